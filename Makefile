@@ -21,10 +21,11 @@ demo: .venv/notebooks-installed  ## train, resume and score a small model: execu
 	$(BIN)/python -m kit.demo
 
 # The launch tests run a real Slurm, those of the dashboard a real Chromium. Without them they are skipped and say why.
-system:  ## both from Debian's packages, where this is Debian, the user is root and one is missing
-	@if command -v slurmctld >/dev/null && command -v slurmdbd >/dev/null && command -v chromium >/dev/null; then :; \
+system:  ## these and faketime, which the tests of clocks need, from Debian's packages, where this is Debian, the user is root and one is missing
+	@if command -v slurmctld >/dev/null && command -v slurmdbd >/dev/null && command -v chromium >/dev/null \
+	    && command -v faketime >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -q \
-	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM) chromium; \
+	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM) chromium faketime; \
 	else echo "Slurm or Chromium is missing, and apt-get or root to install it: their tests will be skipped"; fi
 
 # Four at a time: faults and launching mostly wait (for Slurm, and for lost nodes to be noticed), so two that compute run beside them,

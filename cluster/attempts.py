@@ -29,7 +29,7 @@ from cluster.state import (
     refuse_other_owner,
     refuse_stale,
 )
-from cluster.status import is_alive, read_status
+from cluster.status import is_alive, read_status, watch_silent
 
 FOLLOWS = "KIT_FOLLOWS"
 """Names the job and the attempt that have submitted this job in their place: it owns the directory
@@ -49,6 +49,8 @@ def claim_attempt(run_dir: Path) -> int:
         JobError: a job is live in this directory.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
+    # Before the lock, without which a living job writes no heartbeat.
+    watch_silent([run_dir])
     with locked(run_dir):
         refuse_live(run_dir)
         return _begin(run_dir, state=JobState.QUEUED, process=Process.current())
@@ -109,7 +111,8 @@ def new_folders(*folders: Path) -> Iterator[None]:
 def refuse_live(run_dir: Path) -> None:
     """Raises JobError if a run directory is somebody else's, or a job is live in it."""
     refuse_other_owner(run_dir, "start a job in it")
-    state, status = read_state(run_dir), read_status(run_dir)
+    watch_silent([run_dir])
+    state, status = read_state(run_dir), read_status(run_dir, waits=False)
     scheduled = state is not None and state.scheduler_job is not None
     # Out of reach: should it come back, it is fenced off.
     beyond_reach = status.state is JobState.STALLED and is_alive(state) is None and not scheduled
@@ -184,7 +187,7 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
             begun.write(run_dir / "state.json")
             record_event(run_dir, begun)
             return state.attempt
-        if not ours and not read_status(run_dir).state.is_final:
+        if not ours and not read_status(run_dir, waits=False).state.is_final:
             assert known is not None
             raise JobError(
                 f"{run_dir} belongs to job {known.id} now, this is job {job.id}. Nothing was"

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.files import FULL, RESERVE, opened, write_atomic
+from cluster.ports import says_port_taken
 from cluster.record import counted, cut
 from cluster.state import (
     ExitReport,
     JobError,
     JobState,
     find_log,
+    last_attempt,
     log_path,
     read_asked,
     read_history,
@@ -47,6 +49,8 @@ ERROR_WORDS = re.compile(
 CAUSE_LINES = 15
 """Lines before a message of the kit's script in which the error of the failing command is sought.
 Lmod prints about ten after its error."""
+START_BEAT_S = 5.0
+"""Seconds between two heartbeats of a supervisor whose ranks have taken no step yet."""
 LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
 
 
@@ -111,6 +115,52 @@ class AttemptOutcome:
     """That no longer answers; of several, commas between."""
 
 
+class StartWatch:
+    """Writes, until the first step of an attempt, for how long its ranks have been starting.
+
+    Its owner calls `beat` again and again. The seconds are counted by the clock of this process, so
+    that readers compare no clocks.
+    """
+
+    def __init__(self, run_dir: Path, attempt: int) -> None:
+        self.run_dir = run_dir
+        self.attempt = attempt
+        self.reason = ""
+        self.since = time.monotonic()
+        self.due = self.since + START_BEAT_S
+        self.is_over = False
+        """Whether the ranks have taken a step, or the attempt has ended."""
+
+    def beat(self) -> None:
+        """Writes a heartbeat every START_BEAT_S.
+
+        Raises:
+            StaleAttemptError: a newer attempt owns the directory.
+        """
+        now = time.monotonic()
+        if self.is_over or now < self.due:
+            return
+        self.due = now + START_BEAT_S
+        # A file system in trouble is no reason to end.
+        with contextlib.suppress(OSError):
+            state = read_state(self.run_dir)
+            if state is None:
+                return
+            if state.attempt != self.attempt or state.state is not JobState.STARTING:
+                self.is_over = True
+                return
+            if state.reason != self.reason:
+                if self.reason:
+                    self.since = now
+                self.reason = state.reason
+            update_state(
+                self.run_dir,
+                attempt=self.attempt,
+                heartbeat=time.time(),
+                starting_s=round(now - self.since, 1),
+            )
+
+
 def cause_order(code: int) -> tuple[bool, bool]:
     """Sorts the codes of ranks that failed at once by what explains the others.
 
@@ -120,11 +170,20 @@ def cause_order(code: int) -> tuple[bool, bool]:
 
 
 def failed(run_dir: Path, rank: int, code: int, who: str) -> AttemptOutcome:
-    """Returns what follows when a rank has failed: a start, if it was killed, or if the job has
-    shown that it can run.
+    """Returns what follows when a rank has failed.
+
+    The ranks are started again if the rank was killed, if the job has already taken a step, or if
+    another program used the port at which the ranks meet: the next start uses another port.
     """
     words, rc = end_of(code)
-    may_pass = rc > 128 or (code != USELESS_TO_RETRY and any(furthest_steps(run_dir).values()))
+    attempt = last_attempt(run_dir)
+    may_pass = rc > 128 or (
+        code != USELESS_TO_RETRY
+        and (
+            any(furthest_steps(run_dir).values())
+            or says_port_taken(log_tail(log_path(run_dir, attempt, rank)))
+        )
+    )
     return AttemptOutcome(rc, f"{who} {words}", rank, "restart" if may_pass else "end")
 
 

@@ -35,7 +35,9 @@ class SchedulerAnswer(Record):
     exit_code: int | None = field_doc(
         "exit code of a job that has ended; 128 + n for signal n", default=None
     )
-    time: float = field_doc("unix time of the question", default_factory=time.time)
+    time: float = field_doc(
+        "reading of this process's monotonic clock at the question", default_factory=time.monotonic
+    )
 
 
 class Poller:
@@ -58,9 +60,9 @@ class Poller:
         """
         key = _key(job)
         with self._lock:
-            self._jobs[key] = (job, time.time())
+            self._jobs[key] = (job, time.monotonic())
             last = self._answers.get(key)
-            age_s = time.time() - last.time if last else float("inf")
+            age_s = time.monotonic() - last.time if last else float("inf")
             ended = last is not None and last.state is not None and last.state.is_final
             if last and (age_s < self.interval_s or (ended and age_s < 10 * self.interval_s)):
                 return last
@@ -85,7 +87,7 @@ class Poller:
 
     def _refresh(self, scheduler: str, config: str | None) -> None:
         """Asks one scheduler about all its jobs of interest."""
-        now = time.time()
+        now = time.monotonic()
         with self._lock:
             self._jobs = {
                 key: value for key, value in self._jobs.items() if now - value[1] < INTEREST_S

@@ -113,6 +113,13 @@ class RunState(AttemptState):
 
     heartbeat: float | None = field_doc("unix time of the last sign of life", default=None)
     step_time_s: float | None = field_doc("recent seconds per step", default=None)
+    starting_s: float | None = field_doc(
+        "before the first step: seconds since `reason` changed, by the clock of the supervisor",
+        default=None,
+    )
+    has_joined: bool = field_doc(
+        "whether all ranks of this attempt have found each other", default=False
+    )
     process: Process | None = field_doc(
         "process that answers for the job: its supervisor", default=None
     )

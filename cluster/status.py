@@ -2,15 +2,17 @@
 brought together.
 
 The chain, each link only where those before are silent: exit.json of this attempt; the process, on
-this host; the scheduler (squeue, scontrol, sacct); the last heartbeat. Standard library only.
+this host; the scheduler (squeue, scontrol, sacct); the last heartbeat, whose age is judged by
+`cluster.liveness`. Standard library only.
 """
 
 import dataclasses
 import re
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
-from cluster import poll
+from cluster import liveness, poll
 from cluster.files import why_full
 from cluster.login import mirror
 from cluster.outcome import last_words, log_tail
@@ -31,8 +33,9 @@ from cluster.state import (
 
 STALLED_AFTER_S = 60.0
 STALLED_AFTER_STEPS = 10
-# before the first step: imports, rendezvous and compilation take long on a large machine
 STALLED_START_S = 1800.0
+"""Seconds without a heartbeat before the first step, where no supervisor writes one: imports,
+rendezvous and compilation take long on a large machine."""
 WAITING = (JobState.QUEUED, JobState.REQUEUED, JobState.CONFIGURING)
 
 
@@ -42,25 +45,30 @@ class JobStatus(AttemptState):
 
     heartbeat_age_s: float | None = field_doc("seconds since the last sign of life", default=None)
     exit_code: int | None = field_doc("exit code of a job that has ended", default=None)
+    starting_s: float | None = field_doc(
+        "before the first step: seconds that what `reason` says has lasted", default=None
+    )
+    has_joined: bool = field_doc(
+        "whether all ranks of this attempt have found each other", default=False
+    )
 
 
-def read_status(run_dir: Path) -> JobStatus:
+def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
     """Returns the truth about a job as far as this host can know it; `reason` says when it
     cannot.
+
+    This takes some seconds at the first look of this process at a job whose heartbeat looks old:
+    the heartbeat is watched first, since the clock here may be wrong. With `waits` false such a job
+    is not yet taken for stalled.
     """
     if mirror.mirror_of(run_dir):
         return _mirrored(run_dir)
-    state, answer = read_state(run_dir), None
-    if state and state.scheduler_job and not _report(run_dir, state.attempt):
-        answer = poll.POLLER.answer(state.scheduler_job)
-        state = read_state(run_dir) or state  # it may have waited for an answer
+    state, answer = _newest(run_dir, waits)
     alive = is_alive(state)
     attempt = state.attempt if state else last_attempt(run_dir)
     # After the look at the process, which writes its report before it ends, and the question.
     report = _report(run_dir, attempt)
-    age_s = (
-        max(0.0, time.time() - state.heartbeat) if state and state.heartbeat is not None else None
-    )
+    age_s = liveness.heartbeat_age_s(run_dir, state, _stalled_after_s(state)) if state else None
     rc = None
     if report:
         verdict = JobState.FAILED if report.rc else JobState.DONE
@@ -95,7 +103,51 @@ def read_status(run_dir: Path) -> JobStatus:
         step=step,
         heartbeat_age_s=age_s,
         exit_code=rc,
+        starting_s=state.starting_s if state and verdict is JobState.STARTING else None,
+        has_joined=bool(state and state.has_joined),
     )
+
+
+def _newest(run_dir: Path, waits: bool) -> tuple[RunState | None, poll.SchedulerAnswer | None]:
+    """Returns what state.json says, and the scheduler's answer where one runs the job."""
+    state, answer = read_state(run_dir), None
+    if state is None:
+        return None, None
+    if state.scheduler_job and not _report(run_dir, state.attempt):
+        liveness.see(run_dir, state)
+        answer = poll.POLLER.answer(state.scheduler_job)
+        state = read_state(run_dir) or state  # it may have waited for an answer
+    is_over = _report(run_dir, state.attempt) is not None
+    if waits and not is_over and _lives_by_heartbeat(state, is_alive(state), answer):
+        liveness.watch({run_dir: _stalled_after_s(state)})
+        state = read_state(run_dir) or state
+    return state, answer
+
+
+def watch_silent(run_dirs: Iterable[Path]) -> None:
+    """Watches the heartbeats of many jobs that look stalled at the same time, so that `read_status`
+    waits for none of them.
+    """
+    limits_s = {}
+    for run_dir in run_dirs:
+        state = read_state(run_dir)
+        if state is None or mirror.mirror_of(run_dir) or _report(run_dir, state.attempt):
+            continue
+        if _lives_by_heartbeat(state, is_alive(state), None):
+            limits_s[run_dir] = _stalled_after_s(state)
+    liveness.watch(limits_s)
+
+
+def _lives_by_heartbeat(
+    state: RunState, alive: bool | None, answer: poll.SchedulerAnswer | None
+) -> bool:
+    """Returns whether the age of its heartbeat decides what a job without exit report does."""
+    if state.state.is_final or state.state in (JobState.STOPPING, *WAITING):
+        return False
+    if answer and answer.state:
+        is_over = answer.state.is_final and answer.state is not JobState.LOST
+        return not is_over and answer.state not in WAITING
+    return bool(state.scheduler_job) or alive is not False
 
 
 def _report(run_dir: Path, attempt: int) -> ExitReport | None:
@@ -148,7 +200,7 @@ def _scheduled(
     goes_on = (
         answer.state is JobState.LOST
         and state.state is JobState.RUNNING
-        and (age_s or 0.0) < STALLED_AFTER_S
+        and (age_s or 0.0) <= _stalled_after_s(state)
     )
     if answer.state is None or goes_on:
         return living[0], f"{living[1]}; {answer.reason}", None
@@ -158,8 +210,8 @@ def _scheduled(
         return answer.state, _with_last_words(run_dir, state, answer.reason), answer.exit_code
     between = f"attempt {state.attempt} ended: {state.reason}; {answer.reason}"
     if answer.state in WAITING:
-        # It has started since the scheduler was asked.
-        if state.heartbeat is not None and state.heartbeat > answer.time:
+        # The job has started since the scheduler was asked.
+        if liveness.has_changed_since(run_dir, state, answer.time):
             return *living, None
         if state.state is not JobState.QUEUED:
             return JobState.REQUEUED, between if state.state in GIVEN_UP else answer.reason, None
@@ -192,9 +244,11 @@ def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobSta
     seen = "no heartbeat yet" if age_s is None else f"last heartbeat {age_s:.0f} s ago"
     stop_asked = read_asked(run_dir, "stop")
     if stop_asked is not None:
+        # A time of day, since the request may bear the time of another machine's clock.
+        asked_at = time.localtime(stop_asked.asked_at)
         return (
             JobState.STOPPING,
-            f"asked to stop {max(0.0, time.time() - stop_asked.asked_at):.0f} s ago; {seen}",
+            f"asked to stop at {time.strftime('%H:%M:%S', asked_at)}; {seen}",
         )
     saving = state.state is JobState.STOPPING  # the last checkpoint takes its time
     if age_s is not None and not saving and age_s > _stalled_after_s(state):
@@ -202,12 +256,19 @@ def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobSta
             JobState.STALLED,
             f"{seen} while {state.state}; stalled after {_stalled_after_s(state):.0f} s",
         )
-    doing = f"step {state.step}" if state.step is not None else (state.reason or "no step yet")
+    doing = state.reason or "no step yet"
+    if state.state is not JobState.STARTING and state.step is not None:
+        doing = f"step {state.step}"
+    elif state.state is JobState.STARTING and state.starting_s:
+        doing = f"{doing}, for {state.starting_s:.0f} s"
     notice = f"; {state.notice}" if state.notice else ""
     return state.state, f"{doing}; {seen}{notice}"
 
 
 def _stalled_after_s(state: RunState) -> float:
+    # Only a supervisor that waits for the first step writes `starting_s`, with a heartbeat.
+    if state.state is JobState.STARTING and state.starting_s is not None:
+        return STALLED_AFTER_S
     if state.state in (JobState.QUEUED, JobState.CONFIGURING, JobState.STARTING):
         return STALLED_START_S
     return max(STALLED_AFTER_S, STALLED_AFTER_STEPS * (state.step_time_s or 0.0))

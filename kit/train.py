@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from importlib.metadata import PackageNotFoundError, version
@@ -17,11 +18,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cluster.files import outlive_full_log, write_atomic
+from cluster.files import outlive_full_log, unless_full, write_atomic
 from cluster.interpreter import source_command
-from cluster.record import ConfigError
+from cluster.record import ConfigError, counted
 from cluster.shadows import find_shadows
-from cluster.state import JobError, JobState, log_path, update_state
+from cluster.state import JobError, JobState, log_path, read_state, update_state
 from kit.data.wheels import file_sha256
 from kit.engines import gpu
 from kit.engines.process_group import leave, start_process_group
@@ -63,6 +64,9 @@ def _train(run: Run, attempt: int) -> None:
     """Joins the other ranks, trains, and parts from them."""
     run.plan.check(run.spec, int(os.environ.get("WORLD_SIZE", "1")))
     gpu.prepare(log_path(run.directory, attempt, 0).parent)
+    ranks = counted(int(os.environ.get("WORLD_SIZE", "1")), "rank")
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    _record_phase(run, attempt, f"rank 0 waits until all of {ranks} have joined at {place}")
     device = start_process_group(run.plan.engine, run.site)
     # Set by `neuron_parallel_compile`, which compiles the graphs of the command that it runs.
     if run.plan.engine == "neuron" and os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
@@ -71,12 +75,15 @@ def _train(run: Run, attempt: int) -> None:
         print(record_graphs(run, device), flush=True)
         return
     gpu.choose_kernels(device, run.plan)
+    joined = f"{ranks} joined; building the model and loading its checkpoint"
+    _record_phase(run, attempt, joined, has_joined=True)
     if dist.get_rank() == 0:
         _record_attempt(run, attempt, device)
     # there, every size of a matrix product would be compiled first.
     if run.plan.engine != "neuron":
         _check_nodes(run, device)
     trainer = Trainer(run, attempt=attempt, device=device)
+    _record_phase(run, attempt, "the first step runs, which may compile kernels", has_joined=True)
     reason = trainer.train()
     if dist.get_rank() == 0:
         is_stopped = trainer.step < run.recipe.num_steps
@@ -93,6 +100,24 @@ def _train(run: Run, attempt: int) -> None:
     # NxD finishes its checkpoints, with the group, when Python ends.
     if run.plan.engine != "neuron":
         dist.destroy_process_group()
+
+
+def _record_phase(run: Run, attempt: int, reason: str, *, has_joined: bool = False) -> None:
+    """Has rank 0 write into state.json what the attempt waits for before its first step."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    state = read_state(run.directory)
+    # Without a launcher there is no such state, and no supervisor that would end it.
+    if state is None or state.attempt != attempt or state.state is not JobState.STARTING:
+        return
+    with unless_full():
+        update_state(
+            run.directory,
+            attempt=attempt,
+            reason=reason,
+            has_joined=has_joined,
+            heartbeat=time.time(),
+        )
 
 
 def _check_nodes(run: Run, device: torch.device) -> None:

@@ -1,15 +1,25 @@
 """What the pods of a job note in the run directory. Standard library only.
 
-python -m cluster.kubernetes begin RUN_DIR NAMESPACE JOB  the first pod starts an attempt: its
-number python -m cluster.kubernetes end RUN_DIR ATTEMPT          it has ended well
-python -m cluster.kubernetes stop RUN_DIR                 a pod is told to end: save and stop
+python -m cluster.kubernetes begin RUN_DIR NAMESPACE JOB
+    the first pod starts an attempt and prints its number
+python -m cluster.kubernetes meet RUN_DIR ADDRESS PORT NUM_PODS INDEX [ATTEMPT]
+    a pod waits until all pods have found each other; the first pod gives the attempt
+python -m cluster.kubernetes watch RUN_DIR ATTEMPT PID
+    the first pod writes heartbeats until the first step, or until its script PID has ended
+python -m cluster.kubernetes end RUN_DIR ATTEMPT
+    the attempt has ended well
+python -m cluster.kubernetes stop RUN_DIR
+    a pod is told to end: save and stop
 """
 
+import os
 import sys
+import time
 from pathlib import Path
 
 from cluster.attempts import take_over
-from cluster.outcome import USELESS_TO_RETRY, AttemptOutcome, write_end
+from cluster.kubernetes import meeting
+from cluster.outcome import USELESS_TO_RETRY, AttemptOutcome, StartWatch, write_end
 from cluster.state import JobError, SchedulerJob, ask, read_asked
 
 
@@ -20,6 +30,14 @@ def main(words: list[str]) -> int:
             case ["begin", run_dir, namespace, job_id]:
                 job = SchedulerJob(scheduler="kubernetes", id=job_id, config=f"/{namespace}")
                 print(take_over(Path(run_dir), job))
+            case ["meet", run_dir, address, port, num_pods, index, *attempt]:
+                place = (address, int(port))
+                return _meet(Path(run_dir), place, int(num_pods), int(index), attempt)
+            case ["watch", run_dir, attempt, script_pid]:
+                start = StartWatch(Path(run_dir), int(attempt))
+                while not start.is_over and os.getppid() == int(script_pid):
+                    start.beat()
+                    time.sleep(1.0)
             case ["end", run_dir, attempt]:
                 end = AttemptOutcome(0, "all ranks of the first pod ended with code 0")
                 write_end(Path(run_dir), int(attempt), end)
@@ -34,6 +52,21 @@ def main(words: list[str]) -> int:
         print(error, file=sys.stderr)
         return USELESS_TO_RETRY
     return 0
+
+
+def _meet(
+    run_dir: Path, place: tuple[str, int], num_pods: int, index: int, attempt: list[str]
+) -> int:
+    """Returns 0 when all pods have found each other."""
+    if index:
+        problem = meeting.join(place, index)
+    else:
+        problem = meeting.host(run_dir, int(attempt[0]), place, num_pods)
+        if problem:
+            write_end(run_dir, int(attempt[0]), AttemptOutcome(1, problem))
+    if problem:
+        print(problem, file=sys.stderr)
+    return 1 if problem else 0
 
 
 if __name__ == "__main__":

@@ -283,6 +283,7 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, .
             f'"$KIT_RUN_DIR" {table.namespace} {quote(id_of(table.kind, name))} '
             '>"$KIT_RUN_DIR/logs/attempt" || exit'
         ),
+        *_meeting_lines(job.num_nodes),
         "run_node &",
         "agent=$!",
         'while wait "$agent"; code=$?; kill -0 "$agent" 2>/dev/null; do :; done',
@@ -296,6 +297,27 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, .
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _meeting_lines(num_pods: int) -> list[str]:
+    """Returns what each pod does between the start of an attempt and the start of its agent."""
+    lines = []
+    if num_pods > 1:
+        lines = [
+            "# Before the agents wait for each other, all pods do, and name the missing ones.",
+            "attempt=",
+            '[ "$JOB_COMPLETION_INDEX" != 0 ] || attempt=$(<"$KIT_RUN_DIR/logs/attempt")',
+            'python -P -m cluster.kubernetes meet "$KIT_RUN_DIR" "$MASTER_ADDR" "$MASTER_PORT" \\',
+            f'    {num_pods} "$JOB_COMPLETION_INDEX" "$attempt" || exit',
+        ]
+    return [
+        *lines,
+        "# Heartbeats until the first step.",
+        'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then',
+        "    python -P -m cluster.kubernetes watch \\",
+        '        "$KIT_RUN_DIR" "$(<"$KIT_RUN_DIR/logs/attempt")" "$$" &',
+        "fi",
+    ]
 
 
 def _compilation_lines(table: Kubernetes) -> list[str]:

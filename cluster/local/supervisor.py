@@ -35,6 +35,7 @@ from cluster.local.forked import ForkedRank, fork_rank, import_once
 from cluster.outcome import (
     AttemptOutcome,
     RunDirectory,
+    StartWatch,
     cause_order,
     ended_well,
     failed,
@@ -42,6 +43,7 @@ from cluster.outcome import (
     record_end,
     say,
 )
+from cluster.ports import reserve_port
 from cluster.process import Process, become_rank, become_subreaper, kill_descendants
 from cluster.record import ConfigError, counted
 from cluster.state import JobError, JobState, log_path, read_state, update_state
@@ -137,7 +139,8 @@ def run_attempt(
         )
         if not job.forks:
             started()
-        outcome = watch(ranks, job.time_limit_s, deadline, home)
+        start = StartWatch(run_dir, attempt)
+        outcome = watch(ranks, job.time_limit_s, deadline, home, start)
         port.close()
         state = read_state(run_dir)
         if outcome.rc == 0 and state and state.state is JobState.STOPPING:
@@ -166,7 +169,7 @@ def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: Ranks) -> sock
 
     Returns the socket that keeps their port reserved; keep it until they have ended.
     """
-    port = reserve_port()
+    port = reserve_port(address="127.0.0.1")
     common = {
         "OMP_NUM_THREADS": "1",
         **os.environ,
@@ -210,21 +213,17 @@ def start_rank(
     )
 
 
-def reserve_port() -> socket.socket:
-    """Returns a socket that keeps a free port from everyone but rank 0: bound, so that the kernel
-    gives it to nobody else, and not listening, so that rank 0 can."""
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    return reserved
-
-
 def watch(
-    ranks: Ranks, time_limit_s: float | None, deadline: float, home: RunDirectory
+    ranks: Ranks,
+    time_limit_s: float | None,
+    deadline: float,
+    home: RunDirectory,
+    start: StartWatch,
 ) -> AttemptOutcome:
     """Waits until all ranks have ended well, one has failed, the time is over, the run directory is
     lost, or a signal asks for the end."""
     while True:
+        start.beat()
         reap(ranks)
         codes = {rank: process.returncode for rank, process in ranks.items() if process.returncode}
         if codes:

@@ -251,16 +251,17 @@ def _ask(run_dir: Path, now: bool) -> None:
         with appending(run_dir / LOCK) as lock:
             if not is_locked(lock, FIRST_WAIT_S if now else 0.0):
                 return
-            os.utime(lock.fileno())
+            _mark_now(lock.fileno())
             try:
                 if _age_s(lost) < INTERVAL_S and not now:
                     raise JobError(lost.read_text())
                 fetch(run_dir, mirror)
             finally:
-                os.utime(lock.fileno())
+                _mark_now(lock.fileno())
     except Exception as error:  # whatever went wrong, what is here already tells the rest
         if isinstance(error, NoConnectionError):
             write_atomic(lost, str(error))
+            _mark_now(lost)
         seen_of(run_dir).replace(trouble=str(error)).write(run_dir / SEEN)
 
 
@@ -293,9 +294,18 @@ def fetch(run_dir: Path, mirror: Mirror) -> None:
     ).write(run_dir / SEEN)
 
 
+def _mark_now(file: Path | int) -> None:
+    """Gives a file the time of the clock here: a file server's clock may differ."""
+    now = time.time()
+    os.utime(file, (now, now))
+
+
 def _age_s(file: Path) -> float:
-    """Returns how long ago a file has changed; for ever where there is none."""
+    """Returns how long ago a file was marked; for ever where there is none, or where another clock
+    has marked it.
+    """
     try:
-        return time.time() - file.stat().st_mtime
+        age_s = time.time() - file.stat().st_mtime
     except OSError:
         return float("inf")
+    return age_s if age_s >= 0 else float("inf")

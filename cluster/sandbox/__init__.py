@@ -230,7 +230,7 @@ class Sandbox(Record):
         if not self.isolated:
             here = "127.0.0.1"  # names of nodes that share one host resolve nowhere
             values |= {"controller_address": here, "node_addresses": here, "node_hosts": host}
-            values["task_setup"] = f'"export MASTER_ADDR={here}"'
+            values["task_setup"] = f'"export MASTER_ADDR={here} GLOO_SOCKET_IFNAME=lo"'
         return values
 
     def _wait_until_idle(self) -> None:

@@ -2,11 +2,13 @@
 first second.
 
 `check` looks from the login node at what is free and quick: paths, free space, limits of site and
-partition. `check_nodes` runs inside the allocation: every node must see the same run directory. A
+partition. `check_nodes` runs inside the allocation. Every node must see the same run directory: a
 directory on a node's own disk would take all shards of a checkpoint without complaint, and give
-back none.
+back none. Every node must also reach the first node at the address and port at which the ranks
+meet: torch waits for minutes before it gives up.
 """
 
+import contextlib
 import os
 import re
 import secrets
@@ -15,6 +17,7 @@ import subprocess
 from pathlib import Path
 
 from cluster.job import JobSpec
+from cluster.ports import answering
 from cluster.record import ConfigError
 from cluster.render import STORM_NODES, import_storm
 from cluster.site import Site
@@ -27,8 +30,8 @@ SINFO_LINE = re.compile(r"([^|]+)\|(\w+)\|([^|]+)\|(\d+)")
 """A line of `%P|%a|%l|%D`: partition, whether it takes jobs, time limit, number of nodes."""
 NODE_WAIT_S, ANSWER_WAIT_S = 60.0, 20.0
 ASKED = """\
-token=$1 folder=$2 node="node $SLURMD_NODENAME"
-shift 2
+token=$1 port=$2 folder=$3 node="node $SLURMD_NODENAME"
+shift 3
 for probe; do
     place=${probe%/*}
     if ! { read -r said < "$probe"; } 2>/dev/null || [ "$said" != "$token" ]; then
@@ -38,14 +41,56 @@ Put the run directory, with its checkpoints, on the shared file system"
     fi
     [ -w "$place" ] || { echo "$node may not write into $place"; exit; }
 done
-[ -d "$folder" ] || echo "$node does not see the working directory $folder. Put it on the shared file system"
+[ -d "$folder" ] || {
+    echo "$node does not see the working directory $folder. Put it on the shared file system"
+    exit
+}
 if declare -F try_container > /dev/null && ! said=$(try_container 2>&1); then
     echo "$node: site.slurm.container does not work: ${said##*$'\n'}. It needs a python3 of 3.11 or \
 newer with torch, and must show the source of the kit and the run directory under the same paths"
+    exit
 fi
+[ "$port" != 0 ] || exit 0
+if declare -F set_task_addresses >/dev/null; then set_task_addresses >/dev/null 2>&1; fi
+advice="Set MASTER_ADDR in site.slurm.task_setup to an address of the first node that all nodes reach, \
+or correct the cluster's host names"
+for name in ${GLOO_SOCKET_IFNAME//,/ }; do
+    if ! grep -q "^ *$name:" /proc/net/dev; then
+        has=$(sed -n '3,$ s/^ *\\([^:]*\\):.*/\\1/p' /proc/net/dev | grep -vx lo | tr '\\n' ' ')
+        echo "$node has no network interface $name. It has: ${has% }. Correct site.slurm.network_interfaces \
+or GLOO_SOCKET_IFNAME"
+        exit
+    fi
+done
+if [ -z "$GLOO_SOCKET_IFNAME" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then
+    own=$(timeout 20 getent ahosts "$(uname -n)" | head -n 1)
+    case ${own%% *} in
+        "" | 127.* | ::1)
+            own=${own%% *}
+            echo "$node gives its own name $(uname -n) the address ${own:-127.0.0.1}, at which other nodes cannot \
+reach its ranks. Name the network in site.slurm.network_interfaces, or correct the node's host names"
+            exit
+            ;;
+    esac
+fi
+if ! timeout 20 getent ahosts "$MASTER_ADDR" >/dev/null; then
+    echo "$node cannot look up MASTER_ADDR=$MASTER_ADDR, the address at which the ranks meet. $advice"
+    exit
+fi
+said=$(timeout 15 bash -c 'read -r said <"/dev/tcp/$0/$1" && echo "$said"' "$MASTER_ADDR" "$port" 2>&1)
+code=$?
+[ "$said" != "$token" ] || exit 0
+case $code:$said in
+    *"No such file or directory"*) exit 0 ;;
+    124:*) why="no answer within 15 s" ;;
+    0:*) why="another program answers there" ;;
+    *) why=${said##*: } ;;
+esac
+echo "$node cannot reach the first node at MASTER_ADDR=$MASTER_ADDR, port $port ($why). $advice. \
+Where several networks exist, name one in site.slurm.network_interfaces"
 """  # noqa: E501
 """Run by bash on each node, since Python is a thousand files, which all nodes would read at the
-same moment."""
+same moment. A bash without /dev/tcp skips the connection."""
 
 
 def check(job: JobSpec, site: Site) -> None:
@@ -73,12 +118,16 @@ def check(job: JobSpec, site: Site) -> None:
         _check_partition(job, site.slurm.partition)
 
 
-def check_nodes(job: JobSpec, num_nodes: int) -> str | None:
+def check_nodes(job: JobSpec, num_nodes: int, port: int) -> str | None:
     """Returns what is wrong with some node of this allocation, or None. For the supervisor, inside
     a Slurm job.
 
+    `port` is where the ranks will meet on this node. If it is in use here, the next free port is
+    tried in its place.
+
     Raises:
         JobError: the nodes could not be asked, which may pass.
+        OSError: no port is free on this node.
     """
     run_dir = Path(job.run_dir)
     places = [path for path in (run_dir, run_dir / "checkpoints") if path.is_dir()]
@@ -86,10 +135,16 @@ def check_nodes(job: JobSpec, num_nodes: int) -> str | None:
     probes = [place / name for place in places]
     for probe in probes:
         probe.write_text(f"{token}\n")
-    words = ["bash", "-c", ASKED, "preflight", token, job.working_directory, *map(str, probes)]
     wait_s = NODE_WAIT_S + num_nodes / 4
     try:
-        done = _once_a_node(num_nodes, words, wait_s)
+        with contextlib.ExitStack() as during:
+            # One rank meets nobody.
+            meets = job.num_processes > 1
+            open_port = during.enter_context(answering(port, token)) if meets else 0
+            words = ["bash", "-c", ASKED, "preflight", token, str(open_port)]
+            done = _once_a_node(
+                num_nodes, [*words, job.working_directory, *map(str, probes)], wait_s
+            )
     except subprocess.TimeoutExpired as error:
         raise JobError(
             f"some node did not answer within {wait_s:g} s, before any rank was started"

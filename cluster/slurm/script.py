@@ -25,6 +25,7 @@ from cluster.interpreter import (
 )
 from cluster.job import JobSpec
 from cluster.outcome import MESSAGE_MARK
+from cluster.ports import FIRST_PORT, NUM_PORTS
 from cluster.record import counted
 from cluster.render import warnings
 from cluster.request import CPUS_VARIABLE, SlurmRequest, slurm_request
@@ -32,9 +33,9 @@ from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
 from cluster.site import Site, There
 from cluster.site_lines import checked_lines
 
+ADDRESS_VARIABLES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+"""Variables that decide by which network the ranks meet. A site may set them for each task."""
 SUPERVISOR, KEEPER = "cluster.slurm.supervisor", "cluster.slurm.rank"
-# Below the range from which Linux takes the ports of outgoing connections.
-FIRST_PORT, NUM_PORTS = 20000, 12000
 RULER = "# " + "-" * 100
 
 
@@ -188,8 +189,8 @@ def _modules(slurm: Slurm) -> list[str]:
 
 
 def _meeting_point(slurm: Slurm) -> list[str]:
-    # Never fixed and shared with other jobs, and another one after a requeue, when the old one may
-    # still be taken.
+    # Other jobs and earlier starts of this job use other ports. The supervisor takes the next port
+    # where this port is in use on the first node.
     port = (
         slurm.master_port
         or f"$(({FIRST_PORT} + (SLURM_JOB_ID + 97 * ${{SLURM_RESTART_COUNT:-0}}) % {NUM_PORTS}))"
@@ -201,6 +202,26 @@ def _meeting_point(slurm: Slurm) -> list[str]:
         " grep -xm 1 '[[:alnum:]._-]\\+')",
         '[ -n "$MASTER_ADDR" ] || fail "scontrol names no host in $SLURM_JOB_NODELIST"',
         f"export MASTER_ADDR MASTER_PORT={port}",
+        *_task_addresses(slurm),
+    ]
+
+
+def _task_addresses(slurm: Slurm) -> list[str]:
+    """Returns the function by which the check of the nodes learns the addresses that the tasks will
+    use, where `task_setup` sets them.
+
+    Lines of `task_setup` after the last that sets an address are left out: they may be expensive.
+    """
+    setting = [
+        number
+        for number, line in enumerate(slurm.task_setup, start=1)
+        if any(variable in line for variable in ADDRESS_VARIABLES)
+    ]
+    if not setting:
+        return []
+    return [
+        "# The addresses of each task, for the check of the nodes before the ranks start.",
+        *_function("set_task_addresses", list(slurm.task_setup[: setting[-1]])),
     ]
 
 

@@ -39,9 +39,11 @@ from cluster.outcome import (
     USELESS_TO_RETRY,
     AttemptOutcome,
     RunDirectory,
+    StartWatch,
     cause_order,
     ended_well,
     failed,
+    furthest_steps,
     is_stop_requested,
     keep_last_lines,
     last_words,
@@ -50,6 +52,7 @@ from cluster.outcome import (
     record_end,
     say,
 )
+from cluster.ports import FIRST_PORT, reserve_port
 from cluster.process import become_subreaper, kill_descendants
 from cluster.record import ConfigError, counted
 from cluster.slurm import begin_elsewhere, requeue_this
@@ -133,15 +136,30 @@ class Supervisor:
         """
         num_nodes = int(os.environ.get("SLURM_NNODES", self.spec.num_nodes))
         try:
-            problem = check_nodes(self.spec, num_nodes)
+            problem = check_nodes(self.spec, num_nodes, self._first_port())
         except JobError as error:  # a node on its way out, or back: the queue may have better ones
             outcome = self._without_lost(AttemptOutcome(1, str(error), fate="restart"))
             return dataclasses.replace(outcome, fate="requeue")
-        return AttemptOutcome(USELESS_TO_RETRY, problem) if problem else None
+        if problem is None:
+            return None
+        # A job that has taken steps can run: its new nodes may be at fault.
+        has_run = any(furthest_steps(self.run_dir).values())
+        fate = "requeue" if has_run else "end"
+        return AttemptOutcome(USELESS_TO_RETRY, problem, fate=fate)
 
     def _attempt(self) -> AttemptOutcome:
         """Runs all ranks to their end and returns it; none that can be reached is left."""
-        port = int(os.environ.get("MASTER_PORT", "29500")) + self.starts
+        # Kept until the ranks have ended: other jobs on this node then take other ports.
+        with reserve_port(self._first_port() + self.starts) as reserved:
+            return self._run_ranks(reserved.getsockname()[1])
+
+    def _first_port(self) -> int:
+        return int(os.environ.get("MASTER_PORT", FIRST_PORT))
+
+    def _run_ranks(self, port: int) -> AttemptOutcome:
+        wanted = self._first_port() + self.starts
+        if port != wanted:
+            say(f"port {wanted} is in use on this node: the ranks meet at port {port}")
         self.starts += 1
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_EXPORT_ENV"}
         environment |= {"KIT_ATTEMPT": str(self.attempt), "MASTER_PORT": str(port)}
@@ -166,7 +184,9 @@ class Supervisor:
 
     def _watch(self, step: subprocess.Popen) -> AttemptOutcome:
         failed_at = None
+        start = StartWatch(self.run_dir, self.attempt)
         while True:
+            start.beat()
             received = signal.sigtimedwait(WATCHED, LOOK_EVERY_S)
             number = received.si_signo if received else None
             if step.poll() is not None:
@@ -186,8 +206,7 @@ class Supervisor:
     def _after(self, code: int) -> AttemptOutcome:
         """Returns what follows when srun has ended, or when it should have."""
         if failures := self._failures():
-            first = min(failures, key=lambda failure: (cause_order(failure.code), failure.time))
-            return self._failure(first)
+            return self._failure(min(failures, key=lambda failure: cause_order(failure.code)))
         if code:
             log = self._script_log()
             reason = f"srun ended with code {code}; see {log.relative_to(self.run_dir)}"
@@ -325,8 +344,11 @@ class Supervisor:
         )
 
     def _failures(self) -> list[Failure]:
+        """Returns the ranks of this attempt that did not end well, the first to fail first."""
         with contextlib.suppress(OSError):  # a file system in trouble is no reason to end
-            files = failures_of(self.run_dir, self.attempt).glob("rank_*.json")
+            files = list(failures_of(self.run_dir, self.attempt).glob("rank_*.json"))
+            # In the order of the file system's clock: the clocks of the nodes may differ.
+            files.sort(key=lambda file: file.stat().st_mtime_ns)
             return [failure for file in files if (failure := Failure.read_or_none(file))]
         return []
 

@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import sys
+import time
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,10 @@ from kit.plan import EngineName
 JOIN_S_PER_RANK = datetime.timedelta(seconds=0.5)
 """Of the limit to join: with a fixed one, every third start of 10,992 ranks failed (Megatron-LM
 PR 1006)."""
+LOOK_UP_S = 60.0
+"""Seconds for which a rank tries to look up MASTER_ADDR. Torch itself would try for up to twice the
+limit to join."""
+LOOK_UP_EVERY_S = 2.0
 
 
 def start_process_group(engine: EngineName = "native", site: Site | None = None) -> torch.device:
@@ -30,6 +35,7 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
 
     Raises:
         ConfigError: the site's device is a GPU, and this rank cannot have one.
+        RuntimeError: MASTER_ADDR cannot be looked up, or a rank did not join in time.
     """
     for name, value in {
         "RANK": "0",
@@ -40,6 +46,8 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
         os.environ.setdefault(name, value)
     _prepare_for_connections()
     timeout = max(COLLECTIVE_TIMEOUT, JOIN_S_PER_RANK * int(os.environ["WORLD_SIZE"]))
+    if os.environ["WORLD_SIZE"] != "1":
+        check_address(os.environ["MASTER_ADDR"])
     if engine == "neuron":
         from kit.engines.neuron.adapter import start_process_group as start_xla
 
@@ -65,8 +73,12 @@ def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
     """Returns where ranks of one machine meet, for `init_process_group`; nothing where torch has to
     find it.
 
-    Torch's own store listens to all networks, and believes whoever comes.
+    One rank meets nobody, so it uses no port. Torch's own store listens to all networks, and
+    believes whoever comes.
     """
+    if os.environ["WORLD_SIZE"] == "1":
+        alone: Any = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
+        return {"store": alone, "rank": 0, "world_size": 1}
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun's agent has it.
     if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -77,6 +89,27 @@ def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
         address, port, world, rank == 0, timeout, multi_tenant=True, master_listen_fd=listening
     )
     return {"store": store, "rank": rank, "world_size": world}
+
+
+def check_address(address: str, limit_s: float = LOOK_UP_S) -> None:
+    """Raises RuntimeError if this machine cannot look up the address at which the ranks meet.
+
+    A name service may fail for a moment, or learn a new name late, so this tries for `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.getaddrinfo(address, None)
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise RuntimeError(
+                    f"Rank {os.environ['RANK']} on {socket.gethostname()} cannot look up"
+                    f" MASTER_ADDR={address!r}, the address at which the ranks meet: {error}. Set"
+                    " MASTER_ADDR to an address of the first node that all nodes reach (for Slurm"
+                    " in site.slurm.task_setup)."
+                ) from error
+        time.sleep(LOOK_UP_EVERY_S)
 
 
 def _has_gpu(site: Site | None) -> bool:

@@ -5,14 +5,21 @@ resume DIR`.
 """
 
 import dataclasses
-import math
 import threading
 import time
 from typing import Any, Literal, get_args
 
 from cluster.files import other_owner
 from cluster.job import JobStatus
-from cluster.state import JobError, Request, read_asked, read_history, read_state, read_taken
+from cluster.state import (
+    JobError,
+    Request,
+    TakenRequest,
+    read_asked,
+    read_history,
+    read_state,
+    read_taken,
+)
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.run import Run
 
@@ -41,6 +48,9 @@ class Actions:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._own: dict[Name, ActionProgress] = {}
+        self._taken_before: dict[Name, TakenRequest | None] = {}
+        """By name: the request that the trainer had taken last when this viewer asked. A newer one
+        is told by its content, since the trainer's clock may differ from the clock here."""
 
     def start(self, name: str, status: JobStatus) -> None:
         """Asks for one of NAMES, given the status of now; returns at once.
@@ -50,6 +60,8 @@ class Actions:
         if name not in NAMES:
             return
         progress = self._own[name] = ActionProgress(asked_at=time.time(), attempt=status.attempt)
+        if name in ("checkpoint", "stop"):
+            self._taken_before[name] = read_taken(self.run.directory, name)
         # A resume reads the data set, and a scheduler may take seconds to answer: neither may hold
         # up the kernel.
         threading.Thread(
@@ -73,7 +85,7 @@ class Actions:
         told = dict(self._own)
         for name in ("checkpoint", "stop"):
             found, own = self._found(name, status.attempt), self._own.get(name)
-            if found and (own is None or (found.taken_at or math.inf) > own.asked_at):
+            if found and (own is None or self._is_newer(name, found)):
                 self._own.pop(name, None)
                 told[name] = found
         for name, progress in told.items():
@@ -81,6 +93,14 @@ class Actions:
                 when, progress.note = outcome
                 progress.done_at = max(when, progress.taken_at or progress.asked_at)
         return {name: dataclasses.asdict(progress) for name, progress in told.items()}
+
+    def _is_newer(self, name: Request, found: ActionProgress) -> bool:
+        """Returns whether a request was found after this viewer has asked itself."""
+        before = self._taken_before.get(name)
+        return before is None or (found.asked_at, found.taken_at) != (
+            before.asked_at,
+            before.taken_at,
+        )
 
     def _found(self, name: Request, attempt: int) -> ActionProgress | None:
         """Returns the newest request of a name that the run directory holds."""

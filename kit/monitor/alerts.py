@@ -3,8 +3,9 @@
 Rules: a loss or gradient norm that is not finite, at once; a loss that starts too high or stands
 out (`kit.trainer.spikes`), or rises and does not come back (`rise.py`); a loss scale that
 collapses; a peak that the run goes beyond, or comes closer to than real runs do; an attempt whose
-plan or site is damaged, and so has no MFU; no step for a long time; MFU that falls or is low; a
-slow rank; memory and disk that run out; an overdue checkpoint; a job that failed or was lost.
+plan or site is damaged, and so has no MFU; a start that takes long; no step for a long time; MFU
+that falls or is low; a slow rank; memory and disk that run out; an overdue checkpoint; a job that
+failed or was lost.
 """
 
 import math
@@ -16,7 +17,9 @@ import numpy as np
 
 from cluster.job import JobStatus
 from cluster.login.mirror import unheard
-from cluster.state import JobState
+from cluster.outcome import log_tail
+from cluster.record import cut
+from cluster.state import JobState, find_log
 from kit.errors import kit_command
 from kit.monitor.curves import Curves
 from kit.monitor.ranks import RankTimes
@@ -29,6 +32,14 @@ from kit.run.metrics import median
 from kit.trainer.spikes import bad_start, spikes
 
 STALL_S, STALL_STEPS = 15.0, 5.0
+JOIN_S = 180.0
+"""Seconds after which a start is reported whose ranks have not all joined. Imports from a slow file
+system may take longer, so this is a warning."""
+FIRST_STEP_S = 300.0
+"""Seconds after which a start is reported whose ranks have all joined: large checkpoints and
+compilation take minutes."""
+LOGS_READ = 8
+"""Ranks in whose logs the last line is looked for."""
 MFU_FALL, MFU_LOW, MFU_DOUBTFUL, MFU_STEPS = 0.75, 0.30, 0.75, 50
 MEMORY_FULL = 0.92
 CHECKPOINT_LATE = 1.5
@@ -47,6 +58,8 @@ class Watchman:
         self.run, self.log = run, AlertLog(run.directory / "alerts.jsonl")
         self._checked_rows, self._revision, self._rises = 0, -1, Rises()
         self._rows, self._rows_since = -1, time.monotonic()
+        self._start = (0, False)
+        self._start_since = time.monotonic()
 
     def look(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
         """Returns the alerts that are new, after writing them to the run directory."""
@@ -134,6 +147,7 @@ class Watchman:
         bad = status.state in (JobState.FAILED, JobState.LOST, JobState.STALLED)
         if bad and (self.run.directory / "state.json").exists():
             yield None, "job", "error", f"job {status.state}: {status.reason}"
+        yield from self._slow_start(status)
         if status.state is not JobState.RUNNING:
             self._rows_since = time.monotonic()
             return
@@ -149,6 +163,31 @@ class Watchman:
         if not (self.run.is_imported or self.run.is_mirror):
             yield from self._disk()
             yield from self._checkpoint(columns, status.attempt)
+
+    def _slow_start(self, status: JobStatus) -> Found:
+        """Yields a start that takes long, with the last line of a rank's log."""
+        start = (status.attempt, status.has_joined)
+        is_unknown = status.state is not JobState.STARTING or unheard(self.run.directory)
+        if is_unknown or start != self._start:
+            self._start = start
+            self._start_since = time.monotonic()
+        if is_unknown:
+            return
+        watched_s = time.monotonic() - self._start_since
+        lasted_s = max(watched_s, status.starting_s or 0.0)
+        if lasted_s > (FIRST_STEP_S if status.has_joined else JOIN_S):
+            line = self._last_log_line(status.attempt)
+            told = f". Last line of {line}" if line else ""
+            yield None, "stall", "warning", f"no step yet: {status.reason}{told}"
+
+    def _last_log_line(self, attempt: int) -> str:
+        """Returns the name of the first log that says something, and its last line."""
+        per_node = self.run.site.devices_per_node
+        for rank in range(min(LOGS_READ, self.run.plan.num_devices)):
+            file = find_log(self.run.directory, attempt, rank, per_node)
+            if lines := log_tail(file).splitlines():
+                return f"{file.relative_to(self.run.directory)}: {cut(lines[-1].strip(), 300)}"
+        return ""
 
     def _stall(self, columns: Columns) -> Found:
         """Judges by this host's own clock, since another host's may differ, and nothing while it

@@ -203,7 +203,8 @@ def _attempt(
     ends = np.maximum.accumulate(steps["time"])
     starts = np.maximum(ends - steps["step_time_s"], np.append(-np.inf, ends[:-1]))
     times = [event.time for event in told]
-    begin = max(min([*times[:1], *starts[:1]]), before or -np.inf)
+    # Not the first event: the clock of the machine that submitted the job may be ahead.
+    begin = max(min([*times, *starts[:1]]), before or -np.inf)
     held = [
         event.time for event in told if event.state not in (JobState.QUEUED, JobState.CONFIGURING)
     ]

@@ -13,19 +13,28 @@ them: however many views are open, one `kit watch` calls once.
 
 import dataclasses
 import json
+import math
 import os
 import socket
 import subprocess
 import time
 import tomllib
 
+from cluster.liveness import MAX_SKEW_S
 from cluster.record import ConfigError, Record, config_folder, cut, field_doc
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
+from kit.run.columns import parse_row
+from kit.run.tail import last_lines
 from kit.show.terminal import plain
 
 LIMIT_S = 10.0
 """For the whole of a command, for which the view waits."""
+
+
+FOUND_IN_ROWS = ("nan", "spike", "start", "rise", "loss_scale", "peak", "record")
+"""Kinds of alerts that a view finds in recorded steps, however old. Their time is the step's."""
+TAIL_BYTES = 16 << 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,17 +57,32 @@ class OnAlert:
 
     def __init__(self, run: Run, log: AlertLog) -> None:
         self.run, self.log, self.command = run, log, on_alert_command()
-        self.since, self.told = time.time(), set[Alert]()
+        # What is recorded now is old. The time of an alert says little, since the trainer's clock
+        # may differ from the clock here. But a mirror may get very old alerts late.
+        self.oldest = time.time() - MAX_SKEW_S
+        self.told = set(log.read())
+        self.newest = _newest_row(run)
 
     def tell(self) -> None:
         """Runs the command for what is new in the log."""
         for alert in list(self.log.read()) if self.command else []:
-            if alert.time < self.since or alert in self.told or alert.kind == "on_alert":
+            if alert in self.told or alert.kind == "on_alert" or alert.time < self.oldest:
+                continue
+            if alert.kind in FOUND_IN_ROWS and (alert.attempt, alert.time) <= self.newest:
                 continue
             self.told.add(alert)
             if why := _call(str(self.command), self.run, alert):
                 failed = {"kind": "on_alert", "level": "warning", "message": f"on_alert: {why}"}
                 self.log.add([Alert.from_dict({**alert.to_dict(), **failed, "time": time.time()})])
+
+
+def _newest_row(run: Run) -> tuple[int, float]:
+    """Returns attempt and unix time, by the trainer's clock, of the last recorded step."""
+    lines = last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)
+    rows = [row for row in map(parse_row, lines) if row is not None]
+    # Logs of other trainers may have no times.
+    times = [(row["attempt"], row.get("time") or -math.inf) for row in rows]
+    return max(times, default=(0, -math.inf))
 
 
 def on_alert_command() -> str | None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from cluster.login.mirror import seen_of
 from cluster.state import JobError
+from cluster.status import watch_silent
 from kit.errors import RunError, kit_command
 from kit.monitor.curves import drawable
 from kit.monitor.figure import smooth
@@ -94,7 +95,9 @@ def runs_table(folder: str | Path) -> RunsTable:
     """
     folder = Path(folder).expanduser().resolve()
     rows: list[dict[str, Any]] = []
-    for directory in find_runs(folder):
+    directories = find_runs(folder)
+    watch_silent(directories)
+    for directory in directories:
         name = str(directory.relative_to(folder)) if directory != folder else directory.name
         row: dict[str, Any] = {"run": name, "directory": str(directory)}
         rows.append(row)

@@ -92,6 +92,8 @@ class Heartbeat(Callback):
         self.gathered_at, self.said_at = float("-inf"), float("-inf")
         self.last = dict[str, Any]()
         self.recent = deque[list[float | None]](maxlen=RECENT)
+        self.remembered: dict[int, float] | None = None
+        """Time of each rank's heartbeat by its own clock, at the last `look_at_ranks`."""
 
     def after_step(self, step: Step) -> None:
         """Takes note of a step, and says so if the last time is a second ago."""
@@ -156,17 +158,27 @@ class Heartbeat(Callback):
         *parts_s, own_s = map(_median, columns) if self.recent else [None]
         return self.beat.replace(**self.last, parts_s=tuple(parts_s), own_s=own_s)
 
-    def silent_ranks(self, for_s: float) -> list[int] | None:
-        """Returns the ranks that have not said for so long that they answer, or None where
-        nobody was told.
+    def look_at_ranks(self) -> None:
+        """Remembers the heartbeats of all ranks, for `silent_ranks`."""
+        if not self.is_gathered:
+            self.remembered = self._beats_of_ranks()
+
+    def silent_ranks(self) -> list[int] | None:
+        """Returns the ranks whose heartbeat is the one that `look_at_ranks` found, or None where
+        nothing was remembered.
+
+        Times are not compared, since each rank writes the time of its own node.
         """
-        if self.is_gathered:
+        if self.remembered is None:
             return None
-        beats = {
-            beat.rank: beat.time for beat in read_rank_heartbeats(self.directory, self.beat.attempt)
-        }
-        newest = max(beats.values(), default=0.0)
-        return [rank for rank in range(self.num_ranks) if beats.get(rank, 0.0) < newest - for_s]
+        now = self._beats_of_ranks()
+        return [
+            rank for rank in range(self.num_ranks) if now.get(rank) == self.remembered.get(rank)
+        ]
+
+    def _beats_of_ranks(self) -> dict[int, float]:
+        beats = read_rank_heartbeats(self.directory, self.beat.attempt)
+        return {beat.rank: beat.time for beat in beats}
 
 
 def _median(values: tuple[float | None, ...]) -> float | None:

@@ -81,6 +81,7 @@ class Trainer:
             patience_s(self.recipe, self.plan),
             rank=self.rank,
             alive=self.heartbeat.write,
+            look_at_ranks=self.heartbeat.look_at_ranks,
             silent_ranks=self.heartbeat.silent_ranks,
             dump=gpu.dump_flight_recorder if self.device.type == "cuda" else None,
         )

@@ -28,6 +28,9 @@ STEPS, REMEMBERED = 10, 20
 OTHERS_WAIT_S = 5.0
 """Rank 0 tells of a hang; the others end so much later, which says that it was rank 0 itself. On a
 GPU rank 0 too lets the others dump their collectives first."""
+LOOK_SHARE = 0.75
+"""Share of the limit after which rank 0 looks at the heartbeats of all ranks. Ranks that answer
+write one every TICK_S by then, so each of these changes until the limit."""
 DUMP_WAIT_S = 2.0
 REPORT_WAIT_S = 15.0
 MANY_LIMIT_S = 600.0
@@ -54,8 +57,9 @@ class Watchdog(Callback):
         limit_s: seconds without a step, at least; None: never.
         rank: of this process.
         alive: called while a step is late: says that this process still answers.
-        silent_ranks: returns those that did not say so lately, given the seconds, or None where
-            that is not known.
+        look_at_ranks: remembers what all ranks have said, for `silent_ranks`.
+        silent_ranks: returns the ranks that have said nothing since, or None where that is not
+            known.
         dump: leaves what this process knows of its last collectives.
     """
 
@@ -65,11 +69,14 @@ class Watchdog(Callback):
         *,
         rank: int,
         alive: Callable[[], None],
-        silent_ranks: Callable[[float], list[int] | None],
+        look_at_ranks: Callable[[], None],
+        silent_ranks: Callable[[], list[int] | None],
         dump: Callable[[], None] | None = None,
     ) -> None:
         self.limit_s, self.rank, self.dump = limit_s, rank, dump
-        self.alive, self.silent_ranks = alive, silent_ranks
+        self.alive = alive
+        self.look_at_ranks = look_at_ranks
+        self.silent_ranks = silent_ranks
         self.times: deque[float] = deque(maxlen=REMEMBERED)
         self.silent_s, self.step, self.has_compiled = 0.0, 0, False
         self.pauses = 1  # until the first step is done
@@ -119,28 +126,33 @@ class Watchdog(Callback):
         self.ended.set()
 
     def _watch(self, least_s: float) -> None:
-        writing = dumping = None
+        writing = looking = dumping = None
         end_wait_s = OTHERS_WAIT_S if self.rank else DUMP_WAIT_S if self.dump else 0.0
         while not self.ended.wait(TICK_S):
             self.silent_s += TICK_S
             if self.pauses:
                 self.silent_s = 0.0
+                looking = None
                 continue
+            if self.silent_s <= TICK_S:  # a step has ended since the last tick
+                looking = None
             limit_s = max(least_s, STEPS * max(self.times, default=0.0))
             if self.silent_s > limit_s / 2 and not (writing and writing.is_alive()):
                 writing = _start(self._write_alive)
+            if self.silent_s > LOOK_SHARE * limit_s and self.rank == 0 and not looking:
+                looking = _start(self.look_at_ranks)
             if self.silent_s > limit_s and self.dump and not dumping:
                 dumping = _start(self.dump)  # all ranks, before the first of them ends the others
             if self.silent_s > limit_s + end_wait_s:
-                _start(self._report_hang, limit_s).join(REPORT_WAIT_S)
+                _start(self._report_hang).join(REPORT_WAIT_S)
                 os._exit(1)
 
     def _write_alive(self) -> None:
         with contextlib.suppress(OSError):
             self.alive()
 
-    def _report_hang(self, limit_s: float) -> None:
-        silent = self.silent_ranks(limit_s / 4) if self.rank == 0 else [0]
+    def _report_hang(self) -> None:
+        silent = self.silent_ranks() if self.rank == 0 else [0]
         who = "the stacks in logs/ say where they wait"
         if silent:
             more = " ..." if len(silent) > 8 else ""
@@ -156,7 +168,7 @@ class Watchdog(Callback):
         )
 
 
-def _start(work: Callable[..., None], *arguments: float) -> threading.Thread:
-    thread = threading.Thread(target=work, args=arguments, daemon=True)
+def _start(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread

@@ -1,6 +1,7 @@
 """What follows the end of an attempt, without a Slurm."""
 
 import errno
+import os
 import signal
 from unittest.mock import Mock
 
@@ -152,3 +153,14 @@ def test_srun_s_own_sigterm_asks_nobody_to_stop(supervisor, monkeypatch, has_fai
         failure.write(failures_of(supervisor.run_dir, 1) / "rank_00003.json")
     assert supervisor._told_to_end() is None
     assert (read_asked(supervisor.run_dir, "stop") is None) == has_failed
+
+
+def test_first_failure_ignores_the_clocks_of_nodes(supervisor):
+    """The clock of node3 is behind, so its rank seems to have failed first."""
+    folder = failures_of(supervisor.run_dir, 1)
+    folder.mkdir(parents=True)
+    for rank, node, by_node_s, written_s in ((3, "node2", 500.0, 100), (1, "node3", 1.0, 101)):
+        file = folder / f"rank_{rank:05d}.json"
+        Failure(rank=rank, code=1, node=node, time=by_node_s).write(file)
+        os.utime(file, (written_s, written_s))
+    assert supervisor._after(1).reason.startswith("rank 3 on node2 ended with code 1")

@@ -4,13 +4,14 @@ import dataclasses
 import json
 import math
 import os
+import time
 
 import numpy as np
 import pytest
 
 from cluster.login.mirror import SEEN, Seen
 from cluster.record import ConfigError
-from cluster.state import JobState
+from cluster.state import JobState, log_path, update_state
 from kit.monitor import alerts
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.figure import run_figure
@@ -168,3 +169,34 @@ def test_slow_steps_a_slow_rank_memory_disk_and_checkpoints(tmp_path, monkeypatc
     monkeypatch.setattr(alerts.shutil, "disk_usage", lambda path: usage())
     add_row(run, 260, memory_bytes=2**60)
     assert sorted(kinds(dashboard)[3:]) == ["disk", "memory"]
+
+
+@pytest.mark.parametrize(("has_joined", "limit_s"), [(False, 180), (True, 300)])
+def test_slow_start_is_reported_with_its_log(tmp_path, has_joined, limit_s):
+    """By a single look: the supervisor counts the seconds."""
+    run = recorded_run(tmp_path / "run", steps=0)
+    log = log_path(run.directory, 1, 0)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("first\n[W socket.cpp] cannot look up node1-hsn0\n")
+    start = {"state": JobState.STARTING, "reason": "4 ranks join", "has_joined": has_joined}
+    for starting_s, expected in ((limit_s - 10, []), (limit_s + 10, ["stall"])):
+        update_state(
+            run.directory, attempt=1, heartbeat=time.time(), starting_s=starting_s, **start
+        )
+        assert kinds(Dashboard(run)) == expected
+    (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
+    assert alert.level == "warning"
+    for words in ("4 ranks join", f"for {limit_s + 10} s", "rank_00000.log: [W socket.cpp] cannot"):
+        assert words in alert.message
+
+
+def test_slow_start_without_supervisor_is_reported(tmp_path, monkeypatch):
+    """By a viewer's own clock, as under Kubernetes before the first pod has begun to count."""
+    run = recorded_run(tmp_path / "run", steps=0)
+    start = {"state": JobState.STARTING, "reason": "started by a pod"}
+    update_state(run.directory, attempt=1, heartbeat=time.time(), **start)
+    dashboard = Dashboard(run)
+    assert kinds(dashboard) == []
+    now = time.monotonic()
+    monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 200)
+    assert kinds(dashboard) == ["stall"]

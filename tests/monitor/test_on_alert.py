@@ -125,3 +125,16 @@ def test_the_configuration(config, run):
         config.write_text(text)
         with pytest.raises(ConfigError, match=why):
             _watch(run)
+
+
+@pytest.mark.parametrize("skew_s", [-600.0, 600.0])
+def test_clock_of_the_trainer_hides_no_alert(config, run, tmp_path, skew_s):
+    config.write_text(f"on_alert = 'echo \"$KIT_MESSAGE\" >> {tmp_path}/told'")
+    log = AlertLog(run.directory / "alerts.jsonl")
+    log.add([alert("old", 100, "hook", level="error", time=time.time() + skew_s)])
+    dashboard = Dashboard(run)
+    caller = OnAlert(run, dashboard.watchman.log)
+    log.add([alert("went back", 301, "guard", level="error", time=time.time() + skew_s)])
+    look(dashboard)
+    caller.tell()
+    assert (tmp_path / "told").read_text() == "run, step 301: went back\n"

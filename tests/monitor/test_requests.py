@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.state import Event, JobState, ask, take_request
+from cluster.state import Event, JobState, TakenRequest, ask, take_request
 from kit.monitor.actions import Actions
 from kit.run import Run
 from tests.monitor.recorded import recorded_run
@@ -66,3 +66,19 @@ def test_done_is_when_it_was_done_and_not_when_somebody_looked(run):
     for _ in range(3):
         told = Actions(run).report(status)["stop"]
         assert (told["done_at"], told["note"]) == (asked + 40, "the job has ended")
+
+
+@pytest.mark.parametrize("skew_s", [-600.0, 600.0])
+def test_request_is_followed_whatever_the_trainers_clock(run, monkeypatch, skew_s):
+    """The viewer asks by its clock, and the trainer takes the request by another."""
+    actions, status = Actions(run), run.job.status()
+    old = TakenRequest(asked_at=5.0, taken_at=time.time() + skew_s - 60, step=90)
+    old.write(run.directory / "control" / "taken_checkpoint")
+    monkeypatch.setattr(type(run.job), "checkpoint", lambda job: None)
+    actions.start("checkpoint", status)
+    assert actions.report(status)["checkpoint"]["taken_at"] is None, "that was another request"
+    new = TakenRequest(asked_at=9.0, taken_at=time.time() + skew_s, step=120)
+    new.write(run.directory / "control" / "taken_checkpoint")
+    assert actions.report(status)["checkpoint"]["step"] == 120
+    _checkpoint(run, 120)
+    assert actions.report(status)["checkpoint"]["note"] == "saved at step 120"

@@ -105,7 +105,9 @@ def test_own_speed_is_measured_now_and_then_and_never_waited_for(monkeypatch):
 
 
 def test_a_watchdog_hears_of_compilations():
-    watchdog = Watchdog(None, rank=0, alive=lambda: None, silent_ranks=lambda for_s: None)
+    watchdog = Watchdog(
+        None, rank=0, alive=lambda: None, look_at_ranks=lambda: None, silent_ranks=lambda: None
+    )
     watchdog.after_step(done())  # the first, which nobody waits for
     seen = []
     begun, ended = on_compile_start(watchdog.compile_begins), on_compile_end(watchdog.compile_ends)

@@ -29,7 +29,8 @@ def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **sett
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
         watchdog.faulthandler.dump_traceback = lambda **_: None
         watchdog.sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        usual = {"rank": 0, "alive": lambda: None, "silent_ranks": lambda _: []}
+        usual = {"rank": 0, "alive": lambda: None, "look_at_ranks": lambda: None}
+        usual["silent_ranks"] = list
         dog = Watchdog(**usual | settings)
         dog.on_start()
         act(dog)
@@ -46,7 +47,7 @@ def test_ends_though_every_file_hangs(monkeypatch, tmp_path, silent, said):
     settings = {
         "limit_s": 0.2,
         "alive": lambda: time.sleep(60),
-        "silent_ranks": lambda _: time.sleep(60) if silent == "hangs" else silent,
+        "silent_ranks": lambda: time.sleep(60) if silent == "hangs" else silent,
     }
     log = tmp_path / "log"
     assert end_of_a_rank(monkeypatch, log, lambda dog: dog.after_step(done(0.001)), **settings) == 1

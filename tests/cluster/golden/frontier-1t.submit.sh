@@ -50,7 +50,7 @@ trap - ERR EXIT
 # Where the ranks meet: the first node of the job.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep -xm 1 '[[:alnum:]._-]\+')
 [ -n "$MASTER_ADDR" ] || fail "scontrol names no host in $SLURM_JOB_NODELIST"
-export MASTER_ADDR MASTER_PORT=$((20000 + (SLURM_JOB_ID + 97 * ${SLURM_RESTART_COUNT:-0}) % 12000))
+export MASTER_ADDR MASTER_PORT=$((20000 + (SLURM_JOB_ID + 97 * ${SLURM_RESTART_COUNT:-0}) % 10000))
 # The Python environment: one copy to each node's own disk, instead of one read of every file by every rank.
 export KIT_ENVIRONMENT="/mnt/bb/$USER/environment"
 unpack_environment() {

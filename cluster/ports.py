@@ -1,0 +1,108 @@
+"""TCP ports at which the ranks of a job meet: finds a free one and keeps it from other jobs until
+rank 0 listens there.
+
+Standard library only.
+"""
+
+import contextlib
+import errno
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+FIRST_PORT = 20000
+NUM_PORTS = 10000
+"""Number of ports from FIRST_PORT on from which the kit chooses. They end below the NodePorts of
+Kubernetes (30000 to 32767) and below the ports that Linux gives to outgoing connections (from
+32768)."""
+TRIES = 100
+"""Ports that are tried, one after the other, before a search is given up."""
+MAX_PORT = 65535
+BACKLOG = 4096
+ANSWERED_AT_ONCE = 256
+"""Connections that `answering` keeps open. The side that closes a connection first blocks its port
+for a minute, so the other side must be first."""
+TAKEN_WORDS = ("eaddrinuse", "address already in use")
+"""Words in the last lines of a log by which a port that is in use is recognised."""
+
+
+def reserve_port(preferred: int = 0, address: str = "") -> socket.socket:
+    """Returns a socket that is bound to a free port and does not listen.
+
+    The search starts at `preferred` and tries the following ports. 0 stands for any free port. An
+    empty address stands for all networks of this machine.
+
+    Until the socket is closed, the kernel gives the port to nobody else, and another caller of this
+    function does not find it free. A process that sets SO_REUSEADDR, as torch does, can listen
+    there.
+
+    Raises:
+        OSError: no port is free among TRIES.
+    """
+    port = preferred
+    last_port = min(preferred + TRIES - 1, MAX_PORT) if preferred else 0
+    while True:
+        try:
+            return _bound(address, port)
+        except OSError as error:
+            # EACCES: the administrator keeps the port for other programs.
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES) or port >= last_port:
+                raise
+        port += 1
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    dual = not address and socket.has_dualstack_ipv6()
+    reserved = socket.socket(socket.AF_INET6 if dual else socket.AF_INET)
+    try:
+        if dual:
+            reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        # Bound without SO_REUSEADDR, so that a port which another job has reserved counts as taken.
+        reserved.bind((address, port))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError:
+        reserved.close()
+        raise
+    return reserved
+
+
+@contextlib.contextmanager
+def answering(preferred: int, line: str) -> Iterator[int]:
+    """Yields a free port at which, during the block, every caller gets one line of text.
+
+    Raises:
+        OSError: as `reserve_port`.
+    """
+    with reserve_port(preferred) as listening:
+        listening.listen(BACKLOG)
+        listening.settimeout(0.2)
+        over = threading.Event()
+        thread = threading.Thread(target=_answer, args=(listening, line, over), daemon=True)
+        thread.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            over.set()
+            thread.join()
+
+
+def _answer(listening: socket.socket, line: str, over: threading.Event) -> None:
+    answered = deque[socket.socket](maxlen=ANSWERED_AT_ONCE)
+    while not over.is_set():
+        try:
+            connection, _ = listening.accept()
+        except OSError:  # nobody has called, or a caller is gone already
+            continue
+        with contextlib.suppress(OSError):
+            connection.sendall(f"{line}\n".encode())
+        if len(answered) == ANSWERED_AT_ONCE:
+            answered[0].close()
+        answered.append(connection)
+    for connection in answered:
+        connection.close()
+
+
+def says_port_taken(text: str) -> bool:
+    """Returns whether the last lines of a log say that a port was in use."""
+    return any(word in text.lower() for word in TAKEN_WORDS)
