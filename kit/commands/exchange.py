@@ -27,7 +27,7 @@ from kit.commands.options import (
     tell,
     tell_record,
 )
-from kit.convert.hugging_face_config import load_spec
+from kit.convert.hugging_face_config import load_spec, training_spec
 from kit.convert.other_trainers import named
 from kit.errors import ConfigError, DataError, RunError, check_known
 from kit.papers import FIGURES, paper_figure, save_all
@@ -167,23 +167,27 @@ def import_(
     A log needs --site, the machine on which it was written; a checkpoint needs --model. Time stamps
     without a time zone are read as UTC, or in the zone of `--set import.zone=Europe/Berlin`.
     """
-    spec = None if model is None else load_spec(model)
     changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
     if source.is_dir():
         refuse(
             {"--site": site, "--pattern": pattern, "--follow": follow, "--set": settings},
             f"only with a log, and {source} is a folder.",
         )
-        if spec is None:
+        read_checkpoint = _reader(source, format)
+        if model is None:
             raise ConfigError("--model: missing. The files of a checkpoint do not say its shapes.")
         from kit.convert.hugging_face import export_hugging_face
 
-        _tell_folder(export_hugging_face(_reader(source, format)(source, spec), out))
+        _tell_folder(export_hugging_face(read_checkpoint(source, load_spec(model)), out))
         return
     if site is None:
         raise ConfigError("--site: missing. Name the machine on which the log was written.")
     from kit.foreign.importers import import_log
 
+    spec, notes = None, ()
+    if model is not None:
+        length = changes["spec"].get("sequence_length")
+        spec, notes = training_spec(model, sequence_length=length)
     report = import_log(
         source,
         out,
@@ -192,6 +196,7 @@ def import_(
         site=Site.load(site),
         spec=spec,
         changes=changes,
+        spec_notes=notes,
         follow=follow,
     )
     skipped = (

@@ -12,7 +12,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -58,6 +58,7 @@ def import_log(
     site: Site,
     spec: ModelSpec | None = None,
     changes: dict[str, dict[str, Any]] | None = None,
+    spec_notes: Sequence[str] = (),
     follow: bool = False,
     idle: Callable[[float], None] = time.sleep,
 ) -> ImportReport:
@@ -75,6 +76,7 @@ def import_log(
             `import` the field `zone`: of time stamps that name none, as `Europe/Berlin`. Trainers
             write their machine's hour, so only the user knows it, and where its clocks change a
             step would be an hour too long; else UTC.
+        spec_notes: what was assumed of `spec`, for the notes of the report.
         follow: go on as the log grows, until training is done, the log is gone, or `idle` raises
             KeyboardInterrupt.
         idle: waits between two looks, given the seconds.
@@ -102,7 +104,7 @@ def import_log(
         }.values()
     )
     _fill_in(rows, parser.changed)
-    notes += _check_speed(rows, steps, run)
+    notes = [*spec_notes, *notes, *_check_speed(rows, steps, run)]
     if parser.has_local_times:
         notes.append(
             f"its time stamps name no zone and are read as {zone}; for another: --set"
