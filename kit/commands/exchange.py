@@ -115,7 +115,9 @@ def import_(
     source: Annotated[
         Path,
         typer.Argument(
-            help="Log file of another trainer, or folder with its checkpoint.", metavar="SOURCE"
+            help="Log file of another trainer, output_dir of transformers' Trainer, or folder with"
+            " a checkpoint.",
+            metavar="SOURCE",
         ),
     ],
     out: Annotated[
@@ -137,7 +139,8 @@ def import_(
         typer.Option(
             help="Format of a log: megatron (Megatron-LM, Megatron-DeepSpeed, GPT-NeoX), nemo"
             " (NeMo 2), nxdt (NxDT, HLAT), torchtitan, nanogpt, maxtext, hf-trainer"
-            " (trainer_state.json). Format of a checkpoint: nxd, megatron-deepspeed."
+            " (trainer_state.json, or its printed lines), llama-factory, nanotron, olmo, composer,"
+            " litgpt, nanochat, deepspeed. Format of a checkpoint: nxd, megatron-deepspeed."
             " Default: detected."
         ),
     ] = None,
@@ -145,7 +148,8 @@ def import_(
         str | None,
         typer.Option(
             help="Regular expression for other logs, e.g."
-            r" 'it (?P<step>\d+) loss=(?P<loss>\S+)'."
+            r" 'it (?P<step>\d+) loss=(?P<loss>\S+)'. If a step is told on several lines, an"
+            r" alternative for each: 'step (?P<step>\d+)|loss=(?P<loss>\S+)'."
         ),
     ] = None,
     model: Annotated[
@@ -168,6 +172,8 @@ def import_(
     without a time zone are read as UTC, or in the zone of `--set import.zone=Europe/Berlin`.
     """
     changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
+    if states := _trainer_states(source, format):
+        source = states[-1]
     if source.is_dir():
         refuse(
             {"--site": site, "--pattern": pattern, "--follow": follow, "--set": settings},
@@ -180,9 +186,12 @@ def import_(
 
         _tell_folder(export_hugging_face(read_checkpoint(source, load_spec(model)), out))
         return
+    from kit.foreign.importers import import_log
+    from kit.foreign.suggest import check_text
+
+    check_text(source)
     if site is None:
         raise ConfigError("--site: missing. Name the machine on which the log was written.")
-    from kit.foreign.importers import import_log
 
     spec, notes = None, ()
     if model is not None:
@@ -209,6 +218,15 @@ def import_(
         *(Text(f"- {text}") for text in report.notes),
         advice("Watch:", "watch", out),
     )
+
+
+def _trainer_states(source: Path, format: str | None) -> list[Path]:
+    """Returns the logs of transformers' Trainer in a folder that is its output_dir."""
+    if not source.is_dir() or format in CHECKPOINTS:
+        return []
+    from kit.foreign.importers import trainer_states
+
+    return trainer_states(source)
 
 
 def _reader(folder: Path, format: str | None) -> Any:

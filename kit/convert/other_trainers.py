@@ -225,6 +225,9 @@ FORMATS = (
         "an adapter of PEFT without its model",
         "is not supported: merge it into its model first",
     ),
+    ("consolidated.*.pth", "a checkpoint of Meta (consolidated.NN.pth)", CONVERT),
+    ("ckpt.pt", "a checkpoint of nanoGPT (ckpt.pt)", CONVERT),
+    ("lit_model.pth", "a checkpoint of litgpt (lit_model.pth)", CONVERT),
     ("config.json", "a Hugging Face folder", "needs no import: `kit eval` reads it"),
     ("*.gguf", "a GGUF file of llama.cpp", "is not supported"),
 )
