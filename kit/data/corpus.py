@@ -20,6 +20,7 @@ from kit.data.readers import (
     LARGEST_DOCUMENT_BYTES,
     PART,
     TEXT_KEY,
+    holds_json_lines,
     read_texts,
     too_large,
 )
@@ -77,7 +78,8 @@ class Corpus:
     After an iteration, `counts` says how many documents and text_bytes it has yielded, how many
     duplicates, empty and, as far as they are known, skipped_bytes were left out of it, and
     `skipped` names what could not be read. `counts` also says how many documents are `parts` of a
-    large text file, and how many are `marked`: text files that hold marks between documents.
+    large text file, and how many are text files that hold marks between documents (`marked`) or
+    JSON lines (`json_texts`).
     `unread` counts the files in folders that are not read.
     """
 
@@ -164,6 +166,8 @@ class Corpus:
                     self.counts["parts"] += 1
                 elif name == file_name and any(text.count(mark) > 1 for mark in END_MARKS):
                     self.counts["marked"] += 1
+                elif name == file_name and holds_json_lines(text):
+                    self.counts["json_texts"] += 1
                 seen.add(document.digest)
                 yield document
 

@@ -115,6 +115,9 @@ class DatasetInfo(Record):
         "text files read as one document though they hold <|endoftext|> or <|end_of_text|>",
         default=0,
     )
+    json_texts: int = field_doc(
+        "text files read as one document though they hold JSON lines", default=0
+    )
     unread: tuple[Unread, ...] = field_doc(
         "files in folders of the sources that were not read", default=()
     )
@@ -326,6 +329,12 @@ def _hints(info: DatasetInfo) -> list[tuple[str, str]]:
         text = (
             f"{counted(info.marked, 'text file')} read as one document each, with the marks between"
             " documents in the text; split there: --separator '<|endoftext|>'"
+        )
+        hints.append(("one document", text))
+    if info.json_texts:
+        text = (
+            f"{counted(info.json_texts, 'text file')} read as one document each, though the lines"
+            " are JSON objects; name such files .jsonl"
         )
         hints.append(("one document", text))
     return hints

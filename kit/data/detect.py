@@ -36,6 +36,7 @@ OTHERS = (
     (b"PK\x03\x04", "a zip archive. Unpack it"),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive. Unpack it"),
     (b"Rar!", "a rar archive. Unpack it"),
+    (b"\x04\x22\x4d\x18", "compressed by lz4. Unpack it"),
     (b"MMIDIDX", "an index of token files, which need no build: give their prefix as --data"),
     (b"%PDF", "a PDF. Extract its text first"),
     (b"\x93NUMPY", "an array of NumPy, not text"),
@@ -44,6 +45,8 @@ OTHERS = (
 )
 """First bytes of what is not read, and what it is."""
 POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?size (\d+)")
+SPREAD = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{[ \t\r]*\n)")
+"""Beginning of a JSON array of objects, or of an object over several lines."""
 TAR_MAGIC = slice(257, 262)
 
 Kind = Literal["text", "lines", "json", "table", "pointer", "other"]
@@ -156,16 +159,16 @@ def detect(file: Path) -> Detected:
     if end in TABLE_ENDS and not packed:
         return Detected("table")
     compression = compression_of(file)
-    if end in LINES_ENDS:
-        return Detected("lines", compression)
     if compression is not None:
         try:
             with Unpacked(file, compression) as unpacked:
                 head = io.BufferedReader(unpacked, HEAD_BYTES).read(HEAD_BYTES)
         except OSError as error:
-            if end in TEXT_ENDS:
-                return Detected("text", compression)
+            if end in TEXT_ENDS | LINES_ENDS:
+                return Detected("text" if end in TEXT_ENDS else "lines", compression)
             return Detected("other", compression, f"damaged {compression} data ({error})")
+    if end in LINES_ENDS:
+        return Detected("json" if SPREAD.match(head) else "lines", compression)
     return _by_head(file, head, compression)
 
 

@@ -34,6 +34,10 @@ PART = ":part "
 """Between the name of such a file and the number of a piece."""
 END_MARKS = ("<|endoftext|>", "<|end_of_text|>")
 """Marks that end a document in plain text files of public data sets, such as TinyStories."""
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""First bytes of a text in UTF-16."""
+MOST_KEYS = 12
+"""Keys of a JSON object named in a message."""
 BETWEEN = re.compile(r"[\s,\[\]]*")
 """Characters between the objects of a JSON array."""
 TEXT_KEY = "text"
@@ -100,7 +104,19 @@ def keys_of(row: Any) -> str:
     for key, value in row.items():
         inner = [f"{key}.{name}" for name in value] if isinstance(value, dict) else []
         names += inner or [str(key)]
-    return ", ".join(names)
+    more = [f"and {len(names) - MOST_KEYS} others"] if len(names) > MOST_KEYS else []
+    return ", ".join([*names[:MOST_KEYS], *more])
+
+
+def holds_json_lines(text: str) -> bool:
+    """Returns whether the first two lines of a text are JSON objects."""
+    if not text.startswith("{"):
+        return False
+    lines = text.split("\n", 2)
+    try:
+        return len(lines) > 1 and all(isinstance(json.loads(line), dict) for line in lines[:2])
+    except (ValueError, RecursionError):
+        return False
 
 
 # Plain text ---------------------------------------------------------------------------------------
@@ -127,6 +143,10 @@ def _decoded(data: bytes, name: str, report: Report, first_line: int = 1) -> Tex
     """Yields bytes as text. NUL bytes at the end, as a crash leaves them, are reported and cut
     off.
     """
+    if data[:2] in UTF_16:
+        reason = "not UTF-8 text but UTF-16. Convert it: iconv -f UTF-16 -t UTF-8"
+        report(f"{name}:{first_line}", reason, len(data))
+        return
     zero = data.find(b"\0")
     if zero >= 0:
         count = len(data) - zero
@@ -219,7 +239,8 @@ def _in_pieces(stream: io.BufferedIOBase, name: str, report: Report) -> Texts:
     that end at a line. A text without documents of its own, such as text8, has no better places.
 
     Raises:
-        DataError: the text is too large for one document, and marks where its documents end.
+        DataError: the text is too large for one document, and marks where its documents end or
+            holds JSON lines.
     """
     rest = stream.read(LARGEST_DOCUMENT_BYTES + 1)
     if len(rest) <= LARGEST_DOCUMENT_BYTES:
@@ -232,6 +253,8 @@ def _in_pieces(stream: io.BufferedIOBase, name: str, report: Report) -> Texts:
                 f"{name}: a text of more than {LARGEST_DOCUMENT_BYTES:,} bytes whose documents end"
                 f" with {mark!r}. Split it there: --separator '{mark}' (separator={mark!r})."
             )
+    if holds_json_lines(head.decode("utf-8-sig", errors="replace")):
+        raise DataError(f"{name}: holds JSON lines. Name it .jsonl, so that they are read as such.")
     number, line = 0, 1
     while rest:
         if len(rest) < PIECE_BYTES:

@@ -276,6 +276,7 @@ def write(
         skipped_bytes=text.counts["skipped_bytes"],
         parts=text.counts["parts"],
         marked=text.counts["marked"],
+        json_texts=text.counts["json_texts"],
         unread=text.pieces[0].unread,
         files=tuple(StoredFile.of(file) for file in sorted(whole.iterdir())),
     )

@@ -402,7 +402,7 @@ FORMATS = (
         line=rf"(?:(?P<time>{SECONDS}(?:[.,]\d+)?).*?)?"
         r"\[step=(?P<step>\d+)/(?P<total_steps>[\d?]+)(?:,epoch=[^\]]*)?\]",
         fields=by_name(
-            r"^\s+",
+            r"(?:^|\s)",
             r"%s=(?P<%s>\S+)",
             r"loss=train/(?:CE loss|CrossEntropyLoss), grad_norm=optim/total[_ ]grad[_ ]norm,"
             r" learning_rate=optim/(?:LR|learning_rate)[^=]*,"
@@ -416,7 +416,7 @@ FORMATS = (
         sign=r"\[batch=\d+(?:/\d+)?\]:",
         line=r"(?:\[epoch=(?P<epoch>\d+)\])?\[batch=(?P<step>\d+)(?:/(?P<total_steps>\d+))?\]:",
         fields=by_name(
-            r"^\s+Train ",
+            r"(?:^|\s)Train ",
             r"%s: (?P<%s>\S+)",
             r"loss=loss/train/total, grad_norm=l2_norm/grad/global, learning_rate=lr-\w+/group0,"
             r" steps_per_s=throughput/batches_per_sec, clock_s=wall_clock/train",

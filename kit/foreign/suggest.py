@@ -18,6 +18,8 @@ STEP = re.compile(
     r"(?i)(?<![a-z])((?:global[_ ]?)?steps?|iter(?:ation)?s?|it|batch|update)"
     r"([\"']?\s{0,4}[:=\[#]?\s{0,4})(\d[\d,]*)(?![\d.eE])"
 )
+BAR = re.compile(r"(\|)(\s*)(\d+)(?=/\d+ \[)")
+"""The count of a progress bar, for lines without a step."""
 LOSS = re.compile(
     r"(?i)(?<![a-z])((?:train(?:ing)?|lm|ce|total)?[_/ -]{0,2}(?:ce )?loss)"
     r"([\"']?\s{0,4}[:=]?\s{0,4}[\"']?)(\d[^\s,|;\]})\"']*)"
@@ -124,7 +126,7 @@ def _patterns(lines: list[str]) -> Iterator[str]:
     """Yields patterns for lines that tell a step and a loss, then for lines that tell one each."""
     alone: dict[str, re.Match[str]] = {}
     for line in lines:
-        step, loss = STEP.search(line), LOSS.search(line)
+        step, loss = STEP.search(line) or BAR.search(line), LOSS.search(line)
         if step is not None and loss is not None and number(loss[3]) is not None:
             parts = [(step, "step", r"\d+"), (loss, "loss", r"[\w.+-]+")]
             if (seconds := SECONDS.search(line)) is not None:
@@ -151,4 +153,5 @@ def _named(found: re.Match[str], name: str, value: str) -> str:
     """Returns a pattern of a value behind its label."""
     label = re.escape(found[1] + found[2]).replace("\\ ", " ")
     label = re.sub(" +", " *", label)
-    return rf"(?<![A-Za-z]){label}(?P<{name}>{value})"
+    before = r"(?<![A-Za-z])" if label[0].isalpha() else ""
+    return rf"{before}{label}(?P<{name}>{value})"

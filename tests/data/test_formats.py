@@ -58,6 +58,8 @@ FILES = {
     "packed.jsonl": gzip.compress(ROWS),
     "BOM.json": b"\xef\xbb\xbf" + ROWS,
     "array.json": ARRAY,
+    "array.jsonl": ARRAY,
+    "spread.jsonl.gz": gzip.compress(SPREAD),
     "array.json.gz": gzip.compress(ARRAY),
     "one line.json": json.dumps([{"text": text} for text in TEXTS]).encode(),
     "spread.json": SPREAD,
@@ -261,6 +263,16 @@ def test_a_large_text_is_read_in_pieces(tmp_path):
         texts(file)
 
 
+def test_json_lines_that_are_named_text_are_told(tmp_path):
+    (tmp_path / "a.txt").write_bytes(ROWS)
+    built = build_dataset(tmp_path / "data", tmp_path / "a.txt", **SMALL)
+    assert built.info.json_texts == 1
+    assert any("name such files .jsonl" in text for _, text in built.facts())
+    (tmp_path / "a.txt").write_bytes(ROWS * 30_000)
+    with pytest.raises(DataError, match=r"a\.txt: holds JSON lines. Name it \.jsonl"):
+        texts(tmp_path / "a.txt")
+
+
 def test_small_text_with_marks_is_one_document_and_told(tmp_path):
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(TEXTS))
     built = build_dataset(tmp_path / "data", tmp_path / "a.txt", **SMALL)
@@ -282,6 +294,9 @@ def test_zeros_of_a_crash_are_reported(size, tmp_path):
     corpus = Corpus(file, skip_corrupt=True)
     assert [document.text for document in corpus] == ["good text\n"]
     assert corpus.skipped == ["a.txt: 4,096 NUL bytes at its end, as a crash leaves them"]
+    file.write_text("text", encoding="utf-16")
+    with pytest.raises(DataError, match="not UTF-8 text but UTF-16. Convert it"):
+        texts(file)
     file.write_bytes(b"good\nbad \0 text\n")
     with pytest.raises(DataError, match=r"a\.txt:2: not text: a NUL byte at byte 9"):
         texts(file)

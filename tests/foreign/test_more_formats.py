@@ -261,6 +261,8 @@ OWN = {
     " nan (step time 1.2s)\n",
     "loss first": "loss=2.5, iter #4\nloss=2.25, iter #5\n",
     "several lines": "== update 1\n lr 1e-3\n  nll loss: 2.5\n== update 2\n  nll loss: 2.25\n",
+    "bar": "Epoch 0:   0%|          | 1/1793507 [00:02<1175:20:35,  0.42it/s, train_loss=10.90]\n"
+    "Epoch 0:   0%|          | 2/1793507 [00:02<611:40:05,  0.81it/s, train_loss=10.80]\n",
     "json": '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n',
 }
 
