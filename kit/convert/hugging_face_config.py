@@ -245,12 +245,7 @@ def training_spec(
     longest = spec.sequence_length
     if sequence_length is None:
         spec = spec.replace(sequence_length=_training_length(table, spec))
-        notes.append(
-            f"the training length is taken as {spec.sequence_length:,} tokens, since"
-            f" max_position_embeddings ({longest:,}) is the longest sequence that the model serves"
-            if spec.sequence_length < longest
-            else f"the training length is taken as max_position_embeddings, {longest:,} tokens"
-        )
+        notes.append(_length_note(table, spec.sequence_length, longest))
     else:
         spec = spec.replace(sequence_length=sequence_length)
     window = _window(table)
@@ -393,6 +388,16 @@ def _training_length(config: dict[str, Any], spec: ModelSpec) -> int:
         if isinstance(original, int | float) and original >= 1:
             lengths.append(int(original))
     return min(lengths)
+
+
+def _length_note(config: dict[str, Any], length: int, longest: int) -> str:
+    key = "n_positions" if config["model_type"] == "gpt2" else "max_position_embeddings"
+    if length == longest:
+        return f"the training length is taken as {key}, {longest:,} tokens"
+    return (
+        f"the training length is taken as {length:,} tokens, since {key} ({longest:,}) is the"
+        " longest sequence that the model serves"
+    )
 
 
 def _window(config: dict[str, Any]) -> int | None:
