@@ -86,10 +86,7 @@ def files_to_read(
     for file in sorted(_walk(folder)):
         reason = _not_opened(file, folder)
         if reason is None:
-            try:
-                found[file] = _detected(file)
-            except OSError as error:
-                found[file] = Detected("other", reason=f"cannot be opened ({error.strerror})")
+            found[file] = _detected(file)
             reason = _not_text(file, found[file], text_key)
         if reason is not None:
             left[file] = reason
@@ -98,14 +95,18 @@ def files_to_read(
     for file in [file for file in found if not ends(file)[0] and file.resolve() in linked]:
         if not file.is_symlink():
             found.pop(file)  # read under the name of the link
-    plain = [file for file, kind in found.items() if kind.kind == "text" and not _is_named(file)]
+    plain = [
+        file
+        for file, kind in found.items()
+        if kind.kind == "text" and ends(file)[0] not in TEXT_ENDS
+    ]
     if len(plain) < len(found):  # else a folder of text whose names have no end
         for file in plain:
             found.pop(file)
             left[file] = Reason(_kind(file), "text, but not named .txt", _size(file))
-    _leave_out_other_splits(folder, found, left)
+    _leave_out_what_is_not_trained(folder, found, left)
     unread = _counted(folder, left)
-    _check(folder, list(found), unread, left, allow_unread)
+    _check(folder, list(found), unread, allow_unread)
     return list(found), unread
 
 
@@ -132,7 +133,7 @@ def _not_opened(file: Path, folder: Path) -> Reason | None:
 
     Raises:
         DataError: it is a link out of the folder, which may be another user's, except into the
-            cache of the Hugging Face hub; or a link to a folder.
+            cache of the Hugging Face hub.
     """
     inside = file.relative_to(folder)
     if any(part.startswith(".") for part in inside.parts):
@@ -145,10 +146,13 @@ def _not_opened(file: Path, folder: Path) -> Reason | None:
 
 
 def _link(file: Path, folder: Path) -> Reason | None:
+    """Returns why a link is not read, None if it leads to a file of the folder. Raises as
+    `_not_opened`.
+    """
     target = file.resolve()
     if not target.exists():
         text = f"a link to {os.readlink(file)}, which is missing (git-annex: `git annex get`)"
-        return Reason("link", text, 0)
+        return Reason("missing link", text, 0)
     allowed = (folder, folder.parent.parent / "blobs")
     is_inside = any(target.is_relative_to(place) for place in allowed)
     if is_inside and target.is_dir():
@@ -167,9 +171,14 @@ def _link(file: Path, folder: Path) -> Reason | None:
 def _detected(file: Path) -> Detected:
     """Returns what a file is; of plain text, without reading it, unless it may be a pointer."""
     end, packed = ends(file)
-    if end in TEXT_ENDS and not packed and file.stat().st_size > POINTER_BYTES:
+    if end in TEXT_ENDS and not packed and _size(file) > POINTER_BYTES:
         return Detected("text")
-    return detect(file)
+    try:
+        return detect(file)
+    except OSError as error:
+        if end in TEXT_ENDS | LINES_ENDS | TABLE_ENDS | {"", ".json"}:
+            return Detected("lines")  # its reader says why it cannot be opened
+        return Detected("other", reason=f"cannot be opened ({error.strerror})")
 
 
 def _not_text(file: Path, found: Detected, text_key: str) -> Reason | None:
@@ -194,10 +203,6 @@ def _not_text(file: Path, found: Detected, text_key: str) -> Reason | None:
     return None
 
 
-def _is_named(file: Path) -> bool:
-    return ends(file)[0] in TEXT_ENDS
-
-
 def _kind(file: Path) -> str:
     return "".join(ends(file)) or "without an end"
 
@@ -209,7 +214,7 @@ def _size(file: Path) -> int:
         return 0
 
 
-def _leave_out_other_splits(
+def _leave_out_what_is_not_trained(
     folder: Path, found: dict[Path, Detected], left: dict[Path, Reason]
 ) -> None:
     """Leaves out, of a data set's folder, what describes the data, what the library `datasets` has
@@ -260,7 +265,6 @@ def _check(
     folder: Path,
     files: list[Path],
     unread: tuple[Unread, ...],
-    left: dict[Path, Reason],
     allow_unread: bool,
 ) -> None:
     """Raises DataError where most of a folder would not be read."""
@@ -275,7 +279,7 @@ def _check(
         return
     size = sum(file.stat().st_size for file in files)
     lost_size = sum(it.size_bytes for it in lost)
-    is_pointer = any(it.kind in ("Git LFS", "link") for it in lost)
+    is_pointer = any(it.kind in ("Git LFS", "missing link") for it in lost)
     if lost_size > size or is_pointer:
         count = sum(it.files for it in lost)
         raise DataError(

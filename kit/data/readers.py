@@ -355,7 +355,8 @@ def _json_values(
         rest, place, wanted = "", 0, READ_BYTES
         try:
             while True:
-                begin = BETWEEN.match(rest, place).end()
+                between = BETWEEN.match(rest, place)
+                begin = between.end() if between else place
                 try:
                     row, place = decoder.raw_decode(rest, begin)
                 except (ValueError, RecursionError) as error:

@@ -185,7 +185,7 @@ def micro_steps(texts: Texts, before: Texts) -> None:
 
 def clock_of_elapsed(texts: Texts, _: Texts) -> None:
     """Makes the elapsed time, as `1 day, 2:03:04`, seconds of a clock."""
-    days, _, clock = texts.pop("elapsed", "").rpartition(" day")
+    days, clock = texts.pop("elapsed", "").rpartition(" day")[::2]
     parts = clock.lstrip("s, ").split(":")
     if all(part.isdigit() for part in parts):
         seconds = sum(60**i * int(part) for i, part in enumerate(reversed(parts)))

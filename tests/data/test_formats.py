@@ -161,7 +161,7 @@ def test_links_and_folders_that_cannot_be_read_are_named(tmp_path):
         place.mkdir()
     (folder / "a.jsonl").write_bytes(ROWS)
     (folder / "b.jsonl").symlink_to(".git/annex/objects/b")
-    with pytest.raises(DataError, match=r"1 file \(link\), .*which is missing \(git-annex"):
+    with pytest.raises(DataError, match=r"1 file \(missing link\), .*which is missing \(git-annex"):
         Corpus(folder)
     (folder / "b.jsonl").unlink()
     (folder / "sub").symlink_to(other)
@@ -342,6 +342,23 @@ def test_the_command_takes_a_separator(tmp_path):
     info = Dataset.open(tmp_path / "data").info
     assert (info.settings.separator, info.duplicates) == ("\n\n", 19 * 9)
     assert num_documents(info) == 9
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+    for name in ("a.jsonl", "b.jsonl", "c.json"):
+        (tmp_path / name).write_bytes(ROWS)
+    opened = Path.open
+
+    def refuse(file: Path, *words, **given):
+        if file.name != "a.jsonl":
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(file, *words, **given)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=r"b\.jsonl: cannot be read \(Permission denied\)"):
+        texts(tmp_path)
+    corpus = Corpus(tmp_path, skip_corrupt=True)
+    assert len(list(corpus)) == len(TEXTS) and len(corpus.skipped) == 2
 
 
 def test_a_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
