@@ -169,7 +169,9 @@ def import_(
     or another trainer's checkpoint as a Hugging Face folder.
 
     A log needs --site, the machine on which it was written; a checkpoint needs --model. Time stamps
-    without a time zone are read as UTC, or in the zone of `--set import.zone=Europe/Berlin`.
+    without a time zone are read as UTC, or in the zone of `--set import.zone=Europe/Berlin`. Lines
+    of transformers' Trainer have no step: `--set import.logging_steps=10` says how many each stands
+    for.
     """
     changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
     if states := _trainer_states(source, format):

@@ -193,7 +193,7 @@ def _read(
     parser = Parser(file, form, zone, logging_steps or 1)
     steps = list(parser.steps())
     if form.counts_lines:
-        _check_epochs(file, parser.epochs)
+        _check_epochs(file, parser.epochs, parser.steps_per_line)
     if any("attempt" in step for step in steps):
         return parser, steps
     if parser.unsure:
@@ -262,9 +262,10 @@ def trainer_states(folder: Path) -> list[Path]:
     return sorted(found, key=step)
 
 
-def _check_epochs(file: Path, texts: list[str]) -> None:
+def _check_epochs(file: Path, texts: list[str], steps_per_line: int) -> None:
     """Raises DataError if the epochs of lines that were counted do not grow evenly, as with
-    `logging_first_step` or a restart; then the count of lines is not that of steps.
+    `logging_first_step` or a restart; then the count of lines is not that of steps. The last step
+    of an epoch may be a shorter one.
     """
     epochs = [number(text) for text in texts]
     last = epochs[-1] if epochs else None
@@ -276,8 +277,8 @@ def _check_epochs(file: Path, texts: list[str]) -> None:
         if epoch is None:
             continue
         # transformers 4 prints two decimals, 5 four digits.
-        tolerance = 0.0101 if decimals <= 2 else 0.0012 * max(epoch, count * per_line)
-        if abs(epoch - count * per_line) > tolerance:
+        rounding = 0.0101 if decimals <= 2 else 0.0012 * max(epoch, count * per_line)
+        if abs(epoch - count * per_line) > rounding + per_line / max(steps_per_line, 2):
             raise DataError(
                 f"{file}: line {count} of {len(epochs)} with a loss is of epoch {epoch:g}, though"
                 f" {count * per_line:.4g} would follow from an equal number of steps for each line,"
