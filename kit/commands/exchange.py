@@ -181,20 +181,22 @@ def import_(
             {"--site": site, "--pattern": pattern, "--follow": follow, "--set": settings},
             f"only with a log, and {source} is a folder.",
         )
-        read_checkpoint = _reader(source, format)
         if model is None:
+            if format is None and named(source, "importable"):
+                _reader(source, format)  # says what the folder holds, if it is not read
             raise ConfigError("--model: missing. The files of a checkpoint do not say its shapes.")
         from kit.convert.hugging_face import export_hugging_face
 
-        _tell_folder(export_hugging_face(read_checkpoint(source, load_spec(model)), out))
+        spec = load_spec(model)
+        _tell_folder(export_hugging_face(_reader(source, format)(source, spec), out))
         return
     from kit.foreign.importers import import_log
     from kit.foreign.suggest import check_text
 
-    check_text(source)
+    if source.is_file():
+        check_text(source)
     if site is None:
         raise ConfigError("--site: missing. Name the machine on which the log was written.")
-
     spec, notes = None, ()
     if model is not None:
         length = changes["spec"].get("sequence_length")
