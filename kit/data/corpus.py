@@ -124,9 +124,10 @@ class Corpus:
                 " limit."
             )
         self.max_bytes, self.skip_corrupt, self.text_key = max_bytes, skip_corrupt, text_key
+        self.unread: tuple[Unread, ...] = ()
         if sources is None:
             self.max_bytes, self.skip_corrupt = max_bytes or DEFAULT_BYTES, True
-            self.groups, self.unread = installed_files(self.max_bytes), ()
+            self.groups = installed_files(self.max_bytes)
         else:
             self.groups, self.unread = _local_files(sources, text_key, allow_unread)
             if separator and not any(_may_be_text(path) for path, _ in self.files):
