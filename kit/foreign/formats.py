@@ -365,7 +365,7 @@ FORMATS = (
     Format(  # `ProgressCallback.on_log` of transformers; also TRL, axolotl and LLaMA-Factory
         name="hf-trainer",
         sign=r"\{'loss': ",
-        line=r"(?P<fields>\{'loss': .*\})",
+        line=r"(?P<fields>\{'loss': [^{}]*\})",
         fields=by_name("'", r"%s': '?(?P<%s>[^,'\s}]+)", "loss, learning_rate, grad_norm, epoch"),
         counts_lines=True,
         values="the line's means",
@@ -373,7 +373,7 @@ FORMATS = (
     Format(  # trainer_log.jsonl of hiyouga/LLaMA-Factory: `LogCallback.on_log`
         name="llama-factory",
         sign=r'"current_steps": ',
-        line=r'(?P<fields>\{"current_steps": .*"loss": .*\})',
+        line=r'(?P<fields>\{"current_steps": [^{}]*"loss": [^{}]*\})',
         fields=by_name(
             '"',
             r'%s": "?(?P<%s>[^"}]+?)"?(?=, "|\})',

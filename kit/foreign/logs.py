@@ -145,7 +145,8 @@ class Parser(Tail):
         """Adds what a line tells to the step of the lines before. Yields that step if the line
         begins another.
         """
-        for found in re.finditer(self.form.line, line):
+        begins = re.search(self.form.sign, line) is not None
+        for found in re.finditer(self.form.line, line) if begins else ():
             texts = {name: text for name, text in found.groupdict().items() if text is not None}
             if "step" in texts:
                 yield from self._gathered_step()
