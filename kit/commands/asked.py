@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.scheduler import EDIT
-from kit.convert.hugging_face_config import load_spec
+from kit.commands.options import note
+from kit.convert.hugging_face_config import training_spec
 from kit.errors import ConfigError
 from kit.plan import Plan
 from kit.recipe import Recipe
@@ -69,7 +70,13 @@ def ask_for(
         )
     named = model or begin or (published.model if published else None)
     name = str(named or DEMO)
-    spec = begun.spec if begun and named is None else load_spec(name)
+    if begun and named is None:
+        spec = begun.spec
+    else:
+        length = changes["spec"].get("sequence_length")
+        spec, notes = training_spec(name, sequence_length=length, purpose="import")
+        for text in notes:
+            note(f"{name}: {text}. Another: --set spec.sequence_length=TOKENS.")
     given = {key: value for key, value in given.items() if value is not None}
     if begun:
         fields = begun.recipe.to_dict()

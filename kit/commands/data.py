@@ -35,9 +35,10 @@ def data_build(
     source: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text to read: .txt (one document a file), .jsonl (also .gz, .zst), .parquet,"
-            " .arrow, or a folder of them. Can be repeated. Default: Python's own"
-            " reference and library, up to 24 MB."
+            help="Text to read: .txt (one document a file, or see --separator), JSON lines or"
+            " arrays, .parquet, .arrow, or a folder of them; text and JSON also compressed (.gz,"
+            " .zst, .bz2, .xz). Can be repeated. Default: Python's own reference and library, up to"
+            " 24 MB."
         ),
     ] = None,
     tokenizer: Annotated[
@@ -62,13 +63,33 @@ def data_build(
         ),
     ] = 0.02,
     text_key: Annotated[
-        str, typer.Option(help="Key of a .jsonl line, or column of a table, that holds the text.")
+        str,
+        typer.Option(
+            help="Key of a JSON object, or column of a table, that holds the text. A dot leads"
+            " into an object: meta.text."
+        ),
     ] = "text",
+    separator: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Text between the documents of a .txt file: '<|endoftext|>', or '\n\n' for blank"
+            r" lines (\n is a line end, \t a tab). Default: a file is one document; above 16 MiB,"
+            " documents of about 1 MiB.",
+        ),
+    ] = None,
     skip_corrupt: Annotated[
         bool,
         typer.Option(
             "--skip-corrupt",
             help="Skip what cannot be read, and list it in dataset.json. Default: stop there.",
+        ),
+    ] = False,
+    allow_unread: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unread",
+            help="Build although the files of a folder that are not read hold more bytes than those"
+            " that are. Default: stop and name them.",
         ),
     ] = False,
     overwrite: OverwriteOption = False,
@@ -108,6 +129,8 @@ def data_build(
         "max_bytes": None if max_megabytes is None else int(max_megabytes * 1e6),
         "seed": 1234,
         "skip_corrupt": skip_corrupt,
+        "separator": _unescaped(separator),
+        "allow_unread": allow_unread,
         "overwrite": overwrite,
     }
     if site is None:
@@ -120,12 +143,26 @@ def data_build(
         next_step(text, "launch", "runs/first", "--data", built, *wider)
         return
     given["max_megabytes"] = max_megabytes
+    given["separator"] = separator
     words = [f"--source={file}" for file in source or ()]
     words += [f"--{key.replace('_', '-')}={it}" for key, it in given.items() if it is not None]
     words += ["--skip-corrupt"] * skip_corrupt + ["--overwrite"] * overwrite
+    words += ["--allow-unread"] * allow_unread
     told = _submit(out, count, site, words, unbuilt_parts(out, count, **asked))
     tell({"told": told}, told)
     next_step(ALL_PARTS, "launch", "runs/first", "--data", out / "part_*")
+
+
+def _unescaped(separator: str | None) -> str | None:
+    r"""Returns a separator with the line ends and tabs that a shell cannot easily give: `\n` and
+    `\t`.
+    """
+    if separator is None:
+        return None
+    if not separator:
+        raise ConfigError("--separator: is empty. Give the text between documents.")
+    characters = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
+    return re.sub(r"\\[ntr\\]", lambda found: characters[found[0]], separator)
 
 
 def _part(word: str | None, site: str | None) -> tuple[int, int]:

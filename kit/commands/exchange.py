@@ -26,8 +26,8 @@ from kit.commands.options import (
     tell,
     tell_record,
 )
-from kit.convert.hugging_face_config import load_spec
-from kit.convert.other_trainers import WEIGHT_FILES, named
+from kit.convert.hugging_face_config import load_spec, training_spec
+from kit.convert.other_trainers import named
 from kit.errors import ConfigError, DataError, RunError, check_known, did_you_mean
 from kit.papers import FIGURES, paper_figure, save_all
 from kit.run import Run
@@ -114,7 +114,9 @@ def import_(
     source: Annotated[
         Path,
         typer.Argument(
-            help="Log file of another trainer, or folder with its checkpoint.", metavar="SOURCE"
+            help="Log file of another trainer, output_dir of transformers' Trainer, or folder with"
+            " a checkpoint.",
+            metavar="SOURCE",
         ),
     ],
     out: Annotated[
@@ -136,7 +138,8 @@ def import_(
         typer.Option(
             help="Format of a log: megatron (Megatron-LM, Megatron-DeepSpeed, GPT-NeoX), nemo"
             " (NeMo 2), nxdt (NxDT, HLAT), torchtitan, nanogpt, maxtext, hf-trainer"
-            " (trainer_state.json). Format of a checkpoint: nxd, megatron-deepspeed."
+            " (trainer_state.json, or its printed lines), llama-factory, nanotron, olmo, composer,"
+            " litgpt, nanochat, deepspeed. Format of a checkpoint: nxd, megatron-deepspeed."
             " Default: detected."
         ),
     ] = None,
@@ -144,7 +147,8 @@ def import_(
         str | None,
         typer.Option(
             help="Regular expression for other logs, e.g."
-            r" 'it (?P<step>\d+) loss=(?P<loss>\S+)'."
+            r" 'it (?P<step>\d+) loss=(?P<loss>\S+)'. If a step is told on several lines, an"
+            r" alternative for each: 'step (?P<step>\d+)|loss=(?P<loss>\S+)'."
         ),
     ] = None,
     model: Annotated[
@@ -164,30 +168,38 @@ def import_(
     or another trainer's checkpoint as a Hugging Face folder.
 
     A log needs --site, the machine on which it was written; a checkpoint needs --model. Time stamps
-    without a time zone are read as UTC, or in the zone of `--set import.zone=Europe/Berlin`.
+    without a time zone are read as UTC, or in the zone of `--set import.zone=Europe/Berlin`. Lines
+    of transformers' Trainer have no step: `--set import.logging_steps=10` says how many each stands
+    for.
     """
-    spec = None if model is None else load_spec(model)
     changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
+    if states := _trainer_states(source, format):
+        source = states[-1]
     if source.is_dir():
         refuse(
             {"--site": site, "--pattern": pattern, "--follow": follow, "--set": settings},
             f"only with a log, and {source} is a folder.",
         )
-        if spec is None:
+        if model is None:
+            if format is None and named(source, "importable"):
+                _reader(source, format)  # says what the folder holds, if it is not read
             raise ConfigError("--model: missing. The files of a checkpoint do not say its shapes.")
         from kit.convert.hugging_face import export_hugging_face
 
+        spec = load_spec(model)
         _tell_folder(export_hugging_face(_reader(source, format)(source, spec), out))
         return
-    if source.suffix in WEIGHT_FILES and source.is_file():
-        raise DataError(
-            f"{source}: is a file of weights, and no log. {named(source.parent, '')}To import a"
-            " checkpoint, give its folder."
-        )
+    from kit.foreign.importers import import_log
+    from kit.foreign.suggest import check_text
+
+    if source.is_file():
+        check_text(source)
     if site is None:
         raise ConfigError("--site: missing. Name the machine on which the log was written.")
-    from kit.foreign.importers import import_log
-
+    spec, notes = None, ()
+    if model is not None:
+        length = changes["spec"].get("sequence_length")
+        spec, notes = training_spec(model, sequence_length=length)
     report = import_log(
         source,
         out,
@@ -196,6 +208,7 @@ def import_(
         site=Site.load(site),
         spec=spec,
         changes=changes,
+        spec_notes=notes,
         follow=follow,
     )
     skipped = (
@@ -208,6 +221,15 @@ def import_(
         *(Text(f"- {text}") for text in report.notes),
         advice("Watch:", "watch", out),
     )
+
+
+def _trainer_states(source: Path, format: str | None) -> list[Path]:
+    """Returns the logs of transformers' Trainer in a folder that is its output_dir."""
+    if not source.is_dir() or format in CHECKPOINTS:
+        return []
+    from kit.foreign.importers import trainer_states
+
+    return trainer_states(source)
 
 
 def _reader(folder: Path, format: str | None) -> Any:

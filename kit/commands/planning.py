@@ -19,6 +19,7 @@ from kit.commands.options import (
     refuse,
     tell,
 )
+from kit.convert.hugging_face_config import PLANNED
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
@@ -49,9 +50,9 @@ def plan(
         str | None,
         typer.Argument(
             help="Model: a preset (`kit plan --list`), a spec.json, a Hugging Face"
-            " config.json, torchtitan:FLAVOUR, or Megatron's arguments (a .txt or .sh"
-            " file, or one text after --). With --rehearse also a run directory or a"
-            " recipe.",
+            f" config.json (model types {PLANNED}), torchtitan:FLAVOUR, or Megatron's"
+            " arguments (a .txt or .sh file, or one text after --). With --rehearse also a run"
+            " directory or a recipe.",
             metavar="MODEL",
         ),
     ] = None,
@@ -63,7 +64,11 @@ def plan(
         int | None, typer.Option(help="Global batch size: sequences in one optimizer step.")
     ] = None,
     seq: Annotated[
-        int | None, typer.Option(help="Sequence length in tokens. Default: the model's.")
+        int | None,
+        typer.Option(
+            help="Training length: tokens of a sequence. Default: the model's; of a Hugging Face"
+            " config.json, 8192 or its smaller original maximum."
+        ),
     ] = None,
     tokens: Annotated[
         float | None,
@@ -156,6 +161,7 @@ def plan(
         report.to_dict(),
         Table(*report.header, title=report.search.title, rows=report.rows),
         facts_table("", report.chosen.facts()),
+        *(Text(f"- {text}.") for text in report.notes),
         *kept,
     )
     if out is None:

@@ -7,7 +7,7 @@ A Mistral without a sliding window is read as the Llama that it is, weights by t
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from cluster.record import suggestion
 from kit.convert.other_trainers import megatron_spec, read_arguments, torchtitan_spec
@@ -110,8 +110,49 @@ EXPERTS = (
     "moe_num_experts",
 )
 """How configurations of Hugging Face say that a model has experts."""
-ELSEWHERE = "Score this model with the harness's own Hugging Face model instead."
+SIZE_FREE = frozenset(
+    ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
+)
+"""Keys of FIXED that change neither the parameters nor the FLOPs of a model."""
+LACKING = {
+    "cohere": "parallel attention and feed-forward, and a scale of the logits",
+    "falcon": "parallel attention and feed-forward",
+    "gemma": "a head size of its own, and a feed-forward gated by GELU",
+    "gemma2": "a head size of its own, norms before and after each block, and local layers",
+    "gemma3_text": "a head size of its own, norms of queries and keys, and local layers",
+    "glm4": "norms before and after each block, and rotary positions over half a head",
+    "gpt_neox": "parallel attention and feed-forward, and rotary positions over part of a head",
+    "granite": "scales of embeddings, residuals and logits",
+    "mamba": "state-space layers",
+    "nemotron": "a feed-forward of squared ReLU, and rotary positions over half a head",
+    "olmo2": "norms behind each block, and norms of queries and keys",
+    "olmo3": "norms behind each block, norms of queries and keys, and local layers",
+    "opt": "learned positions with an offset, and ReLU",
+    "phi": "parallel attention and feed-forward",
+    "phi3": "fused projections, and long rotary factors",
+    "qwen2": "biases of queries, keys and values alone",
+    "qwen3": "norms of queries and keys, and a head size of its own",
+    "smollm3": "layers without positions",
+    "stablelm": "rotary positions over part of a head",
+}
+"""What the kit's decoder lacks of other families, for messages."""
+TRAINING_LENGTH = 8192
+"""Training length that is assumed for a Hugging Face configuration, in tokens.
+`max_position_embeddings` is the longest sequence that the model serves, after it was extended."""
+PLANNED = "gpt2, llama and mistral"
+"""Values of `model_type` of the configurations that can be planned, for messages and help."""
+AFTER = {
+    "import": "`kit eval` scores its folder as it is.",
+    "plan": (
+        f"Planned are the model types {PLANNED}. For an estimate, plan a spec.json (fields of"
+        " kit.ModelSpec) that has about as many parameters."
+    ),
+}
+"""What to do about a model that cannot be imported or planned."""
 
+Purpose = Literal["import", "plan"]
+"""`import` is strict: weights are read or trained. `plan` accepts what changes neither the
+parameters nor the FLOPs."""
 Precision = Literal["float32", "bfloat16", "float16"]
 
 
@@ -173,56 +214,159 @@ def load_spec(name: str) -> ModelSpec:
         ConfigError: there is no such preset, or the file is missing, or tells of no model that the
             kit has.
     """
+    config = _hugging_face_config(name)
+    if config is not None:
+        return _read_config(*config, purpose="import")
+    return _other_spec(name)
+
+
+def training_spec(
+    name: str, *, sequence_length: int | None = None, purpose: Purpose = "plan"
+) -> tuple[ModelSpec, tuple[str, ...]]:
+    """Returns (a model by name, as `load_spec`, with its training length; notes for the user).
+
+    Without `sequence_length`, a Hugging Face configuration is trained with 8,192 tokens or its
+    smaller original maximum: its `max_position_embeddings` is the longest sequence that it serves.
+
+    Raises:
+        ConfigError: as `load_spec`. For the purpose `plan`, features that change neither the
+            parameters nor the FLOPs are accepted: the scaling of rotary positions, and a sliding
+            window that is not shorter than the sequence.
+    """
+    config = _hugging_face_config(name)
+    if config is None:
+        spec = _other_spec(name)
+        if sequence_length is not None:
+            spec = spec.replace(sequence_length=sequence_length)
+        return spec, ()
+    file, table = config
+    notes = list[str]()
+    spec = _read_config(file, table, purpose=purpose, notes=notes)
+    longest = spec.sequence_length
+    if sequence_length is None:
+        spec = spec.replace(sequence_length=_training_length(table, spec))
+        notes.append(_length_note(table, spec.sequence_length, longest))
+    else:
+        spec = spec.replace(sequence_length=sequence_length)
+    window = _window(table)
+    if window is not None and window < spec.sequence_length:
+        raise ConfigError(
+            f"config.sliding_window: {window:,} is shorter than the sequence of"
+            f" {spec.sequence_length:,} tokens, and the FLOPs of local attention are not planned."
+            f" Give --seq {window} or less."
+        )
+    return spec, tuple(notes)
+
+
+def _hugging_face_config(name: str) -> tuple[Path, dict[str, Any]] | None:
+    """Returns (file, content) of a Hugging Face configuration, None if a name is something else.
+
+    Raises:
+        ConfigError: it makes a mixture of experts.
+    """
+    if name.startswith("torchtitan:") or name.lstrip().startswith("--"):
+        return None
+    file = _model_file(name)
+    if file.suffix != ".json":
+        return None
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # the record's own reader says what is wrong
+    if not isinstance(table, dict):
+        return None
+    _refuse_experts(table)
+    return (file, table) if "model_type" in table else None
+
+
+def _model_file(name: str) -> Path:
+    """Returns the file of a model, of a folder the one that describes it."""
+    file = Path(name).expanduser()
+    if not file.is_dir():
+        return file
+    return next(
+        (file / each for each in ("spec.json", "config.json") if (file / each).exists()),
+        file / "config.json",
+    )
+
+
+def _other_spec(name: str) -> ModelSpec:
+    """Returns a model by name that is no Hugging Face configuration."""
     if name.startswith("torchtitan:"):
         return torchtitan_spec(name.removeprefix("torchtitan:"))
     if name.lstrip().startswith("--"):
         return megatron_spec(read_arguments(name), [])
-    file = Path(name).expanduser()
-    if file.is_dir():
-        file = next(
-            (file / each for each in ("spec.json", "config.json") if (file / each).exists()),
-            file / "config.json",
-        )
+    file = _model_file(name)
     if file.suffix in (".txt", ".sh") and file.is_file():
         return megatron_spec(read_arguments(file.read_text(encoding="utf-8")), [])
-    if file.suffix != ".json":
-        return ModelSpec.preset(name)
+    return ModelSpec.read(file) if file.suffix == ".json" else ModelSpec.preset(name)
+
+
+def _read_config(
+    file: Path, table: dict[str, Any], *, purpose: Purpose, notes: list[str] | None = None
+) -> ModelSpec:
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        table = None  # the record's own reader says what is wrong
-    if isinstance(table, dict):
-        _refuse_experts(table)
-    if not isinstance(table, dict) or "model_type" not in table:
-        return ModelSpec.read(file)
-    try:
-        return spec_of(table, name=file.parent.resolve().name)
+        return spec_of(table, name=file.parent.resolve().name, purpose=purpose, notes=notes)
     except (KeyError, TypeError, ArithmeticError) as error:
         raise ConfigError(
             f"{file}: damaged ({type(error).__name__}: {error}). Copy it again."
         ) from error
 
 
-def spec_of(config: dict[str, Any], *, name: str) -> ModelSpec:
-    """Returns the spec that a `config.json` describes.
+def spec_of(
+    config: dict[str, Any],
+    *,
+    name: str,
+    purpose: Purpose = "import",
+    notes: list[str] | None = None,
+) -> ModelSpec:
+    """Returns the spec that a `config.json` describes. `notes` gains what a plan leaves out.
 
     Raises:
         ConfigError: the kit's decoder is not that model.
     """
     kind = config.get("model_type", "")
     if kind not in FIXED:
-        raise ConfigError(
-            f"config.model_type: {kind!r} cannot be imported. {suggestion(kind, FIXED)}"
-        )
+        _refuse_type(kind, config, purpose)
     if quantized := config.get("quantization_config"):
         method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized
+        if purpose == "import":
+            _refuse_key("quantization_config", f"weights in {method!r}", "", purpose)
         raise ConfigError(
-            f"config.quantization_config: weights in {method!r} cannot be imported. {ELSEWHERE}"
+            f"config.quantization_config: {method!r} describes stored weights, which are not"
+            " planned. Give the config.json of the model before quantization, or remove this entry."
         )
     given = {ALIASES[kind].get(key, key): value for key, value in config.items()}
     config = {**DEFAULTS[kind], **given}
-    _refuse(config, FIXED[kind])
-    return _gpt2(config, name) if kind == "gpt2" else _llama(config, name)
+    fixed = FIXED[kind]
+    if purpose == "plan":
+        fixed = {key: it for key, it in fixed.items() if key not in {*SIZE_FREE, "sliding_window"}}
+    _refuse(config, fixed, purpose)
+    if kind == "gpt2":
+        return _gpt2(config, name, purpose)
+    return _llama(config, name, purpose, [] if notes is None else notes)
+
+
+def _refuse_type(kind: Any, config: dict[str, Any], purpose: Purpose) -> NoReturn:
+    """Raises ConfigError for a model type that the kit's decoder is not."""
+    verb = "planned" if purpose == "plan" else "imported"
+    text = f"config.model_type: {kind!r} cannot be {verb}."
+    inner = config.get("text_config")
+    if isinstance(inner, dict) and inner.get("model_type") in FIXED:
+        raise ConfigError(
+            f"{text} Its language model is a {inner['model_type']!r}, in `text_config`: save that"
+            " object as a config.json of its own and give it."
+        )
+    if lacking := LACKING.get(str(kind)):
+        text += f" The kit's decoder lacks {lacking}."
+    allowed = f" Allowed: {', '.join(sorted(FIXED))}." if purpose == "import" else ""
+    raise ConfigError(f"{text}{allowed} {AFTER[purpose]}")
+
+
+def _refuse_key(key: str, found: str, decoder: str, purpose: Purpose) -> NoReturn:
+    verb = "planned" if purpose == "plan" else "imported"
+    why = f", the kit's decoder has {decoder}" if decoder else ""
+    raise ConfigError(f"config.{key}: {found} cannot be {verb}{why}. {AFTER[purpose]}")
 
 
 def _refuse_experts(config: dict[str, Any]) -> None:
@@ -234,25 +378,50 @@ def _refuse_experts(config: dict[str, Any]) -> None:
             )
 
 
-def _llama(config: dict[str, Any], name: str) -> ModelSpec:
+def _training_length(config: dict[str, Any], spec: ModelSpec) -> int:
+    """Returns the training length of a configuration that does not say one."""
+    if spec.positions == "learned":
+        return spec.sequence_length  # the number of learned positions, which are parameters
+    lengths = [TRAINING_LENGTH, spec.sequence_length]
+    for table in (config, config.get("rope_scaling"), config.get("rope_parameters")):
+        original = (table or {}).get("original_max_position_embeddings")
+        if isinstance(original, int | float) and original >= 1:
+            lengths.append(int(original))
+    return min(lengths)
+
+
+def _length_note(config: dict[str, Any], length: int, longest: int) -> str:
+    key = "n_positions" if config["model_type"] == "gpt2" else "max_position_embeddings"
+    if length == longest:
+        return f"the training length is taken as {key}, {longest:,} tokens"
+    return (
+        f"the training length is taken as {length:,} tokens, since {key} ({longest:,}) is the"
+        " longest sequence that the model serves"
+    )
+
+
+def _window(config: dict[str, Any]) -> int | None:
+    """Returns the window of local attention in tokens, None for full attention."""
+    kind = config.get("model_type", "")
+    return {**DEFAULTS[kind], **config}.get("sliding_window") if kind == "mistral" else None
+
+
+def _llama(config: dict[str, Any], name: str, purpose: Purpose, notes: list[str]) -> ModelSpec:
     config = {"attention_bias": False, "mlp_bias": False, **config}  # a Mistral has none
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    _refuse(config, {"head_dim": hidden // heads})
+    _refuse(config, {"head_dim": hidden // heads}, purpose)
     if config["attention_bias"] != config["mlp_bias"]:
-        raise ConfigError(
-            f"config.attention_bias: {config['attention_bias']!r} beside mlp_bias"
-            f" {config['mlp_bias']!r} cannot be imported, the kit's decoder has biases in both or"
-            f" in neither. {ELSEWHERE}"
-        )
+        found = f"{config['attention_bias']!r} beside mlp_bias {config['mlp_bias']!r}"
+        _refuse_key("attention_bias", found, "biases in both or in neither", purpose)
     shapes = _shapes(
         {**config, "num_key_value_heads": config.get("num_key_value_heads") or heads}, "llama"
     )
-    return ModelSpec.llama(name=name, **_rope(config), **shapes)
+    return ModelSpec.llama(name=name, **_rope(config, purpose, notes), **shapes)
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
+def _rope(config: dict[str, Any], purpose: Purpose, notes: list[str]) -> dict[str, Any]:
     """Returns the base of the rotary frequencies, and how they are scaled, which may be as in Llama
-    3.1 only.
+    3.1 only. A plan leaves other scalings out, with a note: they change no parameters and no FLOPs.
 
     `rope_scaling`, the older name, goes before `rope_parameters`; inside, `rope_type` goes before
     the older `type`, and `rope_theta` before the one beside it. A `rope_type` at the top means
@@ -263,13 +432,16 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     by_layer = [key for key, value in rope.items() if isinstance(value, dict)]
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if kind not in ("default", "llama3") or by_layer or partial not in (None, 1):
-        raise ConfigError(
-            f"config.{where}: {rope} cannot be imported, the kit's decoder has rope_type 'default'"
-            f" or 'llama3', over whole heads, for all layers. {ELSEWHERE}"
-        )
     scaling = None
-    if kind == "llama3":
+    if kind not in ("default", "llama3") or by_layer or partial not in (None, 1):
+        if purpose == "import":
+            decoder = "rope_type 'default' or 'llama3', over whole heads, for all layers"
+            _refuse_key(where, str(rope), decoder, purpose)
+        notes.append(
+            f"config.{where} ({kind}) is left out: it changes neither parameters nor FLOPs, and the"
+            " kit cannot train with it"
+        )
+    elif kind == "llama3":
         given = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
         scaling = RopeScaling(
             **{field.name: given[field.name] for field in dataclasses.fields(RopeScaling)}
@@ -280,11 +452,12 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gpt2(config: dict[str, Any], name: str) -> ModelSpec:
+def _gpt2(config: dict[str, Any], name: str, purpose: Purpose) -> ModelSpec:
     activation = config["activation_function"]
     if activation not in ACTIVATIONS:
+        verb = "planned" if purpose == "plan" else "imported"
         raise ConfigError(
-            f"config.activation_function: {activation!r} cannot be imported."
+            f"config.activation_function: {activation!r} cannot be {verb}."
             f" {suggestion(activation, ACTIVATIONS)}"
         )
     shapes = _shapes({**config, "n_inner": config.get("n_inner") or 4 * config["n_embd"]}, "gpt2")
@@ -295,11 +468,9 @@ def _shapes(config: dict[str, Any], kind: str) -> dict[str, Any]:
     return {ours: config[theirs] for theirs, ours in FIELDS[kind].items()}
 
 
-def _refuse(config: dict[str, Any], fixed: dict[str, Any]) -> None:
+def _refuse(config: dict[str, Any], fixed: dict[str, Any], purpose: Purpose) -> None:
     for key, value in fixed.items():
         found = config.get(key)
         if found is not None and found != value:
-            raise ConfigError(
-                f"config.{key}: {found!r} cannot be imported, the kit's decoder has "
-                f"{'none' if value is None else f'{value!r} only'}. {ELSEWHERE}"
-            )
+            decoder = "none" if value is None else f"{value!r} only"
+            _refuse_key(key, repr(found), decoder, purpose)

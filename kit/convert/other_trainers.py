@@ -284,8 +284,6 @@ WRAPPERS = {
     "module.": ("DistributedDataParallel", "model.module"),
 }
 """Prefixes of weight names by what wraps the model, and the attribute that holds the model."""
-WEIGHT_FILES = (".bin", ".ckpt", ".distcp", ".gguf", ".pt", ".pth", ".safetensors")
-"""Ends of files with weights."""
 
 
 def folder_format(folder: Path) -> tuple[str, str] | None:

@@ -38,6 +38,8 @@ def build_dataset(
     *,
     skip_corrupt: bool = False,
     text_key: str = TEXT_KEY,
+    separator: str | None = None,
+    allow_unread: bool = False,
     overwrite: bool = False,
     workers: int | None = None,
     part: tuple[int, int] | None = None,
@@ -66,7 +68,13 @@ def build_dataset(
         seed: changes which documents are held out, and the order of the others.
         progress: show a progress bar with the time left, and say when a dataset is reused.
         skip_corrupt: leave out what cannot be read, naming it in dataset.json, rather than stop.
-        text_key: of a .jsonl object, or column of a table: what holds the document.
+        text_key: key of a JSON object, or column of a table, that holds the document. A dot leads
+            into an object: `meta.text`.
+        separator: text between the documents of a text file, such as `<|endoftext|>`. Two line ends
+            are any number of blank lines. None: a text file is one document or, above 16 MiB,
+            documents of about 1 MiB.
+        allow_unread: accept folders in which the files that are not read hold more bytes than those
+            that are. `DatasetInfo.unread` counts them.
         overwrite: replace a dataset that was built with other settings, or is damaged.
         workers: processes that share the files out (default: one for each core, if there is so much
             text).
@@ -80,7 +88,16 @@ def build_dataset(
         raise DataError(f"workers: {workers} is not allowed. Give 1 or more, or leave it out.")
     log, directory = BuildProgress(shown=progress), Path(os.path.abspath(out_dir))
     corpus, settings, given = _asked(
-        sources, tokenizer, vocab_size, max_bytes, validation_fraction, seed, skip_corrupt, text_key
+        sources,
+        tokenizer,
+        vocab_size,
+        max_bytes,
+        validation_fraction,
+        seed,
+        skip_corrupt,
+        text_key,
+        separator,
+        allow_unread,
     )
     if part is not None:
         corpus, directory = corpus.part(*part), _part_folder(out_dir, settings, *part)
@@ -127,6 +144,8 @@ def _asked(
     seed: int,
     skip_corrupt: bool,
     text_key: str,
+    separator: str | None = None,
+    allow_unread: bool = False,
 ) -> tuple[Corpus, BuildSettings, Tokenizer | None]:
     """Returns the text, the settings but for what the text is, and the tokenizer, if given."""
     if not 0 < validation_fraction < 1:
@@ -138,7 +157,7 @@ def _asked(
             f"vocab_size: {vocab_size} asked, but {tokenizer} has {own}. Leave vocab_size out, or "
             f"give another tokenizer."
         )
-    corpus = Corpus(sources, max_bytes, skip_corrupt, text_key)
+    corpus = Corpus(sources, max_bytes, skip_corrupt, text_key, separator, allow_unread)
     settings = BuildSettings(
         sources=(),
         tokenizer_sha256=given.sha256 if given else None,
@@ -147,6 +166,7 @@ def _asked(
         validation_fraction=validation_fraction,
         seed=seed,
         text_key=text_key,
+        separator=separator,
         order="windows",
     )
     return corpus, settings, given

@@ -5,30 +5,27 @@ import dataclasses
 import hashlib
 import itertools
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
-from cluster.record import Record, counted, field_doc, suggestion
+from cluster.record import Record, counted, field_doc
+from kit.data.detect import TEXT_ENDS, detect, ends
+from kit.data.folder import FORMATS, Unread, files_to_read
 from kit.data.installed import DEFAULT_BYTES, installed_files
 from kit.data.readers import (
-    FORMATS,
+    END_MARKS,
     LARGEST_DOCUMENT_BYTES,
-    TABLES,
+    PART,
     TEXT_KEY,
-    file_format,
+    holds_json_lines,
     read_texts,
     too_large,
 )
 from kit.data.wheels import file_sha256
 from kit.errors import DataError
-
-SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./])")
-"""In a path within a data set's folder: `train/data-00000-of-00001.arrow`,
-`data/test-00000-of-00002.parquet`."""
 
 PIECE_BYTES = 256 * 1024 * 1024
 """Of files in a piece. A file is in one piece, however large it is."""
@@ -80,7 +77,10 @@ class Corpus:
 
     After an iteration, `counts` says how many documents and text_bytes it has yielded, how many
     duplicates, empty and, as far as they are known, skipped_bytes were left out of it, and
-    `skipped` names what could not be read.
+    `skipped` names what could not be read. `counts` also says how many documents are `parts` of a
+    large text file, and how many are text files that hold marks between documents (`marked`) or
+    JSON lines (`json_texts`).
+    `unread` counts the files in folders that are not read.
     """
 
     def __init__(
@@ -89,35 +89,50 @@ class Corpus:
         max_bytes: int | None = None,
         skip_corrupt: bool = False,
         text_key: str = TEXT_KEY,
+        separator: str | None = None,
+        allow_unread: bool = False,
     ) -> None:
         """Finds the files.
 
         Args:
-            sources: a file or folder, or a list of them (.txt, .md, .rst, .py: one document per
-                file; .jsonl, .jsonl.gz, .jsonl.zst, .parquet and .arrow: one per row), also a data
-                set's folder of Hugging Face's, of whose splits `train` alone is read. None is the
+            sources: a file or folder, or a list of them. Text (.txt, .md, .rst, .py) is one
+                document per file, JSON lines, JSON arrays, .parquet and .arrow are one document per
+                row. JSON and compression (gzip, zstd, bz2, xz) are recognised by content. Of a
+                folder of a Hugging Face data set only the split `train` is read. None is the
                 default corpus of this Python installation.
             max_bytes: bytes of text to stop at. None is no limit, or `DEFAULT_BYTES` for the
                 default corpus.
             skip_corrupt: leave out what cannot be read and name it in `skipped`, rather than stop.
                 The default corpus always does: nobody here answers for the files of other people's
                 packages.
-            text_key: of a .jsonl object, or column of a .parquet file: what holds the document.
+            text_key: key of a JSON object, or column of a table, that holds the document. A dot
+                leads into an object: `meta.text`.
+            separator: text between the documents of a text file. Without it a text file is one
+                document or, above 16 MiB, documents of about 1 MiB.
+            allow_unread: accept folders in which the files that are not read hold more bytes than
+                those that are.
 
         Raises:
-            DataError: a source does not exist, is of an unknown format, or holds no files.
+            DataError: a source does not exist, is of an unknown format, or holds no files; most of
+                a folder would not be read.
         """
+        if separator == "":
+            raise DataError("separator: is empty. Give the text between documents, or leave it out")
         if max_bytes is not None and max_bytes <= 0:
             raise DataError(
                 f"max_bytes: {max_bytes} is not allowed. Give a number above 0, or None for no"
                 " limit."
             )
         self.max_bytes, self.skip_corrupt, self.text_key = max_bytes, skip_corrupt, text_key
+        self.unread: tuple[Unread, ...] = ()
         if sources is None:
             self.max_bytes, self.skip_corrupt = max_bytes or DEFAULT_BYTES, True
             self.groups = installed_files(self.max_bytes)
         else:
-            self.groups = _local_files(sources)
+            self.groups, self.unread = _local_files(sources, text_key, allow_unread)
+            if separator and not any(_may_be_text(path) for path, _ in self.files):
+                raise DataError("separator: there is no text file to split. Leave it out.")
+        self.separator = separator
         self.counts, self.skipped = Counter[str](), list[str]()
 
     @property
@@ -134,7 +149,8 @@ class Corpus:
         """
         self.counts, self.skipped, seen = Counter[str](), [], set[bytes]()
         for path, file_name in self.files:
-            for name, text in read_texts(path, file_name, self._report, self.text_key):
+            texts = read_texts(path, file_name, self._report, self.text_key, self.separator)
+            for name, text in texts:
                 document = self._document(name, text)
                 if document is None:
                     continue
@@ -147,6 +163,12 @@ class Corpus:
                 ):
                     return
                 self.counts.update(documents=1, text_bytes=document.num_bytes)
+                if name.startswith(f"{file_name}{PART}"):
+                    self.counts["parts"] += 1
+                elif name == file_name and any(text.count(mark) > 1 for mark in END_MARKS):
+                    self.counts["marked"] += 1
+                elif name == file_name and holds_json_lines(text):
+                    self.counts["json_texts"] += 1
                 seen.add(document.digest)
                 yield document
 
@@ -228,81 +250,57 @@ class Corpus:
         return chosen
 
 
-def _local_files(sources: SourcePaths) -> SourceFiles:
-    """Returns the files of local sources: a file is itself, a folder all files of a known format
-    below it.
+def _local_files(
+    sources: SourcePaths, text_key: str, allow_unread: bool
+) -> tuple[SourceFiles, tuple[Unread, ...]]:
+    """Returns (the files of local sources, those of folders that are not read). A file is itself, a
+    folder all files below it that hold text.
 
     Raises:
-        DataError: a source is missing, of an unknown format, or a folder without such files, or
-            with links to others; or there is no source.
+        DataError: a source is missing, of an unknown format, or a folder that `files_to_read`
+            refuses; or there is no source.
     """
     paths = [Path(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
     if not paths:
         raise DataError(
             "sources: the list is empty. Give files or folders, or None for the default corpus."
         )
-    return [(path.name, _files_of(path)) for path in paths]
+    groups: SourceFiles = []
+    unread = list[Unread]()
+    for path in paths:
+        if path.is_dir():
+            found, others = files_to_read(path, text_key, allow_unread)
+            files = [(file, file.relative_to(path.parent).as_posix()) for file in found]
+            unread += others
+        else:
+            _check_file(path)
+            files = [(path, path.name)]
+        groups.append((path.name, files))
+    return groups, tuple(unread)
 
 
-def _files_of(path: Path) -> Files:
-    if path.is_dir():
-        return _folder_files(path)
-    if not path.exists():
+def _check_file(file: Path) -> None:
+    """Raises DataError if a file that was named is missing or of an unknown format."""
+    if not file.exists():
         raise DataError(
-            f"{path}: no such file or folder. Give text, .jsonl or .parquet files, or folders"
+            f"{file}: no such file or folder. Give text, .jsonl or .parquet files, or folders"
             " of them."
         )
-    if file_format(path) not in FORMATS:
-        raise DataError(
-            f"{path}: cannot read this format. {suggestion(file_format(path), FORMATS)}"
-        )
-    return [(path, path.name)]
+    if not file.is_file():
+        raise DataError(f"{file}: neither a file nor a folder. Read are {FORMATS}.")
+    try:
+        found = detect(file)
+    except OSError:
+        return  # its reader says why
+    reason = found.reason
+    if found.kind == "text" and ends(file)[0] not in TEXT_ENDS | {""}:
+        reason = "not one of these formats. If it is text to train on, name it .txt"
+    if found.kind in ("other", "pointer") or reason:
+        raise DataError(f"{file}: cannot read this format: {reason}. Allowed: {FORMATS}.")
 
 
-def _folder_files(folder: Path) -> Files:
-    found = sorted(
-        file for file in folder.rglob("*") if file_format(file) in FORMATS and file.is_file()
-    )
-    shown = [file for file in found if "/." not in f"/{file.relative_to(folder).as_posix()}"]
-    files = _without_splits(shown, folder)
-    _check_links(files, folder.resolve())
-    if not files:
-        raise DataError(
-            f"{folder}: no files to read in this folder. Allowed: {', '.join(sorted(FORMATS))}."
-        )
-    return [(file, file.relative_to(folder.parent).as_posix()) for file in files]
-
-
-def _check_links(files: list[Path], folder: Path) -> None:
-    """Raises DataError for a link out of a folder, which may be a stranger's, but into the hub's
-    cache of its files.
-    """
-    for file in files:
-        allowed = (folder, folder.parent.parent / "blobs")
-        if file.is_symlink() and not any(file.resolve().is_relative_to(place) for place in allowed):
-            raise DataError(
-                f"{file}: a link to {file.resolve()}, which is not in this folder. Remove the link;"
-                " if that file is meant, give it as a source of its own."
-            )
-
-
-def _without_splits(files: list[Path], root: Path) -> list[Path]:
-    """Returns the text of a data set's folder, from the hub or `save_to_disk`; of another folder,
-    all of its files.
-
-    Its card and what `datasets` has kept of its own work are left out, and, where there is a split
-    `train`, the others.
-    """
-    if not any(file.suffix in TABLES for file in files):
-        return files
-    files = [
-        file for file in files if file.name != "README.md" and not file.name.startswith("cache-")
-    ]
-    splits = {file: SPLIT.findall(file.relative_to(root).as_posix()) for file in files}
-    has_train = any("train" in names for names in splits.values())
-    return [
-        file for file in files if not (has_train and splits[file] and "train" not in splits[file])
-    ]
+def _may_be_text(file: Path) -> bool:
+    return ends(file)[0] in TEXT_ENDS | {""}
 
 
 def file_digest(path: Path) -> str:

@@ -16,6 +16,7 @@ import numpy as np
 
 from cluster.record import Record, check_file_name, counted, field_doc, html_table
 from kit.data.corpus import Source
+from kit.data.folder import Unread
 from kit.data.readers import TEXT_KEY
 from kit.data.samples import Samples, Windows
 from kit.data.token_file import TokenFile, rebuild_hint
@@ -44,6 +45,9 @@ class BuildSettings(Record):
     seed: int = field_doc("which documents are held out, and the order of the others in the file")
     text_key: str = field_doc(
         "what holds the text of a .jsonl object or a .parquet row", default=TEXT_KEY
+    )
+    separator: str | None = field_doc(
+        "text between the documents of a text file; null: a text file is one document", default=None
     )
     order: Literal["windows"] = field_doc("what is shuffled for each epoch")
 
@@ -103,6 +107,19 @@ class DatasetInfo(Record):
     skipped_bytes: int = field_doc("bytes of it, where they are known", default=0)
     cut: int = field_doc(
         "documents larger than the held-out share, of which the end is held out", default=0
+    )
+    parts: int = field_doc(
+        "documents of about 1 MiB that text files above 16 MiB were split into", default=0
+    )
+    marked: int = field_doc(
+        "text files read as one document though they hold <|endoftext|> or <|end_of_text|>",
+        default=0,
+    )
+    json_texts: int = field_doc(
+        "text files read as one document though they hold JSON lines", default=0
+    )
+    unread: tuple[Unread, ...] = field_doc(
+        "files in folders of the sources that were not read", default=()
     )
     files: tuple[StoredFile, ...] = field_doc("every other file of the folder")
 
@@ -285,6 +302,8 @@ class Dataset:
                 left + (f", {info.skipped_bytes / 1e6:.2f} MB" if info.skipped_bytes else ""),
             ),
             *[("unreadable", line) for line in [*info.skipped[:MOST_NAMED], *more]],
+            *[("not read", str(unread)) for unread in info.unread],
+            *_hints(info),
             (
                 "tokenizer",
                 f"{info.vocab_size:,} entries, {info.tokenizer_file} {info.tokenizer_sha256[:12]}",
@@ -294,6 +313,31 @@ class Dataset:
 
     def _repr_html_(self) -> str:
         return html_table(f"Dataset {self.directory.name}", self.facts())
+
+
+def _hints(info: DatasetInfo) -> list[tuple[str, str]]:
+    """Returns what to know about text files whose documents were not separated."""
+    hints = []
+    if info.parts:
+        text = (
+            f"text files above 16 MiB have no separator, and were split into"
+            f" {counted(info.parts, 'document')} of about 1 MiB; --separator splits them where"
+            " their documents end"
+        )
+        hints.append(("split", text))
+    if info.marked:
+        text = (
+            f"{counted(info.marked, 'text file')} read as one document each, with the marks between"
+            " documents in the text; split there: --separator '<|endoftext|>'"
+        )
+        hints.append(("one document", text))
+    if info.json_texts:
+        text = (
+            f"{counted(info.json_texts, 'text file')} read as one document each, though the lines"
+            " are JSON objects; name such files .jsonl"
+        )
+        hints.append(("one document", text))
+    return hints
 
 
 def _summary(sources: tuple[Source, ...], hashed: bool = True) -> str:

@@ -10,9 +10,13 @@ import ast
 import contextlib
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from kit.data.detect import HEAD_BYTES, READ_BYTES, Unpacked, detect
+from kit.errors import DataError
 
 Report = Callable[..., None]
 Texts = Iterator[tuple[str, str]]
@@ -23,27 +27,51 @@ text."""
 LARGEST_LINE_BYTES = 8 * LARGEST_DOCUMENT_BYTES
 """With up to six bytes of JSON for a byte of text, and more keys. A small packed file may hold a
 line of any size."""
+PIECE_BYTES = 1024 * 1024
+"""Size of the documents into which a larger text file without a separator is split. Each ends with
+an end-of-text token: one in some 250,000 tokens."""
+PART = ":part "
+"""Between the name of such a file and the number of a piece."""
+END_MARKS = ("<|endoftext|>", "<|end_of_text|>")
+"""Marks that end a document in plain text files of public data sets, such as TinyStories."""
+UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+"""First bytes of a text in UTF-16."""
+MOST_KEYS = 12
+"""Keys of a JSON object named in a message."""
+BETWEEN = re.compile(r"[\s,\[\]]*")
+"""Characters between the objects of a JSON array."""
 TEXT_KEY = "text"
 OTHER_KEY = ". Name the one that holds the text: --text-key (text_key=)"
 
 
-def read_texts(file: Path, name: str, report: Report, text_key: str = TEXT_KEY) -> Texts:
-    """Yields `(place, text)` for each document of a file; `place` is the name, with line or row if
-    there are several.
+def read_texts(
+    file: Path,
+    name: str,
+    report: Report,
+    text_key: str = TEXT_KEY,
+    separator: str | None = None,
+) -> Texts:
+    """Yields `(place, text)` for each document of a file. `place` is the name, with line, row or
+    number if there are several documents.
 
-    `text_key` is that of a .jsonl object, or the column of a .parquet or .arrow file, which holds
-    the document. Only METADATA of an installed package has no format of `FORMATS`.
+    `text_key` is the key of a JSON object, or the column of a table, that holds the document; a dot
+    leads into an object. `separator` stands between the documents of a text file.
     """
-    reader = FORMATS.get(file_format(file), _readme)
-    if file.parts[-2:] == ("pydoc_data", "topics.py"):
-        reader = _topics
     try:
-        if (
-            file_format(file) not in {**LINES, **TABLES}
-            and (size := file.stat().st_size) > LARGEST_DOCUMENT_BYTES
-        ):
-            return report(name, too_large(size), size)
-        yield from reader(file, name, report, text_key)
+        if file.parts[-2:] == ("pydoc_data", "topics.py"):
+            yield from _topics(file, name, report)
+            return
+        found = detect(file)
+        if found.kind == "table":
+            yield from _table(file, name, report, text_key)
+        elif found.kind == "lines":
+            yield from _json_lines(file, name, report, text_key, found.compression)
+        elif found.kind == "json":
+            yield from _json_values(file, name, report, text_key, found.compression)
+        elif found.kind == "text":
+            yield from _text(file, name, report, found.compression, separator)
+        else:
+            report(name, f"cannot be read: {found.reason}", file.stat().st_size)
     except OSError as error:
         report(name, f"cannot be read ({error.strerror or error})")
 
@@ -55,29 +83,207 @@ def too_large(size: int) -> str:
     )
 
 
-def file_format(file: Path) -> str:
-    """Returns the end of a file's name that tells its format: `.parquet`, `.jsonl.zst`."""
-    return "".join(file.suffixes[-2:]) if file.suffix in COMPRESSIONS else file.suffix
+def text_under(row: Any, text_key: str) -> Any:
+    """Returns what a JSON object holds under a key, None if the key is missing. The key
+    `meta.text` is one key or, if there is no such key, leads to `text` in the object `meta`.
+    """
+    if isinstance(row, dict) and text_key in row:
+        return row[text_key]
+    for part in text_key.split("."):
+        if not isinstance(row, dict):
+            return None
+        row = row.get(part)
+    return row
 
 
-def _whole(file: Path, name: str, report: Report, _: str) -> Texts:
-    data = file.read_bytes()
+def keys_of(row: Any) -> str:
+    """Returns the keys of a JSON object for a message; those of objects in it with a dot."""
+    if not isinstance(row, dict):
+        return type(row).__name__
+    names = []
+    for key, value in row.items():
+        inner = [f"{key}.{name}" for name in value] if isinstance(value, dict) else []
+        names += inner or [str(key)]
+    more = [f"and {len(names) - MOST_KEYS} others"] if len(names) > MOST_KEYS else []
+    return ", ".join([*names[:MOST_KEYS], *more])
+
+
+def holds_json_lines(text: str) -> bool:
+    """Returns whether the first two lines of a text are JSON objects."""
+    if not text.startswith("{"):
+        return False
+    lines = text.split("\n", 2)
+    try:
+        return len(lines) > 1 and all(isinstance(json.loads(line), dict) for line in lines[:2])
+    except (ValueError, RecursionError):
+        return False
+
+
+# Plain text ---------------------------------------------------------------------------------------
+
+
+def _text(
+    file: Path, name: str, report: Report, compression: str | None, separator: str | None
+) -> Texts:
+    """Yields the one document of a text file; with a separator, or of a large file, several."""
+    if separator is None and compression is None and file.stat().st_size <= LARGEST_DOCUMENT_BYTES:
+        yield from _decoded(file.read_bytes(), name, report)
+        return
+    with io.BufferedReader(Unpacked(file, compression), READ_BYTES) as stream:
+        try:
+            if separator is not None:
+                yield from _separated(stream, name, report, separator)
+            else:
+                yield from _in_pieces(stream, name, report)
+        except OSError as error:
+            report(name, f"cannot be read ({error}): what followed is lost")
+
+
+def _decoded(data: bytes, name: str, report: Report, first_line: int = 1) -> Texts:
+    """Yields bytes as text. NUL bytes at the end, as a crash leaves them, are reported and cut
+    off.
+    """
+    if data[:2] in UTF_16:
+        reason = "not UTF-8 text but UTF-16. Convert it: iconv -f UTF-16 -t UTF-8"
+        report(f"{name}:{first_line}", reason, len(data))
+        return
+    zero = data.find(b"\0")
+    if zero >= 0:
+        count = len(data) - zero
+        if data.count(b"\0", zero) < count:
+            line = first_line + data.count(b"\n", 0, zero)
+            report(f"{name}:{line}", f"not text: a NUL byte at byte {zero:,}", len(data))
+            return
+        report(name, f"{count:,} NUL bytes at its end, as a crash leaves them", count)
+        data = data[:zero]
     try:
         yield name, data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+        line = first_line + data.count(b"\n", 0, error.start)
         report(f"{name}:{line}", f"not UTF-8 text (byte {data[error.start]:#04x})", len(data))
 
 
-def _readme(file: Path, name: str, report: Report, text_key: str) -> Texts:
-    """Yields the long description of an installed package: what follows the header of its
-    METADATA file.
+def _separated(stream: io.BufferedIOBase, name: str, report: Report, separator: str) -> Texts:
+    """Yields the documents between separators, without line ends around them."""
+    pattern, longest = _pattern(separator)
+    rest, number, line, is_last = b"", 0, 1, False
+    while not is_last:
+        block = stream.read1(READ_BYTES)
+        is_last = not block
+        rest += block
+        begin = 0
+        for match in pattern.finditer(rest):
+            # More of this separator may come with the next block.
+            if match.end() > len(rest) - longest and not is_last:
+                break
+            number += 1
+            yield from _piece(rest[begin : match.start()], f"{name}:{number}", report, line)
+            line += rest.count(b"\n", begin, match.end())
+            begin = match.end()
+        rest = rest[begin:]
+        if len(rest) > LARGEST_DOCUMENT_BYTES + READ_BYTES:
+            number += 1
+            size, rest, lines, is_last = _passed_over(stream, rest, pattern, longest)
+            line += lines
+            report(f"{name}:{number}", f"{too_large(size)}, or give another --separator", size)
+    if rest:
+        yield from _piece(rest, f"{name}:{number + 1}", report, line)
+
+
+def _pattern(separator: str) -> tuple[re.Pattern[bytes], int]:
+    """Returns (pattern of a separator, longest separator in bytes). Two line ends are any number of
+    blank lines.
     """
-    for place, text in _whole(file, name, report, text_key):
-        yield place, text.partition("\n\n")[2]
+    if separator == "\n\n":
+        return re.compile(rb"\r?\n(?:[ \t]{0,99}\r?\n)+"), HEAD_BYTES
+    data = separator.encode()
+    return re.compile(re.escape(data)), len(data)
 
 
-def _topics(file: Path, name: str, report: Report, _: str) -> Texts:
+def _passed_over(
+    stream: io.BufferedIOBase, rest: bytes, pattern: re.Pattern[bytes], longest: int
+) -> tuple[int, bytes, int, bool]:
+    """Passes over a document that is too large.
+
+    Returns (its size in bytes, what follows its separator, its number of lines, whether the stream
+    has ended).
+    """
+    size = lines = 0
+    while True:
+        match = pattern.search(rest)
+        block = stream.read(READ_BYTES)
+        if match is not None:
+            size += match.start()
+            lines += rest.count(b"\n", 0, match.end())
+            return size, rest[match.end() :] + block, lines, not block
+        if not block:
+            return size + len(rest), b"", lines, True
+        kept = rest[-longest:]
+        size += len(rest) - len(kept)
+        lines += rest.count(b"\n", 0, len(rest) - len(kept))
+        rest = kept + block
+
+
+def _piece(data: bytes, name: str, report: Report, line: int) -> Texts:
+    if not data.strip():
+        return
+    if len(data) > LARGEST_DOCUMENT_BYTES:
+        report(name, f"{too_large(len(data))}, or give another --separator", len(data))
+        return
+    for place, text in _decoded(data, name, report, line):
+        yield place, text.strip("\r\n")
+
+
+def _in_pieces(stream: io.BufferedIOBase, name: str, report: Report) -> Texts:
+    """Yields a text as one document or, if it is too large for one, in pieces of about PIECE_BYTES
+    that end at a line. A text without documents of its own, such as text8, has no better places.
+
+    Raises:
+        DataError: the text is too large for one document, and marks where its documents end or
+            holds JSON lines.
+    """
+    rest = stream.read(LARGEST_DOCUMENT_BYTES + 1)
+    if len(rest) <= LARGEST_DOCUMENT_BYTES:
+        yield from _decoded(rest, name, report)
+        return
+    head = rest[:READ_BYTES]
+    for mark in END_MARKS:
+        if head.count(mark.encode()) > 1:
+            raise DataError(
+                f"{name}: a text of more than {LARGEST_DOCUMENT_BYTES:,} bytes whose documents end"
+                f" with {mark!r}. Split it there: --separator '{mark}' (separator={mark!r})."
+            )
+    if holds_json_lines(head.decode("utf-8-sig", errors="replace")):
+        raise DataError(f"{name}: holds JSON lines. Name it .jsonl, so that they are read as such.")
+    number, line = 0, 1
+    while rest:
+        if len(rest) < PIECE_BYTES:
+            rest += stream.read(PIECE_BYTES)
+        piece = rest[:PIECE_BYTES]
+        if not piece.strip(b"\0"):
+            report(f"{name}:{line}", "not text: NUL bytes. What followed is lost")
+            return
+        if len(rest) >= PIECE_BYTES:
+            piece = piece[: _end_of_piece(piece)]
+        number += 1
+        yield from _decoded(piece, f"{name}{PART}{number}", report, line)
+        line += piece.count(b"\n")
+        rest = rest[len(piece) :]
+
+
+def _end_of_piece(piece: bytes) -> int:
+    """Returns where a piece of text is cut: behind its last line, else its last space, else before
+    a character that may not be complete.
+    """
+    if end := piece.rfind(b"\n") + 1 or piece.rfind(b" ") + 1:
+        return end
+    last = len(piece) - 1
+    while last > len(piece) - 4 and piece[last] & 0xC0 == 0x80:
+        last -= 1
+    return last if piece[last] >= 0xC0 else len(piece)
+
+
+def _topics(file: Path, name: str, report: Report) -> Texts:
     """Yields the chapters of Python's language reference behind `help("topic")`."""
     try:
         value = next(
@@ -102,9 +308,14 @@ def _topics(file: Path, name: str, report: Report, _: str) -> Texts:
         yield f"{name}:{topic}", text
 
 
-def _jsonl(file: Path, name: str, report: Report, text_key: str) -> Texts:
+# JSON ---------------------------------------------------------------------------------------------
+
+
+def _json_lines(
+    file: Path, name: str, report: Report, text_key: str, compression: str | None
+) -> Texts:
     number = 0
-    with io.BufferedReader(_Unpacked(file), READ_BYTES) as stream:
+    with io.BufferedReader(Unpacked(file, compression), READ_BYTES) as stream:
         try:
             for number, line in _lines(stream, name, report):
                 yield from _line(line, f"{name}:{number}", report, text_key)
@@ -120,53 +331,56 @@ def _line(line: bytes, place: str, report: Report, text_key: str) -> Texts:
     except (ValueError, RecursionError) as error:
         report(place, f"not valid JSON ({error})", len(line))
         return
-    text = row.get(text_key) if isinstance(row, dict) else None
+    yield from _row(row, place, report, text_key, len(line))
+
+
+def _row(row: Any, place: str, report: Report, text_key: str, size: int) -> Texts:
+    text = text_under(row, text_key)
     if isinstance(text, str):
         yield place, text
     else:
-        keys = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        report(place, f"no string under the key {text_key!r} (found: {keys}){OTHER_KEY}", len(line))
+        reason = f"no string under the key {text_key!r} (found: {keys_of(row)}){OTHER_KEY}"
+        report(place, reason, size)
 
 
-class _Unpacked(io.RawIOBase):
-    """The unpacked bytes of a file, all of them up to where it is cut short; there it raises
-    OSError.
-
-    pyarrow's own stream gives nothing of a read that meets the cut; so that is done again in
-    smaller pieces.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.file, self.place, self.size = file, 0, READ_BYTES
-        self.stream = self._opened()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        """Fills the beginning of a buffer and returns how many bytes that are."""
-        while True:
-            try:
-                count = self.stream.readinto(memoryview(buffer)[: self.size])
-            except OSError:
-                if self.size == 1:
-                    raise
-                self.size //= 1024
-                self.stream = self._opened()
-            else:
-                self.place += count
-                return count
-
-    def _opened(self):
-        import pyarrow
-
-        stream, left = (
-            pyarrow.input_stream(self.file, COMPRESSIONS.get(self.file.suffix)),
-            self.place,
-        )
-        while left:
-            left -= len(stream.read(min(left, READ_BYTES)))
-        return stream
+def _json_values(
+    file: Path, name: str, report: Report, text_key: str, compression: str | None
+) -> Texts:
+    """Yields the documents of a JSON array, or of objects that stand one behind the other."""
+    number = 0
+    decoder = json.JSONDecoder()
+    with io.TextIOWrapper(
+        io.BufferedReader(Unpacked(file, compression), READ_BYTES), encoding="utf-8-sig"
+    ) as stream:
+        rest, place, wanted = "", 0, READ_BYTES
+        try:
+            while True:
+                between = BETWEEN.match(rest, place)
+                begin = between.end() if between else place
+                try:
+                    row, place = decoder.raw_decode(rest, begin)
+                except (ValueError, RecursionError) as error:
+                    # The rest of this object may come with the next block.
+                    rest, place = rest[begin:], 0
+                    block = stream.read(wanted) if len(rest) < LARGEST_LINE_BYTES else ""
+                    if block:
+                        rest += block
+                        wanted = max(READ_BYTES, len(rest))
+                        continue
+                    if rest:
+                        report(
+                            f"{name}:{number + 1}",
+                            f"not valid JSON ({error}): what followed is lost",
+                            len(rest),
+                        )
+                    return
+                wanted = READ_BYTES
+                number += 1
+                yield from _row(row, f"{name}:{number}", report, text_key, place - begin)
+        except (OSError, UnicodeDecodeError) as error:
+            report(
+                name, f"cannot be read ({error}) beyond object {number:,}: what followed is lost"
+            )
 
 
 def _lines(stream: io.BufferedIOBase, name: str, report: Report) -> Iterator[tuple[int, bytes]]:
@@ -187,17 +401,28 @@ def _lines(stream: io.BufferedIOBase, name: str, report: Report) -> Iterator[tup
         yield number, line
 
 
+# Tables -------------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def _opened(file: Path, text_key: str) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """Opens a .parquet file, or what `datasets` keeps on a disk: a stream of Arrow's record
-    batches. Yields its schema and batches of rows.
+def _opened(file: Path, column: str) -> Iterator[tuple[Any, Iterable[Any]]]:
+    """Opens a Parquet file, an Arrow file, or an Arrow stream, which `datasets` writes. Yields
+    (schema, batches of rows). Of a Parquet file only `column` is read.
     """
     import pyarrow.ipc
     import pyarrow.parquet
 
-    if file.suffix == ".parquet":
+    with file.open("rb") as stream:
+        magic = stream.read(6)
+    if magic.startswith(b"PAR1") or file.suffix == ".parquet":
         with pyarrow.parquet.ParquetFile(file) as table:
-            yield table.schema_arrow, table.iter_batches(1024, columns=[text_key])
+            schema = table.schema_arrow
+            wanted = column if column in schema.names else column.partition(".")[0]
+            yield schema, table.iter_batches(1024, columns=[wanted])
+    elif magic == b"ARROW1":
+        with pyarrow.memory_map(str(file)) as stream, pyarrow.ipc.open_file(stream) as table:
+            numbers = range(table.num_record_batches)
+            yield table.schema, (table.get_batch(number) for number in numbers)
     else:
         with pyarrow.memory_map(str(file)) as stream, pyarrow.ipc.open_stream(stream) as batches:
             yield batches.schema, batches
@@ -209,31 +434,30 @@ def _table(file: Path, name: str, report: Report, text_key: str) -> Texts:
     number = 0
     try:
         with _opened(file, text_key) as (schema, batches):
-            if text_key not in schema.names:
-                found = ", ".join(schema.names)
-                return report(name, f"no column {text_key!r} (found: {found}){OTHER_KEY}")
-            cells = (cell for batch in batches for cell in batch.column(text_key))
+            column, _, inner = text_key.partition(".")
+            if text_key in schema.names:
+                column, inner = text_key, ""
+            if column not in schema.names:
+                return report(
+                    name, f"no column {text_key!r} (found: {', '.join(schema.names)}){OTHER_KEY}"
+                )
+            cells = (cell for batch in batches for cell in batch.column(column))
             for number, cell in enumerate(cells, start=1):
-                yield from _cell(cell, f"{name}:row {number}", report, text_key)
+                yield from _cell(cell, f"{name}:row {number}", report, text_key, inner)
     except pyarrow.ArrowException as error:
         kind, reason = file.suffix[1:].title(), str(error).splitlines()[0]
         report(f"{name}:row {number + 1}", f"damaged {kind} file ({reason})")
 
 
-def _cell(cell, place: str, report: Report, text_key: str) -> Texts:
+def _cell(cell, place: str, report: Report, text_key: str, inner: str) -> Texts:
     try:
         text = cell.as_py()
     except UnicodeDecodeError:
         report(place, "not UTF-8 text")
         return
+    if inner:
+        text = text_under(text, inner)
     if isinstance(text, str):
         yield place, text
     else:
         report(place, f"{text_key!r} holds {type(text).__name__}, not a string")
-
-
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-READ_BYTES = 1 << 20
-TABLES = {".parquet": _table, ".arrow": _table}
-LINES = {".jsonl": _jsonl, ".jsonl.gz": _jsonl, ".jsonl.zst": _jsonl}
-FORMATS = {".txt": _whole, ".md": _whole, ".rst": _whole, ".py": _whole, **LINES, **TABLES}

@@ -31,7 +31,7 @@ from kit.data.token_file import TokenFileWriter, token_dtype
 from kit.data.tokenizer import Tokenizer, read_tokenizer, train_tokenizer
 from kit.errors import DataError
 
-UNPACKED = {".gz": 3, ".zst": 3, ".parquet": 3}
+UNPACKED = {".gz": 3, ".zst": 3, ".zstd": 3, ".bz2": 4, ".xz": 4, ".parquet": 3}
 """About so many bytes of text are expected of a byte of a file, for the time left."""
 LEAST_SHARE = 0.01
 """Of the text that must be left to train on."""
@@ -274,6 +274,10 @@ def write(
         empty=text.counts["empty"],
         skipped=tuple(text.skipped),
         skipped_bytes=text.counts["skipped_bytes"],
+        parts=text.counts["parts"],
+        marked=text.counts["marked"],
+        json_texts=text.counts["json_texts"],
+        unread=text.pieces[0].unread,
         files=tuple(StoredFile.of(file) for file in sorted(whole.iterdir())),
     )
     info.write(whole / DESCRIPTION)

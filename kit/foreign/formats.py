@@ -1,8 +1,9 @@
 """The trainers whose logs can be imported, an entry each: what finds in a line what it tells.
 
 Another trainer needs an entry of FORMATS, or of its user a pattern only (`kit import --pattern`).
-`logs.py` applies them. Tried on public lines, which the tests cite; torchtitan's held-out loss,
-settings and start were only read in its source.
+`logs.py` applies them. Tried on public lines, which the tests cite. Only read in the source of the
+trainers: torchtitan's held-out loss, settings and start, and the lines of OLMo-core, nanochat and
+DeepSpeed's pipelines.
 """
 
 import dataclasses
@@ -37,6 +38,16 @@ device; a time is as `2025-11-25 19:45:01,441`."""
 NUMBER = r"[^\s,|]+"
 SECONDS = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 Texts = dict[str, str]
+COUNTS = frozenset(
+    "step total_steps samples consumed_samples consumed_tokens sequence_length".split()
+)
+"""Values that are whole numbers, of which no digit may be missing."""
+SUFFIXED = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s?([^\d\s]*)")
+"""A number and what follows it."""
+FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "%": 0.01}
+"""Suffixes that multiply a number."""
+SECONDS_OF = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+"""Seconds of a unit of time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +81,58 @@ class Format:
     times_held_out: bool = False
     """Whether a step's time holds that of the evaluation before it, so that it is none."""
     amend: Callable[[Texts, Texts], None] = lambda texts, before: None
-    """Puts right what a line tells, given that and what the line of the step before told."""
+    """Corrects the texts of a line, given the texts of the line before. An empty `step` says that
+    the line ends no optimizer step."""
+    gathers: bool = False
+    """Whether a step is told on several lines, from one with `step` to the next such line. `fields`
+    are found in each of them."""
+    counts_lines: bool = False
+    """Whether lines have no step, so that the user says how many steps each stands for."""
+    is_fallback: bool = False
+    """Whether other trainers print such lines too, beside their own, which are preferred."""
+
+
+def number(text: str | None, unit: str = "") -> float | None:
+    """Returns a word of a log as a number, None if it is none: `1,234`, `2.1e+4`, `3.4M`, `12.3%`.
+
+    A time may have another unit than `unit`, "s" or "ms": `850ms`, `1.2s/it`, `3.1it/s`.
+    """
+    word = (text or "").replace(",", "")
+    try:
+        return float(word)
+    except ValueError:
+        pass
+    found = SUFFIXED.fullmatch(word.strip())
+    if found is None:
+        return None
+    value, suffix = float(found[1]), found[2]
+    if suffix in FACTORS:
+        return value * FACTORS[suffix]
+    if not unit:
+        return None
+    if suffix in ("it/s", "steps/s", "step/s"):
+        seconds = 1 / value if value else None
+    else:
+        per_step = suffix.removesuffix("/it").removesuffix("/iter").removesuffix("/step")
+        seconds = value * SECONDS_OF[per_step] if per_step in SECONDS_OF else None
+    return None if seconds is None else seconds / SECONDS_OF[unit]
+
+
+def lacks_digits(text: str) -> bool:
+    """Returns whether a whole number is printed rounded, as `3.1e+4` or `85.8G`, so that it stands
+    for several.
+    """
+    found = SUFFIXED.fullmatch(text.replace(",", "").strip())
+    if found is None:
+        return False
+    digits, _, power = found[1].lower().partition("e")
+    decimals = len(digits.partition(".")[2])
+    unit = FACTORS.get(found[2], 1.0) * 10.0 ** (int(power or 0) - decimals)
+    return unit > 1.0
+
+
+class UnsureStepError(ValueError):
+    """The step of a line is printed with too few digits, or contradicts another number."""
 
 
 def by_name(before: str, shape: str, names: str) -> str:
@@ -91,11 +153,54 @@ def iso_time(texts: Texts, _: Texts) -> None:
     texts["time"] = datetime.datetime.strptime(texts["time"], "%a %b %d %H:%M:%S %Y").isoformat()
 
 
+def from_rate(texts: Texts, _: Texts) -> None:
+    """Derives the time of a step from the steps per second, where no clock is told."""
+    rate = number(texts.pop("steps_per_s", ""))
+    if rate and "time" not in texts and "clock_s" not in texts:
+        texts.setdefault("step_time_s", str(1 / rate))
+
+
+def composer_step(texts: Texts, before: Texts) -> None:
+    """Makes the batch of an epoch a step, and derives the time of a step."""
+    if "epoch" in texts and "total_steps" in texts:
+        total = int(texts.pop("total_steps"))
+        texts["step"] = str((int(texts["epoch"]) - 1) * total + int(texts["step"]))
+    from_rate(texts, before)
+
+
+def micro_steps(texts: Texts, before: Texts) -> None:
+    """Adds up the micro-steps of an optimizer step, whose time is known if each has a line."""
+    micro_ms, follows = float(texts["iter_ms"]), False
+    if "micro_ms" in before or before.get("is_step"):
+        follows = int(texts["iter"]) == int(before["iter"]) + 1
+    if follows:
+        texts["micro_ms"] = str(micro_ms + float(before.get("micro_ms", 0)))
+        if before.get("is_step"):
+            texts["micro_ms"] = str(micro_ms)
+    if texts.get("is_step") and follows:
+        texts["step_time_ms"] = texts["micro_ms"]
+    if not texts.get("is_step"):
+        texts["step"] = ""
+
+
+def clock_of_elapsed(texts: Texts, _: Texts) -> None:
+    """Makes the elapsed time, as `1 day, 2:03:04`, seconds of a clock."""
+    days, clock = texts.pop("elapsed", "").rpartition(" day")[::2]
+    parts = clock.lstrip("s, ").split(":")
+    if all(part.isdigit() for part in parts):
+        seconds = sum(60**i * int(part) for i, part in enumerate(reversed(parts)))
+        texts["clock_s"] = str(seconds + 86_400 * int(days or 0))
+
+
 def step_of_bar(texts: Texts, before: Texts) -> None:
     """Undoes what tqdm rounds to three digits where that is shorter: 1000 and 1004 are both 1e+3.
 
     The step is then the bar's own count, without the other batches that are in it: held-out ones.
     A bar that was drawn again is as old as the first.
+
+    Raises:
+        UnsureStepError: the count cannot be rounded to the step that is printed, as in an excerpt
+            that begins after batches of another kind.
     """
     clock = reversed(texts["clock"].split(":"))
     texts["clock_s"] = str(sum(60**i * int(part or 0) for i, part in enumerate(clock)))
@@ -103,7 +208,16 @@ def step_of_bar(texts: Texts, before: Texts) -> None:
     if "n" in texts:
         drawn = int(texts["epoch"]) * int(texts["total_steps"]) + int(texts["n"]) - 1
         if "e" in texts["step"]:
-            texts["step"] = str(drawn - int(texts["others"]))
+            step, printed = drawn - int(texts["others"]), float(texts["step"])
+            half = 0.5 * 10 ** (int(texts["step"].partition("e")[2]) - 2)
+            if abs(step - printed) > half + 1:
+                raise UnsureStepError(
+                    f"global_step={texts['step']} stands for {printed - half:,.0f} to"
+                    f" {printed + half:,.0f}, but the bar's own count is {step:,}, which includes"
+                    " other batches. Give the whole log, from its first steps, whose numbers have"
+                    " all digits"
+                )
+            texts["step"] = str(step)
         texts["others"] = str(drawn - int(float(texts["step"])))
     if all(texts.get(name) == before.get(name) for name in ("step", "loss", "grad_norm")):
         texts["clock_s"] = before["clock_s"]
@@ -246,11 +360,108 @@ FORMATS = (
         values="the line's means",
     ),
 )
+FORMATS = (
+    *FORMATS,
+    Format(  # `ProgressCallback.on_log` of transformers; also TRL, axolotl and LLaMA-Factory
+        name="hf-trainer",
+        sign=r"\{'loss': ",
+        line=r"(?P<fields>\{'loss': [^{}]*\})",
+        fields=by_name("'", r"%s': '?(?P<%s>[^,'\s}]+)", "loss, learning_rate, grad_norm, epoch"),
+        counts_lines=True,
+        values="the line's means",
+    ),
+    Format(  # trainer_log.jsonl of hiyouga/LLaMA-Factory: `LogCallback.on_log`
+        name="llama-factory",
+        sign=r'"current_steps": ',
+        line=r'(?P<fields>\{"current_steps": [^{}]*"loss": [^{}]*\})',
+        fields=by_name(
+            '"',
+            r'%s": "?(?P<%s>[^"}]+?)"?(?=, "|\})',
+            "step=current_steps, total_steps, loss, learning_rate=(?:lr|learning_rate),"
+            " elapsed=elapsed_time",
+        ),
+        amend=clock_of_elapsed,
+        values="the line's means",
+    ),
+    Format(  # `train_step_logs` in src/nanotron/trainer.py of huggingface/nanotron, issues 23, 390
+        name="nanotron",
+        sign=r"iteration: \d+ / \d+ \|",
+        line=r"iteration: (?P<step>\d+) / (?P<total_steps>\d+) (?P<fields>\|.*)",
+        fields=by_name(
+            r"\|\s*",
+            BARRED,
+            "step_time_ms=elapsed_time_per_iteration_ms, samples=global_batch_size,"
+            " consumed_samples, consumed_tokens, loss=lm_loss, learning_rate=lr, grad_norm,"
+            " tflops=hardware_tflops_per_gpu",
+        ),
+    ),
+    # `ConsoleLoggerCallback` of allenai/OLMo-core and `Trainer.log_metrics_to_console` of OLMo
+    Format(
+        name="olmo",
+        sign=r"\[step=\d+/[\d?]+(?:,epoch=|\])",
+        line=rf"(?:(?P<time>{SECONDS}(?:[.,]\d+)?).*?)?"
+        r"\[step=(?P<step>\d+)/(?P<total_steps>[\d?]+)(?:,epoch=[^\]]*)?\]",
+        fields=by_name(
+            r"(?:^|\s)",
+            r"%s=(?P<%s>\S+)",
+            r"loss=train/(?:CE loss|CrossEntropyLoss), grad_norm=optim/total[_ ]grad[_ ]norm,"
+            r" learning_rate=optim/(?:LR|learning_rate)[^=]*,"
+            r" steps_per_s=throughput/device/(?:BPS|batches_per_second)",
+        ),
+        gathers=True,
+        amend=from_rate,
+    ),
+    Format(  # `ConsoleLogger` of mosaicml/composer, pull request 1884; also llm-foundry
+        name="composer",
+        sign=r"\[batch=\d+(?:/\d+)?\]:",
+        line=r"(?:\[epoch=(?P<epoch>\d+)\])?\[batch=(?P<step>\d+)(?:/(?P<total_steps>\d+))?\]:",
+        fields=by_name(
+            r"(?:^|\s)Train ",
+            r"%s: (?P<%s>\S+)",
+            r"loss=loss/train/total, grad_norm=l2_norm/grad/global, learning_rate=lr-\w+/group0,"
+            r" steps_per_s=throughput/batches_per_sec, clock_s=wall_clock/train",
+        ),
+        gathers=True,
+        amend=composer_step,
+    ),
+    # litgpt/pretrain.py of Lightning-AI/litgpt, issues 689, 1042 and 1607: a line a micro-step
+    Format(
+        name="litgpt",
+        sign=r"iter \d+ (?:\| )?step \d+(?::| \|) loss",
+        line=r"iter (?P<iter>\d+) (?:\| )?step (?P<step>\d+)(?::| \|) loss(?: train)?(?: \(curr\))?"
+        r":? (?P<loss>[^\s,]+),.*?(?:iter|train) time: (?P<iter_ms>[\d.]+) ?ms"
+        r"(?P<is_step> \((?:step|opt\.step|optimizer\.step)\))?",
+        amend=micro_steps,
+    ),
+    Format(  # scripts/base_train.py of karpathy/nanochat
+        name="nanochat",
+        sign=r"\bstep \d+/\d+ \(",
+        line=r"\bstep (?P<step>\d+)/(?P<total_steps>\d+) \([\d.]+%\) \| loss: (?P<loss>\S+) \|"
+        r".*?\bdt: (?P<step_time_ms>[\d.]+)ms",
+        first_step=0,
+    ),
+    Format(  # `PipelineEngine.train_batch` in deepspeed/runtime/pipe/engine.py
+        name="deepspeed",
+        sign=r"\bsteps: \d+ loss: ",
+        line=r"\bsteps: (?P<step>\d+) loss: (?P<loss>\S+) iter time \(s\): (?P<step_time_s>[\d.]+)"
+        r" samples/sec: (?P<samples_per_s>[\d.]+)",
+        is_fallback=True,
+    ),
+    Format(  # `DeepSpeedEngine._report_progress` in deepspeed/runtime/engine.py: no loss
+        name="deepspeed",
+        sign=r"\[Rank 0\] step=\d+, skipped=",
+        line=rf"\[(?P<time>{SECONDS},\d+)\].*\[Rank 0\] step=(?P<step>\d+), skipped=\d+,"
+        r" lr=\[(?P<learning_rate>[^,\]]+)",
+        repeats=("learning_rate",),
+        is_fallback=True,
+    ),
+)
 NAMES = tuple(dict.fromkeys(form.name for form in FORMATS))
 
 
-def pattern_format(pattern: str) -> Format:
-    """Returns the format of lines in which a user's regular expression finds a step.
+def pattern_format(pattern: str, gathers: bool = False) -> Format:
+    """Returns the format of lines in which a user's regular expression finds a step. With `gathers`
+    a step is told on several lines.
 
     Raises:
         ConfigError: it is none, lacks the groups `step` or `loss`, or has a group that is not in
@@ -269,4 +480,6 @@ def pattern_format(pattern: str) -> Format:
     if missing := next((name for name in ("step", "loss") if name not in groups), ""):
         example = r"For example: 'it (?P<step>\d+) .*loss=(?P<loss>\S+)'."
         raise ConfigError(f"--pattern: the group {missing!r} is missing. {example}")
-    return Format(name="pattern", sign=pattern, line=pattern, values="the line's values")
+    return Format(
+        name="pattern", sign=pattern, line=pattern, values="the line's values", gathers=gathers
+    )

@@ -12,22 +12,23 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from cluster.files import opened, write_atomic
+from cluster.files import write_atomic
 from cluster.job import JobSpec
 from cluster.record import ConfigError, Record, counted, field_doc, suggestion
 from cluster.site import Site
 from cluster.state import JobState, log_path, refuse_other_owner, update_state
-from kit.errors import DataError, RunError
-from kit.foreign.formats import FORMATS, NAMES, pattern_format
+from kit.errors import DataError, RunError, kit_command
+from kit.foreign.formats import FORMATS, NAMES, Format, number
 from kit.foreign.logs import Parser, Step, StepRecorder
 from kit.foreign.setup import describe
+from kit.foreign.suggest import check_text, pattern_form, suggested_pattern
 from kit.run import Run
 from kit.run.metrics import MetricsWriter
 from kit.spec import ModelSpec
@@ -58,6 +59,7 @@ def import_log(
     site: Site,
     spec: ModelSpec | None = None,
     changes: dict[str, dict[str, Any]] | None = None,
+    spec_notes: Sequence[str] = (),
     follow: bool = False,
     idle: Callable[[float], None] = time.sleep,
 ) -> ImportReport:
@@ -74,7 +76,9 @@ def import_log(
         changes: of `spec`, `plan` and `recipe`: fields that the log tells not, or wrongly; of
             `import` the field `zone`: of time stamps that name none, as `Europe/Berlin`. Trainers
             write their machine's hour, so only the user knows it, and where its clocks change a
-            step would be an hour too long; else UTC.
+            step would be an hour too long; else UTC. The field `logging_steps`: steps for which
+            each line stands, of a log whose lines have no step.
+        spec_notes: what was assumed of `spec`, for the notes of the report.
         follow: go on as the log grows, until training is done, the log is gone, or `idle` raises
             KeyboardInterrupt.
         idle: waits between two looks, given the seconds.
@@ -87,9 +91,9 @@ def import_log(
     """
     file, out = Path(log).expanduser().resolve(), Path(out).expanduser().resolve()
     changes = {"spec": {}, "plan": {}, "recipe": {}, "import": {}, **(changes or {})}
-    zone = _zone(changes["import"])
+    zone, logging_steps = _import_settings(changes["import"])
     _check_target(out, file)
-    parser, steps = _read(file, format, pattern, zone)
+    parser, steps = _read(file, format, pattern, zone, logging_steps)
     if follow and parser.form.closes:
         raise ConfigError(
             "--follow: a trainer_state.json does not grow, it is written whole. Import it again."
@@ -102,7 +106,19 @@ def import_log(
         }.values()
     )
     _fill_in(rows, parser.changed)
-    notes += _check_speed(rows, steps, run)
+    notes = [*spec_notes, *notes, *_check_speed(rows, steps, run)]
+    if parser.unsure:
+        notes.append(
+            f"{counted(len(parser.unsure), 'line')} left out, since the step is not known:"
+            f" {parser.unsure[0]}"
+        )
+    if not any("loss" in step for step in steps):
+        notes.append("no line tells a loss")
+    if parser.experts:
+        notes.append(
+            f"its lines name {parser.experts!r}, which mixtures of experts have: the FLOPs of"
+            f" {spec.name}, which is dense, are right only if a token does as much work in both"
+        )
     if parser.has_local_times:
         notes.append(
             f"its time stamps name no zone and are read as {zone}; for another: --set"
@@ -135,53 +151,140 @@ def _check_target(out: Path, log: Path) -> None:
     raise RunError(f"{out} exists and was not imported from {log}. Give a new or empty directory.")
 
 
-def _zone(given: dict[str, Any]) -> datetime.tzinfo:
-    """Returns the zone of time stamps that name none."""
-    if other := next((name for name in given if name != "zone"), None):
-        raise ConfigError(f"import.{other}: unknown. {suggestion(other, ['zone'])}")
-    try:
-        return ZoneInfo(str(given["zone"])) if given else datetime.UTC
-    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"import.zone: {given['zone']!r} is unknown. Give one as Europe/Berlin, or leave it"
-            " out: UTC."
-        ) from error
+def _import_settings(given: dict[str, Any]) -> tuple[datetime.tzinfo, int | None]:
+    """Returns (zone of time stamps that name none, steps of a line that has no step)."""
+    names = ["zone", "logging_steps"]
+    if other := next((name for name in given if name not in names), None):
+        raise ConfigError(f"import.{other}: unknown. {suggestion(other, names)}")
+    steps = given.get("logging_steps")
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise ConfigError(f"import.logging_steps: {steps!r} is not allowed. Give a number above 0.")
+    zone: datetime.tzinfo = datetime.UTC
+    if "zone" in given:
+        try:
+            zone = ZoneInfo(str(given["zone"]))
+        except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+            raise ConfigError(
+                f"import.zone: {given['zone']!r} is unknown. Give one as Europe/Berlin, or leave it"
+                " out: UTC."
+            ) from error
+    return zone, steps
 
 
 def _read(
-    file: Path, format: str | None, pattern: str | None, zone: datetime.tzinfo
+    file: Path,
+    format: str | None,
+    pattern: str | None,
+    zone: datetime.tzinfo,
+    logging_steps: int | None,
 ) -> tuple[Parser, list[Step]]:
     """Returns a log and its steps, in a user's format or that in which a line first tells one."""
+    _check_log(file, format, pattern)
+    if pattern is not None:
+        form = pattern_form(file, pattern, zone)
+    else:
+        form = _detected(file, [it for it in FORMATS if format in (None, it.name)], zone)
+    if form.counts_lines and logging_steps is None:
+        raise ConfigError(_no_steps(file))
+    if logging_steps is not None and not form.counts_lines:
+        raise ConfigError(
+            "import.logging_steps: the lines of this log tell their step. Leave it out."
+        )
+    parser = Parser(file, form, zone, logging_steps or 1)
+    steps = list(parser.steps())
+    if form.counts_lines:
+        _check_epochs(file, parser.epochs, parser.steps_per_line)
+    if any("attempt" in step for step in steps):
+        return parser, steps
+    if parser.unsure:
+        raise DataError(f"{file}: the steps are not known. {parser.unsure[0]}.")
+    asked = f"a {form.name} log" if format or pattern else "a log of a known format"
+    advice = "" if format or pattern else suggested_pattern(file, zone)
+    raise DataError(
+        f"{file}: none of its {parser.lines:,} lines tells of a step as {asked} does. "
+        f"Formats: {', '.join(NAMES)}; for others --pattern.{advice} If training has only begun, "
+        "import it after its first step."
+    )
+
+
+def _check_log(file: Path, format: str | None, pattern: str | None) -> None:
+    """Raises ConfigError for an unknown format, DataError for a file that is no text."""
     if format is not None and pattern is not None:
         raise ConfigError(f"--pattern has no place beside --format {format}. Give one of them.")
     if format not in (None, *NAMES):
         raise ConfigError(
             f"format: {format!r} is unknown. {suggestion(format, NAMES)} For others: --pattern."
         )
-    known = (form for form in FORMATS if format in (None, form.name))
-    forms = list(known) if pattern is None else [pattern_format(pattern)]
-    try:
-        opened(file).close()
-    except OSError as error:
-        raise DataError(
-            f"{file}: cannot be read ({error.strerror}). Give the trainer's log file."
-        ) from error
-    found = (
-        form
-        for line in Parser(file, forms[0], zone).new()
-        for form in forms
-        if re.search(form.sign, line) and re.search(form.line, line)
+    check_text(file)
+
+
+def _detected(file: Path, forms: list[Format], zone: datetime.tzinfo) -> Format:
+    """Returns the format in which a line of a log first tells a step, else the first of `forms`. A
+    fallback counts only if no line is in another format.
+    """
+    fallback = None
+    for line in Parser(file, forms[0], zone).new():
+        for form in forms:
+            if not (form.is_fallback and fallback is not None):
+                if re.search(form.sign, line) and re.search(form.line, line):
+                    if not form.is_fallback:
+                        return form
+                    fallback = form
+    return fallback or forms[0]
+
+
+def _no_steps(file: Path) -> str:
+    """Returns why the printed lines of transformers' Trainer are not enough, and what is."""
+    states = [*trainer_states(file.parent)]
+    where = (
+        f"Import it: {kit_command('import', states[-1])}"
+        if states
+        else "The Trainer writes trainer_state.json into each checkpoint of its output_dir: import"
+        " that"
     )
-    parser = Parser(file, next(found, forms[0]), zone)
-    steps = list(parser.steps())
-    if any("attempt" in step for step in steps):
-        return parser, steps
-    asked = f"a {forms[0].name} log" if format or pattern else "a log of a known format"
-    raise DataError(
-        f"{file}: none of its {parser.lines:,} lines tells of a step as {asked} does. "
-        f"Formats: {', '.join(NAMES)}; for others --pattern. If training has only begun, import "
-        "it after its first step."
+    return (
+        f"{file}: the lines that transformers' Trainer prints do not tell their step, which"
+        f" trainer_state.json does. {where}; or say how many steps each line stands for, the"
+        " logging_steps of the training (500 unless it was set): --set import.logging_steps=10."
     )
+
+
+def trainer_states(folder: Path) -> list[Path]:
+    """Returns each trainer_state.json of a run of transformers' Trainer, the newest last."""
+    found = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
+
+    def step(file: Path) -> float:
+        if file.parent == folder:
+            return float("inf")  # written when training ended
+        digits = file.parent.name.rpartition("-")[2]
+        return int(digits) if digits.isdigit() else -1
+
+    return sorted(found, key=step)
+
+
+def _check_epochs(file: Path, texts: list[str], steps_per_line: int) -> None:
+    """Raises DataError if the epochs of lines that were counted do not grow evenly, as with
+    `logging_first_step` or a restart; then the count of lines is not that of steps. The last step
+    of an epoch may be a shorter one.
+    """
+    epochs = [number(text) for text in texts]
+    last = epochs[-1] if epochs else None
+    if last is None or not last > 0:
+        return
+    decimals = max(len(text.partition(".")[2]) for text in texts)
+    per_line = last / len(epochs)
+    for count, epoch in enumerate(epochs, start=1):
+        if epoch is None:
+            continue
+        # transformers 4 prints two decimals, 5 four digits.
+        rounding = 0.0101 if decimals <= 2 else 0.0012 * max(epoch, count * per_line)
+        if abs(epoch - count * per_line) > rounding + per_line / max(steps_per_line, 2):
+            raise DataError(
+                f"{file}: line {count} of {len(epochs)} with a loss is of epoch {epoch:g}, though"
+                f" {count * per_line:.4g} would follow from an equal number of steps for each line,"
+                " as after a restart or with logging_first_step. Import trainer_state.json, which"
+                " tells the steps."
+            )
 
 
 def _fill_in(rows: list[dict[str, Any]], end: float) -> None:
@@ -281,9 +384,9 @@ def _tell(
     if not out.is_dir():  # deleted while the log was followed
         return
     report.write(out / "import.json")
-    for number in range(1, report.attempts + 1):
-        run.plan.write(out / f"plan.attempt_{number:02d}.json")
-        shown = log_path(out, number, 0)
+    for attempt in range(1, report.attempts + 1):
+        run.plan.write(out / f"plan.attempt_{attempt:02d}.json")
+        shown = log_path(out, attempt, 0)
         shown.parent.mkdir(parents=True, exist_ok=True)
         if not shown.is_symlink():
             shown.symlink_to(parser.file)

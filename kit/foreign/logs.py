@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files import opened
-from kit.foreign.formats import BOUNDED, OF_STEPS, UNITS, WHOLE, Format, Texts
+from kit.foreign.formats import (
+    BOUNDED,
+    COUNTS,
+    OF_STEPS,
+    UNITS,
+    WHOLE,
+    Format,
+    Texts,
+    UnsureStepError,
+    lacks_digits,
+    number,
+)
 from kit.run.tail import Tail
 
 LONGEST_LINE = 8 << 10
@@ -26,6 +37,10 @@ DISORDER_S = 60.0
 """Lines of several ranks may come in another order than they were written."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 RANK = re.compile(r"\[rank(\d+)\]")
+EXPERTS = re.compile(
+    r"(?i)(?:load|expert)[_ ]balancing[_ ]loss|router[_ /]z[_ ]?loss|\baux[_ ]loss"
+)
+"""Losses that trainers print of mixtures of experts only."""
 
 CLOCK_WINDOW_S = 20.0
 """A progress bar's clock has whole seconds: over 20 of them it is off by 5 % at most."""
@@ -49,13 +64,25 @@ class Parser(Tail):
         attempt: how often the trainer was started.
         done: whether the trainer said that training has ended.
         has_local_times: whether there were time stamps that name no zone.
+        unsure: why the step of a line is not known, for each line that is left out for that.
+        experts: name of a loss that mixtures of experts have, if a line about a step has one.
+        epochs: epoch of each line, as printed, of a format that counts its lines.
     """
 
     ENDS = b"\r\n"  # a progress bar redraws its line after a carriage return
 
-    def __init__(self, file: Path, form: Format, zone: datetime.tzinfo = datetime.UTC) -> None:
+    def __init__(
+        self,
+        file: Path,
+        form: Format,
+        zone: datetime.tzinfo = datetime.UTC,
+        steps_per_line: int = 1,
+    ) -> None:
         super().__init__(file)
         self.form, self.zone, self.settings = form, zone, Texts()
+        self.steps_per_line = steps_per_line
+        self.unsure, self.epochs = list[str](), list[str]()
+        self._block, self._block_line, self.experts = Texts(), "", ""
         self.lines, self.changed, self.skipped_lines, self.attempt = 0, 0.0, 0, 1
         self.done, self.has_local_times = False, False
         self._seen, self._restarted = dict[int, int](), False
@@ -76,16 +103,27 @@ class Parser(Tail):
                 yield rest.decode(errors="replace")
 
     def steps(self) -> Iterator[Step]:
-        """Yields what new lines say; one with a number that no trainer prints is a torn one."""
+        """Yields what new lines say. A line with a number that no trainer prints is torn."""
         for line in self.new():
-            try:
-                yield from self._told(line)
-            except (ValueError, OverflowError):
-                self.skipped_lines += 1
+            yield from self._guarded(self._told(line))
+        if "loss" in self._block:  # the last step of several lines
+            yield from self._guarded(self._gathered_step())
+
+    def _guarded(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """Yields steps, and counts a line that cannot be read."""
+        try:
+            yield from steps
+        except UnsureStepError as error:
+            self.unsure.append(str(error))
+        except (ValueError, OverflowError):
+            self.skipped_lines += 1
 
     def _told(self, line: str) -> Iterator[Step]:
         self._set(line)
         form = self.form
+        if form.gathers or re.search(form.sign, line):
+            expert = None if self.experts else EXPERTS.search(line)
+            self.experts = expert[0] if expert is not None else self.experts
         if form.closes:
             self._open = f"{self._open}\n{line}"[-LONGEST_LINE:]
             if not re.match(form.closes, line):
@@ -95,11 +133,36 @@ class Parser(Tail):
             step = int(found["step"]) + 1 - form.first_step
             self._held_out[step] = float(found["loss"])
             yield from self._due() if step == self._newest else ()
+        elif form.gathers:
+            yield from self._gather(line)
         elif re.search(form.sign, line):
             matches = list(re.finditer(form.line, line))
             for found in matches:
-                yield from self._step(line, found)
+                yield from self._step(line, self._texts(found))
             self.skipped_lines += not matches
+
+    def _gather(self, line: str) -> Iterator[Step]:
+        """Adds what a line tells to the step of the lines before. Yields that step if the line
+        begins another.
+        """
+        begins = re.search(self.form.sign, line) is not None
+        for found in re.finditer(self.form.line, line) if begins else ():
+            texts = {name: text for name, text in found.groupdict().items() if text is not None}
+            if "step" in texts:
+                yield from self._gathered_step()
+                self._block, self._block_line = self._kept(), line
+            self._block.update(texts)
+        for value in re.finditer(self.form.fields, line):
+            name = str(value.lastgroup)
+            if self._block:
+                self._block.setdefault(name, value[name])
+
+    def _gathered_step(self) -> Iterator[Step]:
+        """Yields the step of the lines that were gathered, if they told more than its number."""
+        texts, self._block = self._block, Texts()
+        if "step" in texts and ("loss" in texts or "step_time_s" in texts):
+            self.form.amend(texts, self._before)
+            yield from self._step(self._block_line, texts)
 
     def _set(self, line: str) -> None:
         """Keeps what a line tells of the trainer, and of the step that comes."""
@@ -114,13 +177,15 @@ class Parser(Tail):
                 self._restarted |= "start" in told
                 self.done |= "end" in told
 
-    def _step(self, line: str, found: re.Match[str]) -> Iterator[Step]:
+    def _step(self, line: str, texts: Texts) -> Iterator[Step]:
         """Yields what a line says, unless it was printed again, and the losses that wait for it.
 
         Raises:
-            ValueError: the line is torn.
+            ValueError: the line is torn, or its step is not known.
         """
-        texts = self._texts(found)
+        if texts.get("step") == "":  # no optimizer step
+            self._before = texts
+            return
         values = self._values(texts)
         rank = named[1] if (named := RANK.search(line)) else None
         # A pipeline's other stages print a loss of -1, several ranks the same line.
@@ -145,15 +210,23 @@ class Parser(Tail):
         for step in [step for step in self._held_out if step <= self._newest]:
             yield {"step": step, "validation_loss": self._held_out.pop(step)}
 
+    def _kept(self) -> Texts:
+        """Returns the settings that are a step's."""
+        return {name: self.settings[name] for name in OF_STEPS if name in self.settings}
+
     def _texts(self, found: re.Match[str]) -> Texts:
         """Returns the values in a line as they are written, by name."""
-        kept = {name: self.settings[name] for name in OF_STEPS if name in self.settings}
-        texts = kept | {name: text for name, text in found.groupdict().items() if text is not None}
+        texts = self._kept() | {
+            name: text for name, text in found.groupdict().items() if text is not None
+        }
         for value in re.finditer(self.form.fields, texts.pop("fields", "")):
             name = str(value.lastgroup)
             if name in texts and name != "loss":
                 raise ValueError("two lines were mixed")
             texts.setdefault(name, value[name])
+        if self.form.counts_lines:
+            self.epochs.append(texts.pop("epoch", ""))
+            texts["step"] = str(len(self.epochs) * self.steps_per_line)
         if "step" in texts:
             self.form.amend(texts, self._before)
         return texts
@@ -163,10 +236,19 @@ class Parser(Tail):
         values: Step = {}
         for group, text in texts.items():
             name, unit = UNITS.get(group, (group, 1.0))
-            value = number(text.replace(",", ""))
+            if name in COUNTS and lacks_digits(text):
+                if name == "step":
+                    raise UnsureStepError(f"the step {text} is rounded, and stands for several")
+                continue
+            is_time = name == "step_time_s"
+            value = number(text, ("ms" if group == "step_time_ms" else "s") if is_time else "")
             if value is not None and (name not in BOUNDED or 0 <= value < 2**63):
-                values[name] = int(value / unit) if name in WHOLE else value / unit
-        if not {"step", "loss" if "loss" in texts else "step_time_s"} <= values.keys():
+                value /= unit
+                if name in COUNTS:
+                    value = round(value)
+                values[name] = int(value) if name in WHOLE else value
+        told = "loss" if "loss" in texts else "step_time_s"
+        if "step" not in values or (told not in values and "loss" in self.form.repeats):
             raise ValueError("the line is torn")
         values["step"] += 1 - self.form.first_step
         if self.form.times_held_out and values["step"] in self._held_out:
@@ -262,11 +344,3 @@ class StepRecorder:
         first, since = clocks[0] if clocks else (number, clock)
         clocks.append((number, clock))
         return (clock - since) / (number - first) if clock > since else None
-
-
-def number(text: str | None) -> float | None:
-    """Returns a word of a log as a number, None where it is none."""
-    try:
-        return float(text or "")
-    except ValueError:
-        return None

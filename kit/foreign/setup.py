@@ -9,8 +9,8 @@ from typing import Any
 
 from cluster.record import ConfigError
 from kit.convert.other_trainers import OTHER_WORK, megatron_spec
-from kit.foreign.formats import Texts
-from kit.foreign.logs import Parser, Step, StepRecorder, number
+from kit.foreign.formats import Texts, number
+from kit.foreign.logs import Parser, Step, StepRecorder
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
@@ -85,6 +85,11 @@ def describe(
         notes.append(
             f"one line stands for {interval} steps; each of them is recorded with"
             f" {parser.form.values}"
+        )
+    if parser.form.counts_lines:
+        notes.append(
+            "its lines do not tell their step: the first is recorded as that of step"
+            f" {parser.steps_per_line}, the second of {2 * parser.steps_per_line}, and so on"
         )
     recorder = StepRecorder(
         batch=batch,
@@ -216,6 +221,7 @@ def _recipe(settings: Texts, steps: list[Step], given: dict[str, Any]) -> Recipe
 def _interval(settings: Texts, steps: list[Step]) -> int:
     """Returns how many steps a line stands for."""
     told = [int(step["step"]) for step in steps if "loss" in step]
+    told = told or [int(step["step"]) for step in steps if "attempt" in step]
     gaps = collections.Counter(b - a for a, b in pairwise(told if len(told) > 2 else ()))
     most = max(gaps, key=gaps.__getitem__, default=1)
     interval = max(1, _whole(settings, "log_interval") or most)

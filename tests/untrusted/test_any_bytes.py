@@ -271,6 +271,7 @@ BEGINNINGS = (
     "Epoch 1: reduced_train_loss=;[config.py:1:print] a ... ;iteration 1/ 1 |;- ;. ;"
     "validation loss ;step: 1  loss: 2  memory: ;2025-01-01 00:00:00,1;iter 1: loss 2, "
     ';completed step: 1, seconds: 1, TFLOP/s: 1, ;"a": 1,'
+    ';[step=1/1,epoch=;{"current_steps": 1, "loss": ;iter 1 step 1: loss 1, '
 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cluster.site import Site
-from kit.convert.hugging_face_config import load_spec
+from kit.convert.hugging_face_config import training_spec
 from kit.errors import ConfigError
 from kit.estimate.choose.explain import Answer, answers
 from kit.estimate.choose.search import COLUMNS, Search, cells, search
@@ -22,6 +22,8 @@ class PlanReport:
     answers: list[Answer]
     choice: int = 1
     """Which of them is explained and kept, from 1."""
+    notes: tuple[str, ...] = ()
+    """What was assumed of a model that does not say it, such as its training length."""
 
     @property
     def chosen(self) -> Answer:
@@ -47,6 +49,7 @@ class PlanReport:
             "global_batch_size": found.global_batch_size,
             "engine": found.engine,
             "sequence_length": found.spec.sequence_length,
+            "notes": list(self.notes),
             "code_base": found.machine.code_base,
             "precision": found.precision,
             "max_risk": found.max_risk,
@@ -79,16 +82,14 @@ def plan_report(
     about it.
 
     Model and site are names or files; `tokens` and `count` are as in `answers`, `choose` says which
-    layout to explain and keep, from 1. `sequence_length` is the model's unless it is given; the
-    rest is as in `search`.
+    layout to explain and keep, from 1. Without `sequence_length`, the training length is that
+    of `training_spec`. The rest is as in `search`.
 
     Raises:
         ConfigError: as `search`, or model or site are unknown, or there is no such layout to
             choose.
     """
-    spec = load_spec(model)
-    if sequence_length is not None:
-        spec = spec.replace(sequence_length=sequence_length)
+    spec, notes = training_spec(model, sequence_length=sequence_length)
     if tokens is not None and tokens < batch * spec.sequence_length:
         raise ConfigError(
             f"tokens: {tokens:.4g} is less than one step, which takes"
@@ -114,4 +115,4 @@ def plan_report(
             f"choose: {choose} is not allowed. {len(shown)} layouts are shown: give 1 to"
             f" {len(shown)}."
         )
-    return PlanReport(search=found, answers=shown, choice=choose)
+    return PlanReport(search=found, answers=shown, choice=choose, notes=notes)

@@ -1,0 +1,235 @@
+"""What a file of a corpus is, by its first bytes: the format of its documents, and its compression.
+
+The end of a file's name decides in few cases only: what was named `.jsonl` is JSON lines, what was
+named `.txt` is text, whatever is in it.
+"""
+
+import bz2
+import dataclasses
+import io
+import json
+import lzma
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+READ_BYTES = 1 << 20
+HEAD_BYTES = 4096
+POINTER_BYTES = 1024
+"""Pointers of Git LFS are smaller."""
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2", ".xz": "xz"}
+"""By the end of a name."""
+TEXT_ENDS = frozenset((".txt", ".md", ".rst", ".py"))
+"""Ends of plain text that is read in a folder."""
+LINES_ENDS = frozenset((".jsonl", ".ndjson", ".jsonlines"))
+TABLE_ENDS = frozenset((".parquet", ".arrow"))
+MAGIC = (
+    (b"\x1f\x8b", "gzip"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"BZh", "bz2"),
+    (b"\xfd7zXZ\0", "xz"),
+)
+"""First bytes of compressed data."""
+TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
+"""First bytes of Parquet, of an Arrow file, and of an Arrow stream."""
+OTHERS = (
+    (b"PK\x03\x04", "a zip archive. Unpack it"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive. Unpack it"),
+    (b"Rar!", "a rar archive. Unpack it"),
+    (b"\x04\x22\x4d\x18", "compressed by lz4. Unpack it"),
+    (b"MMIDIDX", "an index of token files, which need no build: give their prefix as --data"),
+    (b"%PDF", "a PDF. Extract its text first"),
+    (b"\x93NUMPY", "an array of NumPy, not text"),
+    (b"\x89HDF", "an HDF5 file. Write its text as .jsonl or .parquet"),
+    (b"SQLite format 3", "a SQLite database. Write its text as .jsonl or .parquet"),
+)
+"""First bytes of what is not read, and what it is."""
+POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?size (\d+)")
+SPREAD = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{[ \t\r]*\n)")
+"""Beginning of a JSON array of objects, or of an object over several lines."""
+TAR_MAGIC = slice(257, 262)
+
+Kind = Literal["text", "lines", "json", "table", "pointer", "other"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Detected:
+    """What a file is.
+
+    `lines` are one JSON object a line, `json` is an array or objects over several lines. `reason`
+    says why a file of kind `other` or `pointer` is not read. `size_bytes` is the size of the file
+    that a pointer stands for, else 0. `row` is the first JSON object, where it is known.
+    """
+
+    kind: Kind
+    compression: str | None = None
+    reason: str = ""
+    size_bytes: int = 0
+    row: dict[str, Any] | None = None
+
+
+class Unpacked(io.RawIOBase):
+    """The unpacked bytes of a file, all of them up to where it is cut short; there it raises
+    OSError.
+
+    pyarrow's own stream gives nothing of a read that meets the cut; so that is done again in
+    smaller pieces.
+    """
+
+    def __init__(self, file: Path, compression: str | None) -> None:
+        self.file, self.compression = file, compression
+        self.place, self.size = 0, READ_BYTES
+        self.stream = self._opened()
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        if not self.closed:
+            self.stream.close()
+        super().close()
+
+    def readinto(self, buffer) -> int:
+        """Fills the beginning of a buffer and returns the number of bytes."""
+        while True:
+            try:
+                count = self.stream.readinto(memoryview(buffer)[: self.size])
+            except (OSError, EOFError, lzma.LZMAError) as error:
+                if self.size == 1:
+                    raise OSError(str(error)) from error
+                self.size = max(1, self.size // 1024)
+                self.stream = self._opened()
+            else:
+                self.place += count
+                return count
+
+    def _opened(self) -> Any:
+        if self.compression == "xz":
+            stream = lzma.LZMAFile(self.file)
+        elif self.compression == "bz2":
+            stream = bz2.BZ2File(self.file)
+        else:
+            import pyarrow
+
+            stream = pyarrow.input_stream(self.file, self.compression)
+        left = self.place
+        while left:
+            left -= len(stream.read(min(left, READ_BYTES)))
+        return stream
+
+
+def ends(file: Path) -> tuple[str, str]:
+    """Returns (end of the name that tells the format, end that tells the compression, or "").
+
+    `("", "")` for a name without an end; a number, as in `part.00000`, is none.
+    """
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    packed = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
+    own = suffixes[-1] if suffixes else ""
+    return ("" if own[1:].isdigit() else own), packed
+
+
+def compression_of(file: Path) -> str | None:
+    """Returns how a file is compressed, by its first bytes; None if it is not.
+
+    A file whose name tells of a compression and that holds neither that nor JSON is damaged, and is
+    opened as what its name says, so that its reader reports it.
+    """
+    with file.open("rb") as stream:
+        head = stream.read(HEAD_BYTES)
+    found = next((name for magic, name in MAGIC if head.startswith(magic)), None)
+    named = COMPRESSIONS.get(ends(file)[1])
+    if found is None and named and head and head.lstrip()[:1] not in (b"{", b"["):
+        return named
+    return found
+
+
+def detect(file: Path) -> Detected:
+    """Returns what a file is. Reads its first bytes, or its first JSON object.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    end, packed = ends(file)
+    with file.open("rb") as stream:
+        head = stream.read(HEAD_BYTES)
+    if (pointer := POINTER.match(head[:POINTER_BYTES])) is not None:
+        reason = "a pointer of Git LFS, not the file itself. Fetch it with `git lfs pull`"
+        return Detected("pointer", reason=reason, size_bytes=int(pointer[1]))
+    if end in TABLE_ENDS and not packed:
+        return Detected("table")
+    compression = compression_of(file)
+    if compression is not None:
+        try:
+            with Unpacked(file, compression) as unpacked:
+                head = io.BufferedReader(unpacked, HEAD_BYTES).read(HEAD_BYTES)
+        except OSError as error:
+            if end in TEXT_ENDS | LINES_ENDS:
+                return Detected("text" if end in TEXT_ENDS else "lines", compression)
+            return Detected("other", compression, f"damaged {compression} data ({error})")
+    if end in LINES_ENDS:
+        return Detected("json" if SPREAD.match(head) else "lines", compression)
+    return _by_head(file, head, compression)
+
+
+def _by_head(file: Path, head: bytes, compression: str | None) -> Detected:
+    """Returns what a file is by its first unpacked bytes."""
+    if head[TAR_MAGIC] == b"ustar":
+        return Detected("other", compression, "a tar archive. Unpack it")
+    if ends(file)[0] in TEXT_ENDS:
+        return Detected("text", compression)
+    if compression is None and head.startswith(TABLES):
+        return Detected("table")
+    for magic, reason in OTHERS:
+        if head.startswith(magic):
+            return Detected("other", compression, reason)
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
+        return _json(file, compression)
+    if _is_text(head):
+        return Detected("text", compression)
+    return Detected("other", compression, "not text in UTF-8")
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        head.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # The head may end within a character.
+        if len(head) < HEAD_BYTES or error.start < len(head) - 3:
+            return False
+    return b"\0" not in head
+
+
+def _json(file: Path, compression: str | None) -> Detected:
+    """Returns what a file is that begins as JSON: one value a line, or not."""
+    with io.BufferedReader(Unpacked(file, compression), READ_BYTES) as stream:
+        try:
+            head = stream.read(READ_BYTES)
+        except OSError as error:
+            return Detected("other", compression, f"damaged {compression} data ({error})")
+    text = head.decode("utf-8-sig", errors="replace").lstrip()
+    first, newline, rest = text.partition("\n")
+    try:
+        row = json.loads(first)
+    except (ValueError, RecursionError):
+        row = None
+    if isinstance(row, dict):
+        return Detected("lines", compression, row=row)
+    if not newline and len(head) == READ_BYTES and text.startswith("{"):
+        return Detected("lines", compression)  # a first line of more than 1 MiB
+    # An array, or objects over several lines.
+    begin = re.match(r"\[?\s*", text)
+    try:
+        row, _ = json.JSONDecoder().raw_decode(text, begin.end() if begin else 0)
+    except (ValueError, RecursionError):
+        # A long one in an array; or no JSON, such as a text that begins with a bracket.
+        if len(head) == READ_BYTES and re.match(r'\[?\s*\{\s*"', text):
+            return Detected("json", compression)
+        if ends(file)[0] == ".json":
+            return Detected("other", compression, "damaged JSON")
+        return Detected("text", compression)
+    if isinstance(row, dict):
+        return Detected("json", compression, row=row)
+    if ends(file)[0] == ".json":
+        return Detected("other", compression, "JSON without objects that hold a text")
+    return Detected("text", compression)

@@ -1,0 +1,290 @@
+"""The files of a folder that are read as a corpus, and those that are not, with the reason.
+
+Nothing in a folder is left out without being counted: `Unread` says how many files, of which kind
+and size.
+"""
+
+import dataclasses
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.record import Record, counted, field_doc
+from kit.data.detect import (
+    LINES_ENDS,
+    POINTER_BYTES,
+    TABLE_ENDS,
+    TEXT_ENDS,
+    Detected,
+    detect,
+    ends,
+)
+from kit.data.readers import OTHER_KEY, keys_of, text_under
+from kit.errors import DataError
+
+SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./])")
+"""Split in a path within a data set's folder: `train/data-00000-of-00001.arrow`,
+`data/test-00000-of-00002.parquet`."""
+CARD = re.compile(
+    r"(readme|licen[cs]e|notice|citation|changelog|contributing|datasheet|"
+    r".*(md5|sha1|sha256|sha512|checksum)s?(um|sums)?)",
+    re.IGNORECASE,
+)
+"""Name, without its end, of a text that describes data and is no document of them."""
+MOST_KINDS = 6
+"""Kinds of files named in a message."""
+FORMATS = (
+    "text (.txt, .md, .rst, .py), JSON lines (.jsonl, .ndjson, .json), .parquet, .arrow; text and"
+    " JSON also as .gz, .zst, .bz2, .xz"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unread(Record):
+    """Files of a source that were not read, of one kind."""
+
+    kind: str = field_doc("end of their names, or what they are")
+    reason: str = field_doc("why they were not read")
+    files: int = field_doc("number of files")
+    size_bytes: int = field_doc("their size; of a pointer of Git LFS, the size of its file")
+    example: str = field_doc("path of one of them")
+    expected: bool = field_doc("whether they are known to hold no text to train on")
+
+    def __str__(self) -> str:
+        size = f"{self.size_bytes / 1e6:,.2f} MB"
+        files = counted(self.files, "file")
+        return f"{files} ({self.kind}), {size}, such as {self.example}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a file is not read."""
+
+    kind: str
+    text: str
+    size_bytes: int
+    expected: bool = False
+    is_data: bool = False
+    """Whether a card beside this file describes it."""
+
+
+def files_to_read(
+    folder: Path, text_key: str, allow_unread: bool
+) -> tuple[list[Path], tuple[Unread, ...]]:
+    """Returns (files of a folder that are read as a corpus, in the order of their names; those that
+    are not).
+
+    Raises:
+        DataError: there is none to read, a link leads out of the folder, or the files that are not
+            read hold more bytes than those that are, or are pointers of Git LFS, unless
+            `allow_unread`.
+    """
+    found: dict[Path, Detected] = {}
+    left: dict[Path, Reason] = {}
+    for file in sorted(_walk(folder)):
+        reason = _not_opened(file, folder)
+        if reason is None:
+            found[file] = _detected(file)
+            reason = _not_text(file, found[file], text_key)
+        if reason is not None:
+            left[file] = reason
+            found.pop(file, None)
+    linked = {file.resolve() for file in found if file.is_symlink()}
+    for file in [file for file in found if not ends(file)[0] and file.resolve() in linked]:
+        if not file.is_symlink():
+            found.pop(file)  # read under the name of the link
+    plain = [
+        file
+        for file, kind in found.items()
+        if kind.kind == "text" and ends(file)[0] not in TEXT_ENDS
+    ]
+    if len(plain) < len(found):  # else a folder of text whose names have no end
+        for file in plain:
+            found.pop(file)
+            left[file] = Reason(_kind(file), "text, but not named .txt", _size(file))
+    _leave_out_what_is_not_trained(folder, found, left)
+    unread = _counted(folder, left)
+    _check(folder, list(found), unread, allow_unread)
+    return list(found), unread
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yields everything below a folder but folders; links to folders are not followed.
+
+    Raises:
+        DataError: a folder cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be listed ({error.strerror}).") from error
+
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        for name in names:
+            yield Path(place, name)
+        for name in folders:
+            if Path(place, name).is_symlink():
+                yield Path(place, name)
+
+
+def _not_opened(file: Path, folder: Path) -> Reason | None:
+    """Returns why a file is not even opened, None if it may be.
+
+    Raises:
+        DataError: it is a link out of the folder, which may be another user's, except into the
+            cache of the Hugging Face hub.
+    """
+    inside = file.relative_to(folder)
+    if any(part.startswith(".") for part in inside.parts):
+        return Reason("hidden", "hidden files are not read", _size(file), expected=True)
+    if file.is_symlink():
+        return _link(file, folder.resolve())
+    if not file.is_file():
+        return Reason("special", "neither a file nor a folder", 0)
+    return None
+
+
+def _link(file: Path, folder: Path) -> Reason | None:
+    """Returns why a link is not read, None if it leads to a file of the folder. Raises as
+    `_not_opened`.
+    """
+    target = file.resolve()
+    if not target.exists():
+        text = f"a link to {os.readlink(file)}, which is missing (git-annex: `git annex get`)"
+        return Reason("missing link", text, 0)
+    allowed = (folder, folder.parent.parent / "blobs")
+    is_inside = any(target.is_relative_to(place) for place in allowed)
+    if is_inside and target.is_dir():
+        return Reason("link", "a link to a folder that is read itself", 0, expected=True)
+    if is_inside:
+        return None if target.is_file() else Reason("special", "neither a file nor a folder", 0)
+    end, _ = ends(file)
+    if target.is_dir() or end in TEXT_ENDS | LINES_ENDS | TABLE_ENDS | {"", ".json"}:
+        raise DataError(
+            f"{file}: a link to {target}, which is not in this folder. Remove the link; if that"
+            " file is meant, give it as a source of its own."
+        )
+    return Reason("link", "a link out of this folder", 0)
+
+
+def _detected(file: Path) -> Detected:
+    """Returns what a file is; of plain text, without reading it, unless it may be a pointer."""
+    end, packed = ends(file)
+    if end in TEXT_ENDS and not packed and _size(file) > POINTER_BYTES:
+        return Detected("text")
+    try:
+        return detect(file)
+    except OSError as error:
+        if end in TEXT_ENDS | LINES_ENDS | TABLE_ENDS | {"", ".json"}:
+            return Detected("lines")  # its reader says why it cannot be opened
+        return Detected("other", reason=f"cannot be opened ({error.strerror})")
+
+
+def _not_text(file: Path, found: Detected, text_key: str) -> Reason | None:
+    """Returns why a file is not read, None if it is."""
+    end, _ = ends(file)
+    size = _size(file)
+    if found.kind == "pointer":
+        return Reason("Git LFS", found.reason, found.size_bytes, is_data=True)
+    was_named = end in TEXT_ENDS | LINES_ENDS | TABLE_ENDS
+    if not was_named and (file.name.startswith("_") or size == 0):
+        return Reason("marker", "a marker or an empty file", size, expected=True)
+    if not was_named and CARD.fullmatch(file.stem):
+        return Reason("description", "describes the data", size, expected=True)
+    if found.kind == "other":
+        return Reason(_kind(file), found.reason, size)
+    if found.kind in ("lines", "json") and found.row is not None:
+        if text_under(found.row, text_key) is None:
+            text = f"JSON without {text_key!r} (found: {keys_of(found.row)}){OTHER_KEY}"
+            return Reason(_kind(file), text, size, is_data=found.compression is not None)
+    if found.kind == "text" and end not in TEXT_ENDS | {""}:
+        return Reason(_kind(file), "not one of the formats that are read", size)
+    return None
+
+
+def _kind(file: Path) -> str:
+    return "".join(ends(file)) or "without an end"
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.lstat().st_size if file.is_symlink() else file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _leave_out_what_is_not_trained(
+    folder: Path, found: dict[Path, Detected], left: dict[Path, Reason]
+) -> None:
+    """Leaves out, of a data set's folder, what describes the data, what the library `datasets` has
+    stored of its own work, and, if there is a split `train`, the other splits.
+    """
+    tables = [file for file, kind in found.items() if kind.kind == "table"]
+    data = [file for file, kind in found.items() if kind.kind != "text"]
+    data += [file for file, reason in left.items() if reason.is_data]
+    if not data:
+        return
+    is_clone = (folder / ".gitattributes").is_file()
+    for file in list(found):
+        own, text = ends(file)[0], found[file].kind == "text"
+        if text and (CARD.fullmatch(file.stem) or (is_clone and own in (".md", ".py"))):
+            left[file] = Reason("description", "describes the data", _size(file), expected=True)
+        elif tables and file.name.startswith("cache-"):
+            left[file] = Reason("cache", "written by datasets for itself", _size(file), True)
+    if tables or is_clone:
+        splits = {file: SPLIT.findall(file.relative_to(folder).as_posix()) for file in found}
+        has_train = any("train" in names for names in splits.values())
+        for file, names in splits.items():
+            if has_train and names and "train" not in names and file not in left:
+                left[file] = Reason("split", "another split than train", _size(file), True)
+    for file in left:
+        found.pop(file, None)
+
+
+def _counted(folder: Path, left: dict[Path, Reason]) -> tuple[Unread, ...]:
+    """Returns the files that are not read by kind, the largest first."""
+    groups = defaultdict[tuple[str, str], list[Path]](list)
+    for file, reason in left.items():
+        groups[reason.kind, reason.text.partition(" (")[0]].append(file)
+    unread = [
+        Unread(
+            kind=kind,
+            reason=left[files[0]].text,
+            files=len(files),
+            size_bytes=sum(left[file].size_bytes for file in files),
+            example=files[0].relative_to(folder.parent).as_posix(),
+            expected=left[files[0]].expected,
+        )
+        for (kind, _), files in groups.items()
+    ]
+    return tuple(sorted(unread, key=lambda it: (it.expected, -it.size_bytes, it.kind, it.example)))
+
+
+def _check(
+    folder: Path,
+    files: list[Path],
+    unread: tuple[Unread, ...],
+    allow_unread: bool,
+) -> None:
+    """Raises DataError where most of a folder would not be read."""
+    lost = [it for it in unread if not it.expected]
+    named = "".join(f"\n  {it}" for it in lost[:MOST_KINDS])
+    if len(lost) > MOST_KINDS:
+        named += f"\n  and {len(lost) - MOST_KINDS} other kinds"
+    if not files:
+        held = f" It holds:{named}\n" if named else ""
+        raise DataError(f"{folder}: no files to read in this folder.{held} Allowed: {FORMATS}.")
+    if allow_unread or not lost:
+        return
+    size = sum(file.stat().st_size for file in files)
+    lost_size = sum(it.size_bytes for it in lost)
+    is_pointer = any(it.kind in ("Git LFS", "missing link") for it in lost)
+    if lost_size > size or is_pointer:
+        count = sum(it.files for it in lost)
+        raise DataError(
+            f"{folder}: {counted(count, 'file')} with {lost_size / 1e6:,.2f} MB would not be read,"
+            f" beside {counted(len(files), 'file')} with {size / 1e6:,.2f} MB that would:{named}\n"
+            f"Read are {FORMATS}. Convert or fetch the others, give the files to read as sources of"
+            " their own, or leave the others out: --allow-unread (allow_unread=True)."
+        )
