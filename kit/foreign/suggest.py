@@ -69,7 +69,7 @@ def what_it_is(file: Path) -> str:
     kind = next((text for magic, text in KINDS if head.startswith(magic)), "")
     printable = sum(byte >= 32 or byte in b"\t\n\r\x1b" for byte in head)
     if not kind and len(head) >= 8 and head[8:9] == b"{" and not any(head[4:8]):
-        kind = "a safetensors file: weights, not a log"
+        return f"a safetensors file: weights, not a log. {CONVERT}"
     if not kind and printable >= TEXT_SHARE * len(head):
         return ""
     if known := next((what for glob, what, _ in FORMATS if file.match(glob)), ""):

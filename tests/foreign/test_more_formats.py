@@ -344,7 +344,7 @@ def test_a_bar_that_contradicts_its_step_is_refused(read_node):
 BINARY = {
     "ckpt.pt": "a checkpoint of nanoGPT",
     "consolidated.00.pth": "a checkpoint of Meta",
-    "other.pt": "a zip archive, as torch.save writes it: a checkpoint",
+    "other.pt": "pickled weights (.pt), not a log",
     "model.safetensors": "a safetensors file: weights",
     "train.log.gz": "compressed by gzip. Unpack it",
     "core": "binary data, not a log",
