@@ -81,7 +81,7 @@ def test_logs_of_a_rank_or_of_its_node_are_found(tmp_path):
     found = [find_log(tmp_path, 1, rank, 8).name for rank in (0, 9, 10)]
     assert found == ["rank_00000.log", "node_1.log", "rank_00010.log"]
     for attempt in (1, 2):
-        keep_last_lines(tmp_path, attempt, 9, 9, 8)
+        keep_last_lines(tmp_path, attempt, 9, 9, 8, tmp_path / "logs" / "slurm-1.log")
     assert (folder / "rank_00009.log").read_text() == "nine: 9\nthe end\n", (
         "taken out of its node's"
     )

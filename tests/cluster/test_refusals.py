@@ -102,7 +102,10 @@ REFUSED = [
     (lambda: Site.load("nowhere.toml"), "frontier"),
     (lambda: Site.load("fronteir"), "Did you mean 'frontier'"),
     (lambda: FRONTIER.peak_flops_per_s("bf61"), "Did you mean 'bf16'"),
-    (lambda: Site.load("trn1.32xlarge").profile("hlat-71b"), "mean 'hlat-7b'.*Allowed: hlat-70b"),
+    (
+        lambda: Site.load("trn1.32xlarge").profile("hlat-71b"),
+        "'hlat-71b' is unknown. Allowed: hlat-70b",
+    ),
     (lambda: LAPTOP.profile("x"), "profiles: 'x' is unknown"),
     (lambda: check_submittable(FRONTIER), r"slurm\.account: still 'EDIT'.*base = \"frontier\""),
     (lambda: Fact(value=1.0, source=" "), "source"),

@@ -425,8 +425,8 @@ def test_accounting_is_asked_when_the_controller_has_forgotten(
     job = submit(job_spec(tmp_path / "run", *words, num_processes=1), Site.load(sandbox.site_file))
     assert job.wait(60).exit_code == 3
     this = scheduler_job(job)
-    for forgotten in ("_squeue", "_show"):
-        monkeypatch.setattr(slurm_queries, forgotten, lambda job, config: {})
+    monkeypatch.setattr(slurm_queries, "_squeue", lambda jobs, config: ({}, ""))
+    monkeypatch.setattr(slurm_queries, "_show", lambda job, config: {})
 
     def found():
         return slurm.query([this])[this.id]
@@ -519,7 +519,7 @@ def test_stray_lines_of_slurm_commands_are_ignored(sandbox, site, tmp_path, monk
     words = ("bash", "-c", "echo $MASTER_ADDR; sleep 600")
     with monkeypatch.context() as wrapped:
         wrapped.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
-        assert {row["partition"] for row in inventory.nodes_of(slurm_command([*inventory.SINFO]))}
+        assert {nodes.partition for nodes in inventory.nodes_of(slurm_command([*inventory.SINFO]))}
         job = submit(job_spec(tmp_path / "run", *words), with_slurm(site, partition="batch"))
         assert eventually(lambda: job.logs(0) or job.state.is_final), job.status()
         assert job.logs(0) == "node1\n" and job.state is JobState.STARTING
