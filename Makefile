@@ -5,10 +5,10 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python
     $$name -c '$(FITS)' 2>/dev/null && { command -v $$name; break; }; done)
 BIN := .venv/bin
 # Of 24,000 modules an eighth is ever imported, and compiled then (9 s of a core): all of them would be 46 s.
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c .venv/constraints.txt
 # uv installs the same packages in less than half of pip's time. It reads none of pip's settings, so where pip looks is handed on; what
 # uv cannot reach (an index behind a password that only pip has) pip installs.
-UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --index-strategy unsafe-best-match -c constraints.txt
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --index-strategy unsafe-best-match -c .venv/constraints.txt
 PLACES = $(BIN)/pip config list | sed -nE "s/\\\\n/ /g; s/^.*\.(find-links|index-url|extra-index-url)='(.*)'$$/\1 \2/p" \
     | awk '{ for (i = 2; i <= NF; i++) print "--" $$1, $$i }'
 export OMP_NUM_THREADS ?= 1
@@ -126,9 +126,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 # On a machine that offers a CPU build of torch (PIP_FIND_LINKS, or an index of its own) it is taken; else the CUDA one.
+# A torch that is in .venv already is kept: its release takes the place of the pinned one.
+OWN_TORCH = ls -d .venv/lib/python3*/site-packages/torch-*.dist-info 2>/dev/null | sed -nE 's/.*\/torch-(.*)\.dist-info$$/\1/p'
 .venv/notebooks-installed: EXTRAS := notebooks
 .venv/dev-installed: EXTRAS := notebooks,dev
 .venv/notebooks-installed .venv/dev-installed: pyproject.toml constraints.txt | $(BIN)/python
+	@own=$$($(OWN_TORCH)); sed "s/^torch==.*/torch==$${own:-&}/; s/^torch==torch==/torch==/" constraints.txt > .venv/constraints.txt
 	$(PIP) uv
 	@echo "$(UV) -e '.[$(EXTRAS)]'"
 	@$(UV) $$($(PLACES)) -e ".[$(EXTRAS)]" || $(PIP) -e ".[$(EXTRAS)]"

@@ -3,6 +3,7 @@
 import ast
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -39,6 +40,23 @@ def test_environment_yml_equals_pyproject():
     assert pip == [*PYPROJECT["dependencies"], *notebooks()]
     assert {requirement_name(requirement) for requirement in pip} >= NAMED
     assert "neuronx-distributed" in (ROOT / "environment.yml").read_text()
+
+
+@pytest.mark.parametrize("own", [None, "2.10.0+rocm7.1"])
+def test_make_keeps_an_installed_torch(own, tmp_path):
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").touch()
+    if own:
+        (tmp_path / f".venv/lib/python3.12/site-packages/torch-{own}.dist-info").mkdir(parents=True)
+    command = ["make", ".venv/notebooks-installed", "PIP=true", "UV=true"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    used = (tmp_path / ".venv/constraints.txt").read_text().splitlines()
+    (torch,) = (line for line in pinned if line.startswith("torch=="))
+    expected = f"torch=={own}" if own else torch
+    assert used == [expected if line == torch else line for line in pinned]
 
 
 def test_constraints_pin_every_direct_dependency():
