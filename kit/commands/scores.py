@@ -109,7 +109,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="Arguments of generation instead of the task's:"
-            " max_gen_toks=64,temperature=0.8,do_sample=True.",
+            " max_gen_toks=64, or several joined by commas.",
             metavar="KEY=VALUE,...",
         ),
     ] = None,

@@ -104,7 +104,7 @@ export done --format csv                 | figure done
 plan --list                              | plan llama3-8b --site dgx-h100 --devices 64 --batch 1024
 plan demo --site lumi --devices 8 --batch 16 | plan --out plan.json demo --site lumi --devices 8 --batch 16
 plan demo --site lumi --devices 8 --batch 16 --out a.json | launch runs/first --model demo --plan a.json --site lumi
-plan hlat-7b --site lumi --devices 64 --batch 64 --seq 2048 --out b.json | launch runs/first --model hlat-7b --plan b.json --site lumi --recipe hlat-7b --set spec.sequence_length=2048
+plan hlat-7b --site lumi --devices 64 --batch 64 --seq 2048 --out b.json | launch runs/first --model hlat-7b --plan b.json --site lumi --recipe recipe.toml --set spec.sequence_length=2048
 plan llama3-8b --site lumi --devices 64 --batch 64 --out c.json | launch runs/first --model llama3-8b --plan c.json --site lumi --recipe recipe.toml
 plan hlat-7b --rehearse --site trn1.32xlarge --set recipe.num_steps=10 | launch runs/first --recipe hlat-7b --site trn1.32xlarge --show
 data build small --source text.txt --vocab-size 270 | launch runs/first --data small

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -324,7 +325,8 @@ def test_show_of_a_login_node_starts_no_ssh_and_says_what_a_launch_would(
     launch("--site mine.toml --data /data --show")
     assert {*tmp_path.rglob("*")} == before, "nothing is started or written"
     out, err = capsys.readouterr()
-    assert "exec '/opt/their python' -m cluster.slurm.supervisor" in out
+    supervisor = r"exec '/opt/their python' -I -u \S+/cluster/start.py cluster.slurm.supervisor"
+    assert re.search(supervisor, out)
     assert "KIT_RUN_DIR=/project/runs/new" in out and str(tmp_path) not in out
     assert "cd /opt/kit ||" in out or "cd /project/runs/kit-source-" in out
     told = [shlex.split(line) for line in err.splitlines() if line.startswith("  ssh ")]
