@@ -268,8 +268,12 @@ def time_left_s(steps: Metrics | Columns, num_steps: int) -> float | None:
     if not step_s > 0:
         return None
     gaps_s = np.diff(steps["time"][first:]) - took_s[1:]
-    # A clock that was set back gives a large negative gap.
-    gaps_s = np.where(gaps_s > -step_s, gaps_s, 0.0)
+    # Where the clock was set back, a gap is negative, and the gaps beside it may be far too long.
+    is_wrong = ~(gaps_s > -step_s)
+    is_beside = is_wrong.copy()
+    is_beside[1:] |= is_wrong[:-1]
+    is_beside[:-1] |= is_wrong[1:]
+    gaps_s = np.where(is_beside, 0.0, gaps_s)
     pauses = {
         "validation": np.isfinite(_column(steps, "validation_loss")[first:][:-1]),
         "save": _column(steps, "checkpoint_s")[first:][1:] > 0,

@@ -242,6 +242,7 @@ def test_frontier_conventions():
         "deepspeed_bf16": 20,
         "deepspeed_fp16_skipped": 16,
         "pure_bf16": 8,
+        "fp32": 16,
     }
 
 
