@@ -115,6 +115,10 @@ REFUSED = [
         "must rise from bin to bin",
     ),
     (slurm_line("walltime = [{max_hours = 0}]"), "walltime"),
+    (
+        'base = "laptop"\n[slurm]\npartition = "gpu"\n',
+        r"'local', of the base 'laptop', .*\[slurm\]. Add the line scheduler = \"slurm\"",
+    ),
 ]
 
 
