@@ -276,6 +276,11 @@ def _hugging_face_config(name: str) -> tuple[Path, dict[str, Any]] | None:
     if not isinstance(table, dict):
         return None
     _refuse_experts(table)
+    if "model_type" not in table and {"architectures", "num_hidden_layers"} & table.keys():
+        raise ConfigError(
+            f"{file}: model_type: missing. A Hugging Face config.json names its family in it: add"
+            ' a line such as "model_type": "llama".'
+        )
     return (file, table) if "model_type" in table else None
 
 

@@ -115,6 +115,7 @@ REFUSED = [
     ({**LLAMA, "head_dim": 48}, "config.head_dim: 48 cannot be planned, .*32 only"),
     ({"model_type": "llava", "text_config": LLAMA}, "'llama', in `text_config`: save that"),
     ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "before quantization"),
+    (SMALL, "model_type: missing. A Hugging Face config.json names its family"),
     ({"model_type": "never-heard-of"}, "'never-heard-of' cannot be planned. Planned are"),
 ]
 
