@@ -134,6 +134,11 @@ class Record:
         )
 
     @classmethod
+    def unknown_key_advice(cls, key: str, value: Any) -> str:
+        """Returns what to do about a key that is no field, or an empty text if that is unknown."""
+        return ""
+
+    @classmethod
     def from_dict(cls, data: Any, path: str = "") -> Self:
         """Returns the record that `data` describes.
 
@@ -234,9 +239,10 @@ def _from_json(cls: type[Record], text: str | bytes) -> Any:
 def _check_known(cls: type[Record], given: dict[str, Any], path: str) -> None:
     """Raises ConfigError for a key that is no field of a record."""
     hints = _hints(cls)
-    for key in given:
+    for key, value in given.items():
         if key not in hints:
-            raise ConfigError(f"{path}.{key}: unknown key. {suggestion(str(key), hints)}")
+            advice = cls.unknown_key_advice(str(key), value) or suggestion(str(key), hints)
+            raise ConfigError(f"{path}.{key}: unknown key. {advice}")
 
 
 @functools.cache

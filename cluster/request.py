@@ -85,7 +85,7 @@ def slurm_request(job: JobSpec, site: Site) -> SlurmRequest:
             if not takes_node and site.cores_per_node:
                 per_device = site.cores_per_node.value / site.devices_per_node
                 cpus_per_task = max(1, math.floor(per_device * ranks / tasks))
-            derived.append(_cpus_line(site, tasks, takes_node, cpus_per_task))
+            derived.append(_cpus_line(site, ranks, tasks, takes_node, cpus_per_task))
     if table.limit_s(job.num_nodes, job.time_limit_s) is None:
         derived.append(
             "No --time: neither --minutes nor [[slurm.walltime]] gives a limit, so the default of"
@@ -259,14 +259,17 @@ def _has_cpu_layout(table: Slurm) -> bool:
     return table.cpu_bind is not None or any(CPU_LAYOUT.fullmatch(option) for option in given)
 
 
-def _cpus_line(site: Site, tasks: int, takes_node: bool, cpus_per_task: int | None) -> str:
+def _cpus_line(
+    site: Site, ranks: int, tasks: int, takes_node: bool, cpus_per_task: int | None
+) -> str:
     if takes_node:
         over = "for its one task" if tasks == 1 else f"divided by its {tasks} tasks"
         return f"--cpus-per-task: all CPUs of a node, as Slurm counts them at the start, {over}."
     if site.cores_per_node and cpus_per_task:
+        times = f", times the {ranks} ranks of a task" if ranks > tasks else ""
         return (
             f"--cpus-per-task={cpus_per_task}: the cores of a node, {site.cores_per_node}, divided"
-            f" by its {counted(site.devices_per_node, 'device')}."
+            f" by its {counted(site.devices_per_node, 'device')}{times}."
         )
     return (
         "No --cpus-per-task: site.slurm.cpus_per_task is not given, so each task gets the CPUs that"

@@ -7,10 +7,11 @@ shell and are used as they stand. Standard library only.
 """
 
 import dataclasses
+import json
 import math
 import re
 import shlex
-from typing import Literal
+from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, field_doc, from_one, must
 
@@ -203,6 +204,13 @@ class SchedulerTable(Record):
     )
 
 
+SBATCH_KEYS = frozenset(
+    "comment exclude exclusive gres licenses mem mem_per_cpu mem_per_gpu nice nodelist reservation"
+    " switches wckey".split()
+)
+"""Options of sbatch that people write as keys of `[slurm]`."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slurm(SchedulerTable):
     """The `[slurm]` table: how jobs are asked for and how ranks are started."""
@@ -309,6 +317,22 @@ class Slurm(SchedulerTable):
                 f" {list(self.srun_options)} would start a container in a container. Give either"
                 " container or srun_options for it."
             )
+
+    @classmethod
+    def unknown_key_advice(cls, key: str, value: Any) -> str:
+        """Returns where an option of sbatch is given that is written as a key of this table."""
+        name = key.replace("-", "_")
+        if name in ("time", "time_limit"):
+            return (
+                "Give the limit of one job to `kit launch --time`, or the limits of the partition"
+                " as walltime = [{ max_hours = 24 }]."
+            )
+        if name not in SBATCH_KEYS:
+            return ""
+        option = f"--{name.replace('_', '-')}"
+        if value is not True:
+            option += f"={value}"
+        return f"Give it as an option of sbatch: sbatch_options = [{json.dumps(option)}]."
 
     def max_seconds(self, num_nodes: int) -> float | None:
         """Returns how long a job of so many nodes may run, or None where the site does not say."""

@@ -390,7 +390,24 @@ def _read_toml(name: str) -> tuple[Path, dict]:
     if base not in Site.names() or base == name:
         message = f"{file.name}: site.base: {base!r} is not another packaged site."
         raise ConfigError(f"{message} {suggestion(str(base), Site.names())}")
-    return file, _laid_over(_read_toml(base)[1], data)
+    joined = _laid_over(_read_toml(base)[1], data)
+    _check_tables_are_used(file, data, joined["scheduler"])
+    return file, joined
+
+
+def _check_tables_are_used(file: Path, data: dict, scheduler: str) -> None:
+    """Raises ConfigError if a file gives the table of a scheduler that its base does not have, such
+    as `[slurm]` on the base `laptop`, and names no scheduler itself.
+    """
+    if "scheduler" in data:
+        return
+    for name in ("slurm", "kubernetes"):
+        if name in data and scheduler != name:
+            raise ConfigError(
+                f"{file.name}: site.scheduler: {scheduler!r}, of the base {data['base']!r}, does"
+                f' not use the table [{name}]. Add the line scheduler = "{name}", or remove the'
+                " table."
+            )
 
 
 def _laid_over(base: dict, data: dict) -> dict:

@@ -68,6 +68,8 @@ NEURON_GRES = ("neuron", "neuroncore", "neurondevice")
 TRN1 = "trn1.32xlarge"
 FULL_TRN1_CPUS = (64, 128)
 """CPUs of a trn1.32xlarge, without and with two threads per core."""
+MIG_SLICE = re.compile(r"\d+g[._]\d+gb|mig")
+"""A slice of a GPU in the type of a GRES: `a100_3g.20gb`."""
 EDIT_FACT = "# EDIT: {} = {{ value = 0, source = {} }}"
 
 
@@ -82,6 +84,11 @@ class Gres:
 
     def __str__(self) -> str:
         return ":".join(part for part in (self.name, self.kind, str(self.count)) if part)
+
+    @property
+    def words(self) -> set[str]:
+        """Words by which `--node-type` may name it, in lower case: h100, h100:8, gpu:h100:8."""
+        return {self.kind.lower(), f"{self.kind}:{self.count}".lower(), str(self).lower()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,15 +110,25 @@ class NodeType:
     """Features that all of these nodes have."""
     names: str = ""
     """Node names, as sinfo shortens them."""
+    chosen_gpu: Gres | None = None
+    """The type of GPU that `--node-type` names. If None, the first of `gpus`."""
 
     @property
     def gres(self) -> list[Gres]:
         return parse_gres(self.gres_text)
 
     @property
+    def gpus(self) -> list[Gres]:
+        """All types of GPU of a node, complete GPUs before MIG slices."""
+        types = [each for each in self.gres if each.name == "gpu" and each.count]
+        return sorted(types, key=lambda each: bool(MIG_SLICE.search(each.kind.lower())))
+
+    @property
     def gpu(self) -> Gres | None:
-        """The first kind of GPU of a node, or None."""
-        return next((each for each in self.gres if each.name == "gpu" and each.count), None)
+        """The type of GPU that jobs ask for, or None."""
+        if self.chosen_gpu is not None:
+            return self.chosen_gpu
+        return next(iter(self.gpus), None)
 
     @property
     def trainium(self) -> str | None:
@@ -164,8 +181,8 @@ class NodeType:
         """Returns whether a user's word means these nodes: a GPU type, a GRES or a feature."""
         known = {feature.lower() for feature in self.features}
         known |= {str(each).lower() for each in self.gres}
-        if self.gpu:
-            known |= {self.gpu.kind.lower(), f"{self.gpu.kind}:{self.gpu.count}".lower()}
+        for gpu in self.gpus:
+            known |= gpu.words
         if self.trainium:
             known |= {self.trainium, self.trainium.partition(".")[0]}
         return text.lower() in known - {""}
@@ -282,6 +299,9 @@ def choose(
         wanted,
         key=lambda nodes: (bool(nodes.gpu or nodes.trainium), nodes.is_default, nodes.count),
     )
+    for gpu in chosen.gpus:
+        if node_type is not None and node_type.lower() in gpu.words:
+            chosen = dataclasses.replace(chosen, chosen_gpu=gpu)
     if chosen.gpu and chosen.gpu.count > MAX_GPUS:
         raise JobError(
             f"sinfo: GRES {chosen.gres_text!r} means {chosen.gpu.count:,} GPUs in a node, which is"
@@ -294,7 +314,13 @@ def choose(
 
 def others(found: Sequence[NodeType], chosen: NodeType) -> list[NodeType]:
     """Returns the other kinds of nodes of the partition of the chosen nodes."""
-    return [nodes for nodes in found if nodes.partition == chosen.partition and nodes != chosen]
+    described = dataclasses.replace(chosen, chosen_gpu=None)
+    return [nodes for nodes in found if nodes.partition == chosen.partition and nodes != described]
+
+
+def other_gpus(nodes: NodeType) -> list[Gres]:
+    """Returns the types of GPU of the nodes that their jobs do not ask for."""
+    return [gpu for gpu in nodes.gpus if gpu != nodes.gpu]
 
 
 def name_of(nodes: NodeType, found: Iterable[NodeType]) -> str | None:
@@ -556,7 +582,7 @@ def _request(nodes: NodeType, settings: dict[str, str], beside: Iterable[NodeTyp
         kinds = [each.gpu.kind for each in beside if each.gpu]
         is_alone = bool(nodes.gpu.kind) and nodes.gpu.kind not in kinds
         is_alone = is_alone or not kinds
-        more = [str(each) for each in nodes.gres if each.name == "gpu" and each != nodes.gpu]
+        more = [str(gpu) for gpu in other_gpus(nodes)]
         if more:
             lines.append(f"# These nodes also have {', '.join(more)}, which jobs do not ask for.")
     elif nodes.trainium:

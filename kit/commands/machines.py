@@ -323,6 +323,7 @@ def _about_nodes(
             name = inventory.name_of(other, found)
             how = f": --partition {other.partition} --node-type {name}" if name else ""
             lines.append(f"  {other}{how}")
+    lines += _about_gpus(nodes)
     partitions: dict[str, list[str]] = {}
     for each in found:
         if each.partition != nodes.partition:
@@ -343,6 +344,24 @@ def _about_nodes(
         lines.append(
             f'The kit has a site {own}. A file with base = "{own}" and your account also has its'
             " network and modules."
+        )
+    return lines
+
+
+def _about_gpus(nodes: inventory.NodeType) -> list[str]:
+    """Returns lines about the types of GPU that the jobs of some nodes do not ask for, and about
+    MIG slices.
+    """
+    lines = []
+    for gpu in inventory.other_gpus(nodes):
+        lines.append(
+            f"These nodes also have {gpu}, for which jobs do not ask. To use it instead:"
+            f" --partition {nodes.partition} --node-type {gpu}"
+        )
+    if nodes.gpu and inventory.MIG_SLICE.search(nodes.gpu.kind.lower()):
+        lines.append(
+            f"{nodes.gpu.kind} is a MIG slice of a GPU. MIG slices have no peer-to-peer access to"
+            " each other, so NCCL may fail between them: use one device per job."
         )
     return lines
 

@@ -19,8 +19,8 @@ from kit.commands.options import (
     run_there,
     tell,
 )
-from kit.convert.other_trainers import named
-from kit.errors import ConfigError, RunError
+from kit.convert.other_trainers import not_a_model
+from kit.errors import ConfigError
 from kit.run import Run
 from kit.show.terminal import Table, plain
 
@@ -215,10 +215,7 @@ def evaluate(
         _run(folder, step, asked, options, follow=follow, submit=submit)
         return
     if not (folder / "config.json").is_file():
-        raise RunError(
-            f"{run}: neither a run directory (no spec.json) nor a Hugging Face folder (no"
-            f" config.json). {named(folder, '') or 'Give one of them.'}".rstrip()
-        )
+        raise not_a_model(folder)
     refuse(
         {"--step": step, "--follow": follow, "--submit": submit},
         f"{run} is a Hugging Face folder, which has one model. Give a run, or leave it out.",

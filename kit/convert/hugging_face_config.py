@@ -248,6 +248,12 @@ def training_spec(
         notes.append(_length_note(table, spec.sequence_length, longest))
     else:
         spec = spec.replace(sequence_length=sequence_length)
+        if sequence_length > longest:
+            key = _length_key(table)
+            notes.append(
+                f"the sequence of {sequence_length:,} tokens is longer than {key} ({longest:,}),"
+                " the longest that this configuration serves"
+            )
     window = _window(table)
     if window is not None and window < spec.sequence_length:
         raise ConfigError(
@@ -276,6 +282,11 @@ def _hugging_face_config(name: str) -> tuple[Path, dict[str, Any]] | None:
     if not isinstance(table, dict):
         return None
     _refuse_experts(table)
+    if "model_type" not in table and {"architectures", "num_hidden_layers"} & table.keys():
+        raise ConfigError(
+            f"{file}: model_type: missing. A Hugging Face config.json names its family in it: add"
+            ' a line such as "model_type": "llama".'
+        )
     return (file, table) if "model_type" in table else None
 
 
@@ -391,13 +402,18 @@ def _training_length(config: dict[str, Any], spec: ModelSpec) -> int:
 
 
 def _length_note(config: dict[str, Any], length: int, longest: int) -> str:
-    key = "n_positions" if config["model_type"] == "gpt2" else "max_position_embeddings"
+    key = _length_key(config)
     if length == longest:
         return f"the training length is taken as {key}, {longest:,} tokens"
     return (
         f"the training length is taken as {length:,} tokens, since {key} ({longest:,}) is the"
         " longest sequence that the model serves"
     )
+
+
+def _length_key(config: dict[str, Any]) -> str:
+    """Returns the key of a configuration that gives its longest sequence."""
+    return "n_positions" if config["model_type"] == "gpt2" else "max_position_embeddings"
 
 
 def _window(config: dict[str, Any]) -> int | None:

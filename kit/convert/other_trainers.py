@@ -10,8 +10,9 @@ import json
 import shlex
 from pathlib import Path
 
-from cluster.record import suggestion
-from kit.errors import ConfigError, DataError
+from cluster.record import counted, suggestion
+from kit.data.detect import POINTER, POINTER_BYTES
+from kit.errors import ConfigError, DataError, RunError
 from kit.spec import ModelSpec, RopeScaling
 
 OTHER_WORK = (
@@ -310,15 +311,41 @@ def named(folder: Path, wanted: str) -> str:
     return f"It holds {what}, which {then}. "
 
 
+def not_a_model(path: Path) -> RunError:
+    """Returns the error of a path that is neither a run directory nor a Hugging Face folder, with
+    what it is instead.
+    """
+    if not path.is_dir():
+        return RunError(f"{path}: no such folder. Give a run directory or a Hugging Face folder.")
+    inner = sorted(file.parent for file in path.glob("*/config.json"))
+    if any((path / name).is_file() for name in SAFETENSORS):
+        sentence = "It holds weights: copy config.json and the tokenizer of their model into it."
+    elif inner:
+        sentence = f"It holds {counted(len(inner), 'Hugging Face folder')}: give {inner[-1]}."
+    else:
+        sentence = named(path, "") or "Give one of them."
+    return RunError(
+        f"{path}: neither a run directory (no spec.json) nor a Hugging Face folder (no"
+        f" config.json). {sentence}".rstrip()
+    )
+
+
 def check_safetensors(folder: Path) -> None:
     """Raises DataError for a Hugging Face folder whose weights are in no format that is read, with
-    what they are instead.
+    what they are instead, or with a file that is a pointer of Git LFS.
     """
     if not any((folder / name).is_file() for name in SAFETENSORS):
-        raise DataError(
-            f"{folder}: has no {' and no '.join(SAFETENSORS)}. {named(folder, '')}Save it with"
-            " transformers' save_pretrained, which writes them; pickled .bin files are not read."
-        )
+        advice = named(folder, "") or "Save the model with transformers' save_pretrained."
+        raise DataError(f"{folder}: has no {' and no '.join(SAFETENSORS)}. {advice}".rstrip())
+    for pattern in ("*.safetensors", "tokenizer.json", "tokenizer.model"):
+        for file in sorted(folder.glob(pattern)):
+            with file.open("rb") as opened:
+                head = opened.read(POINTER_BYTES)
+            if POINTER.match(head):
+                raise DataError(
+                    f"{file}: a pointer of Git LFS, not the file itself. Fetch it with"
+                    " `git lfs pull`."
+                )
 
 
 def missing_weight_advice(folder: Path) -> str:
@@ -332,7 +359,21 @@ def missing_weight_advice(folder: Path) -> str:
                 f"The names of its weights have {prefix!r} in them, as of a model that {wrapper}"
                 f" wraps. Save the model inside: {model}.save_pretrained(FOLDER)."
             )
+    kind = _saved_class(folder)
+    if kind and not any(word in kind for word in ("CausalLM", "LMHead", "ConditionalGeneration")):
+        return (
+            f"It was saved as {kind}, without the output projection of a language model. Save the"
+            " complete model: AutoModelForCausalLM's save_pretrained(FOLDER)."
+        )
     return "Copy it again."
+
+
+def _saved_class(folder: Path) -> str:
+    """Returns the class of transformers that a folder was saved from, or an empty text."""
+    try:
+        return str(json.loads((folder / "config.json").read_bytes())["architectures"][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
 
 
 def _weight_names(folder: Path) -> list[str]:

@@ -149,7 +149,10 @@ def _link(file: Path, folder: Path) -> Reason | None:
     """Returns why a link is not read, None if it leads to a file of the folder. Raises as
     `_not_opened`.
     """
-    target = file.resolve()
+    try:
+        target = file.resolve()
+    except RuntimeError:  # raised by Python 3.11 and 3.12 only
+        return Reason("missing link", "a link that leads back to itself", 0)
     if not target.exists():
         text = f"a link to {os.readlink(file)}, which is missing (git-annex: `git annex get`)"
         return Reason("missing link", text, 0)
@@ -232,12 +235,11 @@ def _leave_out_what_is_not_trained(
             left[file] = Reason("description", "describes the data", _size(file), expected=True)
         elif tables and file.name.startswith("cache-"):
             left[file] = Reason("cache", "written by datasets for itself", _size(file), True)
-    if tables or is_clone:
-        splits = {file: SPLIT.findall(file.relative_to(folder).as_posix()) for file in found}
-        has_train = any("train" in names for names in splits.values())
-        for file, names in splits.items():
-            if has_train and names and "train" not in names and file not in left:
-                left[file] = Reason("split", "another split than train", _size(file), True)
+    splits = {file: SPLIT.findall(file.relative_to(folder).as_posix()) for file in found}
+    has_train = any("train" in names for names in splits.values())
+    for file, names in splits.items():
+        if has_train and names and "train" not in names and file not in left:
+            left[file] = Reason("split", "another split than train", _size(file), True)
     for file in left:
         found.pop(file, None)
 

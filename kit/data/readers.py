@@ -36,8 +36,11 @@ END_MARKS = ("<|endoftext|>", "<|end_of_text|>")
 """Marks that end a document in plain text files of public data sets, such as TinyStories."""
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 """First bytes of a text in UTF-16."""
+NOT_UTF_16 = "not UTF-8 text but UTF-16. Convert it: iconv -f UTF-16 -t UTF-8"
 MOST_KEYS = 12
 """Keys of a JSON object named in a message."""
+MOST_SHOWN = 40
+"""Characters of a JSON value shown in a message."""
 BETWEEN = re.compile(r"[\s,\[\]]*")
 """Characters between the objects of a JSON array."""
 TEXT_KEY = "text"
@@ -144,8 +147,7 @@ def _decoded(data: bytes, name: str, report: Report, first_line: int = 1) -> Tex
     off.
     """
     if data[:2] in UTF_16:
-        reason = "not UTF-8 text but UTF-16. Convert it: iconv -f UTF-16 -t UTF-8"
-        report(f"{name}:{first_line}", reason, len(data))
+        report(f"{name}:{first_line}", NOT_UTF_16, len(data))
         return
     zero = data.find(b"\0")
     if zero >= 0:
@@ -326,8 +328,14 @@ def _json_lines(
 def _line(line: bytes, place: str, report: Report, text_key: str) -> Texts:
     if not line.strip():
         return
+    if line[:2] in UTF_16:
+        report(place, NOT_UTF_16, len(line))
+        return
     try:
         row = json.loads(line)
+    except UnicodeDecodeError as error:
+        report(place, f"not UTF-8 text (byte 0x{line[error.start]:02x})", len(line))
+        return
     except (ValueError, RecursionError) as error:
         report(place, f"not valid JSON ({error})", len(line))
         return
@@ -338,6 +346,9 @@ def _row(row: Any, place: str, report: Report, text_key: str, size: int) -> Text
     text = text_under(row, text_key)
     if isinstance(text, str):
         yield place, text
+    elif isinstance(row, dict) and text_key in row:
+        value = json.dumps(row[text_key])[:MOST_SHOWN]
+        report(place, f"no string under the key {text_key!r}, but {value}", size)
     else:
         reason = f"no string under the key {text_key!r} (found: {keys_of(row)}){OTHER_KEY}"
         report(place, reason, size)

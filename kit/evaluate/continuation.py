@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kit.convert.other_trainers import check_safetensors, named
-from kit.errors import ConfigError, RunError
+from kit.convert.other_trainers import check_safetensors, not_a_model
+from kit.errors import ConfigError
 from kit.evaluate.benchmarks import precision_of_dtype
 from kit.run import Run
 
@@ -131,11 +131,8 @@ def _folder(
 
 def _open_run(directory: Path) -> Run:
     """Returns the run of a directory; names what a folder of weights is that is no run."""
-    if not (directory / "spec.json").exists() and (sentence := named(directory, "")):
-        raise RunError(
-            f"{directory}: neither a run directory (no spec.json) nor a Hugging Face folder (no"
-            f" config.json). {sentence}".rstrip()
-        )
+    if not (directory / "spec.json").exists():
+        raise not_a_model(directory)
     return Run.open(directory)
 
 

@@ -21,7 +21,10 @@ from safetensors import SafetensorError
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+)
 
 from cluster.files import other_owner
 from kit.convert.hugging_face import export_hugging_face, export_run
@@ -168,7 +171,21 @@ def load_config(folder: str | Path) -> Any:
             f"{file}: model_type {kind!r} is no decoder: transformers has no AutoModelForCausalLM"
             " for it, and the kit scores decoders only."
         )
+    masked = _class_names(MODEL_FOR_MASKED_LM_MAPPING, config)
+    masked -= _class_names(MODEL_FOR_CAUSAL_LM_MAPPING, config)
+    if encoders := sorted(masked & {*(config.architectures or ())}):
+        raise ConfigError(
+            f"{file}: architectures: {encoders[0]!r} is an encoder, which predicts masked tokens."
+            " The kit scores decoders only."
+        )
     return config
+
+
+def _class_names(mapping: Any, config: Any) -> set[str]:
+    """Returns the names of the classes that transformers has for a configuration."""
+    found = mapping.get(type(config), ())
+    classes = found if isinstance(found, tuple | list) else (found,)
+    return {each.__name__ for each in classes}
 
 
 def _own_code(table: dict[str, Any]) -> str:

@@ -20,6 +20,8 @@ STEP = re.compile(
 )
 BAR = re.compile(r"(\|)(\s*)(\d+)(?=/\d+ \[)")
 """The count of a progress bar, for lines without a step."""
+STEP_NUMBER = r"\d[\d,]*"
+"""A step as logs print it, with or without commas between thousands."""
 LOSS = re.compile(
     r"(?i)(?<![a-z])((?:train(?:ing)?|lm|ce|total)?[_/ -]{0,2}(?:ce )?loss)"
     r"([\"']?\s{0,4}[:=]?\s{0,4}[\"']?)(\d[^\s,|;\]})\"']*)"
@@ -128,7 +130,7 @@ def _patterns(lines: list[str]) -> Iterator[str]:
     for line in lines:
         step, loss = STEP.search(line) or BAR.search(line), LOSS.search(line)
         if step is not None and loss is not None and number(loss[3]) is not None:
-            parts = [(step, "step", r"\d+"), (loss, "loss", r"[\w.+-]+")]
+            parts = [(step, "step", STEP_NUMBER), (loss, "loss", r"[\w.+-]+")]
             if (seconds := SECONDS.search(line)) is not None:
                 yield _joined([*parts, (seconds, "step_time_s", r"[\d.]+ ?m?s")])
             yield _joined(parts)
@@ -138,7 +140,7 @@ def _patterns(lines: list[str]) -> Iterator[str]:
         if loss is not None and number(loss[3]) is not None:
             alone.setdefault("loss", loss)
     if len(alone) == 2:
-        step = _named(alone["step"], "step", r"\d+")
+        step = _named(alone["step"], "step", STEP_NUMBER)
         loss = _named(alone["loss"], "loss", r"[\w.+-]+")
         yield f"{step}|{loss}"
 

@@ -137,6 +137,25 @@ def test_node_types_of_a_partition_can_be_chosen(tmp_path, monkeypatch):
     assert "'v100'. Give a GPU type" in str(wrong.exception) and "gpu40" in str(wrong.exception)
 
 
+@pytest.mark.parametrize(
+    ("gres", "taken", "other"),
+    [
+        ("gpu:a100_3g.20gb:4(S:0),gpu:a100:6(S:0-1)", "a100:6", "a100_3g.20gb:4"),
+        ("gpu:a100:4,gpu:v100:2", "a100:4", "v100:2"),
+    ],
+)
+def test_gpu_types_of_a_node_are_named(tmp_path, monkeypatch, gres, taken, other):
+    """Complete GPUs are taken before MIG slices, and the printed option takes the other type."""
+    monkeypatch.chdir(tmp_path)
+    be_cluster(tmp_path, monkeypatch, f"gpu*|6|96|515000|1-00:00:00|1-infinite|{gres}|(null)|n1")
+    printed = run("site", "init", "first.toml").output
+    assert Site.load("first.toml").slurm.gpus_per_node == taken
+    (line,) = [line for line in printed.splitlines() if f"also have gpu:{other}" in line]
+    run("site", "init", "second.toml", *line.split(": ")[-1].split())
+    assert Site.load("second.toml").slurm.gpus_per_node == other
+    assert Site.load("second.toml").devices_per_node == int(other[-1])
+
+
 def test_missing_numbers_are_named_at_once(tmp_path, monkeypatch):
     """The example of the error message, in place of the lines to edit, makes a plan."""
     monkeypatch.chdir(tmp_path)

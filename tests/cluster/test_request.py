@@ -138,6 +138,17 @@ def test_job_without_gpus_is_refused(tmp_path, base, slurm, message):
         scripts(job_of(site, tmp_path), site)
 
 
+def test_cpus_of_a_torchrun_task_are_explained(tmp_path):
+    site = based_on("dgx-h100", tmp_path, 'launcher = "torchrun"')
+    (line,) = [
+        line
+        for line in derived(job_of(site, tmp_path, per_node=3, num_nodes=1), site)
+        if line.startswith("--cpus-per-task")
+    ]
+    assert line.startswith("--cpus-per-task=42:") and "112" in line
+    assert line.endswith("divided by its 8 devices, times the 3 ranks of a task.")
+
+
 def _with(file, slurm):
     file.write_text(f"{file.read_text()}{slurm}\n")
     return file

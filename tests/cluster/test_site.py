@@ -95,6 +95,9 @@ REFUSED = [
     (small("devices_per", "device_per"), "Did you mean 'devices_per_node'"),
     (small("bf16", "bf_16"), "Did you mean 'bf16'"),
     (slurm_line('acount = "x"'), r"site\.slurm\.acount: unknown key. Did you mean 'account'"),
+    (slurm_line('reservation = "r1"'), r'sbatch_options = \["--reservation=r1"\]'),
+    (slurm_line("exclusive = true"), r'sbatch_options = \["--exclusive"\]'),
+    (slurm_line('time = "1:00:00"'), "kit launch --time"),
     (slurm_line('account = "a b"'), r"slurm\.account: 'a b' is not allowed"),
     (slurm_line('partition = "x\\n#SBATCH --hold"'), r"slurm\.partition"),
     (slurm_line('sbatch_options = ["--mem=0 --hold"]'), r"sbatch_options: '--mem=0 --hold'"),
@@ -115,6 +118,10 @@ REFUSED = [
         "must rise from bin to bin",
     ),
     (slurm_line("walltime = [{max_hours = 0}]"), "walltime"),
+    (
+        'base = "laptop"\n[slurm]\npartition = "gpu"\n',
+        r"'local', of the base 'laptop', .*\[slurm\]. Add the line scheduler = \"slurm\"",
+    ),
 ]
 
 

@@ -94,6 +94,12 @@ def test_the_training_length_is_not_the_serving_length(config, length, tmp_path)
         assert f"({config['max_position_embeddings']:,})" in note or length == 2048
 
 
+def test_a_length_above_the_maximum_is_noted(tmp_path):
+    file = write(tmp_path, {**LLAMA, "max_position_embeddings": 2048})
+    spec, (note,) = training_spec(file, sequence_length=4096)
+    assert spec.sequence_length == 4096 and "max_position_embeddings (2,048)" in note
+
+
 def test_presets_and_specs_keep_their_length(tmp_path):
     spec = load_spec("llama3-8b").replace(sequence_length=131_072)
     spec.write(tmp_path / "spec.json")
@@ -115,6 +121,7 @@ REFUSED = [
     ({**LLAMA, "head_dim": 48}, "config.head_dim: 48 cannot be planned, .*32 only"),
     ({"model_type": "llava", "text_config": LLAMA}, "'llama', in `text_config`: save that"),
     ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "before quantization"),
+    (SMALL, "model_type: missing. A Hugging Face config.json names its family"),
     ({"model_type": "never-heard-of"}, "'never-heard-of' cannot be planned. Planned are"),
 ]
 

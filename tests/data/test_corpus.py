@@ -55,9 +55,11 @@ def test_duplicates_and_empty_documents_are_dropped_and_counted(tmp_path):
 
 DAMAGED_LINES = {
     b'{"text": "cut': "not valid JSON",
-    b'{"text": "\xff"}': "not valid JSON",
+    b'{"text": "\xff"}': "not UTF-8 text .byte 0xff",
+    b'\xff\xfe{"text': "not UTF-8 text but UTF-16",
     b'{"body": "x"}': "no string under the key 'text' .found: body",
-    b'{"text": 7}': "no string under the key 'text'",
+    b'{"text": 7}': "no string under the key 'text', but 7",
+    b'{"text": null}': "no string under the key 'text', but null",
     b"[1, 2]": "no string under the key 'text' .found: list",
     b'{"text": "\\ud800"}': "not text: half a surrogate pair at character 0",
 }
@@ -148,6 +150,23 @@ def test_a_folder_of_hugging_face_is_its_training_text(tmp_path):
     file.write_bytes(file.read_bytes()[:-60])
     with pytest.raises(DataError, match="damaged Arrow file"):
         list(Corpus(file, text_key="body"))
+
+
+def test_other_splits_of_json_are_not_read(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        write_jsonl(tmp_path / split / "a.jsonl", [{"text": split}])
+    corpus = Corpus(tmp_path)
+    assert [document.text for document in corpus] == ["train"]
+    (unread,) = corpus.unread
+    assert (unread.kind, unread.files) == ("split", 1)
+
+
+def test_a_link_to_itself_is_named(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
+    (tmp_path / "b.jsonl").symlink_to("b.jsonl")
+    with pytest.raises(DataError, match=r"b\.jsonl: a link"):
+        Corpus(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedTokenizerFast,
+)
 
 from kit.errors import ConfigError, DataError, RunError
 from kit.evaluate import Options, evaluate_folder, packed
@@ -359,6 +366,10 @@ def test_family_text_is_transformers(kind, tokenizer, tmp_path):
 # What cannot be read ------------------------------------------------------------------------------
 
 
+BERT = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+LFS = "version https://git-lfs.github.com/spec/v1"
+
+
 def broken(qwen: Path, folder: Path, how: str) -> Path:
     """Returns a copy of a model that somebody saved in another way."""
     shutil.copytree(qwen, folder)
@@ -372,6 +383,22 @@ def broken(qwen: Path, folder: Path, how: str) -> Path:
         if how == "code":
             config["auto_map"] = {"AutoModelForCausalLM": "modeling_mymodel.MyModel"}
         (folder / "config.json").write_text(json.dumps(config))
+    elif how == "bert":
+        BertForMaskedLM(BertConfig(**BERT)).save_pretrained(folder)
+    elif how == "headless":
+        state = {key: value for key, value in load_file(weights).items() if "lm_head" not in key}
+        save_file(state, weights, metadata={"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"architectures": ["Qwen2Model"], "tie_word_embeddings": False}
+        (folder / "config.json").write_text(json.dumps(config))
+    elif how == "pointer":
+        weights.write_text(f"{LFS}\noid sha256:{'0' * 64}\nsize 12345678\n")
+    elif how == "without config":
+        (folder / "config.json").unlink()
+    elif how == "parent":
+        folder.rename(folder.with_name("checkpoint-500"))
+        folder.mkdir()
+        folder.with_name("checkpoint-500").rename(folder / "checkpoint-500")
     else:
         weights.rename(folder / how)
     return folder
@@ -387,12 +414,17 @@ def broken(qwen: Path, folder: Path, how: str) -> Path:
         ("code", r"Python code of its own \(modeling_mymodel.MyModel\), which the kit never runs"),
         ("unknown", "model_type 'mymodel' is not in transformers"),
         ("t5", "model_type 't5' is no decoder"),
+        ("bert", "'BertForMaskedLM' is an encoder, which predicts masked tokens"),
+        ("headless", "saved as Qwen2Model, without the output projection"),
+        ("pointer", "model.safetensors: a pointer of Git LFS, .*`git lfs pull`"),
+        ("without config", "It holds weights: copy config.json"),
+        ("parent", "It holds 1 Hugging Face folder: give .*checkpoint-500"),
     ],
 )
 def test_unreadable_folder_is_named(qwen, how, message, tmp_path, capfd):
     folder = broken(qwen, tmp_path / "model", how)
     for command in (("eval", folder, "--tasks", "piqa"), ("generate", folder)):
-        with pytest.raises((ConfigError, DataError), match=message):
+        with pytest.raises((ConfigError, DataError, RunError), match=message):
             kit(*command)
     assert "MISSING" not in capfd.readouterr().err, "transformers' own table of weights"
 

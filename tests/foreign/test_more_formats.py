@@ -263,6 +263,7 @@ OWN = {
     "several lines": "== update 1\n lr 1e-3\n  nll loss: 2.5\n== update 2\n  nll loss: 2.25\n",
     "bar": "Epoch 0:   0%|          | 1/1793507 [00:02<1175:20:35,  0.42it/s, train_loss=10.90]\n"
     "Epoch 0:   0%|          | 2/1793507 [00:02<611:40:05,  0.81it/s, train_loss=10.80]\n",
+    "thousands": "step 999 | loss 2.5\nstep 1,000 | loss 2.25\n",
     "json": '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.25}\n',
 }
 
@@ -273,7 +274,8 @@ def test_the_pattern_that_an_error_suggests_reads_the_log(read_node, name):
         read_node(OWN[name])
     (pattern,) = re.findall(r"--pattern ('.*'), which finds 2 steps here", str(refused.value))
     report, run = read_node(OWN[name], pattern=shlex.split(pattern)[0])
-    steps = {"one line": [7, 8], "loss first": [4, 5]}.get(name, [1, 2])
+    others = {"one line": [7, 8], "loss first": [4, 5], "thousands": [999, 1000]}
+    steps = others.get(name, [1, 2])
     assert (report.steps, run.metrics()["step"].tolist()) == (2, steps)
     if name == "one line":
         assert run.metrics()["step_time_s"].tolist() == [0.85, 1.2]
