@@ -85,13 +85,13 @@ def check_site(spec: ModelSpec, plan: Plan, site: Site) -> None:
     if plan.engine == "neuron" and elsewhere:
         raise ConfigError(
             "plan.engine: 'neuron' trains on AWS Trainium alone, and a device of site"
-            f" {site.name!r} is {device!r}. Use engine 'native', or a Trainium site such as"
+            f" {site.name!r} is {device!r}. Use plan.engine=native, or a Trainium site such as"
             " 'trn1.32xlarge'."
         )
     if plan.engine != "neuron" and platform is not None:
         raise ConfigError(
             f"plan.engine: {plan.engine!r} trains on GPUs and CPU cores, and a device of site"
-            f" {site.name!r} is {device!r}. Use engine 'neuron', or another site."
+            f" {site.name!r} is {device!r}. Use plan.engine=neuron, or another site."
         )
     if platform is not None:
         check_platform(plan, spec, platform)
