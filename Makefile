@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 openssh-server rsync slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
-.PHONY: demo quick quick-models quick-rest test system check pytest-ranks pytest-views pytest-rest pytest-faults pytest-notebooks pytest-later-notebooks pytest-launching lab gallery validate bench faults test-nxd nxd-source clean
+.PHONY: demo quick quick-models quick-rest test system check pytest-ranks pytest-views pytest-rest pytest-faults pytest-notebooks pytest-later-notebooks pytest-launching lab gallery validate bench faults test-nxd nxd-source test-torch clean
 
 demo: .venv/notebooks-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
@@ -99,6 +99,11 @@ NXD_ENV := build/nxd
 test-nxd: nxd-source $(NXD_ENV)/installed  ## the Neuron engine on NxD's real source: make test-nxd NXD=path/to/neuronx-distributed
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/tests/engines/real_nxd/site:$(abspath $(NXD))/src:$(CURDIR) $(NXD_ENV)/bin/python \
 	    -m pytest -q -s -W ignore --thorough --timeout 1800 -m neuron tests/engines/real_nxd tests/engines/test_neuron.py
+
+# The lowest and the highest release that pyproject.toml allows, and any between: make test-torch TORCH=2.12.1
+TORCH ?= 2.10.0
+test-torch: .venv/dev-installed  ## the tests that depend on torch, on another release of it
+	$(BIN)/python -m tests.other_torch $(TORCH) build/torch-$(TORCH)
 
 nxd-source:
 	@test -d "$(NXD)/src/neuronx_distributed" || { echo "NXD='$(NXD)' is no checkout of github.com/aws-neuron/neuronx-distributed" \

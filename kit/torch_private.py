@@ -1,7 +1,7 @@
 """Names that torch keeps to itself and the kit cannot do without, each used here and nowhere else.
 
-Any release may change them: `tests/test_torch_private.py` looks for each. The names stand in
-the files of torch 2.11, 2.12 and 2.14 too; called they were on 2.13 alone.
+Any release may change them: `tests/test_torch_private.py` calls each of them, on every supported
+release by `make test-torch`.
 """
 
 import datetime
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -57,6 +58,17 @@ def local_part(weight: Tensor, target: DTensor) -> Tensor:
         target.shape, target.device_mesh, target.placements
     )
     return weight[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+
+
+def reusable_stager(options: StagingOptions) -> DefaultStager:
+    """Returns a stager that can copy any number of states, each to the same memory.
+
+    Torch 2.11 and 2.12 close the inner stager after its first copy, which clears the table that
+    the next copy needs (KeyError: <class 'type'>).
+    """
+    stager = DefaultStager(options)
+    stager._state_dict_stager.close = lambda: None
+    return stager
 
 
 def default_store() -> Any:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
@@ -24,7 +25,7 @@ def fake_group():
 
 def test_attention_calls_one_of_its_kernels():
     query = torch.zeros(1, 1, 8, 8, requires_grad=True)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         F.scaled_dot_product_attention(query, query, query, is_causal=True)
     names = {str(kernel).removesuffix(".default") for kernel in torch_private.ATTENTION}
     assert names & {event.name.replace("::", ".") for event in profile.events()}
@@ -57,6 +58,16 @@ def test_a_ranks_part_is_that_of_a_dtensor(fake_group):
     target = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
     part = torch_private.local_part(weight, target)
     assert part.equal(target.to_local()) and part.data_ptr() != target.to_local().data_ptr()
+
+
+def test_a_stager_copies_any_number_of_states():
+    stager = torch_private.reusable_stager(StagingOptions(False, False, True, False))
+    weight = torch.zeros(3)
+    copies = []
+    for number in range(3):
+        weight.fill_(number)
+        copies.append(stager.stage({"weight": weight}).result()["weight"].clone())
+    assert [copy.tolist() for copy in copies] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
 def test_groups_have_a_store_and_timeouts():

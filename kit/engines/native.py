@@ -75,7 +75,11 @@ class NativeEngine(PortableEngine):
 
     def mask_documents(self, end: int) -> None:
         """Has no token look back behind the end of a document, which the token `end` is."""
-        has_kernel = has_document_kernel(self.device, self.plan.precision)
+        has_kernel = has_document_kernel(
+            self.device,
+            self.plan.precision,
+            has_grouped_heads=self.spec.num_heads != self.spec.num_kv_heads,
+        )
         for decoder in self.decoders:
             decoder.within_documents = partial(
                 Past.within_documents, end=end, has_kernel=has_kernel

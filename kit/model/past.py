@@ -4,7 +4,7 @@ within documents.
 
 import dataclasses
 import inspect
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ try:
     from torch.nn.attention.varlen import varlen_attn
 
     DOCUMENT_KERNELS = {document_attention()}
+    DOCUMENT_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 except ModuleNotFoundError:  # torch 2.9, the last for Trainium, where none is called
-    varlen_attn, DOCUMENT_KERNELS = None, set()
+    varlen_attn, DOCUMENT_KERNELS, DOCUMENT_ARGUMENTS = None, set(), frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,14 +42,14 @@ class Past:
         return cls(mask_BTT=same_BTT & (positions_T <= positions_T[:, None]))
 
 
-def has_document_kernel(device: torch.device, precision: str) -> bool:
-    """Returns whether torch has a kernel for documents here: on NVIDIA's GPUs in 16 bits, if it
-    takes grouped heads.
+def has_document_kernel(device: torch.device, precision: str, *, has_grouped_heads: bool) -> bool:
+    """Returns whether torch has a kernel for attention within documents: on NVIDIA's GPUs in 16
+    bits. For grouped query heads it needs torch 2.12.
     """
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if varlen_attn is None or not is_nvidia or precision == "fp32":
         return False
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return not has_grouped_heads or "enable_gqa" in DOCUMENT_ARGUMENTS
 
 
 def document_begins(tokens_BT: Tensor, end: int) -> Tensor:
@@ -73,10 +74,13 @@ def attend_within_documents(
     """
     num_rows, num_heads, length, _ = q_BNTD.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTD, k_BKTD, v_BKTD))
-    grouped, causal = num_heads != k_BKTD.shape[1], (-1, 0)
-    assert varlen_attn is not None  # as `has_document_kernel` says
-    y = varlen_attn(
-        q, k, v, begins_N, begins_N, length, length, window_size=causal, enable_gqa=grouped
+    # Torch 2.10 names causal attention differently, and 2.11 has no grouped heads.
+    options: dict[str, Any] = (
+        {"window_size": (-1, 0)} if "window_size" in DOCUMENT_ARGUMENTS else {"is_causal": True}
     )
+    if num_heads != k_BKTD.shape[1]:
+        options["enable_gqa"] = True
+    assert varlen_attn is not None  # as `has_document_kernel` says
+    y = varlen_attn(q, k, v, begins_N, begins_N, length, length, **options)
     assert isinstance(y, Tensor)  # and no second result, which was not asked for
     return y.unflatten(0, (num_rows, length)).transpose(1, 2)

@@ -27,6 +27,7 @@ from cluster.state import StaleAttemptError
 from kit.errors import CheckpointError
 from kit.parallel.groups import cpu_group
 from kit.run.checkpoint import DESCRIPTION, Checkpoints, Manifest, cause, checksum
+from kit.torch_private import reusable_stager
 
 
 class CheckpointWriter:
@@ -73,7 +74,7 @@ class CheckpointWriter:
         if self.stager is None:
             gpu = any(tensor.is_cuda for tensor in state.values())
             # Pinned memory, a stream of its own.
-            self.stager = DefaultStager(StagingOptions(gpu, False, True, gpu))
+            self.stager = reusable_stager(StagingOptions(gpu, False, True, gpu))
         if torch.accelerator.is_available():
             # that stream does not wait for the last update by itself
             torch.accelerator.synchronize()

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from kit.model import Past, build_decoder
-from kit.model.past import document_begins, has_document_kernel
+from kit.model.past import DOCUMENT_ARGUMENTS, document_begins, has_document_kernel
 from kit.plan import Plan
 from kit.spec import ModelSpec
 from tests.parity import build, make_plan
@@ -22,9 +22,10 @@ class PlainVarlen:
     def __init__(self) -> None:
         self.calls = 0
 
-    def scores(self, query, key, begins_N, window):
+    def scores(self, query, key, begins_N, is_causal, window):
         """Yields where a sequence lies, and its probabilities [N, T, T]."""
-        assert (begins_N.dtype, tuple(window)) == (torch.int32, (-1, 0))
+        assert begins_N.dtype == torch.int32
+        assert is_causal or tuple(window) == (-1, 0), "two ways of saying causal, by version"
         for first, last in zip(begins_N.tolist(), begins_N.tolist()[1:], strict=False):
             q, k = (x[first:last].transpose(0, 1) for x in (query, key))
             scores = q @ k.repeat_interleave(len(q) // len(k), 0).mT / q.shape[-1] ** 0.5
@@ -33,20 +34,22 @@ class PlainVarlen:
 
     def forward(self, query, key, value, begins_N, _, max_q, max_k, is_causal, *given):
         self.calls += 1
-        longest, (scale, window) = int(begins_N.diff().max()), given[:2]
+        longest = int(begins_N.diff().max())
+        scale, window = given[:2] or (None, None)  # neither is an argument in torch 2.10
         assert begins_N[-1] == len(query) and longest <= max_q == max_k and scale is None
         out = torch.empty_like(query)
-        for place, p in self.scores(query, key, begins_N, window):
+        for place, p in self.scores(query, key, begins_N, is_causal, window):
             v = value[place].transpose(0, 1).repeat_interleave(query.shape[1] // value.shape[1], 0)
             out[place] = (p @ v).transpose(0, 1)
         logsumexp = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
         return out, logsumexp, torch.zeros(2, dtype=torch.uint64)
 
     def backward(self, grad, query, key, value, out, logsumexp, begins_N, *given):
-        window = given[-1]
+        # cu_seq_k, max_q, max_k, is_causal, rng_state, and from torch 2.11 on scale, window
+        is_causal, window = given[3], given[6] if len(given) > 6 else None
         grads = [torch.empty_like(x) for x in (query, key, value)]
         groups, root = query.shape[1] // key.shape[1], query.shape[-1] ** 0.5
-        for place, p in self.scores(query, key, begins_N, window):
+        for place, p in self.scores(query, key, begins_N, is_causal, window):
             dy, q = grad[place].transpose(0, 1), query[place].transpose(0, 1)
             k, v = (x[place].transpose(0, 1).repeat_interleave(groups, 0) for x in (key, value))
             dp = dy @ v.mT
@@ -72,11 +75,37 @@ def documents(spec: ModelSpec, lengths: tuple[int, ...]) -> list[Tensor]:
     return texts
 
 
+def three_steps(spec: ModelSpec, plan: Plan, masked: bool) -> list[tuple[float, float]]:
+    engine = build(spec, plan)
+    if masked:
+        engine.mask_documents(END)
+    shape = plan.global_batch_size, spec.sequence_length + 1
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randint(0, 9, shape, generator=generator)
+    share = plan.global_batch_size // plan.data_parallel
+    return [engine.train_step(whole[engine.data_rank * share :][:share], 1e-3) for _ in range(3)]
+
+
+def test_layouts_agree(llama_spec, run_standing):
+    # The first test here: a CUDA build of torch cannot fork after a backward pass.
+    spec = llama_spec.replace(num_layers=2)
+    one, unmasked = (run_standing(1, three_steps, spec, make_plan({}), is_so) for is_so in (1, 0))
+    assert abs(one[0][0][0] - unmasked[0][0][0]) > 1e-4
+    for changes in (
+        {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"},
+        {"data_parallel": 2, "zero_stage": 3, "recompute": "full"},
+    ):
+        for found in run_standing(2, three_steps, spec, make_plan(changes), True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(one[0]), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("kernel", [False, True], ids=["mask", "kernel"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_each_document_as_if_alone(llama_spec, recompute, kernel):
     """Logits and gradients: rotary positions are relative, so where it begins changes nothing."""
     spec = llama_spec.replace(tied_embeddings=False)
+    if kernel and "enable_gqa" not in DOCUMENT_ARGUMENTS:
+        spec = spec.replace(num_kv_heads=spec.num_heads)
     texts = documents(spec, (5, 1, 7, 3))
     decoder = build_decoder(spec, recompute=recompute)
     alone = torch.cat([decoder(text) for text in texts], dim=1)
@@ -113,27 +142,8 @@ def test_the_kernel_is_taken_on_gpus_of_nvidia_alone(monkeypatch):
         ("cuda", "6.2", "bf16", False),
     ):
         monkeypatch.setattr(torch.version, "hip", hip)
-        assert has_document_kernel(torch.device(device), precision) == has
-
-
-def three_steps(spec: ModelSpec, plan: Plan, masked: bool) -> list[tuple[float, float]]:
-    engine = build(spec, plan)
-    if masked:
-        engine.mask_documents(END)
-    shape = plan.global_batch_size, spec.sequence_length + 1
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randint(0, 9, shape, generator=generator)
-    share = plan.global_batch_size // plan.data_parallel
-    return [engine.train_step(whole[engine.data_rank * share :][:share], 1e-3) for _ in range(3)]
-
-
-def test_layouts_agree(llama_spec, run_standing):
-    spec = llama_spec.replace(num_layers=2)
-    one, unmasked = (run_standing(1, three_steps, spec, make_plan({}), is_so) for is_so in (1, 0))
-    assert abs(one[0][0][0] - unmasked[0][0][0]) > 1e-4
-    for changes in (
-        {"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"},
-        {"data_parallel": 2, "zero_stage": 3, "recompute": "full"},
-    ):
-        for found in run_standing(2, three_steps, spec, make_plan(changes), True):
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(one[0]), rtol=1e-5, atol=0)
+        found = [
+            has_document_kernel(torch.device(device), precision, has_grouped_heads=grouped)
+            for grouped in (False, True)
+        ]
+        assert found == [has, has and "enable_gqa" in DOCUMENT_ARGUMENTS]

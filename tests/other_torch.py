@@ -1,0 +1,160 @@
+"""Runs the tests that depend on torch on another release of torch: `make test-torch TORCH=2.10.0`.
+
+PyPI's builds of torch for Linux cannot be imported without NVIDIA's libraries, 2 to 4 GB. On a CPU
+hardly a function of theirs is called. So the environment has torch itself, CUDA's runtime and
+profiling interface (`REAL`), and in place of the other libraries stubs: files with the same names
+and functions, each of which aborts the process. All other packages come from the environment that
+runs this program. That is a download of 0.6 to 0.9 GB instead of 5.
+
+Usage: python -m tests.other_torch VERSION FOLDER [FILE ...]
+"""
+
+import collections
+import concurrent.futures
+import functools
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+REAL = "nvidia-cuda-runtime", "nvidia-cuda-cupti"
+"""Packages whose functions `import torch` and a profile of the CPU call."""
+TESTS = (
+    "tests/test_torch_private.py",
+    "tests/run",
+    "tests/trainer",
+    "tests/model",
+    "tests/parallel/test_documents.py",
+    "tests/parallel/test_groups.py",
+    "tests/parallel/test_collectives.py",
+    "tests/parallel/test_compile.py",
+    "tests/parallel/test_parity.py",
+    "tests/test_train.py",
+)
+"""Tests of what differs between releases: checkpoints, process groups, DTensor, FSDP2, pipelining,
+compilation, the profiler, attention within documents."""
+
+
+def main(version: str, folder: str, arguments: list[str]) -> int:
+    """Makes the environment if it is missing, runs the tests in it, and returns 1 if one failed.
+
+    Each file has a process of its own, two at a time: a CUDA build of torch cannot fork ranks once
+    a backward pass of the same process has started its threads.
+    """
+    python = installed(version, Path(folder).absolute())
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        runs = pool.map(functools.partial(run_file, python), arguments or TESTS)
+        return max([*runs], default=0)
+
+
+def run_file(python: Path, file: str) -> int:
+    """Runs the tests of a file or folder, prints their output, and returns 1 if one failed."""
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    print(f"{file}\n{done.stdout}{done.stderr}", flush=True)
+    return int(done.returncode != 0)
+
+
+def installed(version: str, folder: Path) -> Path:
+    """Returns the Python of an environment with this release of torch."""
+    python, done = folder / "bin" / "python", folder / "installed"
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        site = next(folder.glob("lib/python3*/site-packages"))
+        pip_install(python, f"torch=={version}")
+        cuda = re.search(r"^cuda.*= '(\d+)\.(\d+)", (site / "torch/version.py").read_text(), re.M)
+        if cuda is not None:
+            major, minor = int(cuda[1]), int(cuda[2])
+            suffix = f"-cu{major}" if major < 13 else ""
+            pip_install(python, *(f"{name}{suffix}=={major}.{minor}.*" for name in REAL))
+            write_stubs(site)
+        # In this order: the project, torch of this environment, the other packages.
+        (site / "a_project.pth").write_text(f"{ROOT}\n")
+        (site / "b_packages.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+        done.touch()
+    return python
+
+
+def pip_install(python: Path, *packages: str) -> None:
+    """Installs packages without what they depend on."""
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile"]
+    subprocess.run([python, "-m", "pip", "install", *options, *packages], check=True)
+
+
+def write_stubs(site: Path) -> None:
+    """Writes a stub for each library of NVIDIA that torch's libraries name and that is missing."""
+    folder = site / "torch" / "lib"
+    files = [*folder.glob("*.so*"), *site.glob("nvidia/**/*.so*")]
+    needed: set[str] = set()
+    undefined: set[str] = set()
+    defined: set[str] = set()
+    owners: dict[str, str] = {}
+    for file in files:
+        needed |= set(re.findall(r"NEEDED.*\[(.*)\]", output("readelf", "-d", file)))
+        owners |= version_owners(file)
+        for line in output("nm", "-D", file).splitlines():
+            *_, kind, symbol = line.split()
+            if kind in "Uw":
+                undefined.add(symbol)
+            else:
+                defined.add(symbol.partition("@")[0])
+    missing = sorted(needed - {file.name for file in files})
+    missing = [name for name in missing if re.match(r"lib(cu|nccl|nv)", name)]
+    stubs: dict[str, dict[str, list[str]]] = {
+        name: collections.defaultdict(list) for name in missing
+    }
+    for symbol in sorted(undefined):
+        name, _, version = symbol.replace("@@", "@").partition("@")
+        if name in defined:
+            continue
+        if version:
+            if owners.get(version) in stubs:
+                stubs[owners[version]][version].append(name)
+        elif re.match(r"cu[A-Za-z]|nccl|nvshmem|nvrtc|nvtx", name):
+            stubs[missing[0]][""].append(name)  # any library may define it
+    for name in missing:
+        write_stub(folder / name, stubs[name])
+
+
+def version_owners(file: Path) -> dict[str, str]:
+    """Returns the library that each version of a symbol must come from, by its name."""
+    owners: dict[str, str] = {}
+    library = ""
+    for line in output("readelf", "-VW", file).splitlines():
+        if found := re.search(r"File: (\S+)", line):
+            library = found[1]
+        elif library and (found := re.search(r"Name: (\S+)\s+Flags", line)):
+            owners[found[1]] = library
+    return owners
+
+
+def write_stub(file: Path, symbols: dict[str, list[str]]) -> None:
+    """Writes a shared library with these functions, by the version of their symbol."""
+    names = [name for versioned in symbols.values() for name in versioned]
+    source, versions = file.with_suffix(".c"), file.with_suffix(".map")
+    source.write_text("".join(f"void {name}(void) {{ __builtin_trap(); }}\n" for name in names))
+    versions.write_text(
+        "".join(
+            f"{version} {{ global: {'; '.join(versioned)}; }};\n"
+            for version, versioned in symbols.items()
+            if version
+        )
+    )
+    script = [f"-Wl,--version-script={versions}"] if versions.stat().st_size else []
+    options = ["-w", "-shared", "-nostdlib", "-fPIC", f"-Wl,-soname,{file.name}"]
+    subprocess.run(["gcc", *options, "-o", file, source, *script], check=True)
+    source.unlink()
+    versions.unlink()
+
+
+def output(*command: str | Path) -> str:
+    """Returns what a command prints."""
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
