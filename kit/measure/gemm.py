@@ -2,6 +2,7 @@
 datasheet has one.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -134,4 +135,4 @@ def _spread(rates: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    print(peak_here(*sys.argv[1:]).to_json())
+    print(json.dumps(peak_here(*sys.argv[1:]).to_dict()))
