@@ -213,7 +213,9 @@ def judged(answers: Answers, product: Row, site: Site | None) -> list[Row]:
     if site is None:
         return rows
     peak = site.peak_flops_per_s(setup.precision)
-    for name, rate in rates.items() if has_gpu and peak else ():
+    for name, rate in rates.items():
+        if not has_gpu or peak is None:
+            continue
         least = MFU_WANTED.get(model) if name == KIT else None
         subject = f"MFU against the data sheet, {name}, {model}"
         rows.append(row(subject, rate / peak, "fraction", at_least=least))
