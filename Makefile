@@ -1,4 +1,4 @@
-# make demo | quick | test | lab | gallery | validate | bench | faults | check     Each sets up .venv by itself; nothing outside this folder changes.
+# make demo | quick | test | lab | gallery | validate | bench | bench-gpu | faults | check     Each sets up .venv by itself; nothing outside this folder changes.
 # The first that runs: a name on the PATH may be a shim without an interpreter behind it, `python3` may be of any version.
 FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 openssh-server rsync slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
-.PHONY: demo quick quick-models quick-rest test system check pytest-ranks pytest-views pytest-rest pytest-faults pytest-notebooks pytest-later-notebooks pytest-launching lab gallery validate bench faults test-nxd nxd-source test-torch clean
+.PHONY: demo quick quick-models quick-rest test system check pytest-ranks pytest-views pytest-rest pytest-faults pytest-notebooks pytest-later-notebooks pytest-launching lab gallery validate bench bench-gpu faults test-nxd nxd-source test-torch clean
 
 demo: .venv/notebooks-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
@@ -88,6 +88,14 @@ validate: .venv/notebooks-installed  ## how far the planner is from what others 
 
 bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of BENCHMARKS.md
 	$(BIN)/python -m tests.benchmarks
+
+# Needs no .venv: a GPU machine may have no network. Without one, the first Python that has torch.
+bench-gpu:  ## measure one model on this machine's GPU beside other trainers, within 8 minutes: make bench-gpu OUT=DIR [MODEL=llama-1b] [DRY=1]
+	@test -n "$(OUT)" || { echo "OUT is missing: the folder that results are written to. Give one: make bench-gpu OUT=DIR"; exit 2; }
+	@for python in $(CURDIR)/$(BIN)/python python3 python3.14 python3.13 python3.12 python3.11; do \
+	    $$python -c 'import torch, numpy' 2>/dev/null && { \
+	    exec $$python -u -m tests.benchmarks.gpu --out "$(OUT)" $(if $(MODEL),--model $(MODEL)) $(if $(DRY),--dry-run); }; done; \
+	echo "No python3 here can import torch and numpy. Install both, or name an environment that has them on the PATH."; exit 2
 
 faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm, and what takes longest; refreshes results/
 	$(BIN)/python -m pytest -q --thorough tests/faults tests/cluster/test_faults.py --kills 100 --real-limits \

@@ -2,7 +2,7 @@
 pipelining.
 """
 
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -54,6 +54,8 @@ class NativeEngine(PortableEngine):
         self.tied = (
             _TiedStages(self) if spec.tied_embeddings and self.pipeline_group is not None else None
         )
+        self.document_end: int | None = None
+        """Token that ends a document, if no token may attend to an earlier document."""
         self.schedule = None
         if self.pipeline_group is not None:
             self.schedule = build_schedule(
@@ -75,15 +77,7 @@ class NativeEngine(PortableEngine):
 
     def mask_documents(self, end: int) -> None:
         """Has no token look back behind the end of a document, which the token `end` is."""
-        has_kernel = has_document_kernel(
-            self.device,
-            self.plan.precision,
-            has_grouped_heads=self.spec.num_heads != self.spec.num_kv_heads,
-        )
-        for decoder in self.decoders:
-            decoder.within_documents = partial(
-                Past.within_documents, end=end, has_kernel=has_kernel
-            )
+        self.document_end = end
 
     def begin_step(
         self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
@@ -123,8 +117,8 @@ class NativeEngine(PortableEngine):
         """Returns the mean loss in nats per token."""
         loss = torch.zeros((), device=self.device)
         with self.loss_context():
-            for x_BT, y_BT in self.micro_batches(samples):
-                loss += self._loss(x_BT, y_BT)
+            for x_BT, y_BT, past in self._micro_batches_with_past(samples):
+                loss += self._loss(x_BT, y_BT, past)
         for decoder in self.decoders:
             drop_gathered(decoder)
         return self.mean_over_replicas(loss / (len(samples) // self.plan.micro_batch_size)).item()
@@ -174,13 +168,38 @@ class NativeEngine(PortableEngine):
             return self._run_schedule(self.schedule, samples)
         decoder, count = self.decoders[0], self.plan.num_microbatches
         total = torch.zeros((), device=self.device)
-        for i, (x_BT, y_BT) in enumerate(self.micro_batches(samples)):
+        for i, (x_BT, y_BT, past) in enumerate(self._micro_batches_with_past(samples)):
             prepare_backward(decoder, self.plan, last_microbatch=i == count - 1)
             with self.loss_context():
-                loss = self._loss(x_BT, y_BT) / count
+                loss = self._loss(x_BT, y_BT, past) / count
                 loss.backward()
             total += loss.detach()
         return total
+
+    def _micro_batches_with_past(
+        self, samples: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Past | None]]:
+        """Yields inputs, targets and what tokens attend to, None for all earlier tokens.
+
+        Where documents begin is found in `samples`, in the memory of the host: on a GPU each
+        micro-batch would wait for the one before.
+        """
+        has_kernel = has_document_kernel(
+            self.device,
+            self.plan.precision,
+            has_grouped_heads=self.spec.num_heads != self.spec.num_kv_heads,
+        )
+        parts = samples.split(self.plan.micro_batch_size)
+        for part, (x_BT, y_BT) in zip(parts, self.micro_batches(samples), strict=True):
+            past = None
+            if self.document_end is not None:
+                past = Past.within_documents(
+                    part[:, :-1] if has_kernel else x_BT,
+                    self.document_end,
+                    device=self.device,
+                    has_kernel=has_kernel,
+                )
+            yield x_BT, y_BT, past
 
     def _run_schedule(self, schedule: Any, samples: Tensor) -> Tensor:
         samples, losses = samples.to(self.device, non_blocking=True), []
@@ -194,14 +213,15 @@ class NativeEngine(PortableEngine):
             torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
         )
 
-    def _loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def _loss(self, tokens_BT: Tensor, targets_BT: Tensor, past: Past | None) -> Tensor:
         """Returns the mean loss of a micro-batch, zero where this rank has no last stage (which
-        takes no gradient).
+        takes no gradient). A pipeline has no `past`.
         """
         if self.pipeline_group is None and self.tensor_mesh is None:
-            return self.decoders[0](tokens_BT, targets_BT)
+            return self.decoders[0](tokens_BT, targets_BT, past=past)
         if self.pipeline_group is None:
-            return cross_entropy(self.decoders[0](tokens_BT), targets_BT, self.tensor_mesh)
+            logits_BTV = self.decoders[0](tokens_BT, past=past)
+            return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
         group, rank = self.pipeline_group, pipeline_rank(self.mesh)
         logits_BTV = forward_only(
             self.decoders, tokens_BT, plan=self.plan, pipeline_rank=rank, group=group

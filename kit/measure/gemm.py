@@ -2,17 +2,25 @@
 datasheet has one.
 """
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from cluster.site import Fact, Site
+from kit.errors import RunError
 from kit.measure.device import torch_device
 
 SIZE = 512
 """Edge of the square matrices on a CPU: large enough for its full rate, small enough to lie in a
 core's own cache."""
 ROUND_S, ROUNDS = 0.2, 15
+CHILD_LIMIT_S = 120.0
+"""Time limit of a measurement on a GPU, with the import of torch and the start of the device."""
 AGREE = 0.03
 """Relative difference up to which two rounds have measured the same."""
 
@@ -49,7 +57,20 @@ def measure_peak(dtype: str, device: str = "cpu") -> Fact:
     have the core. What they take beyond that (caches, the core's other half, its clock rate) shows
     as rounds that differ: after `ROUNDS` of them the machine was too busy, `is_settled` is False,
     and the source says so.
+
+    A GPU is measured by a child process: a process that has used a GPU keeps about 0.9 GB of its
+    memory, and a notebook may live for days.
+
+    Raises:
+        RunError: the child process failed on the GPU.
     """
+    if device != "cpu":
+        return _peak_by_child(dtype, device)
+    return peak_here(dtype, device)
+
+
+def peak_here(dtype: str, device: str) -> Fact:
+    """Returns what `measure_peak` returns, measured by this process."""
     clock = time.thread_time if device == "cpu" else time.perf_counter
     measure = partial(measure_gemm_flops_per_s, dtype, device=device, seconds=ROUND_S, clock=clock)
     rates = [measure(), measure()]
@@ -62,6 +83,36 @@ def measure_peak(dtype: str, device: str = "cpu") -> Fact:
         f" {len(rates)} rounds{doubt}",
         error=min(1.0, _spread(rates)),
     )
+
+
+def _peak_by_child(dtype: str, device: str) -> Fact:
+    """Returns the peak that a child process measures."""
+    root = str(Path(__file__).parents[2])  # of the packages: a checkout may not be installed
+    paths = [root, os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-W", "ignore", "-m", "kit.measure.gemm", dtype, device]
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CHILD_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RunError(
+            f"device {device!r}: matrix products in {dtype} were not measured within"
+            f" {CHILD_LIMIT_S:.0f} s. The device or its driver hangs: check it with `kit doctor`."
+        ) from error
+    if done.returncode:
+        words = done.stderr.strip().splitlines()
+        reason = words[-1] if words else f"exit code {done.returncode}"
+        raise RunError(
+            f"device {device!r}: matrix products in {dtype} could not be measured: {reason}. Check"
+            " with `kit doctor`; if another process fills its memory, end that process."
+        )
+    return Fact.from_json(done.stdout.splitlines()[-1])
 
 
 def is_settled(peak: Fact) -> bool:
@@ -81,3 +132,7 @@ def _spread(rates: list[float]) -> float:
     """Returns by how much the second best rate is below the best, as a fraction."""
     second, best = sorted(rates)[-2:]
     return 1 - second / best
+
+
+if __name__ == "__main__":
+    print(json.dumps(peak_here(*sys.argv[1:]).to_dict()))

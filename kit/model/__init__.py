@@ -7,7 +7,6 @@ K, F, V; so head counts are read from tensors, not from the spec.
 
 import hashlib
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -53,7 +52,11 @@ SAVED = {
 }
 """Results that selective recomputation keeps: the expensive ones, of matrix products, attention and
 sums over tensor ranks. All else in a block is computed again, and gathered: what sequence
-parallelism cuts, it cuts for its memory."""
+parallelism cuts, it cuts for its memory.
+
+All matrix products are saved, on purpose. torchtitan saves every second one by default, which
+needs about a quarter less memory for activations and takes about 2 % more time. A run that lacks
+memory recomputes some blocks in full (`recompute_layers`), which the planner searches for."""
 
 
 class Embedding(nn.Module):
@@ -206,7 +209,7 @@ class Decoder(nn.Module):
 
     The forward pass takes tokens_BT (first part) or x_BTH, and returns logits_BTV (last part) or
     x_BTH. Given targets_BT too, the last part returns their mean loss in nats, and never has all
-    logits; it must not be cut.
+    logits; it must not be cut. Without `past` tokens attend to all earlier tokens of their row.
     """
 
     def __init__(
@@ -231,9 +234,6 @@ class Decoder(nn.Module):
         )
         self.norm = make_norm(spec) if is_last else None
         self.output = Output(spec.hidden_size, spec.vocab_size, bias=False) if is_last else None
-        self.within_documents: Callable[[Tensor], Past] | None = (
-            None  # what tokens see that see no other document
-        )
         self._rotary_2TD: Tensor | None = None
         self.tie()
 
@@ -244,12 +244,13 @@ class Decoder(nn.Module):
         if self.spec.tied_embeddings and self.embedding is not None and self.output is not None:
             self.output.weight = self.embedding.tokens.weight
 
-    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, targets_BT: Tensor | None = None, past: Past | None = None
+    ) -> Tensor:
         # Sequence parallelism cuts what stages hand on, so only the first stage could see the true
         # length; all stages run at the spec's length in training.
         is_first = self.embedding is not None
         rotary_2TD = self.rotary(x.shape[1] if is_first else self.spec.sequence_length, x.device)
-        past = None if self.within_documents is None else self.within_documents(x)
         if self.embedding is not None:
             x = self.embedding(x)
         for block in self.layers.values():

@@ -29,12 +29,21 @@ class Past:
     begins_N: Tensor | None = None  # or where documents begin, as of `document_begins`
 
     @classmethod
-    def within_documents(cls, tokens_BT: Tensor, end: int, has_kernel: bool = False) -> Self:
-        """Returns the view of tokens that see the earlier ones of their own document, which the
-        token `end` closes.
+    def within_documents(
+        cls, tokens_BT: Tensor, end: int, *, device: torch.device, has_kernel: bool = False
+    ) -> Self:
+        """Returns, on a device, what tokens see that attend to earlier tokens of their own
+        document. The token `end` closes a document.
+
+        `tokens_BT` in the memory of the host never wait for the device: only then can a GPU work
+        on earlier micro-batches meanwhile.
         """
         if has_kernel:
-            return cls(begins_N=document_begins(tokens_BT, end))
+            begins_N = document_begins(tokens_BT, end)
+            if device.type == "cuda" and begins_N.device.type == "cpu":
+                begins_N = begins_N.pin_memory()
+            return cls(begins_N=begins_N.to(device, non_blocking=True))
+        tokens_BT = tokens_BT.to(device, non_blocking=True)
         ends_BT = tokens_BT == end
         document_BT = ends_BT.cumsum(1) - ends_BT.long()  # the end belongs to what it closes
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -59,6 +68,7 @@ def document_begins(tokens_BT: Tensor, end: int) -> Tensor:
     A row begins one, and so does what follows the token `end`. Empty documents at the end make the
     number of entries a power of two, so that a compiled block meets few sizes.
     """
+    # `nonzero` waits for a GPU, so tokens should be in the memory of the host.
     begins_BT = tokens_BT.roll(1, dims=1) == end
     begins_BT[:, 0] = True
     found_N = begins_BT.flatten().nonzero()[:, 0].int()

@@ -32,8 +32,9 @@ def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
     if len(lists[0]) == world.size():
         return world
     if world.bound_device_id is not None:
-        # Only tensors of the device travel along an axis. Older torch splits the gloo group of the
-        # world too.
+        # Only tensors of the device travel along an axis. Before 2.13 torch splits the gloo group
+        # of the world too, and warns once per rank and axis that gloo gets NCCL's options. That is
+        # harmless: nothing uses these gloo groups.
         options: Any = (
             {"backend": "cuda:nccl"} if "backend" in signature(dist.split_group).parameters else {}
         )

@@ -48,6 +48,7 @@ class Setup(Record):
 
     spec: ModelSpec = field_doc("the model")
     batch_size: int = field_doc("sequences of one step")
+    micro_batches: int = field_doc("forward and backward passes of one step", default=1)
     device: Literal["cpu", "cuda"] = field_doc("where", default="cpu")
     precision: Literal["fp32", "bf16"] = field_doc(
         "of the products; weights and moments are fp32", default="fp32"
@@ -55,11 +56,16 @@ class Setup(Record):
     compile: bool = field_doc("by torch.compile", default=False)
 
     @property
+    def micro_batch_size(self) -> int:
+        """Sequences of one forward and backward pass."""
+        return self.batch_size // self.micro_batches
+
+    @property
     def plan(self) -> Plan:
         """The kit's plan for it, on one device."""
         return Plan(
             global_batch_size=self.batch_size,
-            micro_batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
             precision=self.precision,
             compile=self.compile,
         )
@@ -205,16 +211,19 @@ def _train(
     loss_of: Callable[[Tensor], Tensor],
     clip: Callable[[list, float], object],
 ) -> None:
-    """Minimises a loss by a loop without an engine."""
+    """Minimises a mean loss by a loop without an engine."""
     optimizer = adamw(model.parameters(), RECIPE)
 
     def step(samples: Tensor) -> Tensor:
         optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(samples)
-        loss.backward()
+        total = torch.zeros((), device=setup.device)
+        for part in samples.split(setup.micro_batch_size):
+            loss = loss_of(part) / setup.micro_batches
+            loss.backward()
+            total += loss.detach()
         clip(list(model.parameters()), 1.0)
         optimizer.step()
-        return loss.detach()
+        return total
 
     turns.run(step, batches(setup).to(setup.device))
 
@@ -228,7 +237,8 @@ def transformers(turns: Turns, setup: Setup) -> None:
     arguments = TrainingArguments(
         output_dir="unused",
         max_steps=10**6,
-        per_device_train_batch_size=setup.batch_size,
+        per_device_train_batch_size=setup.micro_batch_size,
+        gradient_accumulation_steps=setup.micro_batches,
         optim="adamw_torch_fused",
         learning_rate=RECIPE.learning_rate,
         adam_beta1=RECIPE.beta1,
@@ -261,7 +271,9 @@ def transformers(turns: Turns, setup: Setup) -> None:
             turns.wait()
 
         def on_step_end(self, *args, **kwargs) -> None:
-            loss = losses.pop()
+            # The Trainer has its models divide the sum over a micro-batch by the tokens of a step.
+            loss = torch.stack(losses).sum()
+            losses.clear()
             turns.step_done(loss)
 
     Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[TakeTurns()]).train()  # type: ignore
@@ -321,7 +333,8 @@ def torchtitan(turns: Turns, setup: Setup) -> None:
         dump_folder="unused",
     )
     cross_entropy = CrossEntropyLoss.Config().build(compile_config=compiling)
-    count = torch.tensor(float(setup.batch_size * setup.spec.sequence_length)).to(setup.device)
+    tokens = setup.micro_batch_size * setup.spec.sequence_length
+    count = torch.tensor(float(tokens)).to(setup.device)
 
     def loss_of(samples: Tensor) -> Tensor:
         return cross_entropy(model(samples[:, :-1]), samples[:, 1:].contiguous(), count)[0]

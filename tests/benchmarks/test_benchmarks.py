@@ -2,9 +2,13 @@
 compared with like, and costs are read from records correctly.
 """
 
+import importlib
 import importlib.util
+import inspect
 import multiprocessing
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -37,6 +41,7 @@ from tests.benchmarks import (
 from tests.benchmarks.__main__ import BENCHMARKS
 from tests.benchmarks.alone import Alone
 from tests.benchmarks.overhead import CHECKPOINT_EVERY, costs
+from tests.benchmarks.results import Results
 from tests.browser import lab
 from tests.environments import ROOT
 
@@ -280,13 +285,11 @@ def test_speeds_are_taken_after_the_warm_up_of_those_that_train_the_same_model(
     assert rows["not measured, here"].note == "lost: none"
 
 
-def test_one_that_is_not_done_in_time_is_named_and_the_rest_is_not_kept(tmp_path: Path) -> None:
+def test_contestant_beyond_its_time_limit_is_named(tmp_path: Path) -> None:
     setup, steps = gpu.models(False)["tiny"]
     given = {gpu.KIT: gpu.ENTRANTS[gpu.KIT]}
-    with pytest.raises(RuntimeError, match="kit did not train tiny: no time was left"):
-        train_speed.take_answers(
-            given, tmp_path, rounds=1, steps=steps, setup=setup, together=False, limit_s=0.0
-        )
+    with pytest.raises(RuntimeError, match="kit did not train tiny: not measured within 0 s"):
+        train_speed.take_answers(given, tmp_path, rounds=1, steps=steps, setup=setup, limit_s=0.0)
 
 
 @pytest.mark.thorough
@@ -300,21 +303,108 @@ def test_the_tiny_form_runs_all_side_by_side(tmp_path: Path, monkeypatch) -> Non
         "same losses"
     )
     assert ("not measured, tiny" in rows) is bool(absent)
-    assert all("No module named 'torchtitan'" in rows["not measured, tiny"].note for _ in absent)
+    assert all("torchtitan: not installed" in rows["not measured, tiny"].note for _ in absent)
     assert "says nothing of a GPU" in rows["matrix product, fp32"].note
     assert all(row.ok is None for row in rows.values()), "a tiny model meets no target"
 
 
+@pytest.mark.thorough
+def test_gpu_benchmark_dry_run_trains_one_model(tmp_path: Path) -> None:
+    """All contestants get the same losses from four micro-batches per update."""
+    command = [sys.executable, "-m", "tests.benchmarks.gpu", "--dry-run", "--out", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = {row.name: row for row in Results.read(tmp_path / "dry_run_tiny.json").rows}
+    assert {"kit / Trainer, tiny", "kit / DeepSpeed ZeRO 1, tiny"} < set(rows), done.stdout
+    assert "kit, tiny: error of the predicted step time" in rows
+
+
+BARE = """
+import importlib.machinery, importlib.metadata, re, sys
+allowed = {*sys.stdlib_module_names, "kit", "cluster", "tests"}
+waiting = ["torch", "numpy"]
+while waiting:
+    package = re.match(r"[\\w.-]+", waiting.pop())[0].lower().replace("_", "-")
+    if package in allowed:
+        continue
+    allowed.add(package)
+    try:
+        distribution = importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        continue
+    allowed |= {str(file).split("/")[0].removesuffix(".py") for file in distribution.files or ()}
+    waiting += [need for need in distribution.requires or () if "extra ==" not in need]
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in allowed:
+            return importlib.machinery.PathFinder.find_spec(name, path, target)
+
+sys.meta_path = [*sys.meta_path[:2], Finder()]  # after the built-in and the frozen modules
+import tests.benchmarks.gpu
+from tests.benchmarks.train_speed import not_installed
+print(not_installed(tests.benchmarks.gpu.ENTRANTS["kit"]) or "all there")
+"""
+
+
+def test_gpu_benchmark_needs_torch_and_numpy_alone() -> None:
+    """Any other package is hidden from the process."""
+    command = [sys.executable, "-c", BARE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "all there\n", done.stderr
+
+
+def test_benchmarks_are_called_with_what_they_take() -> None:
+    for name, benchmark in BENCHMARKS.items():
+        module = importlib.import_module(f"tests.benchmarks.{benchmark.module}")
+        parameters = inspect.signature(getattr(module, benchmark.function)).parameters
+        assert next(iter(parameters)) == "workplace", name
+        assert ("dataset" in parameters) is benchmark.reads_dataset, name
+
+
+def test_gpu_benchmark_keeps_what_was_measured(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The kit fails, the Trainer is not installed, and the others are measured all the same."""
+    setup, steps = gpu.models(True)["llama-1b"]
+
+    def take(entrants, workplace, *, limit_s, **_) -> train_speed.Answers:
+        limits.append(limit_s)
+        if gpu.KIT in entrants:
+            raise RuntimeError("kit did not train llama-1b: out of memory")
+        return answered(entrants, setup=setup)
+
+    limits: list[float] = []
+    monkeypatch.setattr(gpu, "take_answers", take)
+    missing = {"transformers": "not installed: accelerate"}
+    monkeypatch.setattr(gpu, "not_installed", lambda entrant: missing.get(entrant.name, ""))
+    taken = gpu.take_each_alone(tmp_path, setup, rounds=1, steps=steps, limit_s=100)
+    assert limits == pytest.approx([20, 25, 100 / 3, 50, 100], rel=0.01), "equal shares"
+    printed = capsys.readouterr().out
+    assert "kit: kit did not train llama-1b: out of memory" in printed
+    assert "torchtitan: 1 s per step" in printed
+    rows = {row.name: row for row in gpu.judged(taken, PRODUCT, gpu.datasheet_site("H200"))}
+    assert "MFU against the data sheet, torchtitan, llama-1b" in rows
+    assert not any(each.target for each in rows.values() if "memory" not in each.name), rows
+    note = rows["not measured, llama-1b"].note
+    assert "out of memory" in note and "Trainer: not installed: accelerate" in note
+
+
+PRODUCT = row("matrix product, bf16", 700, "TFLOP/s")
+
+
 def test_rows_of_a_gpu_are_judged_by_its_data_sheet() -> None:
     setup, _ = gpu.models(True)["gpt-1.4b"]
-    assert gpu.datasheet_peak("NVIDIA H100 80GB HBM3") == pytest.approx(989e12, rel=0.01)
-    assert gpu.datasheet_peak("Unknown") is None
-    unit = 8192 * setup.spec.flops_per_token() / (0.6 * 989e12)
+    site = gpu.datasheet_site("NVIDIA H100 80GB HBM3")
+    assert site is not None and gpu.datasheet_site("Unknown") is None
+    assert site.peak_flops_per_s("bf16") == pytest.approx(989e12, rel=0.01)
+    tokens = 4 * 8192
+    unit = tokens * setup.spec.flops_per_token() / (0.6 * 989e12)
     step_s = {gpu.KIT: unit, gpu.SELECTIVE: 1.1 * unit, gpu.PLAIN: 0.9 * unit}
     taken = answered(gpu.ENTRANTS, setup=setup, step_s=step_s)
-    rows = {each.name: each for each in gpu.judged(taken, 700e12, 989e12)}
-    sheet = rows["MFU against the data sheet, gpt-1.4b"]
+    rows = {each.name: each for each in gpu.judged(taken, PRODUCT, site)}
+    sheet = rows["MFU against the data sheet, kit, gpt-1.4b"]
     assert sheet.value == pytest.approx(0.6, rel=1e-3) and sheet.ok
+    rival = rows["MFU against the data sheet, plain compiled loop, gpt-1.4b"]
+    assert rival.value == pytest.approx(0.6 / 0.9, rel=1e-3) and rival.ok is None
     assert rows["kit / plain compiled loop, gpt-1.4b"].ok is False, (
         "a faster rival is told as it is"
     )
@@ -322,12 +412,14 @@ def test_rows_of_a_gpu_are_judged_by_its_data_sheet() -> None:
         rows[f"{name}, gpt-1.4b: error of the estimated memory"].note for name in gpu.RECOMPUTED
     )
     assert "37.3 GiB allocated" in kept and "41.0 reserved" in kept and kept != again
+    predicted = rows["kit, gpt-1.4b: error of the predicted step time"]
+    assert f"{unit:.4g} s measured" in predicted.note and predicted.value < 0.5
 
 
 def test_rows_of_a_cpu_are_those_of_the_document() -> None:
     for name, (setup, _) in gpu.models(False).items():
         taken = answered(gpu.ENTRANTS, setup=setup, absent={"torchtitan": "none"})
-        rows = [row("matrix product, fp32", 1), *gpu.judged(taken, 1e11, None)]
+        rows = gpu.judged(taken, row("matrix product, fp32", 0.1, "TFLOP/s"), None)
         if name != "tiny":
             assert_documented(f"compiled_{name.replace('-', '_')}", rows)
 

@@ -9,6 +9,7 @@ rounds of three steps said 0.96x where sixty of one said 1.00x.
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -40,23 +41,26 @@ class Entrant:
 
     name: str
     keep_freed_memory: bool = True
+    packages: tuple[str, ...] = ()
+    """Packages that the contestant imports and that may be missing."""
 
 
+TRAINER = "transformers", "accelerate"
 AS_USED = {
     "kit": Entrant("kit"),
-    "Trainer": Entrant("transformers", keep_freed_memory=False),
+    "Trainer": Entrant("transformers", keep_freed_memory=False, packages=TRAINER),
     "plain loop": Entrant("plain", keep_freed_memory=False),
 }
 """Each as it runs when a user starts it: the kit's ranks change one setting of the allocator."""
 
 SAME_ALLOCATOR = {
-    "Trainer, kit's allocator setting": Entrant("transformers"),
+    "Trainer, kit's allocator setting": Entrant("transformers", packages=TRAINER),
     "plain loop, kit's allocator setting": Entrant("plain"),
 }
 ENGINES = {
     "native engine": Entrant("kit"),
-    "DeepSpeed, ZeRO 0": Entrant("deepspeed_zero0"),
-    "DeepSpeed, ZeRO 1": Entrant("deepspeed_zero1"),
+    "DeepSpeed, ZeRO 0": Entrant("deepspeed_zero0", packages=("deepspeed",)),
+    "DeepSpeed, ZeRO 1": Entrant("deepspeed_zero1", packages=("deepspeed",)),
     "plain torch loop": Entrant("plain"),
 }
 
@@ -89,7 +93,7 @@ class Answers:
         }
         subject, limit, rows = next(iter(losses)), SAME_LOSS[self.setup.precision], {}
         for name, found in losses.items():
-            pairs = zip(losses[subject], found, strict=True)
+            pairs = zip(losses[subject], found, strict=False)  # a limit may have ended one early
             by = max(abs(theirs / ours - 1) for ours, theirs in pairs)
             if by > limit:
                 told = f"{name}, {where}: losses differ from the {subject}'s"
@@ -137,8 +141,9 @@ def speeds(
         if name in unlike:
             rows.append(unlike[name])
         elif name in wanted:
-            ratio = f"{subject} / {name}, {where}"
-            rows.append(ratio_row(ratio, seconds, times[subject], at_least=wanted[name]))
+            ratio, rounds = f"{subject} / {name}, {where}", min(len(seconds), len(times[subject]))
+            longer, shorter = seconds[:rounds], times[subject][:rounds]
+            rows.append(ratio_row(ratio, longer, shorter, at_least=wanted[name]))
     return rows + answers.missing(where)
 
 
@@ -165,41 +170,51 @@ def take_answers(
     threads: int = 1,
     steps: int = 1,
     setup: Setup = DEMO,
-    together: bool = True,
     limit_s: float = 3600.0,
 ) -> Answers:
     """Returns what each entrant answers in each round, after one to warm up, and why any has no
     answers.
 
-    All start from the kit's initial weights. Those that run together take turns, so
-    that other work on the machine meets all alike; one at a time, each has the device and its
-    memory to itself. Whoever still runs after `limit_s` seconds in all is ended.
+    All start from the kit's initial weights and take turns, so that other work on the machine
+    meets all alike. All processes are ended after `limit_s` seconds. What an entrant has answered
+    by then counts, if it is a round beyond the first.
 
     Raises:
         RuntimeError: the first entrant, with which all are compared, has no answers.
     """
     setup.write(workplace / SETUP)
+    absent = {name: reason for name in entrants if (reason := not_installed(entrants[name]))}
+    present = [name for name in entrants if name not in absent]
     taken: dict[str, list[dict]] = {name: [] for name in entrants}
-    absent: dict[str, str] = {}
     end = time.monotonic() + limit_s
-    for group in [list(entrants)] if together else [[name] for name in entrants]:
-        with contextlib.ExitStack() as stack:
-            processes = {
-                name: stack.enter_context(
-                    _process(entrants[name], workplace, threads, setup.device, end)
-                )
-                for name in group
-            }
-            for _ in range(rounds + 1):
-                for name in processes.keys() - absent.keys():
-                    try:
-                        taken[name].append(_one_turn(processes[name], steps))
-                    except EOFError:
-                        absent[name] = _last_words(workplace / f"{entrants[name].name}.log", end)
+    with contextlib.ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(
+                _process(entrants[name], workplace, threads, setup.device, end)
+            )
+            for name in present
+        }
+        for _ in range(rounds + 1):
+            for name in list(processes):
+                try:
+                    taken[name].append(_one_turn(processes[name], steps))
+                except EOFError:
+                    del processes[name]
+                    is_late = time.monotonic() > end
+                    if is_late and len(taken[name]) < 2:
+                        absent[name] = f"not measured within {limit_s:.0f} s"
+                    elif not is_late:
+                        absent[name] = _last_words(workplace / f"{entrants[name].name}.log")
     if (subject := next(iter(entrants))) in absent:
         raise RuntimeError(f"{subject} did not train {setup.spec.name}: {absent[subject]}")
     given = {name: answers for name, answers in taken.items() if name not in absent}
     return Answers(setup=setup, given=given, absent=absent)
+
+
+def not_installed(entrant: Entrant) -> str:
+    """Returns that packages of an entrant are not installed, naming them; empty if all are."""
+    missing = [name for name in entrant.packages if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else ""
 
 
 @contextlib.contextmanager
@@ -244,8 +259,6 @@ def _one_turn(process: subprocess.Popen, steps: int) -> dict:
     raise EOFError
 
 
-def _last_words(log: Path, end: float) -> str:
-    if time.monotonic() > end:
-        return "no time was left"
+def _last_words(log: Path) -> str:
     words = log.read_text(errors="replace").strip().splitlines()
     return words[-1][:200] if words else "it ended without a word"

@@ -2,8 +2,10 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from cluster.site import Fact, Site
 from cluster.state import JobState
@@ -39,6 +41,33 @@ def test_a_peak_is_measured_until_two_rounds_agree(monkeypatch: pytest.MonkeyPat
     doubtful = measure_peak("fp32")
     assert not is_settled(doubtful) and "too busy" in doubtful.source
     assert doubtful.error == pytest.approx(1 - 1 / 1.1)
+
+
+def test_gpu_peak_is_measured_by_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook keeps no memory of a GPU that it has measured."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("this process multiplied matrices")
+
+    monkeypatch.setattr(gemm, "measure_gemm_flops_per_s", refuse)
+    monkeypatch.setattr(gemm, "torch_device", lambda site: "cuda")
+    child = gemm.subprocess.run
+    calls: list[list[str]] = []
+
+    def run_on_cpu(command: list[str], **options: Any) -> Any:
+        calls.append(command)
+        return child([*command[:-1], "cpu"], **options)
+
+    monkeypatch.setattr(gemm.subprocess, "run", run_on_cpu)
+    peak = gemm.measured_site(Site.load("laptop")).device.peak_flops_per_s["fp32"]
+    assert 1e9 < peak.value < 1e13 and "best fp32 matrix product" in peak.source
+    assert calls[0][-2:] == ["fp32", "cuda"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured")
+def test_gpu_that_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(RunError, match="device 'cuda'.*could not be measured: .*kit doctor"):
+        measure_peak("fp32", "cuda")
 
 
 def test_a_runs_peak_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

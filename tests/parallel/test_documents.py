@@ -1,13 +1,12 @@
 """Attention that ends where a document does: each as if alone, on one process and on several."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from kit.model import Past, build_decoder
+from kit.engines import native
+from kit.model import Past, build_decoder, past
 from kit.model.past import DOCUMENT_ARGUMENTS, document_begins, has_document_kernel
 from kit.plan import Plan
 from kit.spec import ModelSpec
@@ -112,18 +111,18 @@ def test_each_document_as_if_alone(llama_spec, recompute, kernel):
     alone.square().sum().backward()
     wanted = [parameter.grad.clone() for parameter in decoder.parameters()]
     decoder.zero_grad()
-    decoder.within_documents = partial(Past.within_documents, end=END, has_kernel=kernel)
+    row = torch.cat(texts, dim=1)
+    seen = Past.within_documents(row, END, device=row.device, has_kernel=kernel)
     before = PLAIN.calls
-    together = decoder(torch.cat(texts, dim=1))
+    together = decoder(row, past=seen)
     together.square().sum().backward()
     times = 2 if recompute == "full" else 1  # a policy keeps what it gave
     assert PLAIN.calls - before == (times * spec.num_layers if kernel else 0)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     for parameter, gradient in zip(decoder.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-4)
-    decoder.within_documents = None
-    seen = decoder(torch.cat(texts, dim=1))
-    assert (seen - alone).abs().max() > 1e-3, "without the mask they see each other"
+    unmasked = decoder(row)
+    assert (unmasked - alone).abs().max() > 1e-3, "without the mask they see each other"
 
 
 def test_documents_begin_after_an_end_and_with_each_row():
@@ -132,6 +131,40 @@ def test_documents_begin_after_an_end_and_with_each_row():
     assert document_begins(torch.ones(1, 6, dtype=torch.long), END).tolist() == [0, 6]
     sizes = {len(document_begins(torch.randint(0, 9, (4, 64)), END)) for _ in range(20)}
     assert len(sizes) <= 2, "few sizes to compile for"
+
+
+def test_begins_are_found_in_the_samples(llama_spec, run_standing):
+    """On a GPU the samples are in the memory of the host, so that no micro-batch waits for it."""
+    assert run_standing(1, begins_of_a_step, llama_spec.replace(num_layers=2)) == [True]
+
+
+def begins_of_a_step(spec: ModelSpec) -> bool:
+    spec = spec.replace(num_kv_heads=spec.num_heads)
+    engine = build(spec, make_plan({"global_batch_size": 4, "micro_batch_size": 2}))
+    engine.mask_documents(END)
+    samples = torch.randint(0, 3, (4, spec.sequence_length + 1))
+    found: list[tuple[bool, list[int]]] = []
+
+    def begins(tokens_BT: Tensor, end: int) -> Tensor:
+        is_in_samples = (
+            tokens_BT.untyped_storage().data_ptr() == samples.untyped_storage().data_ptr()
+        )
+        begins_N = document_begins(tokens_BT, end)
+        found.append((is_in_samples, begins_N.unique().tolist()))
+        return begins_N
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "has_document_kernel", lambda *_, **__: True)
+        patch.setattr(past, "document_begins", begins)
+        engine.train_step(samples, 1e-3)
+    wanted = []
+    for part in samples.split(2):  # as if documents were cut by hand, token by token
+        tokens = part[:, :-1].flatten().tolist()
+        length = spec.sequence_length
+        starts = [n for n, _ in enumerate(tokens) if n % length == 0 or tokens[n - 1] == END]
+        wanted.append((True, [*starts, len(tokens)]))
+    assert found == wanted, (found, wanted)
+    return True
 
 
 def test_the_kernel_is_taken_on_gpus_of_nvidia_alone(monkeypatch):
