@@ -9,8 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
+from cluster.interpreter import source_command
 from cluster.site import Fact, Site
 from kit.errors import RunError
 from kit.measure.device import torch_device
@@ -87,13 +87,10 @@ def peak_here(dtype: str, device: str) -> Fact:
 
 def _peak_by_child(dtype: str, device: str) -> Fact:
     """Returns the peak that a child process measures."""
-    root = str(Path(__file__).parents[2])  # of the packages: a checkout may not be installed
-    paths = [root, os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-W", "ignore", "-m", "kit.measure.gemm", dtype, device]
     try:
         done = subprocess.run(
-            command,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            source_command("kit.measure.gemm", dtype, device),
+            env=os.environ | {"PYTHONWARNINGS": "ignore"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
