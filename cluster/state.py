@@ -370,12 +370,12 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def refuse_other_owner(run_dir: Path, what: str) -> None:
-    """Raises JobError if a run directory is somebody else's: then it is only read, whatever its
-    modes allow.
+    """Raises JobError if a run directory, or a folder of runs, belongs to another user. Such a
+    folder is only read, whatever its modes allow.
     """
     if owner := other_owner(run_dir):
         raise JobError(
-            f"{run_dir}: you may not {what}: the run belongs to {owner}. Ask {owner}, or do it as"
+            f"{run_dir}: you may not {what}: it belongs to {owner}. Ask {owner}, or do it as"
             f" {owner}."
         )
 
