@@ -30,6 +30,9 @@ BYTES_PER_PARAM = 12
 """fp32 weight and two fp32 Adam moments."""
 MANIFEST, DESCRIPTION, DESCRIPTION_BYTES = "manifest.json", ".metadata", 1 << 30
 READ_BYTES = 16 << 20
+LEFT_OVER = re.compile(r"step_\d+\.(partial-\d+|replaced-\d+|deleting(-[0-9a-f]+)?)")
+"""Names of folders that a killed attempt leaves. Other names with a suffix, such as
+`step_00000100.best`, are the user's and are never touched."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,22 +211,34 @@ class Checkpoints:
             # Out of the namespace first: a half-deleted folder must not look complete.
             doomed = self.path(step).with_suffix(".deleting")
             self.path(step).rename(doomed)
-            shutil.rmtree(doomed)
+            if doomed.is_symlink():
+                doomed.unlink()
+            else:
+                shutil.rmtree(doomed)
         return gone
 
     def recover(self) -> list[int]:
-        """Finishes or clears what a killed attempt left: whole checkpoints get their name, parts
-        are deleted; returns the steps of all that are complete then.
+        """Clears up what a killed attempt left, and returns the steps of all complete checkpoints.
+
+        A complete checkpoint that has not got its name yet is renamed. Other folders whose name is
+        a LEFT_OVER are deleted. Links, files and all other names are the user's and stay.
         """
-        for folder in sorted(self.directory.glob("step_*.*")):
+        for folder in self._left_over():
             final = folder.with_suffix("")
-            if folder.suffix.startswith(".damaged"):
-                continue
-            if (folder / MANIFEST).exists() and not final.exists() and folder.suffix != ".deleting":
+            is_complete = (folder / MANIFEST).exists() and ".deleting" not in folder.suffix
+            if is_complete and not final.exists():
                 folder.rename(final)
             else:
                 shutil.rmtree(folder)
         return self.steps()
+
+    def _left_over(self) -> list[Path]:
+        """Returns the folders that a killed attempt, or a failed deletion, has left."""
+        return [
+            path
+            for path in sorted(self.directory.glob("step_*.*"))
+            if LEFT_OVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        ]
 
     def check_space(self, spec: ModelSpec) -> None:
         """Returns nothing if one more checkpoint of `spec` fits on the disk.
