@@ -71,6 +71,8 @@ class Checkpoints:
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
+        self.undeleted = ""
+        """Why a folder could not be deleted, in one sentence. Empty if every deletion succeeded."""
 
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, oldest first."""
@@ -206,16 +208,39 @@ class Checkpoints:
         kept = [self.path(step) for step in steps[-keep_last:]]
         for place in (*(folder / MANIFEST for folder in kept), *kept, self.directory):
             _flush(place)
-        gone = [step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0)]
-        for step in gone:
-            # Out of the namespace first: a half-deleted folder must not look complete.
-            doomed = self.path(step).with_suffix(".deleting")
-            self.path(step).rename(doomed)
+        for left_over in self._left_over():
+            if ".partial" not in left_over.suffix:  # a newer attempt may be writing it
+                self.delete(left_over)
+        surplus = [
+            step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0)
+        ]
+        return [step for step in surplus if self.delete(self.path(step))]
+
+    def delete(self, folder: Path) -> bool:
+        """Deletes a folder, or a link to one, and returns whether its name is free now.
+
+        An error is kept in `undeleted` and not raised, because training needs no deletion: NFS
+        keeps a folder while a process has one of its files open. `prune` tries again.
+        """
+        doomed = folder
+        try:
+            if ".deleting" not in folder.suffix:
+                # Renamed first: a half-deleted folder must not look complete. The name is new,
+                # because an older folder of this step may have been impossible to delete.
+                doomed = folder.with_suffix(f".deleting-{os.urandom(4).hex()}")
+                folder.rename(doomed)
             if doomed.is_symlink():
                 doomed.unlink()
-            else:
+                return True
+            shutil.rmtree(doomed, ignore_errors=True)  # as much of it as possible
+            if doomed.exists():
                 shutil.rmtree(doomed)
-        return gone
+        except OSError as error:
+            self.undeleted = (
+                f"{doomed.name} cannot be deleted ({error.strerror or error}). It takes space on"
+                f" the disk of {self.directory}. Each save tries again."
+            )
+        return not os.path.lexists(folder)
 
     def recover(self) -> list[int]:
         """Clears up what a killed attempt left, and returns the steps of all complete checkpoints.
@@ -229,7 +254,7 @@ class Checkpoints:
             if is_complete and not final.exists():
                 folder.rename(final)
             else:
-                shutil.rmtree(folder)
+                self.delete(folder)
         return self.steps()
 
     def _left_over(self) -> list[Path]:
