@@ -52,19 +52,36 @@ def read_small(file: Path) -> bytes:
         return stream.read(size)  # for which as much memory is taken first
 
 
-def appending(file: Path) -> io.FileIO:
-    """Returns an unbuffered stream that appends to a file, which is made if need be.
+def appending(file: Path, *, mode: int = 0o666) -> io.FileIO:
+    """Returns an unbuffered stream that appends to a file, which is made if need be, with `mode` as
+    far as the umask allows.
 
     Raises:
         OSError: as `opened`, or the file has other names, under which it may be anybody's.
     """
-    handle = _regular(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
+    handle = _regular(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, mode)
     if os.fstat(handle).st_nlink > 1:
         os.close(handle)
         raise OSError(
             errno.EMLINK, "a file with other names, which no file of a run has", str(file)
         )
     return io.FileIO(handle, "ab+")
+
+
+def lock_file(file: Path) -> io.FileIO:
+    """Returns an open file to lock, made if need be, that only its owner can open.
+
+    A user who could open it for reading could hold its lock, and so delay or refuse the owner's
+    work.
+
+    Raises:
+        OSError: as `appending`.
+    """
+    stream = appending(file, mode=0o600)
+    with contextlib.suppress(OSError):  # An older version made it readable for others.
+        if stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & 0o077:
+            os.fchmod(stream.fileno(), 0o600)
+    return stream
 
 
 def is_locked(file: io.FileIO | int, wait_s: float) -> bool:
@@ -103,9 +120,9 @@ def line_break(stream: io.FileIO) -> bytes:
     return b"\n" if end and os.pread(stream.fileno(), 1, end - 1) != b"\n" else b""
 
 
-def _regular(file: Path, flags: int) -> int:
+def _regular(file: Path, flags: int, mode: int = 0o666) -> int:
     try:
-        handle = os.open(file, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        handle = os.open(file, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "a link, which no file of a run is", str(file)) from error
@@ -194,7 +211,12 @@ def other_owner(folder: Path) -> str | None:
         return None
     if owner == os.geteuid():
         return None
+    return user_name(owner)
+
+
+def user_name(number: int) -> str:
+    """Returns the name of a user, or 'user NUMBER' if the system does not know the number."""
     try:
-        return pwd.getpwuid(owner).pw_name
+        return pwd.getpwuid(number).pw_name
     except KeyError:
-        return f"user {owner}"
+        return f"user {number}"

@@ -31,7 +31,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.files import append_lines, appending, is_locked, other_owner, read_small, unless_full
+from cluster.files import (
+    append_lines,
+    is_locked,
+    lock_file,
+    other_owner,
+    read_small,
+    unless_full,
+    user_name,
+)
 from cluster.process import Process
 from cluster.record import Record, field_doc, must
 
@@ -363,7 +371,7 @@ def locked(run_dir: Path) -> Iterator[None]:
     is still replaced as a whole, and a frozen process must not hold up a training run. It keeps a
     file that is no longer there, so that those who come next wait for each other, not for it.
     """
-    with appending(run_dir / ".state.lock") as stream:
+    with lock_file(run_dir / ".state.lock") as stream:
         if not is_locked(stream, LOCK_WAIT_S) and os.fstat(stream.fileno()).st_nlink:
             (run_dir / ".state.lock").unlink(missing_ok=True)
         yield
