@@ -78,7 +78,26 @@ class Checkpoints:
         """Returns the steps of all complete checkpoints, oldest first."""
         matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self.directory.glob("step_*"))
         found = (int(match[1]) for match in matches if match)
-        return sorted(step for step in found if (self.path(step) / MANIFEST).exists())
+        # Not by `Path.exists`, which before Python 3.12 raises where this user may not look.
+        return sorted(step for step in found if os.path.exists(self.path(step) / MANIFEST))
+
+    def unreadable(self) -> list[str]:
+        """Returns the names of the folders in which this user may not look for checkpoints."""
+        try:
+            names = sorted(os.listdir(self.directory))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError:
+            return [self.directory.name]
+        if not os.access(self.directory, os.X_OK):
+            return [self.directory.name]
+        folders = [name for name in names if re.fullmatch(r"step_\d+", name)]
+        return [
+            f"{self.directory.name}/{name}"
+            for name in folders
+            if os.path.isdir(self.directory / name)
+            and not os.access(self.directory / name, os.X_OK)
+        ]
 
     def saved_at(self, step: int) -> float:
         """Returns when the checkpoint at `step` was complete, by the clock of who wrote it; 0
@@ -198,11 +217,12 @@ class Checkpoints:
         manifest.replace(checksums=manifest.checksums | seal).write(folder / MANIFEST)
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
-        """Deletes all but the newest `keep_last` and multiples of `keep_every`; returns the deleted
-        steps.
+        """Deletes all checkpoints but the newest `keep_last` and multiples of `keep_every`.
 
-        What makes those count is on the disk before, so that a loss of power leaves one; torch
-        flushes its own files.
+        Also deletes what an earlier deletion left. Returns the steps that no longer count.
+
+        The manifests that stay are flushed to the disk first, so that a loss of power leaves a
+        complete checkpoint. torch flushes its own files.
         """
         steps = self.steps()
         kept = [self.path(step) for step in steps[-keep_last:]]
