@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cluster.attempts import claim_attempt, claimed
+from cluster.state import JobError, ask
 from kit.papers import FIGURES
 from kit.show.style import new_figure, save_figure
 from tests.untrusted import hostile
@@ -75,3 +77,28 @@ def test_csv_cells_are_no_formulas(tmp_path: Path) -> None:
     with (tmp_path / "table.csv").open() as stream:
         cells = [cell for row in csv.reader(stream) for cell in row]
     assert cells == ["run", "loss", '\'=HYPERLINK("http://evil")', "-1.5", "'@SUM(1)", "-2"]
+
+
+LINKED = ("control", "ranks", "checkpoints", "logs", "eval")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
+@pytest.mark.parametrize("name", LINKED)
+def test_linked_folder_of_another_user_is_refused(name: str, runs: Path, tmp_path: Path) -> None:
+    run, folder, target = runs / "one", runs / "one" / name, tmp_path / "precious"
+    if folder.exists():
+        folder.rename(target)
+    target.mkdir(exist_ok=True)
+    (target / "request_checkpoint").write_text("mine")
+    folder.symlink_to(target)
+    os.chown(folder, hostile.STRANGER, hostile.STRANGER, follow_symlinks=False)
+    before = hostile.tree(target)
+    for write in (lambda: ask(run, "stop"), lambda: claim_attempt(run)):
+        with pytest.raises(JobError, match=f"{name}: it is a link that nobody made"):
+            write()
+    with pytest.raises(JobError), claimed(run, {"job.json": "{}"}):
+        pass
+    assert hostile.tree(target) == before
+    os.chown(folder, 0, 0, follow_symlinks=False)
+    ask(run, "stop")
+    assert claim_attempt(run) == 2, "the owner's links are followed"
