@@ -9,6 +9,7 @@ Standard library only.
 import contextlib
 import errno
 import fcntl
+import grp
 import io
 import os
 import pwd
@@ -220,3 +221,24 @@ def user_name(number: int) -> str:
         return pwd.getpwuid(number).pw_name
     except KeyError:
         return f"user {number}"
+
+
+def other_writers(folder: Path) -> str | None:
+    """Returns in words which other users may write in a folder by its modes, or None if none may.
+
+    A group that has the name of the owner, as many systems make one for each user, does not count
+    unless it has members.
+    """
+    about = folder.stat()
+    if about.st_mode & stat.S_IWOTH:
+        return "all users"
+    if not about.st_mode & stat.S_IWGRP:
+        return None
+    try:
+        group = grp.getgrgid(about.st_gid)
+    except KeyError:
+        return f"group {about.st_gid}"
+    owner = user_name(about.st_uid)
+    if group.gr_name == owner and not {*group.gr_mem} - {owner}:
+        return None
+    return f"group {group.gr_name}"
