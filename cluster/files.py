@@ -38,6 +38,18 @@ def opened(file: Path, *, follows: bool = False) -> io.BufferedReader:
     return os.fdopen(_regular(file, os.O_RDONLY | (0 if follows else os.O_NOFOLLOW)), "rb")
 
 
+def file_size(file: Path, *, follows: bool = False) -> int:
+    """Returns the bytes of a file without opening it; `follows` takes a link too.
+
+    Raises:
+        OSError: as `opened`.
+    """
+    about = os.stat(file, follow_symlinks=follows)
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EINVAL, "not a plain file, but a link, folder, pipe or device", file)
+    return about.st_size
+
+
 def read_small(file: Path) -> bytes:
     """Returns what a file holds that a record fits in.
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cluster.files import opened, read_small
+from cluster.files import file_size, opened, read_small
 from cluster.login.mirror import mirror_of
 from cluster.record import ConfigError, Record, check_file_below, field_doc
 from cluster.state import refuse_stale
@@ -153,7 +153,14 @@ class Checkpoints:
             raise DamagedCheckpointError(text) from error
         for name, expected in manifest.files.items():
             file = path / name
-            found = file.stat().st_size if file.exists() else None
+            try:
+                found = file_size(file)
+            except FileNotFoundError:
+                found = None
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # A file system in trouble is no damage.
+                    raise
+                raise _damaged(f"{file} is {error.strerror}", path) from error
             if found != expected:
                 state = "is missing" if found is None else f"has {found:,} bytes"
                 raise _damaged(f"{file} {state}, but its manifest says {expected:,} bytes", path)
