@@ -27,6 +27,7 @@ from cluster.state import (
     read_state,
     record_event,
     refuse_other_owner,
+    refuse_planted_links,
     refuse_stale,
 )
 from cluster.status import is_alive, read_status, watch_silent
@@ -218,7 +219,12 @@ def _put_back(run_dir: Path, before: dict[Path, bytes], written: list[Path], att
 
 
 def _begin(run_dir: Path, **fields: Any) -> int:
-    """Begins the next attempt with these fields of `RunState`, and returns its number."""
+    """Begins the next attempt with these fields of `RunState`, and returns its number.
+
+    Raises:
+        JobError: as `refuse_planted_links`.
+    """
+    refuse_planted_links(run_dir)
     begun = RunState(attempt=last_attempt(run_dir) + 1, **fields)
     # The control folder, so that `touch RUN/control/request_stop` works from the start.
     with new_folders(log_path(run_dir, begun.attempt, 0).parent, run_dir / "control"):

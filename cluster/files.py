@@ -9,6 +9,7 @@ Standard library only.
 import contextlib
 import errno
 import fcntl
+import grp
 import io
 import os
 import pwd
@@ -37,6 +38,18 @@ def opened(file: Path, *, follows: bool = False) -> io.BufferedReader:
     return os.fdopen(_regular(file, os.O_RDONLY | (0 if follows else os.O_NOFOLLOW)), "rb")
 
 
+def file_size(file: Path, *, follows: bool = False) -> int:
+    """Returns the bytes of a file without opening it; `follows` takes a link too.
+
+    Raises:
+        OSError: as `opened`.
+    """
+    about = os.stat(file, follow_symlinks=follows)
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EINVAL, "not a plain file, but a link, folder, pipe or device", file)
+    return about.st_size
+
+
 def read_small(file: Path) -> bytes:
     """Returns what a file holds that a record fits in.
 
@@ -52,19 +65,36 @@ def read_small(file: Path) -> bytes:
         return stream.read(size)  # for which as much memory is taken first
 
 
-def appending(file: Path) -> io.FileIO:
-    """Returns an unbuffered stream that appends to a file, which is made if need be.
+def appending(file: Path, *, mode: int = 0o666) -> io.FileIO:
+    """Returns an unbuffered stream that appends to a file, which is made if need be, with `mode` as
+    far as the umask allows.
 
     Raises:
         OSError: as `opened`, or the file has other names, under which it may be anybody's.
     """
-    handle = _regular(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
+    handle = _regular(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, mode)
     if os.fstat(handle).st_nlink > 1:
         os.close(handle)
         raise OSError(
             errno.EMLINK, "a file with other names, which no file of a run has", str(file)
         )
     return io.FileIO(handle, "ab+")
+
+
+def lock_file(file: Path) -> io.FileIO:
+    """Returns an open file to lock, made if need be, that only its owner can open.
+
+    A user who could open it for reading could hold its lock, and so delay or refuse the owner's
+    work.
+
+    Raises:
+        OSError: as `appending`.
+    """
+    stream = appending(file, mode=0o600)
+    with contextlib.suppress(OSError):  # An older version made it readable for others.
+        if stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & 0o077:
+            os.fchmod(stream.fileno(), 0o600)
+    return stream
 
 
 def is_locked(file: io.FileIO | int, wait_s: float) -> bool:
@@ -103,9 +133,9 @@ def line_break(stream: io.FileIO) -> bytes:
     return b"\n" if end and os.pread(stream.fileno(), 1, end - 1) != b"\n" else b""
 
 
-def _regular(file: Path, flags: int) -> int:
+def _regular(file: Path, flags: int, mode: int = 0o666) -> int:
     try:
-        handle = os.open(file, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        handle = os.open(file, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "a link, which no file of a run is", str(file)) from error
@@ -194,7 +224,33 @@ def other_owner(folder: Path) -> str | None:
         return None
     if owner == os.geteuid():
         return None
+    return user_name(owner)
+
+
+def user_name(number: int) -> str:
+    """Returns the name of a user, or 'user NUMBER' if the system does not know the number."""
     try:
-        return pwd.getpwuid(owner).pw_name
+        return pwd.getpwuid(number).pw_name
     except KeyError:
-        return f"user {owner}"
+        return f"user {number}"
+
+
+def other_writers(folder: Path) -> str | None:
+    """Returns in words which other users may write in a folder by its modes, or None if none may.
+
+    A group that has the name of the owner, as many systems make one for each user, does not count
+    unless it has members.
+    """
+    about = folder.stat()
+    if about.st_mode & stat.S_IWOTH:
+        return "all users"
+    if not about.st_mode & stat.S_IWGRP:
+        return None
+    try:
+        group = grp.getgrgid(about.st_gid)
+    except KeyError:
+        return f"group {about.st_gid}"
+    owner = user_name(about.st_uid)
+    if group.gr_name == owner and not {*group.gr_mem} - {owner}:
+        return None
+    return f"group {group.gr_name}"

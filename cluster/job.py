@@ -8,6 +8,7 @@ library only.
 import contextlib
 import dataclasses
 import html
+import itertools
 import os
 import shutil
 import signal
@@ -59,7 +60,8 @@ def check_command_line(argv: tuple[str, ...], path: str) -> None:
         raise ConfigError(
             f"{path}: () is not allowed. Give the command of one rank, as a list of words."
         )
-    if any(SECRET_VALUE.search(word) for word in argv):
+    pairs = [f"{word} {following}" for word, following in itertools.pairwise([*argv, ""])]
+    if any(SECRET_VALUE.search(pair) for pair in pairs):
         raise ConfigError(
             f"{path}: a word looks like a secret, which all who read the run directory could read."
             " Leave it out and export it where you submit from: the job inherits it."

@@ -11,8 +11,9 @@ import re
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from cluster.files import FULL, RESERVE, opened, write_atomic
 from cluster.ports import says_port_taken
@@ -51,7 +52,16 @@ CAUSE_LINES = 15
 Lmod prints about ten after its error."""
 START_BEAT_S = 5.0
 """Seconds between two heartbeats of a supervisor whose ranks have taken no step yet."""
+UNRECORDED_END = re.compile(r"the end of attempt (\d+) \((.*)\) could not be recorded: .*")
+"""Line of a supervisor's log: number of an attempt whose end it could not record, and the reason of
+that end."""
+RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
+"""Seconds between the tries of `retry_disk`: two minutes, as a metadata server takes to restart."""
+END_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
+
+
+Result = TypeVar("Result")
 
 
 class RunDirectory:
@@ -229,6 +239,31 @@ def is_stop_requested(run_dir: Path) -> bool:
     return any(request is not None and request.by_person for request in requests)
 
 
+def retry_disk(action: Callable[[], Result], home: RunDirectory) -> Result:
+    """Returns what `action` returns. Calls it again, after each of RETRY_DELAYS_S, while it raises
+    OSError: a file system in trouble must not end a job of days.
+
+    `action` must tolerate that an earlier call has done a part of its work.
+
+    Raises:
+        OSError: of the last call. There is no further call if the disk is full, the run directory
+            is lost, or a blocked signal waits that ends this process.
+    """
+    for delay_s in RETRY_DELAYS_S:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno in FULL or home.why_lost():
+                raise
+            say(f"{error}: tried again in {delay_s:g} s")
+            deadline = time.monotonic() + delay_s
+            while time.monotonic() < deadline:
+                if END_SIGNALS & signal.sigpending():
+                    raise
+                time.sleep(min(0.5, delay_s))
+    return action()
+
+
 def record_end(home: RunDirectory, attempt: int, outcome: AttemptOutcome) -> None:
     """Writes exit.json, then the final state; the files of a newer attempt, or of another run,
     are left alone.
@@ -341,6 +376,14 @@ def log_tail(file: Path) -> str:
     except OSError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-LOG_TAIL_LINES:])
+
+
+def unrecorded_end(log: Path, attempt: int) -> str | None:
+    """Returns why an attempt ended, if the last line of its supervisor's log says that this end
+    could not be recorded in the run directory.
+    """
+    match = UNRECORDED_END.fullmatch(log_tail(log).rpartition("\n")[2])
+    return match[2] if match and int(match[1]) == attempt else None
 
 
 def last_words(text: str) -> str:

@@ -20,16 +20,39 @@ EDIT = "EDIT"
 
 SECRET_WORDS = "KEY|TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?"
 SECRET_NAME = re.compile(
-    rf"(^|_)({SECRET_WORDS})_|({SECRET_WORDS})=|(?<=\w)(?<!OLD)PWD=|(^|_)(PASS|PAT|AUTH|TOKENS)=(?!\d+$)"
+    rf"(^|_)({SECRET_WORDS})\d*_"
+    rf"|({SECRET_WORDS})\d*="
+    r"|(?<=\w)(?<!OLD)PWD\d*="
+    r"|(^|_)(PASS|PAT|AUTH|TOKENS|BEARER|COOKIES?)\d*=(?!\d+$)"
+    r"|(DB|SQL|USER|ROOT|ADMIN|MAIL|SMTP|PROXY|REDIS|MONGO|LDAP)PASS\d*="
+    r"|ACCESSKEYID\d*="
+    r"|WEBHOOK(_?URL)?\d*="
+    r"|(^|_)SAS_?URL\d*="
 )
-"""In NAME=value, words in capitals and apart: GITHUB_PAT, AWSSECRETACCESSKEY; neither KEYBOARD
-nor MAX_TOKENS=9."""
+"""Pattern of NAME=value for variables that hold a secret by their name. The words are in capitals
+and separate, with a number after them or not: GITHUB_PAT, AWSSECRETACCESSKEY, API_KEY2. Neither
+KEYBOARD nor MAX_TOKENS=9 matches."""
 SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|sk-[\w-]{30,}|"
-    r"xox[abprs]-[\w-]{20,}|(AKIA|ASIA)[A-Z0-9]{16})\b|://[^/@:\s]+:[^/@\s]+@"
+    # tokens with a shape of their own: Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS, W&B, JWT
+    r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
+    r"|sk-[\w-]{30,}|xox[abprs]-[\w-]{20,}|(AKIA|ASIA)[A-Z0-9]{16}|wandb_v1_\w{30,}"
+    r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)\b"
+    # the password of a URL
+    r"|://[^/@:\s]+:[^/@\s]+@"
+    # an HTTP header
+    r"|\b[Bb]earer\s+[\w.~+/=-]{16,}"
+    # `wandb login KEY`; the name of a host has dots
+    r"|\blogin\b[^|;&]*?[\s=][\"']?\w{32,}(?![\w./:-])"
+    # options of programs
+    r"|--(token|password|passwd|api-key|secret|secret-key|access-key|access-token|auth-token)"
+    r"[\s=]+[\"']?\w[^\s\"'$`;&|]{7,}"
+    r"|\b(mysql|mysqldump|mysqladmin|mariadb)\b[^|;&]*\s-p[^\s\"'$`;&|]+"
+    r"|\bsshpass\s+-p\s*[\"']?[^\s\"'$`;&|]+"
+    # `aws configure set aws_secret_access_key VALUE`
+    r"|\baws_(secret_access_key|session_token)[\s=]+[\"']?[\w/+=]{16,}"
 )
-"""Tokens that their makers have given a shape (Hugging Face, GitHub, GitLab, OpenAI, Slack,
-AWS); a URL's password."""
+"""Pattern of a secret by its shape, or by the words before it. What the shell puts in place of a
+variable or a command, such as `--token $TOKEN`, does not match."""
 NODE_VARIABLES = ("USER", "SLURM_JOB_ID", "SLURMD_NODENAME", "TMPDIR")
 ASSIGNMENT = re.compile(r"""(?<![\w-])([A-Za-z_]\w*)=["']?([^\s"'$`;&|)]+)""")
 """In a line of shell; not of what a command or another variable gives, which stands elsewhere."""

@@ -26,16 +26,28 @@ import enum
 import json
 import os
 import re
+import shlex
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.files import append_lines, appending, is_locked, other_owner, read_small, unless_full
+from cluster.files import (
+    append_lines,
+    is_locked,
+    lock_file,
+    other_owner,
+    read_small,
+    unless_full,
+    user_name,
+)
 from cluster.process import Process
 from cluster.record import Record, field_doc, must
 
 LOCK_WAIT_S = 5.0
+FOLDERS = ("checkpoints", "control", "eval", "logs", "monitor", "profile", "ranks")
+"""Folders of a run directory in which files are written, replaced and deleted."""
 
 Request = Literal["stop", "checkpoint"]
 
@@ -314,7 +326,11 @@ def find_log(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> Pat
 def ask(run_dir: Path, request: Request, *, by_person: bool = True) -> None:
     """Leaves a request for the trainer, which reads it at a step boundary; a person's replaces a
     supervisor's.
+
+    Raises:
+        JobError: as `refuse_planted_links`.
     """
+    refuse_planted_links(run_dir)
     AskedRequest(asked_at=time.time(), by_person=by_person).write(
         run_dir / "control" / f"request_{request}"
     )
@@ -363,21 +379,42 @@ def locked(run_dir: Path) -> Iterator[None]:
     is still replaced as a whole, and a frozen process must not hold up a training run. It keeps a
     file that is no longer there, so that those who come next wait for each other, not for it.
     """
-    with appending(run_dir / ".state.lock") as stream:
+    with lock_file(run_dir / ".state.lock") as stream:
         if not is_locked(stream, LOCK_WAIT_S) and os.fstat(stream.fileno()).st_nlink:
             (run_dir / ".state.lock").unlink(missing_ok=True)
         yield
 
 
 def refuse_other_owner(run_dir: Path, what: str) -> None:
-    """Raises JobError if a run directory is somebody else's: then it is only read, whatever its
-    modes allow.
+    """Raises JobError if a run directory, or a folder of runs, belongs to another user. Such a
+    folder is only read, whatever its modes allow.
     """
     if owner := other_owner(run_dir):
         raise JobError(
-            f"{run_dir}: you may not {what}: the run belongs to {owner}. Ask {owner}, or do it as"
+            f"{run_dir}: you may not {what}: it belongs to {owner}. Ask {owner}, or do it as"
             f" {owner}."
         )
+
+
+def refuse_planted_links(run_dir: Path) -> None:
+    """Raises JobError if one of a run's FOLDERS is a link that neither this user nor root made.
+
+    Files would be written and deleted in the folder to which it points. A link of the user, such as
+    one from `checkpoints` to a larger disk, is followed.
+    """
+    for name in FOLDERS:
+        folder = run_dir / name
+        try:
+            about = os.lstat(folder)
+        except OSError:
+            continue
+        if stat.S_ISLNK(about.st_mode) and about.st_uid not in (os.geteuid(), 0):
+            owner = user_name(about.st_uid)
+            raise JobError(
+                f"{folder}: it is a link that {owner} made, to {os.readlink(folder)}. Only links"
+                " that you or root made are allowed there. Remove it with"
+                f" `rm {shlex.quote(str(folder))}`, and let nobody else write in the run directory."
+            )
 
 
 def refuse_stale(run_dir: Path, attempt: int) -> None:

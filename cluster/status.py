@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster import liveness, poll
 from cluster.files import why_full
 from cluster.login import mirror
-from cluster.outcome import last_words, log_tail
+from cluster.outcome import last_words, log_tail, unrecorded_end
 from cluster.record import field_doc
 from cluster.state import (
     GIVEN_UP,
@@ -88,7 +88,7 @@ def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
             f"process {state.process.pid} on {state.process.host} is gone and left no exit.json: "
             f"it was killed, or the machine went down, while {state.state}"
         )
-        reason = _with_last_words(run_dir, state, reason)
+        reason = _unrecorded(run_dir, state) or _with_last_words(run_dir, state, reason)
     else:
         verdict, reason = _living(run_dir, state, age_s)
         if alive is None:
@@ -223,6 +223,16 @@ def _scheduled(
     if state.state is JobState.QUEUED:
         return JobState.STARTING, f"{answer.reason}; no sign of life from its processes yet", None
     return *living, None
+
+
+def _unrecorded(run_dir: Path, state: RunState) -> str | None:
+    """Returns the reason of an end that the supervisor could only write to its log, because the run
+    directory had been moved away and has come back since.
+    """
+    for file in script_logs(run_dir, state):
+        if reason := unrecorded_end(file, state.attempt):
+            return f"{reason}. This is recorded in {file.relative_to(run_dir)} only"
+    return None
 
 
 def _with_last_words(run_dir: Path, state: RunState, reason: str) -> str:

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.text import Text
 from traitlets.config import Config
 
+from cluster.files import write_atomic
 from cluster.state import JobError
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
@@ -88,7 +89,7 @@ def execute(notebook: Path, out: Path, *, console: Console | None = None) -> Non
                 client.execute()
     finally:
         out.parent.mkdir(parents=True, exist_ok=True)
-        nbformat.write(document, out)
+        write_atomic(out, nbformat.writes(document) + "\n")
 
 
 def write_html(notebook: Path) -> Path:
@@ -97,7 +98,7 @@ def write_html(notebook: Path) -> Path:
 
     page, _ = HTMLExporter().from_filename(str(notebook))
     file = notebook.with_suffix(".html")
-    file.write_text(page, encoding="utf-8")
+    write_atomic(file, page)
     return file
 
 

@@ -4,13 +4,12 @@ before it starts.
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cluster import local, submission
 from cluster.attempts import new_folders, refuse_live
-from cluster.files import is_locked
+from cluster.files import is_locked, lock_file
 from cluster.interpreter import module_command
 from cluster.job import JobSpec
 from cluster.login.submit import refuse_lacking
@@ -24,7 +23,7 @@ from kit.measure.device import DeviceName, on_device
 from kit.measure.gemm import measured_site
 from kit.plan import Plan
 from kit.recipe import Recipe
-from kit.run import Run
+from kit.run import LAUNCH_LOCK, Run
 from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 
@@ -229,20 +228,19 @@ def _alone(directory: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(new_folders(directory))
-            with tempfile.TemporaryFile(dir=directory):
-                pass
-            handle = os.open(directory, os.O_RDONLY)
+            lock = stack.enter_context(lock_file(directory / LAUNCH_LOCK))
         except OSError as error:
             raise RunError(
                 f"{directory} cannot be written: {error.strerror}. Use another run directory."
             ) from error
-        stack.callback(os.close, handle)
-        # where the file system has no locks, the attempt's owner decides
-        if not is_locked(handle, 0.0):
+        # Where the file system has no locks, `claim_attempt` lets one launch win. A lock file
+        # without a name was removed by a launch that has just ended, and is nobody's lock.
+        if not is_locked(lock, 0.0) or not os.fstat(lock.fileno()).st_nlink:
             raise RunError(
                 f"{directory} is being launched by another process. Use that run, or another run"
                 " directory."
             )
+        stack.callback((directory / LAUNCH_LOCK).unlink, missing_ok=True)
         yield
 
 

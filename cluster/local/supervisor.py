@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from cluster.attempts import claim_attempt, next_attempt
-from cluster.files import appending, outlive_full_log
+from cluster.files import FULL, appending, outlive_full_log
 from cluster.interpreter import from_source, started_module
 from cluster.job import JobSpec
 from cluster.local import STARTED
@@ -39,8 +39,10 @@ from cluster.outcome import (
     cause_order,
     ended_well,
     failed,
+    furthest_steps,
     limit_retries,
     record_end,
+    retry_disk,
     say,
 )
 from cluster.ports import reserve_port
@@ -111,7 +113,7 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
         if outcome.fate != "restart":
             break
         try:
-            attempt = next_attempt(run_dir, attempt, outcome.reason)
+            attempt = begin_next(home, attempt, outcome.reason)
         except (JobError, OSError) as error:
             outcome = dataclasses.replace(
                 outcome, reason=f"{outcome.reason}; not started again: {error}"
@@ -119,6 +121,23 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
             break
     record_end(home, attempt, outcome)
     return outcome.rc
+
+
+def begin_next(home: RunDirectory, attempt: int, reason: str) -> int:
+    """Begins the attempt that follows one which ended for `reason`, and returns its number.
+
+    Raises:
+        StaleAttemptError: another process has begun one.
+        OSError: as `retry_disk`.
+    """
+
+    def begin() -> int:
+        state = read_state(home.run_dir)
+        if state and state.attempt > attempt and state.process == Process.current():
+            return state.attempt  # An earlier try wrote the state and failed after it.
+        return next_attempt(home.run_dir, attempt, reason)
+
+    return retry_disk(begin, home)
 
 
 def run_attempt(
@@ -147,7 +166,10 @@ def run_attempt(
             outcome = AttemptOutcome(0, f"stopped on request at step {state.step}")
     except Exception as error:
         traceback.print_exc()
-        outcome = AttemptOutcome(1, str(error) or repr(error))
+        # A file system in trouble may recover. A job that has never run may be set up wrongly.
+        is_transient = isinstance(error, OSError) and error.errno not in FULL
+        fate = "restart" if is_transient and any(furthest_steps(run_dir).values()) else "end"
+        outcome = AttemptOutcome(1, str(error) or repr(error), fate=fate)
     with contextlib.suppress(JobError, OSError):
         home.check()
         if outcome.rc:

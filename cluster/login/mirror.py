@@ -21,7 +21,14 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-from cluster.files import append_lines, appending, is_locked, other_owner, write_atomic
+from cluster.files import (
+    append_lines,
+    appending,
+    is_locked,
+    lock_file,
+    other_owner,
+    write_atomic,
+)
 from cluster.interpreter import source_command
 from cluster.login.connection import TIMEOUT_S, NoConnectionError, copy, ssh
 from cluster.record import Record, config_folder, field_doc
@@ -248,7 +255,7 @@ def _ask(run_dir: Path, now: bool) -> None:
     # of the login node, so that a list of many runs waits for one of them
     lost = config_folder() / f"unreachable_{Path(mirror.login).name}"
     try:
-        with appending(run_dir / LOCK) as lock:
+        with lock_file(run_dir / LOCK) as lock:
             if not is_locked(lock, FIRST_WAIT_S if now else 0.0):
                 return
             _mark_now(lock.fileno())

@@ -23,6 +23,7 @@ Standard library, Linux.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import signal
@@ -50,6 +51,7 @@ from cluster.outcome import (
     limit_retries,
     log_tail,
     record_end,
+    retry_disk,
     say,
 )
 from cluster.ports import FIRST_PORT, reserve_port
@@ -113,7 +115,7 @@ class Supervisor:
     def run(self) -> int:
         """Runs attempts until the job's fate is decided; returns its exit code."""
         while True:
-            self.attempt = take_over(self.run_dir, self.job)
+            self.attempt = retry_disk(lambda: take_over(self.run_dir, self.job), self.home)
             nodes = os.environ["SLURM_JOB_NODELIST"]
             say(f"attempt {self.attempt} of {self.spec.name} in job {self.job.id} on {nodes}")
             try:
@@ -122,8 +124,8 @@ class Supervisor:
                 say(f"attempt {self.attempt}: {outcome.reason}: {outcome.fate}")
                 if outcome.fate != "restart":
                     return self._finish(outcome)
-                told = f"{outcome.reason}; restarting in the same allocation"
-                self._note(JobState.REQUEUED, told)
+                reason = f"{outcome.reason}; restarting in the same allocation"
+                retry_disk(functools.partial(self._note, JobState.REQUEUED, reason), self.home)
             except StaleAttemptError as error:
                 say(str(error))
                 return 1
@@ -168,7 +170,8 @@ class Supervisor:
             logs = f"{self.run_dir}/logs/attempt_{self.attempt:02d}"
             environment["SLURM_STDOUTMODE"] = f"{logs}/node_%n.log"
         ranks, nodes = counted(self.spec.num_processes, "rank"), os.environ["SLURM_JOB_NODELIST"]
-        self._note(JobState.STARTING, f"{ranks} starting on {nodes}")
+        starting = f"{ranks} starting on {nodes}"
+        retry_disk(functools.partial(self._note, JobState.STARTING, starting), self.home)
         failures_of(self.run_dir, self.attempt).mkdir(parents=True, exist_ok=True)
         step = subprocess.Popen(
             self.command,

@@ -18,9 +18,9 @@ from kit.commands.options import (
     RunArgument,
     StepOption,
     advice,
-    check_not_in_a_strangers_run,
     next_step,
     note,
+    owned_output,
     parse_settings,
     refuse,
     tell,
@@ -97,14 +97,14 @@ def export(
     elif format in TABLES:
         from kit.monitor.export import export as write
 
-        file = check_not_in_a_strangers_run(out or opened.directory / f"export.{format}")
+        file = owned_output(out, opened.directory / f"export.{format}")
         rows = write(opened, file, format=format, overwrite=overwrite)
         tell_record(f"Export of {opened.name}", {"file": str(file), "rows": rows})
         next_step(DRAW, "figure", run)
     else:
         from kit.convert.hugging_face import export_run
 
-        folder = check_not_in_a_strangers_run(out or opened.directory / "export.hf")
+        folder = owned_output(out, opened.directory / "export.hf")
         note("Checking and reading the checkpoint, then writing ...")
         _tell_folder(export_run(opened, step, folder, precision=precision or "float32"))
 
@@ -306,7 +306,7 @@ def figure(
 
 
 def _draw_run(run: Run, out: Path | None) -> None:
-    file = check_not_in_a_strangers_run(check_picture(out or run.directory / "figure.png"))
+    file = check_picture(owned_output(out, run.directory / "figure.png"))
     drawn, table = monitor.run_figure(run)
     save_figure(drawn, [], [file])
     tell({name: column.tolist() for name, column in table.items()}, str(file))

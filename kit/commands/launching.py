@@ -5,12 +5,14 @@ import dataclasses
 import functools
 import math
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from cluster.files import other_writers
 from cluster.login.submit import attach, first_commands
 from cluster.record import counted
 from cluster.render import scripts, to_fill_in
@@ -374,8 +376,28 @@ def _on_gpus(asked: Asked) -> Asked:
     return dataclasses.replace(asked, plan=plan)
 
 
+def _warn_of_writers(run: Run) -> None:
+    """Warns if other users may write in a run directory that holds programs.
+
+    A copy of the hook and the site's shell lines run as this user at every restart, so a user who
+    replaces one of these files runs programs as this user.
+    """
+    table = run.site.slurm or run.site.kubernetes
+    has_lines = any(getattr(table, name, ()) for name in ("setup", "task_setup"))
+    if run.site.login or not (run.recipe.hook or has_lines):
+        return
+    if writers := other_writers(run.directory):
+        programs = "hook.py" if run.recipe.hook else "the site's setup lines"
+        note(
+            f"WARNING: {writers} may write in {run.directory}, and {programs} in it runs as you at"
+            " every start: they could run programs as you. Take the permission away: `chmod -R"
+            f" go-w {shlex.quote(str(run.directory))}`, and launch with umask 022."
+        )
+
+
 def _tell(run: Run) -> None:
     """Says what was started, and where its learning rate's schedule ends unless the run does."""
+    _warn_of_writers(run)
     _tell_schedule(run.recipe)
     begin = max(run.checkpoints.steps(), default=0)
     at = f" from step {begin} on" if begin else ""

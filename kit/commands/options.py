@@ -138,15 +138,19 @@ def note(text: str | Text) -> None:
     PlainConsole(stderr=True, soft_wrap=True).print(text)
 
 
-def check_not_in_a_strangers_run(file: Path) -> Path:
-    """Returns a file that is to be written; raises JobError where it would lie in somebody
-    else's run directory.
+def owned_output(out: Path | None, default: Path) -> Path:
+    """Returns the file or folder that a command writes: `out`, or `default` if `out` is None.
+
+    Raises:
+        JobError: the output would lie in another user's run directory, or `out` is None and the
+            folder of `default` belongs to another user.
     """
-    if (file.parent / "spec.json").exists():
+    path = out or default
+    if out is None or (path.parent / "spec.json").exists():
         refuse_other_owner(
-            file.parent, f"write {file.name} into it, so give it another place with --out"
+            path.parent, f"write {path.name} into it, so give it another place with --out"
         )
-    return file
+    return path
 
 
 def run_there(run: str | Path) -> None:

@@ -16,11 +16,11 @@ from kit.commands.options import (
     AS_JSON,
     FollowOption,
     RunArgument,
-    check_not_in_a_strangers_run,
     facts_table,
     hint,
     next_step,
     note,
+    owned_output,
     tell,
 )
 from kit.errors import ConfigError, RunError, kit_command
@@ -297,7 +297,7 @@ def _living(run: Path, what: str) -> Job:
 
 
 def _compare(folder: Path, names: list[str], out: Path | None) -> None:
-    file = check_not_in_a_strangers_run(check_picture(out or folder / "compare.png"))
+    file = check_picture(owned_output(out, folder / "compare.png"))
     if missing := [name for name in names if not (folder / name).is_dir()]:
         raise RunError(
             f"--compare {missing[0]!r}: no such run below {folder}. `{kit_command('runs', folder)}`"

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Self
 
 import numpy as np
 
+from cluster.files import file_size, opened
 from cluster.record import Record, check_file_name, counted, field_doc, html_table
 from kit.data.corpus import Source
 from kit.data.folder import Unread
@@ -177,7 +178,12 @@ class Dataset:
             )
         for stored in info.files:
             file = directory / stored.name
-            size = f"{file.stat().st_size:,}" if file.exists() else "no file"
+            try:
+                size = f"{file_size(file, follows=True):,}"
+            except FileNotFoundError:
+                size = "no file"
+            except OSError as error:
+                raise DataError(f"{file}: {error.strerror}. {rebuild_hint(directory)}") from error
             if size != f"{stored.size_bytes:,}":
                 raise DataError(
                     f"{file}: expected {stored.size_bytes:,} bytes, found {size}."
@@ -226,7 +232,7 @@ class Dataset:
     def validation_documents(self) -> Iterator[ValidationDocument]:
         """Yields the held-out documents, in the order of the validation token file."""
         file = self.directory / VALIDATION_TEXT
-        with file.open("rb") as lines:
+        with opened(file, follows=True) as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     yield ValidationDocument(**json.loads(line))

@@ -4,14 +4,18 @@ trained on the corpus.
 Each tokenizer is one file, kept byte for byte, so that a dataset can store it and stand alone.
 """
 
+import errno
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from cluster.files import file_size, opened
 from kit.errors import DataError, needed
 
+TOKENIZER_BYTES = 256 << 20
+"""Most bytes that the file of a tokenizer may have. That of Gemma 3 has 33 MB."""
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
 SMALLEST_VOCAB_SIZE = 257
@@ -188,8 +192,8 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         return _load_folder(path if path.is_dir() else _download(str(source)))
     try:
         if path.suffix == ".model":
-            return SentencePieceTokenizer(path.read_bytes())
-        return BytePairTokenizer(path.read_bytes(), eos_token=_configured_eos(path.parent))
+            return SentencePieceTokenizer(_content(path))
+        return BytePairTokenizer(_content(path), eos_token=_configured_eos(path.parent))
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 
@@ -198,10 +202,30 @@ def read_tokenizer(file: Path, eos_id: int) -> Tokenizer:
     """Returns a tokenizer that a dataset stores, with the end-of-text token that the dataset was
     built with.
     """
-    data = file.read_bytes()
+    data = _content(file)
     return (
         SentencePieceTokenizer(data) if file.suffix == ".model" else BytePairTokenizer(data, eos_id)
     )
+
+
+def _content(file: Path) -> bytes:
+    """Returns what the file of a tokenizer holds.
+
+    Raises:
+        DataError: it is a pipe or a device, which may have no end, or larger than TOKENIZER_BYTES.
+    """
+    try:
+        if file_size(file, follows=True) > TOKENIZER_BYTES:
+            raise DataError(
+                f"{file} is larger than {TOKENIZER_BYTES >> 20:,} MiB, so no tokenizer. Give"
+                " another."
+            )
+        with opened(file, follows=True) as stream:
+            return stream.read(TOKENIZER_BYTES)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise DataError(f"{file}: {error.strerror}. Give a plain file.") from error
 
 
 def _load_folder(folder: Path) -> Tokenizer:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
+from cluster.files import write_atomic
 from kit.parallel.groups import COLLECTIVE_TIMEOUT
 from kit.plan import Plan
 from kit.spec import ModelSpec
@@ -47,7 +48,7 @@ def dump_flight_recorder() -> None:
     """Writes this rank's last collectives, where NCCL has recorded any, to a file of its own."""
     if TRACE_FILE in os.environ and (trace := nccl_trace()):
         with contextlib.suppress(OSError):  # the last word in the log is why the rank is ended
-            Path(f"{os.environ[TRACE_FILE]}{dist.get_rank()}").write_bytes(trace)
+            write_atomic(Path(f"{os.environ[TRACE_FILE]}{dist.get_rank()}"), trace)
 
 
 def is_out_of_memory(error: Exception) -> bool:

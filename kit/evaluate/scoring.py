@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.files import other_owner
+from cluster.state import refuse_planted_links
 from kit.data import Dataset, Tokenizer
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError
@@ -77,6 +78,7 @@ def evaluate(
         tokenizer_sha256=dataset.info.tokenizer_sha256,
     )
     if is_kept:
+        refuse_planted_links(run.directory)
         check_keepable(file)
         _check_same_model(file, report)
     if plan.num_devices > ranks:

@@ -166,6 +166,7 @@ class Dashboard:
                 "host": process.host if process else None,
                 "devices": run.plan.num_devices,
                 "checkpoints": run.checkpoints.steps()[-3:],
+                "unreadable": run.checkpoints.unreadable(),
                 "allowed": self.actions.allowed(status),
                 "actions": self.actions.report(status),
                 "skipped_lines": self.columns.skipped_lines,

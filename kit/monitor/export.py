@@ -13,6 +13,7 @@ from kit.errors import RunError
 from kit.run import Run
 from kit.run.columns import COLUMNS, is_number, parse_rows, that_count
 from kit.run.tail import Tail
+from kit.show.style import plain_cell
 
 FORMATS = ("csv", "parquet")
 COUNT = "consumed_tokens"
@@ -72,9 +73,8 @@ def export(run: Run, file: Path, *, format: str, overwrite: bool = False) -> int
     table = export_table(run)
     with replacement(file) as stream:
         if format == "csv":
-            # Spreadsheets run a cell that begins so. Texts are JSON, in quotes; a name comes from
-            # the run as it is.
-            names = [f"'{name}" if name[:1] in "=+-@\t\r" else name for name in table.column_names]
+            # Texts are JSON, in quotes. Only the names of columns come from the run unquoted.
+            names = [plain_cell(name) for name in table.column_names]
             csv.write_csv(table.rename_columns(names), stream)
         else:
             parquet.write_table(table, stream, compression="zstd")

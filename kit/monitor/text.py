@@ -36,12 +36,14 @@ MARKS = {"warning": ("⚠", "yellow"), "error": ("✖", "red")}
 
 def status_row(run: Run) -> dict[str, Any]:
     """Returns what is known of a run now, as plain values: state, reason, step, loss, speed,
-    MFU, time left, checkpoints, scores.
+    MFU, time left, checkpoints, scores. `unreadable` names folders of checkpoints that this user
+    may not enter.
     """
     return {
         "run": run.name,
         **Dashboard(run).read_all().row(),
         "checkpoints": run.checkpoints.steps(),
+        "unreadable": run.checkpoints.unreadable(),
         "scores": last_scores(run),
         "eval_s": sum(report.seconds for report in eval_reports(run)),
     }
@@ -204,6 +206,9 @@ def _told(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType]:
             f", done {clock(request['done_at'])}: {request['note']}" if request["done_at"] else " …"
         )
         parts.append(Text(f"{name}: asked {clock(request['asked_at'])}{done}", style="cyan"))
+    if folders := facts["unreadable"]:
+        text = f"you may not enter {', '.join(folders)}: its checkpoints are not counted"
+        parts.append(Text(text, style="yellow"))
     if not dashboard.run.directory.is_dir():
         parts.append(
             Text(

@@ -12,6 +12,7 @@ alerts.jsonl                                   what deserved a look
 """
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 Kind = TypeVar("Kind", bound=Record)
 HOOK = "hook.py"
 """The copy of the recipe's hook."""
+LAUNCH_LOCK = ".launch.lock"
+"""File that a launch locks and removes at its end. Only its owner can open it, so that readers of
+the run cannot lock it."""
 POLICY = ("on_nan", "on_spike", "hung_after_s", "hook", "profile_steps", "profile_ranks")
 """Fields of a recipe that may change when a run is resumed, beside its lengths: they do not
 change a step."""
@@ -87,7 +91,7 @@ class Run:
             if is_longer_or_shorter and recipe.decay_steps is None:
                 recipe = recipe.replace(decay_steps=old.recipe.decay_steps or old.recipe.num_steps)
             _check_same_run(old, spec, plan, recipe)
-        elif directory.is_dir() and any(directory.iterdir()):
+        elif directory.is_dir() and {*os.listdir(directory)} - {LAUNCH_LOCK}:
             raise RunError(
                 f"{directory} exists and is not a run directory. Give a new or empty directory."
             )

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cluster.files import opened, read_small
+from cluster.files import file_size, opened, read_small
 from cluster.login.mirror import mirror_of
 from cluster.record import ConfigError, Record, check_file_below, field_doc
 from cluster.state import refuse_stale
@@ -30,6 +30,9 @@ BYTES_PER_PARAM = 12
 """fp32 weight and two fp32 Adam moments."""
 MANIFEST, DESCRIPTION, DESCRIPTION_BYTES = "manifest.json", ".metadata", 1 << 30
 READ_BYTES = 16 << 20
+LEFT_OVER = re.compile(r"step_\d+\.(partial-\d+|replaced-\d+|deleting(-[0-9a-f]+)?)")
+"""Names of folders that a killed attempt leaves. Other names with a suffix, such as
+`step_00000100.best`, are the user's and are never touched."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,12 +71,33 @@ class Checkpoints:
 
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
+        self.undeleted = ""
+        """Why a folder could not be deleted, in one sentence. Empty if every deletion succeeded."""
 
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, oldest first."""
         matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self.directory.glob("step_*"))
         found = (int(match[1]) for match in matches if match)
-        return sorted(step for step in found if (self.path(step) / MANIFEST).exists())
+        # Not by `Path.exists`, which before Python 3.12 raises where this user may not look.
+        return sorted(step for step in found if os.path.exists(self.path(step) / MANIFEST))
+
+    def unreadable(self) -> list[str]:
+        """Returns the names of the folders in which this user may not look for checkpoints."""
+        try:
+            names = sorted(os.listdir(self.directory))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError:
+            return [self.directory.name]
+        if not os.access(self.directory, os.X_OK):
+            return [self.directory.name]
+        folders = [name for name in names if re.fullmatch(r"step_\d+", name)]
+        return [
+            f"{self.directory.name}/{name}"
+            for name in folders
+            if os.path.isdir(self.directory / name)
+            and not os.access(self.directory / name, os.X_OK)
+        ]
 
     def saved_at(self, step: int) -> float:
         """Returns when the checkpoint at `step` was complete, by the clock of who wrote it; 0
@@ -129,7 +153,14 @@ class Checkpoints:
             raise DamagedCheckpointError(text) from error
         for name, expected in manifest.files.items():
             file = path / name
-            found = file.stat().st_size if file.exists() else None
+            try:
+                found = file_size(file)
+            except FileNotFoundError:
+                found = None
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # A file system in trouble is no damage.
+                    raise
+                raise _damaged(f"{file} is {error.strerror}", path) from error
             if found != expected:
                 state = "is missing" if found is None else f"has {found:,} bytes"
                 raise _damaged(f"{file} {state}, but its manifest says {expected:,} bytes", path)
@@ -193,37 +224,73 @@ class Checkpoints:
         manifest.replace(checksums=manifest.checksums | seal).write(folder / MANIFEST)
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
-        """Deletes all but the newest `keep_last` and multiples of `keep_every`; returns the deleted
-        steps.
+        """Deletes all checkpoints but the newest `keep_last` and multiples of `keep_every`.
 
-        What makes those count is on the disk before, so that a loss of power leaves one; torch
-        flushes its own files.
+        Also deletes what an earlier deletion left. Returns the steps that no longer count.
+
+        The manifests that stay are flushed to the disk first, so that a loss of power leaves a
+        complete checkpoint. torch flushes its own files.
         """
         steps = self.steps()
         kept = [self.path(step) for step in steps[-keep_last:]]
         for place in (*(folder / MANIFEST for folder in kept), *kept, self.directory):
             _flush(place)
-        gone = [step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0)]
-        for step in gone:
-            # Out of the namespace first: a half-deleted folder must not look complete.
-            doomed = self.path(step).with_suffix(".deleting")
-            self.path(step).rename(doomed)
-            shutil.rmtree(doomed)
-        return gone
+        for left_over in self._left_over():
+            if ".partial" not in left_over.suffix:  # a newer attempt may be writing it
+                self.delete(left_over)
+        surplus = [
+            step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0)
+        ]
+        return [step for step in surplus if self.delete(self.path(step))]
+
+    def delete(self, folder: Path) -> bool:
+        """Deletes a folder, or a link to one, and returns whether its name is free now.
+
+        An error is kept in `undeleted` and not raised, because training needs no deletion: NFS
+        keeps a folder while a process has one of its files open. `prune` tries again.
+        """
+        doomed = folder
+        try:
+            if ".deleting" not in folder.suffix:
+                # Renamed first: a half-deleted folder must not look complete. The name is new,
+                # because an older folder of this step may have been impossible to delete.
+                doomed = folder.with_suffix(f".deleting-{os.urandom(4).hex()}")
+                folder.rename(doomed)
+            if doomed.is_symlink():
+                doomed.unlink()
+                return True
+            shutil.rmtree(doomed, ignore_errors=True)  # as much of it as possible
+            if doomed.exists():
+                shutil.rmtree(doomed)
+        except OSError as error:
+            self.undeleted = (
+                f"{doomed.name} cannot be deleted ({error.strerror or error}). It takes space on"
+                f" the disk of {self.directory}. Each save tries again."
+            )
+        return not os.path.lexists(folder)
 
     def recover(self) -> list[int]:
-        """Finishes or clears what a killed attempt left: whole checkpoints get their name, parts
-        are deleted; returns the steps of all that are complete then.
+        """Clears up what a killed attempt left, and returns the steps of all complete checkpoints.
+
+        A complete checkpoint that has not got its name yet is renamed. Other folders whose name is
+        a LEFT_OVER are deleted. Links, files and all other names are the user's and stay.
         """
-        for folder in sorted(self.directory.glob("step_*.*")):
+        for folder in self._left_over():
             final = folder.with_suffix("")
-            if folder.suffix.startswith(".damaged"):
-                continue
-            if (folder / MANIFEST).exists() and not final.exists() and folder.suffix != ".deleting":
+            is_complete = (folder / MANIFEST).exists() and ".deleting" not in folder.suffix
+            if is_complete and not final.exists():
                 folder.rename(final)
             else:
-                shutil.rmtree(folder)
+                self.delete(folder)
         return self.steps()
+
+    def _left_over(self) -> list[Path]:
+        """Returns the folders that a killed attempt, or a failed deletion, has left."""
+        return [
+            path
+            for path in sorted(self.directory.glob("step_*.*"))
+            if LEFT_OVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
+        ]
 
     def check_space(self, spec: ModelSpec) -> None:
         """Returns nothing if one more checkpoint of `spec` fits on the disk.

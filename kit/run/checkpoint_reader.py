@@ -78,6 +78,12 @@ class CheckpointTensors:
             self._metadata = self._reader.read_metadata()
         except FAULTS as error:
             raise self._unreadable(error) from error
+        for place in self._metadata.storage_data.values():
+            # The manifest's files are known to be plain files of their sizes.
+            if place.relative_path not in manifest.files:
+                raise self._unreadable(
+                    ValueError(f"its manifest does not list {place.relative_path}")
+                )
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def fill_all(self, state: dict[str, Tensor]) -> None:

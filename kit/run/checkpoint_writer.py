@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -143,14 +142,12 @@ class CheckpointWriter:
             ),
         )
         final = self.checkpoints.path(facts["step"])
-        replaced = final.with_suffix(f".replaced-{self.attempt}")
         if final.exists():
-            # The newer attempt's is whole already, so nothing is lost in between.
-            final.rename(replaced)
+            # The new checkpoint is complete already, so a kill between the two renames loses none.
+            # `prune` deletes the old one.
+            final.rename(final.with_suffix(f".replaced-{self.attempt}"))
         partial.rename(final)
         self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
-        if replaced.exists():
-            shutil.rmtree(replaced)
 
 
 class SteadyPlanner(DefaultSavePlanner):

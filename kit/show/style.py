@@ -2,17 +2,21 @@
 
 import contextlib
 import csv
+import io
 import math
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from cluster.files import replacement, write_atomic
 from kit.errors import ConfigError
 from kit.show.theme import TEXT, WIDTH
 
 STYLE = str(files("kit.show") / "kit.mplstyle")
 PICTURES = (".png", ".svg", ".pdf")
+FORMULA_STARTS = tuple("=+-@\t\r")
+"""First characters of a CSV cell that a spreadsheet executes as a formula."""
 Rows = list[dict[str, Any]]
 """The table of a figure."""
 
@@ -86,8 +90,9 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path]) -> None:
     """Writes a figure to files, by their ending (.svg, .png, .pdf), and its table to those that end
     in .csv.
 
-    Folders are made, files replaced. The same figure gives the same bytes: no date, and names
-    inside an SVG follow from what is drawn.
+    Missing folders are made. Each file is replaced in one step. A symbolic link is replaced too,
+    so its target keeps its content. The same figure gives the same bytes: no date, and names inside
+    an SVG follow from what is drawn.
     """
     from matplotlib import style
 
@@ -98,20 +103,33 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path]) -> None:
             continue
         date = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix, {})
         # How text and names are written is looked up here, not when it is drawn.
-        with style.context(STYLE):
-            figure.savefig(path, metadata=date)
+        with style.context(STYLE), replacement(path) as stream:
+            figure.savefig(stream, format=path.suffix[1:].lower(), metadata=date)
+
+
+def plain_cell(text: str) -> str:
+    """Returns a text of a CSV cell with an apostrophe before it if a spreadsheet would otherwise
+    execute it as a formula. A run's folder may have any name.
+    """
+    return f"'{text}" if text[:1] in FORMULA_STARTS else text
 
 
 def _write_table(rows: Rows, path: Path) -> None:
     """Writes rows whose keys may differ; what is not known, NaN or absent, is an empty cell."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
+    write_atomic(path, text.getvalue())
 
 
 def _cell(value: Any) -> Any:
-    if isinstance(value, float):  # six digits: the last ones differ between machines
+    """Returns the content of a CSV cell, with six digits for floats: further digits differ between
+    machines.
+    """
+    if isinstance(value, str):
+        return plain_cell(value)
+    if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.6g}"
     return value

@@ -6,6 +6,8 @@ first step that was recorded.
 """
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -79,8 +81,20 @@ class Profiler(Callback):
         self.folder.parent.mkdir(exist_ok=True)  # no parents: a run that is gone is not made again
         self.folder.mkdir(exist_ok=True)
         name = f"rank_{self.rank:05d}"
-        part = self.folder / f".{name}.trace.json.gz"
-        self.recording.export_chrome_trace(str(part))
-        os.replace(part, self.folder / f"{name}.trace.json.gz")
+        self._replace(f"{name}.trace.json.gz", self.recording.export_chrome_trace)
         if self.device.type == "cuda":
-            write_memory(self.folder / f"{name}.memory.pickle")
+            self._replace(f"{name}.memory.pickle", lambda file: write_memory(Path(file)))
+
+    def _replace(self, name: str, write: Callable[[str], object]) -> None:
+        """Replaces a file of the profile by what `write` writes to the path that it is given.
+
+        A random name is written first. A link that another user made under `name` is replaced, and
+        its target keeps its content.
+        """
+        part = self.folder / f".{os.urandom(4).hex()}.{name}"
+        try:
+            write(str(part))
+            os.replace(part, self.folder / name)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise

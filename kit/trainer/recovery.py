@@ -63,6 +63,7 @@ class Recovery(Callback):
         """What the engine asks before each update, where the recipe wants to be able to drop it."""
         self.checkpoints = checkpoints_of(run, engine, group, attempt=attempt)
         self.verdict: tuple[Answer, str] | None = None
+        self.has_reported_undeleted = False
 
     def resume(self) -> tuple[int, int]:
         """Fills the engine from the newest checkpoint, or from the weights that the recipe names;
@@ -139,6 +140,7 @@ class Recovery(Callback):
                 self._respond(answer, what, step)
         self.guard.note(answer, what, loss)
         self.checkpoints.poll()
+        self._report_undeleted(step.number)
 
     def _respond(self, answer: Answer, what: str, step: Step) -> None:
         before = self.guard.skipped
@@ -190,6 +192,14 @@ class Recovery(Callback):
         """Waits until the last checkpoint is complete."""
         with self.watchdog.paused():
             self.checkpoints.finish()
+        self._report_undeleted(max(self.run.checkpoints.steps(), default=0))
+
+    def _report_undeleted(self, step: int) -> None:
+        """Warns, once per attempt, that an old checkpoint could not be deleted."""
+        problem = self.run.checkpoints.undeleted
+        if problem and not self.has_reported_undeleted:
+            self.has_reported_undeleted = True
+            self.notices.add("disk", problem, step)
 
     def _accepts(self, loss: float, grad_norm: float) -> bool:
         self.verdict = self._agree(loss, grad_norm)

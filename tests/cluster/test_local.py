@@ -17,7 +17,16 @@ import pytest
 from cluster import local
 from cluster.job import Job, JobSpec
 from cluster.record import ConfigError
-from cluster.state import JobError, JobState, ask, read_exit, read_state, update_state
+from cluster.state import (
+    JobError,
+    JobState,
+    ask,
+    last_attempt,
+    read_exit,
+    read_state,
+    update_state,
+)
+from cluster.status import read_status
 from cluster.submission import submit
 from tests.cluster.jobs import LAPTOP, job_spec, supervisor
 from tests.cluster.waiting import eventually, processes
@@ -168,6 +177,11 @@ def test_job_whose_directory_is_gone_ends_and_leaves_no_stub(fate, tmp_path, mar
     left = [path.name for path in run_dir.glob("[!.]*")]
     assert left == (["job.json"] if fate == "replaced" else [])
     assert run_dir.exists() == (fate in ("replaced", "emptied"))
+    if fate == "renamed":
+        (tmp_path / "kept").rename(run_dir)
+        status = read_status(run_dir)
+        assert status.state is JobState.LOST
+        assert status.reason.startswith(f"{run_dir} was deleted or renamed"), status.reason
 
 
 def test_job_does_not_need_its_guard(tmp_path, launch, until_go, mark):
@@ -208,6 +222,40 @@ def test_crashed_ranks_start_again_as_on_a_cluster(tmp_path, launch, step, end, 
     assert status.attempt == attempts and reason in status.reason, (status, job.logs())
     failed = [event.attempt for event in job.history if event.state is FAILED]
     assert failed in ([], [attempts])
+
+
+FAILING_DISK = f"""
+import errno, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from cluster import outcome
+from cluster.local import supervisor
+replace, failures = Path.replace, []
+def failing(part, file):
+    if os.path.exists("crashed") and file.name == "state.json" and len(failures) < FAILURES:
+        failures.append(file)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
+    return replace(part, file)
+Path.replace = failing
+outcome.RETRY_DELAYS_S = (0.1,) * 5
+sys.exit(supervisor.main())
+"""
+"""A supervisor whose first writes of state.json after a crash of its ranks fail."""
+
+
+@pytest.mark.parametrize(("failures", "attempts"), [(4, 2), (10**6, 1)], ids=["passes", "stays"])
+def test_failing_disk_delays_next_attempt(tmp_path, failures, attempts):
+    crash = "open('crashed', 'w').close(); attempt < 2 and os.kill(os.getpid(), 9)"
+    job = spec(tmp_path, f"{STEPPING}take(attempt)\n{crash}", 1, working_directory=str(tmp_path))
+    job.write(tmp_path / "job.json")
+    code = FAILING_DISK.replace("FAILURES", str(failures))
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert last_attempt(tmp_path) == attempts, done.stderr
+    assert (done.returncode == 0) == (attempts == 2), done.stderr
+    assert "Input/output error" in done.stderr
+    if attempts == 2:
+        assert read_status(tmp_path).state is DONE
 
 
 def test_reattach_from_a_new_interpreter(launch, until_go):

@@ -334,10 +334,10 @@ def test_launch_refused_by_what_is_in_the_directory(
 
 
 def test_launch_refused_by_others_at_work(finished, refused) -> None:
-    handle = os.open(finished.directory, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    refused(RunError, "is being launched by another process", go_on, finished)
-    os.close(handle)
+    with (finished.directory / launcher.LAUNCH_LOCK).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        refused(RunError, "is being launched by another process", go_on, finished)
+    (finished.directory / launcher.LAUNCH_LOCK).unlink()
     update_state(finished.directory, attempt=2, state="running", process=Process.current())
     message, other = "is in use: attempt 2", PLAN.replace(micro_batch_size=2)
     refused(JobError, message, go_on, finished, plan=other)

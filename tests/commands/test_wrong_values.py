@@ -130,7 +130,7 @@ def test_a_run_of_somebody_else_is_left_to_them(words, tmp_path, as_nobody, answ
         os.setresuid(0, 0, 0)
         assert job.poll() is None, "it goes on"
         job.kill()
-    assert "JobError" in text and "the run belongs to root" in text
+    assert "JobError" in text and "it belongs to root" in text
 
 
 def test_text_under_another_key_and_broken_lines_are_a_matter_of_options(

@@ -314,7 +314,7 @@ def test_file_calls_of_a_resume_do_not_grow_with_the_files(
         write_files(run, num_files)
         counts.append(run_ranks(2, calls_of_a_resume, run, num_files))
     assert counts[0][1] == counts[1][1] <= 8, "a rank opens what it reads"
-    assert counts[1][0] - counts[0][0] == 2 * (3073 - 33), "rank 0 looks for each file and its size"
+    assert counts[1][0] - counts[0][0] == 3073 - 33, "rank 0 looks once at each file"
 
 
 class Strange(EOFError):
@@ -390,3 +390,35 @@ def test_what_a_killed_attempt_left_is_finished_where_it_is_whole_and_else_delet
     assert Checkpoints(tmp_path).recover() == [100]
     names = sorted(folder.name for folder in tmp_path.iterdir())
     assert names == ["step_00000100", "step_00000300.damaged-1"]
+
+
+USERS_NAMES = ("best", "bak", "tar", "keep", "damaged-1", "partial", "deleting.txt", "replaced-old")
+
+
+def test_recover_keeps_names_of_users(tmp_path: Path) -> None:
+    """Only names that the kit gives are deleted, and only folders: copies and archives stay."""
+    for name in USERS_NAMES:
+        folder = tmp_path / f"step_00000030.{name}"
+        folder.mkdir()
+        (folder / "notes.txt").write_text("precious")
+        (folder / MANIFEST).touch()
+    (tmp_path / "step_00000031.tar").touch()
+    (tmp_path / "step_00000032.partial-1").touch()
+    (tmp_path / "step_00000033.deleting").symlink_to(tmp_path / "step_00000030.best")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    assert Checkpoints(tmp_path).recover() == []
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_prune_of_linked_checkpoint_keeps_its_target(tmp_path: Path) -> None:
+    """A user may have moved a checkpoint to another disk and linked it."""
+    (tmp_path / "aside").mkdir()
+    (tmp_path / "aside" / MANIFEST).touch()
+    (tmp_path / "step_00000001").symlink_to(tmp_path / "aside")
+    for step in (2, 3):
+        (tmp_path / f"step_0000000{step}").mkdir()
+        (tmp_path / f"step_0000000{step}" / MANIFEST).touch()
+    assert Checkpoints(tmp_path).prune(keep_last=2, keep_every=None) == [1]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["aside", "step_00000002", "step_00000003"]
+    assert (tmp_path / "aside" / MANIFEST).exists()

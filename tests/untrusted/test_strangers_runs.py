@@ -509,3 +509,25 @@ def test_nothing_is_appended_to_what_another_has_linked(run, tmp_path, calls, li
         assert mine.read_text() == "export MINE=1\n", name
         shutil.rmtree(run)
         (tmp_path / "before").rename(run)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="permissions do not bind only one user")
+@pytest.mark.parametrize(
+    ("folder", "named"),
+    [("checkpoints/step_00000040", "checkpoints/step_00000040"), ("checkpoints", "checkpoints")],
+)
+def test_status_names_folder_that_may_not_be_entered(run: Path, folder: str, named: str) -> None:
+    for parent in (run, *list(run.parents)[:-1]):
+        parent.chmod(parent.stat().st_mode | 0o055)
+    (run / folder).chmod(0)
+
+    def look() -> list[Any]:
+        shown = Dashboard(Run.open(run)).read_all().facts()
+        said = [hostile.kit("status", run), hostile.kit("status", run, "--json")]
+        return [*said, shown["checkpoints"], shown["unreadable"]]
+
+    text, as_json, steps, unreadable = hostile.in_a_child(look, hostile.STRANGER)
+    (run / folder).chmod(0o755)
+    assert (text.code, as_json.code, steps, unreadable) == (0, 0, [], [named]), text.text
+    assert f"you may not enter {named}" in text.text
+    assert json.loads(as_json.text)["unreadable"] == [named]

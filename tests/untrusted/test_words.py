@@ -90,10 +90,23 @@ LINES: tuple[Callable[[str], Any], ...] = (
 )
 """Each place of a site file that is shell, and is written into a run directory as it stands."""
 JOB = {"name": "r", "run_dir": "/r", "num_processes": 1}
+SECRET_NAMES = """
+KEY1 WANDB_API_KEY2 SECRET1 PASSWORD1 TOKEN2 ACCESSKEYID DBPASS SLACK_WEBHOOK_URL SAS_URL BEARER
+COOKIE
+""".split()
 SHELL = [
     "export WANDB_API_KEY=aaaa",
     "module load x; DB_PWD='x' run",
     'GITHUB_PAT="abc" git fetch',
+    f"wandb login {'0123456789' * 4}",
+    f"wandb login --relogin '{'0123456789' * 4}'",
+    "curl -H 'Authorization: Bearer eyJhbGciOiJIUzI1NiJ9abcdef' https://example.org",
+    "mysql -u me -pS3cret runs",
+    "sshpass -p hunter2 ssh far",
+    "aws configure set aws_secret_access_key wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY",
+    "huggingface-cli login --token abcdefgh12345678",
+    "docker login --password=correcthorse registry.example.org",
+    *(f"export {name}=aaaa" for name in SECRET_NAMES),
 ]
 NO_SECRETS = [
     "export HF_TOKEN=$(cat ~/.token)",
@@ -101,6 +114,15 @@ NO_SECRETS = [
     '[ -n "$HF_TOKEN" ] || exit 1',
     "unset KEY; KEY= run",
     "sort --key=2",
+    "docker login registry.gitlab.some-university.example.org",
+    "docker login --username me --password-stdin < ~/.password",
+    'wandb login "$WANDB_API_KEY" --host https://wandb.some-university.example.org',
+    "huggingface-cli login --token $(cat ~/.token)",
+    'curl -H "Authorization: Bearer $(cat ~/.token)" https://example.org',
+    "mysql -p runs && mkdir -p /scratch/runs",
+    "sshpass -p $MINE ssh far",
+    "export KEYBOARD=us COMPASS=north BYPASS=1 MAX_TOKENS2=4096 NUM_PASS=3 SSH_AUTH_SOCK=/tmp/x",
+    "export TOKENIZERS_PARALLELISM=false WEBHOOK_PORT=80",
     "export MAX_TOKENS=4096 PATH=/opt/bin:$PATH PYTHONPATH=/x",
 ]
 
@@ -126,6 +148,12 @@ def test_a_secret_under_a_harmless_name_is_not_written(value: str) -> None:
     refused(lambda text: JobSpec(**JOB, argv=("true",), environment={"PROXY": text}), value)
     refused(lambda text: JobSpec(**JOB, argv=("true", f"--login={text}")), value)
     refused(lambda text: Slurm(environment={"PROXY": text}), value)
+
+
+def test_secret_in_two_words_of_command_is_refused() -> None:
+    for words in (("wandb", "login", "0123456789" * 4), ("run", "--token", "abcdefgh12345678")):
+        refused(lambda text, words=words: JobSpec(**JOB, argv=words), "")
+    JobSpec(**JOB, argv=("run", "--token", "$TOKEN", "--tokens", "100000000"))
 
 
 @pytest.mark.parametrize("site", LINES)
