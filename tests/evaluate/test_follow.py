@@ -125,14 +125,20 @@ def test_the_job_scores_with_every_option_that_it_was_given(run, tmp_path, monke
         limit=5,
         seed=7,
         num_fewshot=2,
+        apply_chat_template=True,
+        gen_kwargs="temperature=0.8,do_sample=True",
+        log_samples=True,
         download=True,
+        include_path=tmp_path,
+        batch_size=4,
         batch_tokens=100,
         untrusted_code="limits",
         precision="bf16",
         devices=2,
         task_data=tmp_path,
     )
-    assert all(getattr(given, field.name) != field.default for field in dataclasses.fields(given))
+    names = {field.name for field in dataclasses.fields(given)} - {"device"}  # not with devices
+    assert all(getattr(given, name) != getattr(Options(), name) for name in names)
     job = eval_job(run, 3, "smoke", given)
     assert job.argv[1:5] == ("-P", "-m", "kit", "eval")
     assert (job.num_processes, job.num_nodes) == (2, 1)
@@ -173,7 +179,8 @@ def read_from(origin: Any, path: str) -> dict[str, Any]:
         (PART, FIVE, {"limit": 5}, True),
         (PART, FIVE, {"limit": 5, "seed": 1}, False),
         (PART, FIVE, {"limit": 6}, False),
-        ({"num_items": 5, "seed": 1234}, FIVE, {}, False),
+        ({"seed": 1234}, FIVE, {}, True),
+        ({"seed": 7}, FIVE, {}, False),  # other solved examples
         ({}, FIVE | {"limit": 5}, {}, True),
         (DRAWN, FIVE, {}, False),
         (DRAWN, HOT | {"temperature": 0.1}, {}, False),

@@ -42,6 +42,7 @@ class _Canned(LM):
     """Answers each prompt with a text chosen by a rule, and likes the first of all choices best."""
 
     precision = "fp32"
+    packs = True
 
     def __init__(self, answer) -> None:
         super().__init__()
@@ -264,7 +265,7 @@ def test_the_interval_of_such_a_group_has_the_true_share_in_it(shares, sizes):
     named = {str(i): size for i, size in enumerate(sizes)}
     held = 0
     for value, error in zip(drawn.mean(1).tolist(), errors.tolist(), strict=True):
-        [metric] = _metrics({"acc,none": value, "acc_stderr,none": error}, named, {"acc"})
+        [metric] = _metrics({"acc,none": value, "acc_stderr,none": error}, named, {"acc"}, {})
         assert metric.low is not None and metric.high is not None
         held += metric.low <= np.mean(shares) <= metric.high
     assert 0.92 < held / 4000

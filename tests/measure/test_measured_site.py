@@ -52,16 +52,16 @@ def test_gpu_peak_is_measured_by_a_child(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(gemm, "measure_gemm_flops_per_s", refuse)
     monkeypatch.setattr(gemm, "torch_device", lambda site: "cuda")
     child = gemm.subprocess.run
-    calls: list[list[str]] = []
+    calls: list[tuple[str, ...]] = []
 
-    def run_on_cpu(command: list[str], **options: Any) -> Any:
+    def run_on_cpu(command: tuple[str, ...], **options: Any) -> Any:
         calls.append(command)
         return child([*command[:-1], "cpu"], **options)
 
     monkeypatch.setattr(gemm.subprocess, "run", run_on_cpu)
     peak = gemm.measured_site(Site.load("laptop")).device.peak_flops_per_s["fp32"]
     assert 1e9 < peak.value < 1e13 and "best fp32 matrix product" in peak.source
-    assert calls[0][-2:] == ["fp32", "cuda"]
+    assert calls[0][-2:] == ("fp32", "cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured")
