@@ -11,7 +11,13 @@ from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbclient.exceptions import (
+    CellExecutionComplete,
+    CellExecutionError,
+    CellTimeoutError,
+    DeadKernelError,
+)
+from nbclient.util import ensure_async
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
@@ -65,6 +71,23 @@ class TerminalClient(NotebookClient):
 
     def _show(self, cell: Any, text: str = "") -> None:
         self.status.update(f"{self.number:>2}/{self.total}  {cell.id}  [dim]{escape(text)}[/]")
+
+    async def _async_poll_output_msg(self, parent_msg_id: str, cell: Any, cell_index: int) -> None:
+        """Processes the kernel's messages of a running cell until the cell has ended.
+
+        nbclient takes messages of the running cell only. A dashboard refreshes its saved picture
+        on behalf of the cell that shows it, while other cells run.
+        """
+        assert self.kc is not None
+        while True:
+            message = await ensure_async(self.kc.iopub_channel.get_msg(timeout=None))
+            if message["parent_header"].get("msg_id") == parent_msg_id:
+                try:
+                    self.process_message(message, cell, cell_index)
+                except CellExecutionComplete:
+                    return
+            elif message["msg_type"] == "update_display_data":
+                super().process_message(message, cell, cell_index)
 
     def process_message(self, msg: dict, cell: Any, cell_index: int) -> Any:
         """Also hands on the text of a view that a running cell refreshes."""

@@ -218,7 +218,7 @@ def _hosted(text: str, stem: str) -> str:
     """
     text = re.sub(r"<style>.*?</style>|<img class='kit-dark'[^>]*>", "", text, flags=re.DOTALL)
     text = TILE.sub(r"\1 <b>\2</b> &nbsp; ", text)
-    text = re.sub(r" style='text-align:(\w+)'", r" align='\1'", text)
+    text = re.sub(r" style='(?:min-width:\w+;)?text-align:(\w+)'", r" align='\1'", text)
     text = re.sub(r" style='[^']*'", "", text)
     if drawing := re.search(r"data:image/svg\+xml;base64,([^'\"]+)", text):
         svg = base64.b64decode(drawing[1]).decode()

@@ -95,9 +95,9 @@ class Watchman:
         if start == end:
             return
         yield from bad_lines(columns, start, end)
-        for name in ("loss", "grad_norm"):
+        for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
             for row in not_finite(columns, name, start, end):
-                yield row, "nan", "error", f"{name.replace('_', ' ')} is not finite"
+                yield row, "nan", "error", f"{words} is not finite"
         losses, steps = columns["loss"][:end], columns["step"]
         guess = math.log(self.run.spec.vocab_size)
         if (row := bad_start(losses, guess)) is not None and row >= start:

@@ -160,6 +160,11 @@ class Dashboard:
             row, price = self.row(), str(run.site.price_per_node_hour)
             return {
                 **{name: _plain(of) if isinstance(of, float) else of for name, of in row.items()},
+                "not_finite": [
+                    name
+                    for name in ("loss", "grad_norm")
+                    if row.get(name) is not None and not np.isfinite(row[name])
+                ],
                 "name": run.name,
                 "directory": str(run.directory),
                 "final": status.state.is_final,

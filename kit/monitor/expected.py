@@ -8,6 +8,7 @@ What cannot be told says why.
 
 import dataclasses
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -61,6 +62,8 @@ class Pace:
     warnings: tuple[str, ...]
     took_s: float
     """Median of the newest steps; NaN for too few of them."""
+    took_steps: int
+    """Number of steps whose median `took_s` is."""
     parts_s: dict[str, float]
     """Median seconds of each recorded part of a step on rank 0, by its name in MEASURED. The parts
     do not overlap."""
@@ -95,7 +98,9 @@ class Pace:
                 f"expected: {self.low_s:.3g} to {self.high_s:.3g} s a step ({self.calibration});"
                 " too few steps to compare"
             )
-        text = sentence(self.took_s, self.expected_s, self.low_s, self.high_s, self.calibration)
+        steps = f"median of {self.took_steps} steps"
+        ends = self.low_s, self.high_s
+        text = sentence(self.took_s, self.expected_s, *ends, self.calibration, steps)
         part = self.slow_part
         if part is None:
             return text
@@ -107,16 +112,21 @@ class Pace:
         return {**dataclasses.asdict(self), "verdict": self.verdict}
 
 
-def sentence(took_s: float, expected_s: float, low_s: float, high_s: float, label: str) -> str:
-    """Returns how a step compares with its 90 % interval; `label` says what the estimate rests
-    on.
+def sentence(
+    took_s: float, expected_s: float, low_s: float, high_s: float, label: str, steps: str = ""
+) -> str:
+    """Returns how a step time compares with its 90 % interval.
+
+    `label` says what the estimate rests on. `steps` says of which steps the step time is, which a
+    view needs that shows the step time of fewer steps, too.
     """
+    took = f"{took_s:.3g} s ({steps})" if steps else f"{took_s:.3g} s"
     band = f"{low_s:.3g} to {high_s:.3g} s a step"
     if low_s <= took_s <= high_s:
-        return f"as expected: {took_s:.3g} s, 90 % interval {band} ({label})"
+        return f"as expected: {took}, 90 % interval {band} ({label})"
     ratio = took_s / expected_s - 1
     how = "slower" if ratio > 0 else "faster"
-    return f"{how} than expected by {abs(ratio):.0%}: {took_s:.3g} s, not {band} ({label})"
+    return f"{how} than expected by {abs(ratio):.0%}: {took}, not {band} ({label})"
 
 
 def expectation(run: Run, attempt: int | None = None, metrics: Metrics | None = None) -> Pace:
@@ -145,7 +155,7 @@ def expectation(run: Run, attempt: int | None = None, metrics: Metrics | None = 
     terms_s = {
         name: np.asarray(value).item() for name, value in prediction.step_time.terms_s.items()
     }
-    took_s, parts_s = _took(metrics or run.metrics(), attempt)
+    took_s, took_steps, parts_s = _took(metrics or run.metrics(), attempt)
     waiting_s = parts_s.pop(WAITS, None)
     tokens = plan.global_batch_size * run.spec.sequence_length
     rates = utilisation_rates(run.spec, plan, site, is_imported=run.is_imported)
@@ -162,6 +172,7 @@ def expectation(run: Run, attempt: int | None = None, metrics: Metrics | None = 
         calibration=calibration.label,
         warnings=prediction.warnings,
         took_s=took_s,
+        took_steps=took_steps,
         parts_s=parts_s,
         waiting_s=waiting_s,
         band={
@@ -189,14 +200,14 @@ def pace(run: Run) -> Pace:
     return found
 
 
-def _took(metrics: Metrics, attempt: int) -> tuple[float, dict[str, float]]:
-    """Returns the median seconds of an attempt's newest steps and of their parts that were
-    recorded, by their names in MEASURED; NaN and none where there are too few.
+def _took(metrics: Metrics, attempt: int) -> tuple[float, int, dict[str, float]]:
+    """Returns (median seconds of an attempt's newest steps, number of these steps, median seconds
+    of their recorded parts by name in MEASURED). The median is NaN for too few steps.
     """
     known = (metrics["attempt"] == attempt) & np.isfinite(metrics["step_time_s"])
     rows = np.flatnonzero(known)[WARM:][-RECENT:]
     if len(rows) < WARM:
-        return math.nan, {}
+        return math.nan, len(rows), {}
     told = {name: column for name, (column, _) in MEASURED.items() if column in metrics.columns}
     parts = {name: float(np.median(metrics[column][rows])) for name, column in told.items()}
     parts = {name: seconds for name, seconds in parts.items() if np.isfinite(seconds)}
@@ -204,7 +215,7 @@ def _took(metrics: Metrics, attempt: int) -> tuple[float, dict[str, float]]:
     phases = [seconds for name, seconds in parts.items() if name not in (DATA, WAITS)]
     if phases and DATA in parts:  # beside a GPU's work it costs nothing
         parts[DATA] = min(parts[DATA], max(0.0, took_s - sum(phases)))
-    return took_s, parts
+    return took_s, len(rows), parts
 
 
 class Outlook:
@@ -269,5 +280,13 @@ def compare(run: Run, metrics: Metrics) -> dict[str, Any]:
             parts_s[f"of these, {WAITS}"] = found.waiting_s
         return {"band": found.band, "verdict": found.verdict, "parts_s": parts_s}
     except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
-        why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+        why = _first_line(error) or type(error).__name__
         return {"band": None, "verdict": f"no estimate: {why}", "parts_s": {}}
+
+
+def _first_line(error: Exception) -> str:
+    """Returns the first line of an error, without a sentence that introduces the next line, such as
+    "For example:", and without its full stop.
+    """
+    line, *_ = str(error).splitlines() or [""]
+    return re.sub(r"[^.]*:$", "", line).rstrip(". ")

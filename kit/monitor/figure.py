@@ -1,4 +1,4 @@
-"""The static figures of a run: loss with held-out points, MFU (tokens/s where there is none), and
+"""The static figures of a run: loss with validation losses, MFU (tokens/s where there is none), and
 its scores; and the picture that a dashboard leaves in a saved notebook.
 """
 
@@ -74,7 +74,7 @@ def loss_figure(
     table = _table(metrics)
     with new_figure(height=2.4) as (figure, axis):
         _draw_loss(axis, table, _lost(metrics), baselines or {})
-        axis.set_xlim(0, 1.01 * num_steps)  # the last held-out loss is a whole circle
+        axis.set_xlim(0, 1.01 * num_steps)  # the last validation loss is a whole circle
     return figure
 
 
@@ -188,7 +188,7 @@ def _draw_loss(
     held_out = np.isfinite(drawable(table["validation_loss"]))
     if held_out.any():
         x, y = step[held_out], table["validation_loss"][held_out]
-        axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="held out")
+        axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="validation")
     _log_if_wide(axis, loss)
     draw_levels(axis, baselines)
     legend_under_title(axis)
@@ -239,7 +239,7 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metr
         axis.annotate(
             text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP
         )
-    kind = "line: median"
+    kind = "line: attempt's median"
     title, top = (
         f"Tokens/s, {kind}\nno MFU: {metrics.why_no_mfu}",
         1.25 * np.nanmax(values, initial=1),

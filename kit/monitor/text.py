@@ -144,7 +144,7 @@ def _tiles(row: dict[str, Any], checkpoints: list[int], width: int) -> Table:
     cells = {
         "step": f"{row['step']:,} / {row['num_steps']:,}",
         "loss": number(row.get("loss"), ".4f"),
-        "held out": number(row.get("validation_loss"), ".4f"),
+        "validation": number(row.get("validation_loss"), ".4f"),
         "grad norm": number(row.get("grad_norm"), ".3f"),
         "s/step": number(row.get("step_time_s"), ".3g"),
         "tokens/s": number(row.get("tokens_per_s"), ",.0f"),

@@ -25,6 +25,12 @@ NUMBER = re.compile(r"[+-]?\d")
 WORD = re.compile(r"[^\W\d_]{2,}")
 MOST_WORDS = 2
 """Words in a cell of a column of numbers: "41 GiB of 64" has two. A cell with more is text."""
+LONG_TEXT = 60
+"""Characters of a cell from which its column gets a least width. Without it, a page narrows the
+column to its longest word and the row grows to dozens of lines."""
+LEAST_WIDTH = "26ch"
+CAPTION = "<div style='width:0'><div style='width:max-content;max-width:70ch'>{}</div></div>"
+"""A caption that may be wider than its table and does not widen it."""
 
 
 class Table(TextTable):
@@ -54,9 +60,14 @@ class Table(TextTable):
             "right" if all(_is_number(cell) for cell in column) else "left"
             for column in zip(*rows, strict=True)
         ]
-        body = "".join(f"<tr>{_html_cells('td', cells, sides)}</tr>" for cells in rows)
-        caption = f"<caption style='text-align:left'>{html.escape(self.title)}</caption>"
-        head = f"<thead><tr>{_html_cells('th', self.columns, sides)}</tr></thead>"
+        styles = [f"text-align:{side}" for side in sides]
+        for number, column in enumerate(zip(*rows, strict=True)):
+            if max(map(len, column)) >= LONG_TEXT:
+                styles[number] = f"min-width:{LEAST_WIDTH};{styles[number]}"
+        body = "".join(f"<tr>{_html_cells('td', cells, styles)}</tr>" for cells in rows)
+        title = CAPTION.format(html.escape(self.title))
+        caption = f"<caption style='text-align:left'>{title}</caption>"
+        head = f"<thead><tr>{_html_cells('th', self.columns, styles)}</tr></thead>"
         table = f"<table>{caption if self.title else ''}{head}<tbody>{body}</tbody></table>"
         return table + notes_html(self.notes, self.left_out)
 
@@ -66,11 +77,9 @@ def _is_number(cell: str) -> bool:
     return not cell or bool(NUMBER.match(cell)) and len(WORD.findall(cell)) <= MOST_WORDS
 
 
-def _html_cells(tag: str, cells: Sequence[str], sides: Sequence[str]) -> str:
-    pairs = zip(cells, sides, strict=True)
-    return "".join(
-        f"<{tag} style='text-align:{side}'>{html.escape(cell)}</{tag}>" for cell, side in pairs
-    )
+def _html_cells(tag: str, cells: Sequence[str], styles: Sequence[str]) -> str:
+    pairs = zip(cells, styles, strict=True)
+    return "".join(f"<{tag} style='{style}'>{html.escape(cell)}</{tag}>" for cell, style in pairs)
 
 
 def _show(value: Any) -> str:

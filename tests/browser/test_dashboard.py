@@ -130,6 +130,17 @@ def test_busy_kernel_is_named_and_click_kept(open_screen, tmp_path):
     assert screen.text(".kit-notice") == ""
 
 
+def test_width_asked_by_the_view_is_no_request(open_screen, tmp_path):
+    screen = open_screen(recorded_run(tmp_path / "run"))
+    screen.page.evaluate("tell({type: 'beat', busy: true, looked_s_ago: 0})")
+    screen.busy = True
+    screen.page.set_viewport_size({"width": 900, "height": 700})
+    screen.settle(2500)
+    assert screen.text(".kit-notice") == "", "the user has asked for nothing"
+    screen.page.get_by_label("Smoothing").fill("0.5")
+    screen.page.get_by_text("Your request is answered when that cell ends").wait_for()
+
+
 def test_heartbeat_alone_keeps_a_view_live(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run"))
     for _ in range(3):

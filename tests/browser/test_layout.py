@@ -2,6 +2,7 @@
 element. Judged by a real browser: by bounding boxes, and by computed styles of a foreign page.
 """
 
+import json
 import re
 
 import numpy as np
@@ -12,6 +13,8 @@ from kit.monitor.figure import run_figure
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.widget import Monitor
 from kit.plan import Plan
+from kit.run import Run
+from kit.show.table import Table
 from tests.browser.conftest import Screen
 from tests.environments import ROOT
 from tests.monitor.recorded import beat, looked_at, recorded_run
@@ -84,6 +87,66 @@ def test_dashboard_parts_do_not_overlap(open_screen, tmp_path, dark):
         screen.settle(400)
         assert screen.page.evaluate(OVERLAPS) == [], width
         screen.photograph(f"layout-{'dark' if dark else 'light'}-{width}")
+
+
+def run_with_last_rows(folder, *losses, **options):
+    """Returns a run whose last steps have these losses, and a gradient norm that overflows."""
+    run = recorded_run(folder, **options)
+    file = run.directory / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row, loss in zip(rows[-len(losses) :], losses, strict=True):
+        row |= {"loss": loss, "grad_norm": 3.95e15}
+    rows[-1]["grad_norm"] = "inf"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Run.open(run.directory)
+
+
+def test_numbers_of_a_diverged_run_fit_their_tiles(open_screen, tmp_path):
+    run = run_with_last_rows(tmp_path / "run", 2.64e6, 9178547.0, steps=300)
+    screen = open_screen(run, width=1280)
+    assert screen.page.evaluate(OVERLAPS) == []
+    values = [tile.inner_text() for tile in screen.page.locator(".kit-value").all()]
+    assert values[0] == "9.179e+6" and "not finite" in values
+
+
+WRITTEN = """() => { const write = CanvasRenderingContext2D.prototype.fillText; window.written = [];
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+    const { actualBoundingBoxLeft: left, actualBoundingBoxRight: right } = this.measureText(text);
+    const hosts = [...document.querySelectorAll('.kit-plot canvas')];
+    window.written.push({ text, left: x - left, right: x + right, y, width: this.canvas.width, pane: hosts.indexOf(this.canvas) });
+    write.call(this, text, x, y); }; }"""  # noqa: E501
+
+
+def test_texts_in_charts_are_not_cut_at_the_edge(open_screen, tmp_path):
+    """Attempt 2 begins near the right edge of the charts."""
+    run = recorded_run(tmp_path / "run", steps=900, second_attempt_at=870)
+    screen = open_screen(run, width=1280, before=f"({WRITTEN})()")
+    screen.refresh()
+    labels = [each for each in screen.page.evaluate("written") if each["text"] == "attempt 2"]
+    assert {label["pane"] for label in labels} >= {0, 1}
+    # uPlot leaves 22 pixels right of each chart. The first drawing, without data, has no attempts.
+    seen = [label for label in labels if label["left"] < label["width"]]
+    cut = [label for label in seen if label["left"] < 0 or label["right"] > label["width"] - 22]
+    assert seen
+    assert not cut
+
+
+def test_tables_keep_their_width_beside_long_texts(browser):
+    page = browser.new_page(viewport={"width": 1000, "height": 900})
+    names = ("run", "state", "step", "loss", "MFU", "attempt", "recompute", "warmup steps")
+    row = {name: "4.0504" for name in names}
+    reason = "rank 0 ended with code 78: RunError: stopped at step 160: the gradient norm is inf. "
+    caption = "70% of the run's device-hours count; shares are of all time"
+    style = "<style>table {table-layout: fixed} td, th {padding: 0.5em; max-width: none}</style>"
+    tables = (Table([row | {f"setting {i}": "none" for i in range(7)} | {"reason": 3 * reason}]),)
+    tables += (Table([{"part": "waiting", "share": "1%"}], caption),)
+    page.set_content(style + "".join(table._repr_html_() for table in tables))
+    heights = page.evaluate(
+        "() => [...document.querySelectorAll('tr, caption')].map(e => e.clientHeight)"
+    )  # noqa: E501
+    assert heights[1] < 320, "a row of a dozen lines"
+    assert heights[2] < 25, "a caption in one line"
+    page.close()
 
 
 CHANGE_THEME = """async () => { const view = document.getElementById('view');

@@ -42,6 +42,7 @@ def test_panel_follows_refuses_writes_and_leaves_a_still(browser, lab):
     give("7")
     refused = "Impossible: devices: 128 is no multiple"
     notebook.until(lambda: refused in notebook.text("[role=alert]"))
+    assert not still.is_visible(), "the saved picture is of another layout"
     give("4")
     notebook.until(lambda: picture.count() == 1 and picture.get_attribute("alt") == before)
 

@@ -61,6 +61,7 @@ def estimated(plan: Plan) -> float:
 def test_as_expected(tmp_path, plan):
     found = pace(recorded(tmp_path / "run", plan, estimated(plan)))
     assert found.low_s < found.took_s < found.high_s and found.verdict.startswith("as expected")
+    assert f"{found.took_s:.3g} s (median of {found.took_steps} steps)" in found.verdict
     assert found.parts_s == {}, "of metrics that do not tell"
     assert "calibrated on" in found.verdict and found.slow_part is None
     assert sum(found.terms_s.values()) == pytest.approx(found.expected_s, rel=1e-6)
@@ -141,6 +142,14 @@ def test_views_ask_without_being_held_up_and_are_told_why_there_is_no_answer(tmp
     assert verdict.startswith("no estimate: ") and "plan.attempt_01.json" in verdict
     assert not verdict.endswith("."), "a view adds its own full stop"
     assert outlook.facts["band"] is None
+
+
+def test_verdict_without_estimate_ends_with_a_sentence(tmp_path):
+    """The error of a site without numbers continues with an example on further lines."""
+    rows = [row(step) for step in range(1, 31)]
+    run = made(tmp_path / "run", rows, Plan(global_batch_size=32), site="generic-gpu-slurm")
+    verdict = compare(run, run.metrics())["verdict"]
+    assert verdict.startswith("no estimate: ") and verdict.endswith("`kit bench --out FILE.toml`)")
 
 
 def test_a_new_attempt_is_not_judged_by_the_steps_of_the_one_before(tmp_path):

@@ -100,7 +100,7 @@ def test_figure_and_its_table(run):
     speed = figure.axes[1]
     labels = [text.get_text() for text in speed.texts]
     assert any("1 device" in label for label in labels) and any("DP2" in label for label in labels)
-    assert speed.get_title(loc="left") == "MFU, % of peak (fp32)\nline: median"
+    assert speed.get_title(loc="left") == "MFU, % of peak (fp32)\nline: attempt's median"
 
 
 def test_figure_keeps_the_curve_after_a_lost_step_and_marks_it(run):

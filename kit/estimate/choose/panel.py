@@ -300,19 +300,17 @@ class Panel:
     def update(self) -> None:
         """Draws what the controls say, or says why that is impossible."""
         self.text.value, self.plan = "", None
+        # The live panel hides its saved picture, whatever it says itself.
+        style = f"<style>{DARK_PAGE}.{self._still} {{display: none !important}}</style>"
         try:
             found = self.estimate()
         except ConfigError as error:
-            self.view.value = (
-                f"<div class='kit-panel' role='alert'>⚠ Impossible: {html.escape(str(error))}</div>"
-            )
+            text = f"⚠ Impossible: {html.escape(str(error))}"
+            self.view.value = f"<div class='kit-panel' role='alert'>{style}{text}</div>"
             return
-        style = f"{DARK_PAGE}.{self._still} {{display: none !important}}"
+        self.plan = found.plan
         image = _image(found.to_png(), alt="; ".join(found.texts.values()))
-        self.plan, self.view.value = (
-            found.plan,
-            f"<div class='kit-panel'><style>{style}</style>{image}</div>",
-        )
+        self.view.value = f"<div class='kit-panel'>{style}{image}</div>"
 
     def write(self) -> None:
         """Writes the layout as Python below the controls."""

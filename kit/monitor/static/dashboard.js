@@ -3,11 +3,11 @@
 
 // name, title, colours (light, dark), format, whether the "log y" button applies
 const PANES = [
-  ["loss", "Loss, nats per token", "#0072B2", "#56B4E9", (v) => v.toFixed(3), true],
+  ["loss", "Loss, nats per token", "#0072B2", "#56B4E9", loss, true],
   ["mfu", "MFU, % of peak", "#007A5A", "#2BCB9A", (v) => (100 * v).toFixed(1) + " %", false],
   ["tokens_per_s", "Tokens per second", "#9A4A78", "#E08FC0", short, false],
-  ["grad_norm", "Gradient norm", "#B34D00", "#FF9A52", (v) => v.toPrecision(3), true],
-  ["learning_rate", "Learning rate", "#0072B2", "#56B4E9", (v) => v.toExponential(2), false],
+  ["grad_norm", "Gradient norm", "#B34D00", "#FF9A52", norm, true],
+  ["learning_rate", "Learning rate", "#0072B2", "#56B4E9", rate, false],
   ["memory_bytes", "Memory of rank 0", "#007A5A", "#2BCB9A", bytes, false],
 ];
 const LARGE = 2; // the first panes are drawn larger
@@ -41,6 +41,12 @@ function make(tag, className, parent, text) {
 
 // A screen reader speaks a live region again whenever its text is set.
 function say(element, text) { if (element.textContent !== text) element.textContent = text; }
+
+// A number of the last step: a dash where it was never recorded.
+function numberOf(facts, key, format) {
+  if ((facts.not_finite || []).includes(key)) return "not finite";
+  return facts[key] == null ? "–" : format(facts[key]);
+}
 
 function isDark(element) {
   for (let e = element; e; e = e.parentElement) {
@@ -194,7 +200,7 @@ function render({ model, el }) {
     const lines = [row([placeOf(at), "each step", state.frame.smoothing ? "smoothed" : ""], "kit-hover-head")];
     PANES.forEach(([key, , , , format], i) => {
       const [, low, high, average, validation, ...others] = dataOf(i), known = (v) => (v == null ? "–" : format(v)), here = i === pane ? "kit-here" : "";
-      const raw = low[at] === high[at] ? known(low[at]) : `${known(low[at])} … ${known(high[at])}`;
+      const least = known(low[at]), most = known(high[at]), raw = least === most ? least : `${least} … ${most}`;
       const smoothed = state.frame.smoothing && !NOT_SMOOTHED.includes(key) ? known(average[at]) : "";
       lines.push(row([tileName(key), raw, smoothed], here));
       if (i) return;
@@ -283,20 +289,22 @@ function render({ model, el }) {
 
   // --- asking the kernel
   let busyTimer;
-  function expect(number) { // an answer; where none comes the kernel runs another cell, and the question waits its turn
+  function expect(number, isUsers = true) { // an answer; where none comes the kernel runs another cell, and the question waits its turn
     state.waiting = number;
+    state.isUsers ||= isUsers; // what the view asks by itself, its width, is not called a request
     clearTimeout(busyTimer);
     busyTimer = setTimeout(() => { state.frozen = true; showNotice(); }, BUSY_AFTER_MS);
   }
   function answered(number) {
     if (!state.waiting || !(number >= state.waiting)) return;
     state.waiting = 0;
+    state.isUsers = false;
     clearTimeout(busyTimer);
     if (state.frozen) { state.frozen = false; showNotice(); }
   }
-  function ask() {
+  function ask(isUsers = true) {
     const width = Math.round(hosts[0].plot.clientWidth * (window.devicePixelRatio || 1));
-    expect(send({ type: "view", ...view, width }));
+    expect(send({ type: "view", ...view, width }), isUsers);
     full.disabled = view.start == null;
   }
   function zoom(start, end) {
@@ -388,7 +396,10 @@ function render({ model, el }) {
       for (const { attempt, x } of frame.attempts.slice(1)) {
         const at = Math.round(u.valToPos(x, "x", true));
         rule(at, bbox.top, at, bbox.top + bbox.height, [2, 3]);
-        if (bbox.width > 300 * ratio) write("attempt " + attempt, at + 4 * ratio, bbox.top + 10 * ratio);
+        if (bbox.width <= 300 * ratio) continue;
+        const words = "attempt " + attempt, gap = 4 * ratio, width = ctx.measureText(words).width;
+        const isCut = at + gap + width > bbox.left + bbox.width;
+        write(words, isCut ? at - gap - width : at + gap, bbox.top + 10 * ratio);
       }
     if (key === "loss") {
       ctx.textAlign = "right";
@@ -417,7 +428,8 @@ function render({ model, el }) {
       for (const v of band) rule(left, at(v), right, at(v), [2, 3]);
       ctx.textAlign = "right";
       const words = bandInWords(key), fits = ctx.measureText(words).width < bbox.width;
-      write(fits ? words : "expected", right - 4 * ratio, Math.max(bottom - 5 * ratio, bbox.top + 12 * ratio));
+      const value = at(lastOf(u.data[3])), isNearBottom = bottom - value < value - top; // the words lie at the other edge
+      write(fits ? words : "expected", right - 4 * ratio, isNearBottom ? top + 24 * ratio : Math.max(bottom - 5 * ratio, bbox.top + 12 * ratio));
     }
     if (key === "mfu" && state.facts.step && state.facts.mfu == null && lastOf(u.data[3]) == null) {
       ctx.textAlign = "center";
@@ -504,7 +516,7 @@ function render({ model, el }) {
   function showTiles(f) {
     const put = (key, text, small, kind) => { tile[key].textContent = text; tile[key].small.textContent = small || ""; tile[key].kind.textContent = kind || ""; };
     const median = f.speed_steps ? `median of ${f.speed_steps} step${f.speed_steps > 1 ? "s" : ""}` : "", last = f.step ? "last step" : "";
-    put("loss", f.loss == null ? "–" : f.loss.toFixed(3), last);
+    put("loss", numberOf(f, "loss", loss), last);
     put("mfu", f.mfu == null ? "–" : (100 * f.mfu).toFixed(1) + " %", f.hfu == null ? f.why_no_mfu || "" : `HFU ${(100 * f.hfu).toFixed(1)} %`, f.mfu == null ? "" : median);
     put("speed", short(f.tokens_per_s), f.step_time_s == null ? "" : `${+f.step_time_s.toPrecision(3)} s per step`, median);
     put("step", whole(f.step), `of ${whole(f.num_steps)}`);
@@ -512,10 +524,10 @@ function render({ model, el }) {
     const spent = f.cost ? "$" + (f.cost.value < 100 ? f.cost.value.toFixed(2) : whole(f.cost.value)) : "";
     put("eta", f.eta_s == null ? "–" : duration(f.eta_s), spent && `${spent} so far`);
     tile.eta.box.title = f.cost ? `Cost: node hours x price per node hour, ${f.cost.note}` : "";
-    put("grad", f.grad_norm == null ? "–" : (+f.grad_norm.toPrecision(3)).toString(), last);
+    put("grad", numberOf(f, "grad_norm", norm), last);
     put("memory", f.memory_bytes == null ? "–" : bytes(f.memory_bytes), f.device_bytes ? `of ${bytes(f.device_bytes)}` : "", last);
     // Every chart but this one has its number in a tile.
-    hosts.find(({ key }) => key === "learning_rate").last.textContent = f.learning_rate == null ? "" : `last step ${f.learning_rate.toExponential(2)}`;
+    hosts.find(({ key }) => key === "learning_rate").last.textContent = f.learning_rate == null ? "" : `last step ${rate(f.learning_rate)}`;
   }
   let shownBand = "";
   function showOutlook(o) {
@@ -569,9 +581,8 @@ function render({ model, el }) {
       : knowsKernel ? `the kernel has sent nothing for ${since}. The picture continues by itself.`
       : `the kernel has sent nothing for ${since}. If it was restarted, run this cell again.`;
     if (state.frame.read < 1) return `reading the history: ${Math.round(100 * state.frame.read)} %`;
-    if (state.frozen) return isBusy()
-      ? "the kernel is busy with another cell. Your request is answered when that cell ends; the picture continues."
-      : "the kernel has not answered your request yet. If no cell runs, reload the page.";
+    if (state.frozen && !isBusy()) return `the kernel has not answered ${state.isUsers ? "your request" : "this view"} yet. If no cell runs, reload the page.`;
+    if (state.frozen && state.isUsers) return "the kernel is busy with another cell. Your request is answered when that cell ends; the picture continues.";
     if (!f.final && state.beat.looked_s_ago > OLD_AFTER_S) return `the state is ${duration(state.beat.looked_s_ago)} old: the file system or the scheduler does not answer.`;
     if (f.as_of) return `as of ${f.as_of} ago: not connected`;
     if (f.failure) return `view: ${f.failure}`;
@@ -670,7 +681,7 @@ function render({ model, el }) {
   const resize = () => {
     fit();
     const width = Math.round(hosts[0].plot.clientWidth * (window.devicePixelRatio || 1));
-    if (width && width !== asked) { asked = width; ask(); }
+    if (width && width !== asked) { asked = width; ask(false); }
   };
   let asked = 0;
   const sizes = new ResizeObserver(() => later(resize));

@@ -3,10 +3,15 @@
 function short(v) {
   if (v == null || !isFinite(v)) return "–";
   const a = Math.abs(v);
+  if (a >= 1e15) return v.toExponential(0);
   for (const [size, unit] of [[1e12, " T"], [1e9, " G"], [1e6, " M"], [1e3, " k"]])
     if (a >= size) return +(v / size).toPrecision(3) + unit;
   return String(+v.toPrecision(3));
 }
+// A loss: three decimals, or four digits where they would not fit into a tile.
+function loss(v) { return Math.abs(v) < 1e4 ? v.toFixed(3) : v.toExponential(3); }
+function rate(v) { return v === 0 ? "0" : v >= 0.1 && v < 1000 ? String(+v.toPrecision(3)) : v.toExponential(2); }
+function norm(v) { return Math.abs(v) < 1e6 ? String(+v.toPrecision(3)) : v.toExponential(2); }
 function bytes(v) { return v >= 2 ** 30 ? +(v / 2 ** 30).toPrecision(3) + " GiB" : +(v / 2 ** 20).toPrecision(3) + " MiB"; }
 function whole(v) { return v == null ? "–" : Math.round(v).toLocaleString("en"); }
 function duration(s) {
