@@ -218,10 +218,16 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
         return copy(*args, **kwargs)
 
     saver.stager._stage = late
+    wait_for_copies = saver.wait_for_copies
+
+    def wait() -> None:
+        threading.Timer(0.1, may_copy.set).start()
+        wait_for_copies()
+
+    saver.wait_for_copies = wait
     saver.save(facts(run.spec, 2))
     # Training goes on: a forward and a backward pass.
     saver.stall_s, weight = 0.0, engine.state["weight"]
-    threading.Timer(0.1, may_copy.set).start()
     weight.grad = torch.ones_like(weight)
     engine.optimizer.step()
     waited = may_copy.is_set() and bool((weight != 0).all())

@@ -198,7 +198,7 @@ FAKE = """#!/bin/sh
 echo "${{0##*/}} [$SLURM_CONF] $*" >> {calls}
 case "${{0##*/}} $1 $2" in
 squeue*) for word; do case $word in --format=*)
-    echo "${{word#--format=}}" | sed "s|%i|777|; s|%T|RUNNING|; s|%N|node1|; s|%r|None|; s|%Z|$(cat {place})|
+    echo "${{word#--format=}}" | sed "s|%[iF]|777|; s|%T|RUNNING|; s|%N|node1|; s|%r|None|; s|%Z|$(cat {place})|
         s|%o|$(cat {place})/submit.sh|; s|%j|run|; s|%u|$(id -un)|" ;; esac; done ;;
 scancel*) ;;
 *) echo "${{0##*/}}: refused" >&2; exit 1 ;;
