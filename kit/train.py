@@ -66,10 +66,15 @@ def _train(run: Run, attempt: int) -> None:
     gpu.prepare(log_path(run.directory, attempt, 0).parent)
     ranks = counted(int(os.environ.get("WORLD_SIZE", "1")), "rank")
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    _record_phase(run, attempt, f"rank 0 waits until all of {ranks} have joined at {place}")
-    device = start_process_group(run.plan.engine, run.site)
     # Set by `neuron_parallel_compile`, which compiles the graphs of the command that it runs.
-    if run.plan.engine == "neuron" and os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY"):
+    # That is no attempt of the run: it writes nothing into the run directory.
+    is_compiling = run.plan.engine == "neuron" and bool(
+        os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY")
+    )
+    if not is_compiling:
+        _record_phase(run, attempt, f"rank 0 waits until all of {ranks} have joined at {place}")
+    device = start_process_group(run.plan.engine, run.site)
+    if is_compiling:
         from kit.engines.neuron.engine import record_graphs
 
         print(record_graphs(run, device), flush=True)
