@@ -47,9 +47,12 @@ def test_no_import_puts_these_texts_together():
 
 
 def test_a_notebook_shows_the_meaning_of_a_row_to_who_points_at_it():
-    assert "<tr title='where it &lt;begins&gt;'><td>first</td>" in Small(first=1)._repr_html_()
+    cell = "<td style='text-align:left'>"
+    shown = Small(first=1)._repr_html_()
+    assert f"<tr title='where it &lt;begins&gt;'>{cell}first</td>" in shown
     shown = kit.Plan(pipeline_parallel=2)._repr_html_()
-    assert "<tr title='devices that share the stack of layers'><td>pipeline parallel</td>" in shown
+    title = "devices that share the stack of layers"
+    assert f"<tr title='{title}'>{cell}pipeline parallel</td>" in shown
 
 
 def test_a_mistyped_field_is_told_with_the_closest_name():

@@ -267,7 +267,7 @@ def generation_arguments(text: str) -> dict[str, Any]:
     if not found or not is_json and not all("=" in part for part in text.split(",")):
         raise ConfigError(
             f"gen_kwargs: {text!r} is not allowed. Give key=value,key=value, for example"
-            " max_gen_toks=64,temperature=0.8,do_sample=True, or a JSON object."
+            " max_gen_toks=64,temperature=0.8, or a JSON object."
         )
     return found
 

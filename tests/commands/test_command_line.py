@@ -86,7 +86,7 @@ def test_a_terminal_that_knows_only_ascii_is_told_everything(tmp_path) -> None:
     assert not blocks.isascii()
     assert blocks.encode("ascii", "backslashreplace").decode() in told.stdout
     assert told.stdout.endswith("ended with 0\nended with 1\n")
-    assert "nowhere is not a run directory" in told.stderr
+    assert "nowhere: no such folder" in told.stderr
 
 
 def test_doctor_finds_what_the_tests_use(tmp_path) -> None:
