@@ -281,8 +281,8 @@ def time_left_s(steps: Metrics | Columns, num_steps: int) -> float | None:
     is_other = ~(pauses["validation"] | pauses["save"])
     pauses["other"] = is_other & (gaps_s > step_s)
     is_short = is_other & (gaps_s <= step_s)
-    if is_short.any():
-        step_s += float(gaps_s[is_short][-RECENT_STEPS:].mean())
+    if len(gaps_s):
+        step_s += float(np.where(is_short, gaps_s, 0.0)[-RECENT_STEPS:].mean())
     for is_pause in pauses.values():
         step_s += _pause_s_per_step(gaps_s, np.flatnonzero(is_pause))
     return max(0, num_steps - int(steps["step"][-1])) * step_s
