@@ -37,13 +37,13 @@ USELESS_TO_RETRY = os.EX_CONFIG
 """Exit code of a rank whose failure would come again: wrong input, a full disk."""
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 MESSAGE_MARK = "kit: "
-"""Begins each line in which a script of the kit says why it ends."""
+"""Beginning of each line in which a script of the kit prints why it ends."""
 SUPERVISOR_LINE = re.compile(r"attempt \d+ of .* in job \S+ on ")
-"""What the supervisor of a Slurm job prints first in each attempt."""
+"""First line that the supervisor of a Slurm job prints in each attempt."""
 SLURM_REMARK = re.compile(r"(srun|slurmstepd\S*): ")
-"""A line of Slurm itself, which tells less than what the job printed before."""
+"""Beginning of a line of Slurm itself. The output of the job before it is the better reason."""
 EMPTY_REMARK = re.compile(r'Try "\S+ --help"|srun: (launch/\S+|Terminating|Job step aborted|Force)')
-"""A line that follows the error of srun and tells nothing more."""
+"""A line without a reason, which srun prints after its error."""
 ERROR_WORDS = re.compile(
     r"error|not ?found|no such|denied|cannot|can't|could not|unable|unknown|invalid|fail", re.I
 )

@@ -1,8 +1,8 @@
-"""What a job asks of its scheduler for each node: devices, CPUs and memory.
+"""The devices, CPUs and memory per node that a job requests from its scheduler.
 
 A site file need not repeat under `[slurm]` or `[kubernetes]` what `devices_per_node` and `device`
-already say. What is missing there is derived here, from the ranks of the job, and listed, so that a
-script never asks for a node without its GPUs. Standard library only.
+already give. This module derives the missing values from the ranks of the job and lists them. So no
+script requests a node without its GPUs. Standard library only.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ NEURON_DEVICE = "aws.amazon.com/neuron"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmRequest:
-    """What one job asks of Slurm for its nodes."""
+    """The resources that one job requests from Slurm."""
 
     table: Slurm
     """The site's `[slurm]` table with the job's values in `gpus_per_node`, `cpus_per_task` and
@@ -46,7 +46,7 @@ class SlurmRequest:
     counts_cpus: bool
     """Whether the batch script divides the CPUs of a node by its tasks."""
     derived: tuple[str, ...]
-    """What the site file does not say and the job asks for, one line each."""
+    """Requested values that the site file does not give, one line each."""
 
 
 def slurm_request(job: JobSpec, site: Site) -> SlurmRequest:

@@ -25,7 +25,7 @@ class Shadow:
         self.name = name
         self.folder = folder
         self.cause = cause
-        """What the folder is, or which setting puts it first."""
+        """Reason why the folder comes first, such as "set by PYTHONPATH"."""
         self.advice = advice
 
 

@@ -1,9 +1,8 @@
-"""What a job does now: the run directory, the process that answers for it, and the scheduler,
-brought together.
+"""The present state of a job, from its run directory, its process and its scheduler.
 
-The chain, each link only where those before are silent: exit.json of this attempt; the process, on
-this host; the scheduler (squeue, scontrol, sacct); the last heartbeat, whose age is judged by
-`cluster.liveness`. Standard library only.
+The sources in order, each asked only where those before it give no answer: exit.json of this
+attempt; the process, on this host; the scheduler (squeue, scontrol, sacct); the last heartbeat,
+whose age `cluster.liveness` judges. Standard library only.
 """
 
 import dataclasses

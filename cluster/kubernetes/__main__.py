@@ -1,4 +1,6 @@
-"""What the pods of a job note in the run directory. Standard library only.
+"""Commands by which the pods of a job write its progress into the run directory.
+
+Standard library only.
 
 python -m cluster.kubernetes begin RUN_DIR NAMESPACE JOB
     the first pod starts an attempt and prints its number

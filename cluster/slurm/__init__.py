@@ -52,7 +52,7 @@ GRES_ADVICE = (
     ' [slurm] in the site file, gpus_per_node = "TYPE:8" asks for a type of GPU, and'
     ' sbatch_options = ["--gres=gpu:TYPE:8"] serves a cluster without --gpus-per-node.'
 )
-"""What to do about a request for nodes that Slurm refuses."""
+"""Advice for a request for nodes that Slurm refuses."""
 SUBMIT_TIMEOUT_S = 120.0
 """A busy controller takes its time, and what it has not answered it may do all the same."""
 

@@ -153,7 +153,7 @@ class NodeType:
 
     @property
     def what(self) -> str:
-        """What a node has, in a few words."""
+        """Devices of one node, in a few words: `8 x h100`."""
         if self.gpu:
             return f"{self.gpu.count} x {self.gpu.kind or 'GPU'}"
         if self.trainium:

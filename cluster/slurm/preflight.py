@@ -1,5 +1,5 @@
-"""What can be known to fail is refused before it costs anything: before submission, and as a job's
-first second.
+"""Refuses jobs that would fail, before they cost anything: before submission, and in the first
+second of a job.
 
 `check` looks from the login node at what is free and quick: paths, free space, limits of site and
 partition. `check_nodes` runs inside the allocation. Every node must see the same run directory: a

@@ -1,4 +1,4 @@
-"""What a waiting Slurm job waits for, and what its user can do about it.
+"""Meanings of the reasons for which a Slurm job waits, with what its user can do.
 
 Slurm has more than 200 reasons. Nearly all limits are named by one scheme, so the families below
 are patterns over the names. The first family that matches holds.

@@ -36,7 +36,7 @@ class Asked:
     unsaid: dict[str, Any]
     """Fields of the plan that nobody has given, and what they are on GPUs."""
     notes: tuple[str, ...] = ()
-    """What of it does not belong together, one sentence each."""
+    """Settings that do not fit each other, one sentence each."""
 
 
 def ask_for(

@@ -1,4 +1,4 @@
-"""A log that is read by no format: what it is, and a pattern for it that was tried on it."""
+"""Advice for a log that no format reads: what the file is, and a pattern that was tried on it."""
 
 import datetime
 import re
@@ -8,12 +8,13 @@ from pathlib import Path
 
 from cluster.files import opened
 from kit.convert.other_trainers import FORMATS
+from kit.data.detect import MAGIC
 from kit.errors import DataError
 from kit.foreign.formats import Format, number, pattern_format
 from kit.foreign.logs import Parser
 
 LOOKED_AT = 20_000
-"""Lines of a log that are searched for a step and a loss."""
+"""Number of lines of a log that are searched for a step and a loss."""
 STEP = re.compile(
     r"(?i)(?<![a-z])((?:global[_ ]?)?steps?|iter(?:ation)?s?|it|batch|update)"
     r"([\"']?\s{0,4}[:=\[#]?\s{0,4})(\d[\d,]*)(?![\d.eE])"
@@ -35,10 +36,7 @@ KINDS = (
     (b"PK\x03\x04", "a zip archive, as torch.save writes it: a checkpoint, not a log"),
     (b"\x80", "a pickle: a checkpoint, not a log"),
     (b"\x89HDF", "an HDF5 file, not a log"),
-    (b"\x1f\x8b", "compressed by gzip. Unpack it: gunzip --keep FILE"),
-    (b"\x28\xb5\x2f\xfd", "compressed by zstd. Unpack it: zstd -d FILE"),
-    (b"BZh", "compressed by bzip2. Unpack it: bunzip2 --keep FILE"),
-    (b"\xfd7zXZ", "compressed by xz. Unpack it: unxz --keep FILE"),
+    *((magic, f"compressed by {name}. Unpack it") for magic, name in MAGIC),
 )
 """First bytes of files that are no log, and what they are."""
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".distcp", ".safetensors")
