@@ -28,9 +28,14 @@ MOST_WORDS = 2
 LONG_TEXT = 60
 """Characters of a cell from which its column gets a least width. Without it, a page narrows the
 column to its longest word and the row grows to dozens of lines."""
-LEAST_WIDTH = "26ch"
-CAPTION = "<div style='width:0'><div style='width:max-content;max-width:70ch'>{}</div></div>"
-"""A caption that may be wider than its table and does not widen it."""
+LEAST_WIDTH = "16em"
+CAPTION = "<div style='width:0'><div style='{}'>{}</div></div>"
+"""A caption that may be wider than its table and does not widen it.
+
+JupyterLab removes the unit `ch` and the value `max-content` from the styles of a notebook that it
+does not trust. With `width:0` alone, each word of the caption would be a line."""
+LONG_CAPTION = 70
+"""Characters of a caption from which it is broken into lines."""
 
 
 class Table(TextTable):
@@ -65,7 +70,8 @@ class Table(TextTable):
             if max(map(len, column)) >= LONG_TEXT:
                 styles[number] = f"min-width:{LEAST_WIDTH};{styles[number]}"
         body = "".join(f"<tr>{_html_cells('td', cells, styles)}</tr>" for cells in rows)
-        title = CAPTION.format(html.escape(self.title))
+        width = "width:44em" if len(self.title) > LONG_CAPTION else "white-space:nowrap"
+        title = CAPTION.format(width, html.escape(self.title))
         caption = f"<caption style='text-align:left'>{title}</caption>"
         head = f"<thead><tr>{_html_cells('th', self.columns, styles)}</tr></thead>"
         table = f"<table>{caption if self.title else ''}{head}<tbody>{body}</tbody></table>"

@@ -18,11 +18,14 @@ DPI = 120
 THEMES = """<style>
 .kit-figure > img { max-width: 100%; height: auto; }
 :is([data-jp-theme-light=false], .vscode-dark) .kit-figure > img.kit-light { display: none; }
-:is([data-jp-theme-light=false], .vscode-dark) .kit-figure > img.kit-dark { display: inline; }
+:is([data-jp-theme-light=false], .vscode-dark) .kit-figure > img.kit-dark {
+  display: inline !important;
+}
 </style>"""
 """Style sheet by which JupyterLab and VS Code show the drawing of their theme. It holds for the
 whole page, so each of its selectors names the figure. A page that strips style sheets shows the
-light drawing, on its own ground."""
+light drawing, on its own ground. JupyterLab strips style sheets and the attribute `hidden` from the
+outputs of a notebook that it does not trust, and keeps `display:none`."""
 
 
 class ThemedFigure(Figure):
@@ -74,7 +77,10 @@ class ThemedFigure(Figure):
             f" alt='{html.escape(words, quote=True)}'"
         )
         light = f"<img class='kit-light' {size} src='{_as_address(self.to_svg())}'>"
-        dark = f"<img class='kit-dark' hidden {size} src='{_as_address(self.to_svg(dark=True))}'>"
+        dark = (
+            f"<img class='kit-dark' hidden style='display:none' {size}"
+            f" src='{_as_address(self.to_svg(dark=True))}'>"
+        )
         return (
             f"{THEMES}<div"
             f" class='kit-figure'>{light}{dark}{notes_html(self.notes, self.left_out)}</div>"
