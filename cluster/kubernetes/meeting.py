@@ -35,7 +35,7 @@ def host(
     start = StartWatch(run_dir, attempt)
     deadline = time.monotonic() + limit_s
     others = dict[int, socket.socket]()
-    with contextlib.ExitStack() as until_the_end, socket.create_server(("", place[1])) as listening:
+    with contextlib.ExitStack() as until_the_end, _listening(place[1]) as listening:
         listening.settimeout(EVERY_S)
         while missing := [index for index in range(1, num_pods) if index not in others]:
             waits_for = f"waiting for {_pods(missing)} of {num_pods} at {place[0]}:{place[1]}"
@@ -83,6 +83,13 @@ def join(place: tuple[str, int], index: int, limit_s: float = LIMIT_S) -> str | 
         f"{who} could not meet the other pods at {place[0]}:{place[1]} within {limit_s:g} s"
         f" ({why}). Check the headless Service, the cluster's DNS and its network policies"
     )
+
+
+def _listening(port: int) -> socket.socket:
+    """Returns a socket that listens at a port, for IPv4 and, if this machine has it, for IPv6."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def _pods(indices: list[int]) -> str:
