@@ -145,8 +145,13 @@ def run_command(
 
 
 def _end_of(text: str, length: int) -> str:
-    """Returns a text as it is, or the last words of it: banners come first, the reason last."""
-    return text if len(text) <= length else f"… {text[-length:].partition(' ')[2]}"
+    """Returns a text of at most `length` characters as it is, and the end of a longer text: banners
+    come first, the reason last.
+    """
+    if len(text) <= length:
+        return text
+    end = text[-length:]
+    return f"… {end.partition(' ')[2] or end}"
 
 
 POLLER = Poller()
