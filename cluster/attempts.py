@@ -33,8 +33,8 @@ from cluster.state import (
 from cluster.status import is_alive, read_status, watch_silent
 
 FOLLOWS = "KIT_FOLLOWS"
-"""Names the job and the attempt that have submitted this job in their place: it owns the directory
-after them."""
+"""Environment variable with value `JOB/ATTEMPT`: the job and attempt that this job replaces, and
+whose run directory it takes over."""
 Files = Mapping[str, str | None]
 """Texts by the name of their file in the run directory; None: the file is to go."""
 
@@ -50,7 +50,7 @@ def claim_attempt(run_dir: Path) -> int:
         JobError: a job is live in this directory.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    # Before the lock, without which a living job writes no heartbeat.
+    # Before the lock is taken, since a running job needs the lock to write its heartbeat.
     watch_silent([run_dir])
     with locked(run_dir):
         refuse_live(run_dir)
@@ -219,10 +219,10 @@ def _put_back(run_dir: Path, before: dict[Path, bytes], written: list[Path], att
 
 
 def _begin(run_dir: Path, **fields: Any) -> int:
-    """Begins the next attempt with these fields of `RunState`, and returns its number.
+    """Begins the next attempt with `fields` of `RunState`, and returns the number of the attempt.
 
     Raises:
-        JobError: as `refuse_planted_links`.
+        JobError: another user has put a link in place of a folder of the run.
     """
     refuse_planted_links(run_dir)
     begun = RunState(attempt=last_attempt(run_dir) + 1, **fields)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 LEFT = "style='text-align:left'"
-"""Attribute of a cell of text. JupyterLab's own style aligns every cell at the right."""
+"""HTML attribute that aligns a table cell at the left. JupyterLab aligns cells at the right."""
 
 
 class WithFields:
@@ -46,8 +46,8 @@ def _told(field: dataclasses.Field) -> str:
 
 
 def html_table(title: str, rows: Iterable[tuple[Any, Any]], record: type | None = None) -> str:
-    """Returns a small two-column HTML table, flush left. All text is escaped. A row that is named
-    as a field of `record` shows the field's meaning under the pointer.
+    """Returns an HTML table with two columns, aligned at the left. All text is escaped. A row with
+    the name of a field of `record` has the documentation of the field as its tooltip.
     """
     meanings = {
         field.name: f" title='{html.escape(field.metadata.get('doc', ''))}'"

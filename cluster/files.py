@@ -39,10 +39,11 @@ def opened(file: Path, *, follows: bool = False) -> io.BufferedReader:
 
 
 def file_size(file: Path, *, follows: bool = False) -> int:
-    """Returns the bytes of a file without opening it; `follows` takes a link too.
+    """Returns the size of a file in bytes, without opening the file. With `follows`, the file may
+    be a symbolic link.
 
     Raises:
-        OSError: as `opened`.
+        OSError: the file is missing, or is a link, a folder, a pipe or a device.
     """
     about = os.stat(file, follow_symlinks=follows)
     if not stat.S_ISREG(about.st_mode):
@@ -66,11 +67,12 @@ def read_small(file: Path) -> bytes:
 
 
 def appending(file: Path, *, mode: int = 0o666) -> io.FileIO:
-    """Returns an unbuffered stream that appends to a file, which is made if need be, with `mode` as
-    far as the umask allows.
+    """Returns an unbuffered stream that appends to a file. A missing file is created with the
+    permissions `mode`, less those that the umask removes.
 
     Raises:
-        OSError: as `opened`, or the file has other names, under which it may be anybody's.
+        OSError: the file is a link, a pipe or a device, or has further hard links, which may be in
+            folders of other users.
     """
     handle = _regular(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, mode)
     if os.fstat(handle).st_nlink > 1:
@@ -82,16 +84,16 @@ def appending(file: Path, *, mode: int = 0o666) -> io.FileIO:
 
 
 def lock_file(file: Path) -> io.FileIO:
-    """Returns an open file to lock, made if need be, that only its owner can open.
+    """Opens a file that serves as a lock, and returns it. Creates the file if it is missing.
 
-    A user who could open it for reading could hold its lock, and so delay or refuse the owner's
-    work.
+    Only the owner has permissions for the file. A user who can open a file can hold its lock, and
+    would thereby delay or block the owner's work.
 
     Raises:
         OSError: as `appending`.
     """
     stream = appending(file, mode=0o600)
-    with contextlib.suppress(OSError):  # An older version made it readable for others.
+    with contextlib.suppress(OSError):  # Older versions of the kit made it readable for others.
         if stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & 0o077:
             os.fchmod(stream.fileno(), 0o600)
     return stream
@@ -228,7 +230,7 @@ def other_owner(folder: Path) -> str | None:
 
 
 def user_name(number: int) -> str:
-    """Returns the name of a user, or 'user NUMBER' if the system does not know the number."""
+    """Returns the login name of a user id, or 'user NUMBER' if the system has no name for it."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:
@@ -236,10 +238,11 @@ def user_name(number: int) -> str:
 
 
 def other_writers(folder: Path) -> str | None:
-    """Returns in words which other users may write in a folder by its modes, or None if none may.
+    """Returns a description of the other users who have write permission for a folder, such as
+    'all users' or 'group NAME'. Returns None if only the owner has it.
 
-    A group that has the name of the owner, as many systems make one for each user, does not count
-    unless it has members.
+    Many systems give each user a group of the same name. Such a group counts only if it has members
+    other than the owner.
     """
     about = folder.stat()
     if about.st_mode & stat.S_IWOTH:

@@ -1,5 +1,5 @@
-"""Command lines that start Python. Every Python that `kit` or `cluster` starts gets its command
-from here.
+"""Command lines that start Python. All Python processes of `kit` and `cluster` are started by
+commands of this module.
 
 `python -m MODULE` and `python -c CODE` put the working directory first on `sys.path`. A user's file
 there that is named like a module (`token.py`, `random.py`, `torch.py`) then ends the process, or
@@ -12,13 +12,15 @@ import sys
 from pathlib import Path
 
 PACKAGE_ROOT = Path(__file__).parents[1]
+"""Folder that contains the packages `kit` and `cluster`."""
 CONTAINER_PYTHON = "python3"
-"""Python of a container. Images have it on PATH more often than `python`."""
+"""Command that starts Python in a container. More images have it on PATH than `python`."""
 
 
 def module_command(module: str, *words: str) -> tuple[str, ...]:
-    """Returns `PYTHON -P -m MODULE WORDS...`: the form for records, which is right on every machine
-    where the kit is installed. `from_source` makes it independent of an installation.
+    """Returns `PYTHON -P -m MODULE WORDS...`. Records contain commands in this form, which works on
+    every machine where the kit is installed. `from_source` returns a command that needs no
+    installation.
     """
     return (sys.executable, "-P", "-m", module, *words)
 
@@ -42,7 +44,9 @@ def from_source(command: tuple[str, ...], source: Path | str = PACKAGE_ROOT) -> 
 def source_command(
     module: str, *words: str, python: str = sys.executable, source: Path | str = PACKAGE_ROOT
 ) -> tuple[str, ...]:
-    """Returns the command that runs a module of a source tree with a Python."""
+    """Returns `PYTHON -P SOURCE/cluster/start.py MODULE WORDS...`, which runs a module of a source
+    tree.
+    """
     return (python, "-P", f"{source}/cluster/start.py", module, *words)
 
 

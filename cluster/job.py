@@ -87,8 +87,8 @@ class JobSpec(Record):
     num_processes: int = field_doc("ranks over all nodes: one per device")
     num_nodes: int = field_doc("nodes they are spread over", default=1)
     forks: bool = field_doc(
-        "argv is `python -P -m MODULE ...`, which ranks of this machine may import once and be"
-        " forked",
+        "whether argv is `python -P -m MODULE ...` and the ranks of this machine may be forked from"
+        " one process that has imported MODULE",
         default=False,
     )
     environment: dict[str, str] = field_doc(
@@ -153,10 +153,10 @@ class JobSpec(Record):
 
 
 def _text_of(file: Path) -> str:
-    """Returns what a log holds, or an empty text if there is none.
+    """Returns the text of a log, or an empty text if the log is missing.
 
     Raises:
-        JobError: it is no file that can be read.
+        JobError: the log cannot be read.
     """
     try:
         with opened(file, follows=True) as stream:
@@ -215,11 +215,13 @@ class Job:
         return events
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
-        """Returns everything a rank has printed in an attempt (default: the newest); empty before
-        its first output. If the attempt has ended without any, returns the text of `find_logs`.
+        """Returns everything that a rank has printed in an attempt, by default the newest attempt.
+
+        The text is empty before the first output. If the job has ended and the rank has printed
+        nothing, returns the text of `find_logs`.
 
         Raises:
-            JobError: no such rank or attempt, or the log is no file that can be read.
+            JobError: the rank or the attempt does not exist, or the log cannot be read.
         """
         text = _text_of(self._log(rank, attempt))
         if not text and self.status().state.is_final:
@@ -227,8 +229,9 @@ class Job:
         return text
 
     def find_logs(self, rank: int = 0, attempt: int | None = None) -> tuple[str, str]:
-        """Returns (where it was found, what a rank has printed). If the rank has printed nothing,
-        the text is what the batch script, the supervisor or the pods have printed.
+        """Returns (source, text): all that a rank has printed, and the file or command that it is
+        from. If the rank has printed nothing, the text is the output of the batch script, the
+        supervisor or the pods.
 
         Raises:
             JobError: as `logs`.

@@ -14,17 +14,20 @@ from cluster.outcome import START_BEAT_S
 from cluster.state import JobState, RunState, read_state
 
 WATCH_S = 5.0
-"""Seconds for which a heartbeat that looks old is watched, at least. Runs write one every second,
-or every step if steps take longer."""
+"""Minimum time, in seconds, for which a heartbeat that looks old is watched. Runs write a heartbeat
+every second, or every step if steps take longer."""
 WATCH_STEPS = 3.0
-"""Steps for which it is watched, at least, up to MAX_WATCH_S."""
+"""Minimum time, in steps of the run, for which a heartbeat that looks old is watched."""
 MAX_WATCH_S = 30.0
+"""Upper limit, in seconds, of the time that WATCH_STEPS gives."""
 WATCH_BEATS = 2.5
-"""Heartbeats of a supervisor before the first step for which it is watched, at least."""
+"""Minimum time before the first step for which a heartbeat that looks old is watched, in intervals
+of the supervisor's heartbeats (START_BEAT_S)."""
 LOOK_EVERY_S = 0.2
+"""Seconds between two readings of a heartbeat that is watched."""
 MAX_SKEW_S = 86400.0
-"""Difference between two clocks in seconds that is thought possible. An older heartbeat is old by
-any clock."""
+"""Largest difference between two clocks that is assumed possible, in seconds. A heartbeat that
+looks older is old by any clock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +35,14 @@ class _Sighting:
     """A heartbeat as this process knows it. All times are of this process's monotonic clock."""
 
     heartbeat: tuple[int, float | None]
-    """Attempt, and unix time by the clock of the writer."""
+    """Attempt, and Unix time by the clock of the machine that wrote it."""
     found_at: float
     """Time of the first look that found this heartbeat."""
     looked_at: float
     """Time of the last look."""
     newer_than: float | None
-    """Time of the last look that found the heartbeat before. None if there was no such look."""
+    """Time of the last look that still found the previous heartbeat. None if there was no such
+    look."""
 
 
 _sightings: dict[Path, _Sighting] = {}
@@ -46,7 +50,7 @@ _lock = threading.Lock()
 
 
 def see(run_dir: Path, state: RunState) -> _Sighting:
-    """Notes the heartbeat of a run and returns since when this process knows it."""
+    """Records the heartbeat of a run, and returns when this process has found and last seen it."""
     heartbeat = (state.attempt, state.heartbeat)
     now = time.monotonic()
     with _lock:
@@ -62,8 +66,8 @@ def see(run_dir: Path, state: RunState) -> _Sighting:
 
 
 def has_changed_since(run_dir: Path, state: RunState, moment: float) -> bool:
-    """Returns whether this process has found a new heartbeat after a moment of its monotonic
-    clock.
+    """Returns whether this process has found a new heartbeat after `moment`, a time of its
+    monotonic clock.
     """
     sighting = see(run_dir, state)
     return sighting.newer_than is not None and sighting.found_at > moment
@@ -72,8 +76,9 @@ def has_changed_since(run_dir: Path, state: RunState, moment: float) -> bool:
 def heartbeat_age_s(run_dir: Path, state: RunState, limit_s: float) -> float | None:
     """Returns the seconds since the last heartbeat, None if there is none.
 
-    More than `limit_s` is returned only if the heartbeat is old whatever the clocks say: it did not
-    change while this process watched it for long enough. `watch` does that.
+    Returns more than `limit_s` only if the heartbeat is old whatever the clocks say: it did not
+    change while this process watched it for long enough, as `watch` does, or it looks older than
+    MAX_SKEW_S.
     """
     if state.heartbeat is None:
         return None
@@ -85,8 +90,8 @@ def heartbeat_age_s(run_dir: Path, state: RunState, limit_s: float) -> float | N
 
 
 def _is_tracked(sighting: _Sighting, limit_s: float) -> bool:
-    """Returns whether this process knows by its own clock when the heartbeat was written: it looked
-    shortly before it found the heartbeat.
+    """Returns whether this process knows by its own clock when the heartbeat was written. It does
+    if at most `limit_s` before it found the heartbeat it had still seen the previous one.
     """
     before = sighting.newer_than
     return before is not None and sighting.found_at - before <= limit_s

@@ -41,12 +41,13 @@ MESSAGE_MARK = "kit: "
 SUPERVISOR_LINE = re.compile(r"attempt \d+ of .* in job \S+ on ")
 """First line that the supervisor of a Slurm job prints in each attempt."""
 SLURM_REMARK = re.compile(r"(srun|slurmstepd\S*): ")
-"""Beginning of a line of Slurm itself. The output of the job before it is the better reason."""
+"""Beginning of a line that Slurm itself prints. Earlier output of the job explains more."""
 EMPTY_REMARK = re.compile(r'Try "\S+ --help"|srun: (launch/\S+|Terminating|Job step aborted|Force)')
-"""A line without a reason, which srun prints after its error."""
+"""Beginning of a line that srun prints after its error and that contains no reason."""
 ERROR_WORDS = re.compile(
     r"error|not ?found|no such|denied|cannot|can't|could not|unable|unknown|invalid|fail", re.I
 )
+"""Words by which a line counts as an error message."""
 CAUSE_LINES = 15
 """Lines before a message of the kit's script in which the error of the failing command is sought.
 Lmod prints about ten after its error."""
@@ -56,8 +57,10 @@ UNRECORDED_END = re.compile(r"the end of attempt (\d+) \((.*)\) could not be rec
 """Line of a supervisor's log: number of an attempt whose end it could not record, and the reason of
 that end."""
 RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
-"""Seconds between the tries of `retry_disk`: two minutes, as a metadata server takes to restart."""
+"""Seconds between the calls in `retry_disk`. Their sum is two minutes, in which a metadata server
+of a file system can restart."""
 END_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+"""Signals that end a supervisor."""
 LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
 
 
@@ -126,10 +129,11 @@ class AttemptOutcome:
 
 
 class StartWatch:
-    """Writes, until the first step of an attempt, for how long its ranks have been starting.
+    """Writes heartbeats of an attempt until its first step, and for how many seconds the reason in
+    state.json has been the same.
 
-    Its owner calls `beat` again and again. The seconds are counted by the clock of this process, so
-    that readers compare no clocks.
+    The supervisor calls `beat` in its loop. The seconds are counted by the clock of this process,
+    so readers need not compare two clocks.
     """
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
@@ -151,7 +155,7 @@ class StartWatch:
         if self.is_over or now < self.due:
             return
         self.due = now + START_BEAT_S
-        # A file system in trouble is no reason to end.
+        # An error of the file system must not end the job.
         with contextlib.suppress(OSError):
             state = read_state(self.run_dir)
             if state is None:
@@ -180,7 +184,7 @@ def cause_order(code: int) -> tuple[bool, bool]:
 
 
 def failed(run_dir: Path, rank: int, code: int, who: str) -> AttemptOutcome:
-    """Returns what follows when a rank has failed.
+    """Returns the outcome of an attempt in which a rank has failed.
 
     The ranks are started again if the rank was killed, if the job has already taken a step, or if
     another program used the port at which the ranks meet: the next start uses another port.
@@ -246,8 +250,8 @@ def retry_disk(action: Callable[[], Result], home: RunDirectory) -> Result:
     `action` must tolerate that an earlier call has done a part of its work.
 
     Raises:
-        OSError: of the last call. There is no further call if the disk is full, the run directory
-            is lost, or a blocked signal waits that ends this process.
+        OSError: the last call has failed. There is no further call if the disk is full, the run
+            directory is lost, or one of END_SIGNALS is pending.
     """
     for delay_s in RETRY_DELAYS_S:
         try:
@@ -255,7 +259,7 @@ def retry_disk(action: Callable[[], Result], home: RunDirectory) -> Result:
         except OSError as error:
             if error.errno in FULL or home.why_lost():
                 raise
-            say(f"{error}: tried again in {delay_s:g} s")
+            say(f"{error}: next try in {delay_s:g} s")
             deadline = time.monotonic() + delay_s
             while time.monotonic() < deadline:
                 if END_SIGNALS & signal.sigpending():
@@ -316,10 +320,10 @@ def _end(run_dir: Path, report: ExitReport) -> None:
 def keep_last_lines(
     run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node: int, script_log: Path
 ) -> None:
-    """Gives a rank that failed a log of its own where it has none: its last lines in the log of its
-    node or, if the rank never opened a log, in the log of the batch script.
+    """Writes a log for a failed rank that has none, from its last lines in the log of its node. If
+    there is no such log, takes the lines from the log of the batch script.
 
-    There a line begins with the number of the task that wrote it, as `srun --label` puts it.
+    In these logs each line begins with the number of the task that printed it (`srun --label`).
     """
     own, said = log_path(run_dir, attempt, rank), find_log(run_dir, attempt, rank, ranks_per_node)
     if not said.exists() or not said.stat().st_size:
@@ -379,18 +383,19 @@ def log_tail(file: Path) -> str:
 
 
 def unrecorded_end(log: Path, attempt: int) -> str | None:
-    """Returns why an attempt ended, if the last line of its supervisor's log says that this end
-    could not be recorded in the run directory.
+    """Returns why an attempt ended, if the last line of its supervisor's log says that the end
+    could not be recorded in the run directory. Otherwise returns None.
     """
     match = UNRECORDED_END.fullmatch(log_tail(log).rpartition("\n")[2])
     return match[2] if match and int(match[1]) == attempt else None
 
 
 def last_words(text: str) -> str:
-    """Returns why something has ended according to the end of its log, in one line.
+    """Returns one line that explains why a program ended, from the end of its log.
 
-    That is the last message of the kit's script, with the error before it. If there is none, it is
-    the last line that is not a remark of Slurm on the end, or the last line.
+    The line is the last message of a script of the kit, followed by the error before the message.
+    If there is no message, it is the last line that Slurm itself did not print. If Slurm printed
+    all lines, it is the last one with a reason, or the last of all.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for index in range(len(lines) - 1, -1, -1):

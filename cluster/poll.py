@@ -36,7 +36,8 @@ class SchedulerAnswer(Record):
         "exit code of a job that has ended; 128 + n for signal n", default=None
     )
     time: float = field_doc(
-        "reading of this process's monotonic clock at the question", default_factory=time.monotonic
+        "time of the question in seconds, by this process's monotonic clock",
+        default_factory=time.monotonic,
     )
 
 
@@ -145,17 +146,22 @@ def run_command(
 
 
 def _end_of(text: str, length: int) -> str:
-    """Returns a text as it is, or the last words of it: banners come first, the reason last."""
-    return text if len(text) <= length else f"… {text[-length:].partition(' ')[2]}"
+    """Returns a text of at most `length` characters as it is, and the end of a longer text: banners
+    come first, the reason last.
+    """
+    if len(text) <= length:
+        return text
+    end = text[-length:]
+    return f"… {end.partition(' ')[2] or end}"
 
 
 POLLER = Poller()
-"""The one of this process."""
+"""The poller that all callers in this process share."""
 
 
 def backend(scheduler: str) -> Any:
-    """Returns the package of a scheduler: `check`, `texts`, `start` and `requeue`; but for local
-    `query`, `output` and `cancel` too.
+    """Returns the package of a scheduler. Each has `check`, `texts`, `start` and `requeue`. All but
+    `cluster.local` also have `query`, `output` and `cancel`.
     """
     return import_module(f"cluster.{scheduler}")
 

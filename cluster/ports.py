@@ -1,5 +1,4 @@
-"""TCP ports at which the ranks of a job meet: finds a free one and keeps it from other jobs until
-rank 0 listens there.
+"""Finds a free TCP port at which the ranks of a job meet, and reserves it until rank 0 listens.
 
 Standard library only.
 """
@@ -13,18 +12,19 @@ from collections.abc import Iterator
 
 FIRST_PORT = 20000
 NUM_PORTS = 10000
-"""Number of ports from FIRST_PORT on from which the kit chooses. They end below the NodePorts of
-Kubernetes (30000 to 32767) and below the ports that Linux gives to outgoing connections (from
-32768)."""
+"""Number of the ports, beginning with FIRST_PORT, from which the kit chooses. They are below the
+NodePorts of Kubernetes (30000 to 32767) and below the ports that Linux gives to outgoing
+connections (from 32768)."""
 TRIES = 100
-"""Ports that are tried, one after the other, before a search is given up."""
+"""Number of consecutive ports that `reserve_port` tries."""
 MAX_PORT = 65535
 BACKLOG = 4096
+"""Callers that the kernel lets wait for an answer. All nodes of a job call at the same time."""
 ANSWERED_AT_ONCE = 256
-"""Connections that `answering` keeps open. The side that closes a connection first blocks its port
-for a minute, so the other side must be first."""
+"""Number of answered connections that `answering` keeps open, so that the caller closes first. The
+side that closes a connection first blocks its port for a minute."""
 TAKEN_WORDS = ("eaddrinuse", "address already in use")
-"""Words in the last lines of a log by which a port that is in use is recognised."""
+"""Error messages, in lower case, of a program whose port is in use."""
 
 
 def reserve_port(preferred: int = 0, address: str = "") -> socket.socket:
@@ -46,7 +46,7 @@ def reserve_port(preferred: int = 0, address: str = "") -> socket.socket:
         try:
             return _bound(address, port)
         except OSError as error:
-            # EACCES: the administrator keeps the port for other programs.
+            # EACCES: the administrator has reserved the port for other programs.
             if error.errno not in (errno.EADDRINUSE, errno.EACCES) or port >= last_port:
                 raise
         port += 1
@@ -69,7 +69,7 @@ def _bound(address: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def answering(preferred: int, line: str) -> Iterator[int]:
-    """Yields a free port at which, during the block, every caller gets one line of text.
+    """Yields a free port. During the block, everyone who connects to the port receives `line`.
 
     Raises:
         OSError: as `reserve_port`.
@@ -92,7 +92,7 @@ def _answer(listening: socket.socket, line: str, over: threading.Event) -> None:
     while not over.is_set():
         try:
             connection, _ = listening.accept()
-        except OSError:  # nobody has called, or a caller is gone already
+        except OSError:  # There is no caller, or the caller has left.
             continue
         with contextlib.suppress(OSError):
             connection.sendall(f"{line}\n".encode())

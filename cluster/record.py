@@ -135,7 +135,7 @@ class Record:
 
     @classmethod
     def unknown_key_advice(cls, key: str, value: Any) -> str:
-        """Returns what to do about a key that is no field, or an empty text if that is unknown."""
+        """Returns advice on a key that is not a field of this record, or an empty text."""
         return ""
 
     @classmethod
@@ -289,10 +289,11 @@ def suggestion(name: str, allowed: typing.Iterable[str]) -> str:
 
 
 def did_you_mean(name: str, allowed: typing.Iterable[str]) -> str:
-    """Returns a question that names the closest allowed name, with a space behind it.
+    """Returns 'Did you mean NAME? ' with the closest allowed name, or an empty text if none is
+    close.
 
-    Empty if no name is close. A name with other numbers is no misspelling: `llama3-70b` is not
-    `llama3-8b`, and an `a100` is not an `h100`.
+    A name with other numbers does not count as close: `llama3-70b` is no misspelling of
+    `llama3-8b`, nor `a100` of `h100`.
     """
     close = difflib.get_close_matches(name, allowed, n=1)
     if not close or _numbers(close[0]) != _numbers(name):
@@ -301,7 +302,7 @@ def did_you_mean(name: str, allowed: typing.Iterable[str]) -> str:
 
 
 def _numbers(name: str) -> list[str]:
-    """Returns the sorted digits of a name, and the single letters that begin a number (`a100`)."""
+    """Returns the digits of a name and each single letter before a number, as in `a100`, sorted."""
     return sorted("".join(re.findall(r"(?:(?<![a-z0-9])[a-z])?\d+", name.lower())))
 
 

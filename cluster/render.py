@@ -170,7 +170,7 @@ def warnings(job: JobSpec, site: Site, python: str | None = None) -> list[str]:
 
 
 def shares_nodes(site: Site) -> bool:
-    """Returns whether a job that uses some GPUs of a node leaves the others to other jobs."""
+    """Returns whether other jobs may use the GPUs of a node that a job leaves free."""
     if site.scheduler != "slurm" or not site.device.is_gpu:
         return False
     table = slurm_table(site)
@@ -182,8 +182,8 @@ def slurm_table(site: Site) -> Slurm:
     """Returns the `[slurm]` table of a site.
 
     Raises:
-        ConfigError: it has none; the packaged file serves estimates only. Or its launcher cannot
-            start ranks in the site's container.
+        ConfigError: the site has no such table, since a packaged file may serve estimates only. Or
+            the launcher cannot start ranks in the site's container.
     """
     if site.slurm is None:
         raise ConfigError(

@@ -88,23 +88,26 @@ def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
 
 
 def output(job: SchedulerJob) -> tuple[str, str]:
-    """Returns (the command that shows it, what the pods of a job have printed)."""
+    """Returns (kubectl command, what the pods of a job have printed by this command). The second
+    text is empty if the command fails.
+    """
     words = ("logs", f"--selector={INSTANCE}={job.id.split('/')[1]}", "--prefix", "--tail=-1")
-    try:
-        return shlex.join(["kubectl", *words]), _kubectl(*words, place=job.config)
-    except JobError as error:
-        return str(error), ""
+    text = ""
+    with contextlib.suppress(JobError):
+        text = _kubectl(*words, place=job.config)
+    return shlex.join(["kubectl", *words]), text
 
 
 def why_not_running(name: str, pods: list[dict], events: list[dict]) -> str:
-    """Returns in one line why the pods of a job do not run, or an empty text if nothing says so.
+    """Returns one line that explains why the pods of a job do not run, or an empty text if neither
+    pods nor events explain it.
 
-    `pods` and `events` are objects of the API: all pods of the kit and all warnings of a namespace.
+    `pods` and `events` are API objects: all pods of the kit and all warning events in a namespace.
     """
     for pod in pods:
         if pod["metadata"].get("labels", {}).get(INSTANCE) == name and (why := _trouble_of(pod)):
             return why
-    # Of what has no pod, or a pod without a container, only events tell.
+    # Only events explain a job without pods, or a pod without containers.
     for event in sorted(events, key=lambda each: each.get("lastTimestamp") or "", reverse=True):
         about = event.get("involvedObject") or {}
         subject = about.get("name", "")
@@ -115,8 +118,11 @@ def why_not_running(name: str, pods: list[dict], events: list[dict]) -> str:
 
 
 def _trouble_of(pod: dict) -> str:
-    """Returns in one line why a pod does not run, or an empty text if its state does not say so."""
-    status, where = pod.get("status") or {}, f"pod {pod['metadata']['name']}"
+    """Returns one line that explains why a pod does not run, or an empty text if the status of the
+    pod does not explain it.
+    """
+    status = pod.get("status") or {}
+    where = f"pod {pod['metadata']['name']}"
     for container in status.get("containerStatuses") or []:
         state = container.get("state") or {}
         waiting = state.get("waiting") or {}
@@ -124,14 +130,16 @@ def _trouble_of(pod: dict) -> str:
         if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             return _sentence(where, waiting["reason"], waiting.get("message"))
         if ended.get("exitCode"):
-            # The end of the log, as terminationMessagePolicy of the manifest has it.
+            # By the terminationMessagePolicy of the manifest, the message is the end of the log.
             said = last_words(ended.get("message") or "")
             return _sentence(where, f"{ended.get('reason')}, code {ended['exitCode']}", said)
     for condition in status.get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return _sentence(where, condition.get("reason"), condition.get("message"))
-    # Such as Evicted, which leaves no container.
-    return _sentence(where, status["reason"], status.get("message")) if status.get("reason") else ""
+    # An evicted pod has a reason and no container.
+    if status.get("reason"):
+        return _sentence(where, status["reason"], status.get("message"))
+    return ""
 
 
 def _sentence(*parts: str | None) -> str:
@@ -139,10 +147,12 @@ def _sentence(*parts: str | None) -> str:
 
 
 def _items(*words: str, place: str | None) -> list[dict]:
-    """Returns the objects that `kubectl get` finds, or none where it may not look."""
+    """Returns the objects that `kubectl get` finds. Returns none if kubectl fails, for example
+    because the user lacks the permission.
+    """
     try:
         return json.loads(_kubectl("get", *words, "--output=json", place=place))["items"]
-    except (JobError, ValueError, KeyError):  # They only explain an answer that there is already.
+    except (JobError, ValueError, KeyError):  # The state is known without them.
         return []
 
 

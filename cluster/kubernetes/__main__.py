@@ -3,15 +3,15 @@
 Standard library only.
 
 python -m cluster.kubernetes begin RUN_DIR NAMESPACE JOB
-    the first pod starts an attempt and prints its number
+    begins an attempt and prints its number; run by the first pod
 python -m cluster.kubernetes meet RUN_DIR ADDRESS PORT NUM_PODS INDEX [ATTEMPT]
-    a pod waits until all pods have found each other; the first pod gives the attempt
+    waits until all pods have found each other; run by each pod, by the first one with ATTEMPT
 python -m cluster.kubernetes watch RUN_DIR ATTEMPT PID
-    the first pod writes heartbeats until the first step, or until its script PID has ended
+    writes heartbeats until the first step or the end of the pod script PID; run by the first pod
 python -m cluster.kubernetes end RUN_DIR ATTEMPT
-    the attempt has ended well
+    records that the attempt has ended without an error; run by the first pod
 python -m cluster.kubernetes stop RUN_DIR
-    a pod is told to end: save and stop
+    requests that all ranks save and stop; run by each pod that Kubernetes ends
 """
 
 import os
@@ -59,7 +59,7 @@ def main(words: list[str]) -> int:
 def _meet(
     run_dir: Path, place: tuple[str, int], num_pods: int, index: int, attempt: list[str]
 ) -> int:
-    """Returns 0 when all pods have found each other."""
+    """Waits until all pods have found each other. Returns exit code 0 if they have, 1 otherwise."""
     if index:
         problem = meeting.join(place, index)
     else:

@@ -64,7 +64,7 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
 
     Raises:
         ConfigError: the site has no [kubernetes] table, a path of the job is not on the shared
-            file system, or the pods would not get their devices.
+            file system, or the pods would start without their devices.
     """
     table = kubernetes_table(site)
     for field in ("run_dir", "working_directory"):
@@ -198,7 +198,7 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
         "env": secrets,
         "resources": {"requests": dict(table.resources), "limits": dict(table.resources)},
         "volumeMounts": mounts,
-        # So that the state of a failed pod holds the last lines of its log.
+        # The status of a failed pod then contains the last lines of its log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     return {
@@ -217,8 +217,8 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
 
 
 def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, ...] = ()) -> str:
-    """Returns what each pod runs. Lines of `derived` stand at the top: what a pod asks for beyond
-    what the site file says.
+    """Returns the script that each pod runs. `derived` are lines on the requested resources that
+    the site file does not give. They become comments at the top of the script.
     """
     host = f"{name}-0.{name}" if table.kind == "Job" else f"{name}-{REPLICATED_JOB}-0-0.{name}"
     variables = {
@@ -275,7 +275,7 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, .
         ),
         "}",
         *_compilation_lines(table),
-        "# Told to end: all ranks save and stop at the same step.",
+        "# When Kubernetes ends this pod, all ranks save and stop at the same step.",
         "trap 'python -P -m cluster.kubernetes stop \"$KIT_RUN_DIR\"' TERM",
         "# The first pod counts the attempt, also when Kubernetes has started it again.",
         (
@@ -300,11 +300,11 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, .
 
 
 def _meeting_lines(num_pods: int) -> list[str]:
-    """Returns what each pod does between the start of an attempt and the start of its agent."""
+    """Returns the lines of the pod script between the start of an attempt and that of the agent."""
     lines = []
     if num_pods > 1:
         lines = [
-            "# Before the agents wait for each other, all pods do, and name the missing ones.",
+            "# All pods wait for each other before their agents do. Missing pods are named.",
             "attempt=",
             '[ "$JOB_COMPLETION_INDEX" != 0 ] || attempt=$(<"$KIT_RUN_DIR/logs/attempt")',
             'python -P -m cluster.kubernetes meet "$KIT_RUN_DIR" "$MASTER_ADDR" "$MASTER_PORT" \\',
@@ -312,7 +312,7 @@ def _meeting_lines(num_pods: int) -> list[str]:
         ]
     return [
         *lines,
-        "# Heartbeats until the first step.",
+        "# The first pod writes heartbeats until the first step.",
         'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then',
         "    python -P -m cluster.kubernetes watch \\",
         '        "$KIT_RUN_DIR" "$(<"$KIT_RUN_DIR/logs/attempt")" "$$" &',

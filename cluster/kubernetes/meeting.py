@@ -1,9 +1,10 @@
-"""Pods of a job find each other before their agents start, so that a pod that is missing, or a name
-that does not resolve, is named.
+"""Makes the pods of a job find each other before their agents start.
 
-The first pod listens at the port at which the ranks will meet. The others look its name up, connect
-and send their index. As soon as all have come, the first pod tells them to go on. An agent of torch
-would wait as long, and name neither pod nor address. Standard library only.
+An agent of torch waits for missing pods for minutes, and then names neither the pods nor the
+address. Here a missing pod, or a host name that cannot be resolved, is named. The first pod listens
+at the port at which the ranks will meet. Each other pod looks up the name of the first pod,
+connects and sends its index. When all pods have connected, the first pod sends GO_ON to each of
+them. Standard library only.
 """
 
 import contextlib
@@ -19,15 +20,18 @@ LIMIT_S = 900.0
 """Seconds for which pods wait for each other: Kubernetes may have to start nodes and to load
 images."""
 EVERY_S = 1.0
+"""Seconds between two attempts to connect, and between two records of the missing pods."""
 GO_ON = b"go\n"
+"""Message of the first pod to each other pod when all have connected."""
 
 
 def host(
     run_dir: Path, attempt: int, place: tuple[str, int], num_pods: int, limit_s: float = LIMIT_S
 ) -> str | None:
-    """Waits in the first pod until all others have come. Returns why they have not, or None.
+    """Waits, in the first pod, until all other pods have connected. Returns an error message if the
+    time limit is reached, None otherwise.
 
-    Meanwhile state.json says which pods are missing.
+    While it waits, the reason in state.json names the missing pods.
 
     Raises:
         OSError: another program uses the port in this pod.
@@ -35,7 +39,7 @@ def host(
     start = StartWatch(run_dir, attempt)
     deadline = time.monotonic() + limit_s
     others = dict[int, socket.socket]()
-    with contextlib.ExitStack() as until_the_end, socket.create_server(("", place[1])) as listening:
+    with contextlib.ExitStack() as until_the_end, _listening(place[1]) as listening:
         listening.settimeout(EVERY_S)
         while missing := [index for index in range(1, num_pods) if index not in others]:
             waits_for = f"waiting for {_pods(missing)} of {num_pods} at {place[0]}:{place[1]}"
@@ -47,21 +51,23 @@ def host(
                 )
             _record(run_dir, attempt, waits_for)
             start.beat()
-            with contextlib.suppress(OSError, ValueError):  # nobody came, or no pod of this job
+            # No pod has connected (OSError), or another program (ValueError).
+            with contextlib.suppress(OSError, ValueError):
                 connection = until_the_end.enter_context(listening.accept()[0])
                 connection.settimeout(EVERY_S)
                 others[int(connection.recv(16))] = connection
         for connection in others.values():
             with contextlib.suppress(OSError):
                 connection.sendall(GO_ON)
-                connection.recv(1)  # until the other side has closed, which keeps the port free
+                # The side that closes first blocks its port, so the other pod closes first.
+                connection.recv(1)
     _record(run_dir, attempt, f"{counted(num_pods, 'pod')} found each other; ranks start")
     return None
 
 
 def join(place: tuple[str, int], index: int, limit_s: float = LIMIT_S) -> str | None:
-    """Waits in another pod until all have come to the first one. Returns why they have not, or
-    None.
+    """Waits, in any other pod, until all pods have connected to the first pod. Returns an error
+    message if the time limit is reached, None otherwise.
     """
     deadline = time.monotonic() + limit_s
     who = f"pod {index} on {socket.gethostname()}"
@@ -83,6 +89,13 @@ def join(place: tuple[str, int], index: int, limit_s: float = LIMIT_S) -> str | 
         f"{who} could not meet the other pods at {place[0]}:{place[1]} within {limit_s:g} s"
         f" ({why}). Check the headless Service, the cluster's DNS and its network policies"
     )
+
+
+def _listening(port: int) -> socket.socket:
+    """Returns a socket that listens at a port, for IPv4 and, if this machine has it, for IPv6."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def _pods(indices: list[int]) -> str:

@@ -48,9 +48,9 @@ def import_once(module: str, environment: Mapping[str, str]) -> None:
 def fork_rank(
     argv: tuple[str, ...], environment: Mapping[str, str], directory: str, log: IO[bytes]
 ) -> ForkedRank:
-    """Returns a child of this process that runs `python -P -m MODULE ...`, the words of argv, as if
-    it had been started anew: in a process group of its own, with its own environment and directory,
-    its output in `log`.
+    """Forks a child of this process that runs the command `argv`, `python -P -m MODULE ...`, and
+    returns the child. It runs as a new process would: in a process group of its own, with
+    `environment`, in `directory`, and with its output in `log`.
 
     Raises:
         OSError: it could not be forked.
@@ -79,7 +79,7 @@ def fork_rank(
         os.chdir(directory)
         module, words = started_module(argv)
         sys.argv = [module, *words]
-        sys.modules.pop(module, None)  # runs once more, as __main__; what it imports is there
+        sys.modules.pop(module, None)  # It runs again as __main__. Its imports stay loaded.
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:

@@ -33,6 +33,7 @@ from cluster.job import JobSpec
 from cluster.local import STARTED
 from cluster.local.forked import ForkedRank, fork_rank, import_once
 from cluster.outcome import (
+    END_SIGNALS,
     AttemptOutcome,
     RunDirectory,
     StartWatch,
@@ -50,7 +51,7 @@ from cluster.process import Process, become_rank, become_subreaper, kill_descend
 from cluster.record import ConfigError, counted
 from cluster.state import JobError, JobState, log_path, read_state, update_state
 
-WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+WATCHED = {signal.SIGCHLD, *END_SIGNALS}
 LOOK_EVERY_S = 1.0
 """How often the run directory is looked for."""
 Ranks = dict[int, subprocess.Popen | ForkedRank]
@@ -124,17 +125,17 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
 
 
 def begin_next(home: RunDirectory, attempt: int, reason: str) -> int:
-    """Begins the attempt that follows one which ended for `reason`, and returns its number.
+    """Begins the attempt after `attempt`, which ended for `reason`, and returns the new number.
 
     Raises:
-        StaleAttemptError: another process has begun one.
+        StaleAttemptError: another process has begun a newer attempt.
         OSError: as `retry_disk`.
     """
 
     def begin() -> int:
         state = read_state(home.run_dir)
         if state and state.attempt > attempt and state.process == Process.current():
-            return state.attempt  # An earlier try wrote the state and failed after it.
+            return state.attempt  # An earlier call wrote the state before it failed.
         return next_attempt(home.run_dir, attempt, reason)
 
     return retry_disk(begin, home)
@@ -166,7 +167,8 @@ def run_attempt(
             outcome = AttemptOutcome(0, f"stopped on request at step {state.step}")
     except Exception as error:
         traceback.print_exc()
-        # A file system in trouble may recover. A job that has never run may be set up wrongly.
+        # An error of the file system may pass. Before the first step it is taken for a wrong
+        # configuration, and the job is not restarted.
         is_transient = isinstance(error, OSError) and error.errno not in FULL
         fate = "restart" if is_transient and any(furthest_steps(run_dir).values()) else "end"
         outcome = AttemptOutcome(1, str(error) or repr(error), fate=fate)
@@ -189,10 +191,12 @@ def say_starting(run_dir: Path, attempt: int, reason: str) -> None:
 def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: Ranks) -> socket.socket:
     """Starts all ranks into `ranks`, each in its own process group and with its own log.
 
-    Ranks are not bound to the socket that their GPU is attached to. On a node with two sockets that
-    costs up to 3 % (estimated). Slurm binds them by the site's options of `srun`.
+    Ranks are not bound to the CPU socket to which their GPU is attached. On a node with two sockets
+    a step therefore takes up to 3 % longer (estimated). Under Slurm, the site's options of `srun`
+    bind the ranks.
 
-    Returns the socket that keeps their port reserved; keep it until they have ended.
+    Returns the network socket that reserves the port of the ranks. The caller keeps the socket open
+    until the ranks have ended.
     """
     port = reserve_port(address="127.0.0.1")
     common = {

@@ -217,8 +217,8 @@ def fetch_log(
 
 
 def fetch_script_logs(run_dir: Path, state: RunState) -> list[Path]:
-    """Returns the logs of `script_logs`. A mirror fetches those that it has, so there they are made
-    and fetched.
+    """Returns the files of `script_logs`. In a mirror, creates them empty and then fetches them: a
+    fetch updates only the logs that the mirror already has.
     """
     logs = script_logs(run_dir, state)
     if mirror_of(run_dir) and not other_owner(run_dir):
@@ -302,14 +302,14 @@ def fetch(run_dir: Path, mirror: Mirror) -> None:
 
 
 def _mark_now(file: Path | int) -> None:
-    """Gives a file the time of the clock here: a file server's clock may differ."""
+    """Sets the times of a file by this machine's clock. A file server's clock may differ."""
     now = time.time()
     os.utime(file, (now, now))
 
 
 def _age_s(file: Path) -> float:
-    """Returns how long ago a file was marked; for ever where there is none, or where another clock
-    has marked it.
+    """Returns the seconds since `_mark_now` was called for a file. Returns infinity if the file is
+    missing, or if its time is in the future and so comes from another clock.
     """
     try:
         age_s = time.time() - file.stat().st_mtime

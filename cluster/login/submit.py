@@ -145,8 +145,8 @@ def refuse_lacking(site: Site, paths: list[str], module: str) -> None:
 
 
 def _look_for(module: str, python: str, slurm: Slurm) -> str:
-    """Returns shell words that say `lacks MODULE` where a job's Python has none; lines of the
-    site may bring one.
+    """Returns a shell script that prints `lacks MODULE` if the Python of a job does not find the
+    module. The script tests nothing if lines of the site file may provide the module.
     """
     if slurm.has_tasks_in_container:
         return "exit"
@@ -157,7 +157,7 @@ def _look_for(module: str, python: str, slurm: Slurm) -> str:
     loads = [f"module load {shlex.quote(name)} || exit 0" for name in slurm.modules]
     code = f"import importlib.util as u; print(u.find_spec({module!r}) or 'lacks {module}')"
     if slurm.container:
-        # If a login node cannot start the container, the compute nodes try it.
+        # If the login node cannot start the container, only the compute nodes test it.
         words = [*slurm.container, CONTAINER_PYTHON, "-P", "-c", code]
         setup = ["fail() { exit 0; }", *loads, *slurm.setup]
         return "\n".join([*setup, f"{shlex.join(words)} || exit 0"])
@@ -221,7 +221,7 @@ def source_archive() -> bytes:
     """Returns `kit` and `cluster` as one archive, the same bytes for the same source.
 
     Raises:
-        JobError: tar fails, with its words.
+        JobError: tar fails. The message contains the output of tar.
     """
     words = ["tar", "-cf", "-", "--exclude=__pycache__", "--sort=name", "--mtime=@0", "--owner=0"]
     words += ["--group=0", "--numeric-owner", "--mode=u=rwX,go=rX", "cluster", "kit"]

@@ -67,7 +67,9 @@ def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
         try:
             end = _ended(job_id, config)
         except JobError as error:
-            raise not_understood("squeue", unknown_text) if unknown_text else error from error
+            if unknown_text:
+                raise not_understood("squeue", unknown_text) from error
+            raise
         forgotten = f"Slurm no longer knows job {job_id}, and the job left no exit.json"
         lost = SchedulerAnswer(state=JobState.LOST, reason=forgotten)
         answers[job_id] = end or seen or lost

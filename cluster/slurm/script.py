@@ -31,7 +31,7 @@ from cluster.render import warnings
 from cluster.request import CPUS_VARIABLE, SlurmRequest, slurm_request
 from cluster.scheduler import NODE_VARIABLES, Compilation, Slurm, quote
 from cluster.site import Site, There
-from cluster.site_lines import checked_lines
+from cluster.site_lines import checked_lines, complete_commands
 
 ADDRESS_VARIABLES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")
 """Variables that decide by which network the ranks meet. A site may set them for each task."""
@@ -207,21 +207,23 @@ def _meeting_point(slurm: Slurm) -> list[str]:
 
 
 def _task_addresses(slurm: Slurm) -> list[str]:
-    """Returns the function by which the check of the nodes learns the addresses that the tasks will
-    use, where `task_setup` sets them.
+    """Returns the shell function that sets the addresses of a task as `task_setup` does, for the
+    check of the nodes. Returns no lines if `task_setup` sets no address.
 
-    Lines of `task_setup` after the last that sets an address are left out: they may be expensive.
+    Commands of `task_setup` after the last one that sets an address are left out: they may be
+    expensive.
     """
+    commands = complete_commands(slurm.task_setup, "site.slurm.task_setup")
     setting = [
         number
-        for number, line in enumerate(slurm.task_setup, start=1)
-        if any(variable in line for variable in ADDRESS_VARIABLES)
+        for number, command in enumerate(commands, start=1)
+        if any(variable in command for variable in ADDRESS_VARIABLES)
     ]
     if not setting:
         return []
     return [
         "# The addresses of each task, for the check of the nodes before the ranks start.",
-        *_function("set_task_addresses", list(slurm.task_setup[: setting[-1]])),
+        *_function("set_task_addresses", list(commands[: setting[-1]])),
     ]
 
 

@@ -37,6 +37,7 @@ from cluster.files import outlive_full_log, unless_full
 from cluster.heartbeats import MANY
 from cluster.job import JobSpec
 from cluster.outcome import (
+    END_SIGNALS,
     USELESS_TO_RETRY,
     AttemptOutcome,
     RunDirectory,
@@ -194,7 +195,7 @@ class Supervisor:
             number = received.si_signo if received else None
             if step.poll() is not None:
                 return self._after(step.returncode)
-            if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number in END_SIGNALS:
                 if outcome := self._told_to_end():
                     return outcome
             if number in (signal.SIGUSR1, signal.SIGUSR2):

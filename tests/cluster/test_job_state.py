@@ -106,6 +106,12 @@ def test_last_words_of_a_log(text, words):
     assert last_words(text) == words
 
 
+def test_long_error_of_a_scheduler_keeps_its_end():
+    words = ["bash", "-c", "printf 'x%.0s' {1..600} >&2; echo NO-SUCH-QOS >&2; exit 1"]
+    with pytest.raises(JobError, match="xxxNO-SUCH-QOS$"):
+        poll.run_command(words, "", 10.0)
+
+
 def test_lost_local_run_names_its_supervisors_error(tmp_path):
     running(tmp_path, process=dataclasses.replace(Process.current(), pid=2**22 + 1))
     log = tmp_path / "logs" / "attempt_01_supervisor.log"

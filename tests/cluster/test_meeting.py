@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cluster.kubernetes import meeting
 from cluster.ports import reserve_port
 from cluster.state import JobState, read_exit, read_state, update_state
@@ -14,23 +16,28 @@ def free_port() -> int:
         return reserved.getsockname()[1]
 
 
-def pod(run_dir: Path, port: int, num_pods: int, index: int, limit_s: float) -> subprocess.Popen:
+def pod(
+    run_dir: Path, port: int, num_pods: int, index: int, limit_s: float, address: str = "localhost"
+) -> subprocess.Popen:
     """Starts what one pod runs, with a shorter limit."""
     program = (
         "import sys; from cluster.kubernetes import meeting, __main__ as main;"
         f"meeting.host.__defaults__ = meeting.join.__defaults__ = ({limit_s},);"
         "sys.exit(main.main(sys.argv[1:]))"
     )
-    words = ["meet", run_dir, "localhost", port, num_pods, index, *([] if index else [1])]
+    words = ["meet", run_dir, address, port, num_pods, index, *([] if index else [1])]
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, words)], stderr=subprocess.DEVNULL
     )
 
 
-def test_pods_meet_in_any_order(tmp_path):
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_pods_meet_in_any_order(tmp_path, address):
+    if ":" in address and not Path("/proc/net/if_inet6").is_file():
+        pytest.skip("this machine has no IPv6")
     update_state(tmp_path, attempt=1, state=JobState.STARTING)
     port = free_port()
-    pods = [pod(tmp_path, port, 3, index, 60.0) for index in (2, 0, 1)]
+    pods = [pod(tmp_path, port, 3, index, 60.0, address) for index in (2, 0, 1)]
     assert [each.wait(60) for each in pods] == [0, 0, 0]
     state = read_state(tmp_path)
     assert state is not None and state.reason == "3 pods found each other; ranks start"

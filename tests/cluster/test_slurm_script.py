@@ -386,6 +386,16 @@ SINGULARITY = ("singularity", "exec", "--rocm", "-B", "/scratch,/project", "/pat
 PYXIS = ("--container-image=/scratch/nemo.sqsh", "--container-mounts=/scratch:/scratch")
 
 
+def test_addresses_in_a_block_of_task_setup(portable):
+    lines = ("if true; then", "    export MASTER_ADDR=node1", "else", "    exit 1", "fi", "exit 1")
+    site = with_slurm(FRONTIER, broadcast=None, task_setup=lines)
+    text = scripts(training_job("run", 16, 2), site)["submit.sh"]
+    body = text[text.index("set_task_addresses() {") : text.index("export -f set_task_addresses")]
+    script = f'{body}\nset_task_addresses; echo "$MASTER_ADDR"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20)
+    assert (done.stdout, done.stderr) == ("node1\n", "")
+
+
 def test_singularity_runs_ranks_and_array_tasks(portable):
     """The command follows the words of the site, with the container's own Python. The host's
     PYTHONPATH is replaced, and what watches the ranks runs on the host.
