@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files import opened
+from cluster.record import ConfigError
 from kit.foreign.formats import (
     BOUNDED,
     COUNTS,
@@ -37,6 +38,8 @@ DISORDER_S = 60.0
 """Lines of several ranks may come in another order than they were written."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 RANK = re.compile(r"\[rank(\d+)\]")
+GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![,.]?\d)")
+"""A whole number with commas between thousands. A list such as `12,345,0.5` is none."""
 EXPERTS = re.compile(
     r"(?i)(?:load|expert)[_ ]balancing[_ ]loss|router[_ /]z[_ ]?loss|\baux[_ ]loss"
 )
@@ -115,6 +118,8 @@ class Parser(Tail):
             yield from steps
         except UnsureStepError as error:
             self.unsure.append(str(error))
+        except ConfigError:  # A wrong pattern is wrong for every line.
+            raise
         except (ValueError, OverflowError):
             self.skipped_lines += 1
 
@@ -136,7 +141,7 @@ class Parser(Tail):
         elif form.gathers:
             yield from self._gather(line)
         elif re.search(form.sign, line):
-            matches = list(re.finditer(form.line, line))
+            matches = _matches(form, line)
             for found in matches:
                 yield from self._step(line, self._texts(found))
             self.skipped_lines += not matches
@@ -146,7 +151,7 @@ class Parser(Tail):
         begins another.
         """
         begins = re.search(self.form.sign, line) is not None
-        for found in re.finditer(self.form.line, line) if begins else ():
+        for found in _matches(self.form, line) if begins else ():
             texts = {name: text for name, text in found.groupdict().items() if text is not None}
             if "step" in texts:
                 yield from self._gathered_step()
@@ -268,6 +273,51 @@ class Parser(Tail):
             when = when.replace(fold=int(when.timestamp() < self._last_stamp - DISORDER_S))
         self._last_stamp = when.timestamp()
         return {"time": self._last_stamp, "clock_s": self._last_stamp}
+
+
+def _matches(form: Format, line: str) -> list[re.Match[str]]:
+    """Returns the matches of a format in a line.
+
+    Raises:
+        ConfigError: a match takes only some digits of a number with commas as the step.
+    """
+    matches = list(re.finditer(form.line, line))
+    for found in matches:
+        if whole := _whole_step(found):
+            raise ConfigError(
+                f"--pattern: finds step {found['step']!r} where the log has {whole!r}. If that is"
+                r" one number, write (?P<step>[\d,]+). If the comma separates two values, write it"
+                r" beside the group, as in (?P<step>\d+),"
+            )
+    return matches
+
+
+def _whole_step(found: re.Match[str]) -> str:
+    """Returns the number with commas between thousands of which a match takes only some digits as
+    the step, or "" if the step is complete or the pattern itself names the comma beside it.
+    """
+    line, step = found.string, found.groupdict().get("step")
+    if step is None:
+        return ""
+    begin, end = found.span("step")
+    for grouped in GROUPED.finditer(line):
+        encloses = grouped.start() <= begin and end <= grouped.end() and grouped[0] != step
+        if encloses and not _names_comma(found):
+            return grouped[0]
+    return ""
+
+
+def _names_comma(found: re.Match[str]) -> bool:
+    """Returns whether a pattern requires the commas beside the step, as for a CSV file: it does not
+    match once they are replaced.
+    """
+    begin, end = found.span("step")
+    characters = list(found.string)
+    for place in (begin - 1, end):
+        if 0 <= place < len(characters) and characters[place] == ",":
+            characters[place] = ";"
+    changed = found.re.match("".join(characters), found.start())
+    return changed is None or changed.span("step") != (begin, end)
 
 
 class StepRecorder:

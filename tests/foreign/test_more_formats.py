@@ -289,6 +289,37 @@ def test_a_pattern_gathers_a_step_from_several_lines(read_node):
     assert_told(report, run, {"attempts": 1, "skipped_lines": 0, **told})
 
 
+@pytest.mark.parametrize(
+    ("line", "pattern"),
+    [
+        ("step 1,000 loss 2.5", r"step (?P<step>\d+).*loss (?P<loss>\S+)"),
+        ("step 1,234,567, loss 2.5", r"step (?P<step>\d+)|loss (?P<loss>\S+)"),
+        ("1,000 loss 2.5", r"(?P<step>\d+) loss (?P<loss>\S+)"),
+    ],
+)
+def test_pattern_refuses_part_of_a_number(read_node, line, pattern):
+    with pytest.raises(ConfigError, match=r"--pattern: finds step '\d+' where the log has '1,"):
+        read_node(f"step 999 loss 2.5\n{line}\n", pattern=pattern)
+    complete = pattern.replace(r"\d+", r"[\d,]+")
+    _, run = read_node(f"{line}\n", pattern=complete)
+    assert run.metrics()["step"].tolist() in ([1000], [1_234_567])
+
+
+@pytest.mark.parametrize(
+    ("line", "pattern"),
+    [
+        ("12,345,0.5", r"^(?P<step>\d+),.*,(?P<loss>\S+)"),
+        ("12,345,0.5", r"^(?P<step>\d+).*,(?P<loss>\S+)"),
+        ("12,345", r"^(?P<step>\d+),(?P<loss>\d+)"),
+        ("345,12 loss=0.5", r",(?P<step>\d+) loss=(?P<loss>\S+)"),
+        ("12, 345, 0.5", r"^(?P<step>\d+).*, (?P<loss>\S+)"),
+    ],
+)
+def test_pattern_reads_a_step_beside_a_comma(read_node, line, pattern):
+    _, run = read_node(f"{line}\n", pattern=pattern)
+    assert run.metrics()["step"].tolist() == [12]
+
+
 def test_a_step_with_too_few_digits_is_not_taken(read_node):
     pattern = r"at (?P<step>\S+) loss (?P<loss>\S+)"
     with pytest.raises(DataError, match=r"the step 3\.1e\+4 is rounded"):
