@@ -43,7 +43,7 @@ GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![,.]?\d)")
 EXPERTS = re.compile(
     r"(?i)(?:load|expert)[_ ]balancing[_ ]loss|router[_ /]z[_ ]?loss|\baux[_ ]loss"
 )
-"""Losses that trainers print of mixtures of experts only."""
+"""Names of losses that trainers print only for mixtures of experts."""
 
 CLOCK_WINDOW_S = 20.0
 """A progress bar's clock has whole seconds: over 20 of them it is off by 5 % at most."""
@@ -67,9 +67,9 @@ class Parser(Tail):
         attempt: how often the trainer was started.
         done: whether the trainer said that training has ended.
         has_local_times: whether there were time stamps that name no zone.
-        unsure: why the step of a line is not known, for each line that is left out for that.
-        experts: name of a loss that mixtures of experts have, if a line about a step has one.
-        epochs: epoch of each line, as printed, of a format that counts its lines.
+        unsure: one reason for each line that is left out because its step is unknown.
+        experts: name of a loss of mixtures of experts in a line about a step, or "".
+        epochs: printed epoch of each line, if the lines of the format have no step.
     """
 
     ENDS = b"\r\n"  # a progress bar redraws its line after a carriage return
@@ -84,8 +84,13 @@ class Parser(Tail):
         super().__init__(file)
         self.form, self.zone, self.settings = form, zone, Texts()
         self.steps_per_line = steps_per_line
-        self.unsure, self.epochs = list[str](), list[str]()
-        self._block, self._block_line, self.experts = Texts(), "", ""
+        self.unsure = list[str]()
+        self.epochs = list[str]()
+        self.experts = ""
+        self._block = Texts()
+        """Values gathered of a step that is printed on several lines."""
+        self._block_line = ""
+        """Line with which that step begins."""
         self.lines, self.changed, self.skipped_lines, self.attempt = 0, 0.0, 0, 1
         self.done, self.has_local_times = False, False
         self._seen, self._restarted = dict[int, int](), False
@@ -106,14 +111,18 @@ class Parser(Tail):
                 yield rest.decode(errors="replace")
 
     def steps(self) -> Iterator[Step]:
-        """Yields what new lines say. A line with a number that no trainer prints is torn."""
+        """Yields the steps of new lines. A line with an impossible number counts as torn.
+
+        Raises:
+            ConfigError: A user's pattern takes part of a number as the step.
+        """
         for line in self.new():
             yield from self._guarded(self._told(line))
-        if "loss" in self._block:  # the last step of several lines
+        if "loss" in self._block:  # No line of another step has ended the last step.
             yield from self._guarded(self._gathered_step())
 
     def _guarded(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """Yields steps, and counts a line that cannot be read."""
+        """Yields the steps of a line. If the line cannot be read, counts it."""
         try:
             yield from steps
         except UnsureStepError as error:
@@ -147,8 +156,8 @@ class Parser(Tail):
             self.skipped_lines += not matches
 
     def _gather(self, line: str) -> Iterator[Step]:
-        """Adds what a line tells to the step of the lines before. Yields that step if the line
-        begins another.
+        """Adds the values of a line to the step of the lines before. If the line begins another
+        step, yields the step before.
         """
         begins = re.search(self.form.sign, line) is not None
         for found in _matches(self.form, line) if begins else ():
@@ -163,7 +172,7 @@ class Parser(Tail):
                 self._block.setdefault(name, value[name])
 
     def _gathered_step(self) -> Iterator[Step]:
-        """Yields the step of the lines that were gathered, if they told more than its number."""
+        """Yields the step whose values were gathered, if they include a loss or a time."""
         texts, self._block = self._block, Texts()
         if "step" in texts and ("loss" in texts or "step_time_s" in texts):
             self.form.amend(texts, self._before)
@@ -186,9 +195,9 @@ class Parser(Tail):
         """Yields what a line says, unless it was printed again, and the losses that wait for it.
 
         Raises:
-            ValueError: the line is torn, or its step is not known.
+            ValueError: The line is torn, or its step is unknown.
         """
-        if texts.get("step") == "":  # no optimizer step
+        if texts.get("step") == "":  # The line ends no optimizer step.
             self._before = texts
             return
         values = self._values(texts)
@@ -216,7 +225,7 @@ class Parser(Tail):
             yield {"step": step, "validation_loss": self._held_out.pop(step)}
 
     def _kept(self) -> Texts:
-        """Returns the settings that are a step's."""
+        """Returns the settings that are values of the next step."""
         return {name: self.settings[name] for name in OF_STEPS if name in self.settings}
 
     def _texts(self, found: re.Match[str]) -> Texts:
