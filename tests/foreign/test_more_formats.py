@@ -224,7 +224,9 @@ def test_lines_of_transformers_need_the_steps_of_each(read_node, log, quoted):
     text = printed(entries(30))
     if not quoted:
         text = re.sub(r": '([^']*)'", r": \1", text)
-    with pytest.raises(ConfigError, match="trainer_state.json has the steps.*import.logging_steps=10"):
+    with pytest.raises(
+        ConfigError, match="trainer_state.json has the steps.*import.logging_steps=10"
+    ):
         read_node(text)
     report, run = read_node(text, **{"import": {"logging_steps": 10}})
     assert (report.format, report.steps, report.skipped_lines) == ("hf-trainer", 300, 0)
