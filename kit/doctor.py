@@ -77,7 +77,9 @@ def examine(*, deep: bool = False) -> list[Finding]:
 
 
 def examine_site(site: Site) -> list[Finding]:
-    """Returns whether the container of a site starts here and shows the kit and this folder."""
+    """Returns a finding: whether the container of a site starts here, and whether the kit and the
+    working directory are visible in it.
+    """
     slurm = site.slurm
     if slurm is None or not slurm.is_in_container:
         return [Finding("container", f"{site.name} has none", None)]
@@ -98,13 +100,15 @@ def examine_site(site: Site) -> list[Finding]:
 
 
 def _modules() -> list[Finding]:
-    """Returns which modules the user's environment shadows, for ranks and for notebooks."""
+    """Returns findings on modules that are imported from folders of the user instead of this
+    environment, in ranks and in notebooks, and on another active environment.
+    """
     shadows = find_shadows()
-    advice = f"{shadows[0].advice}" if shadows else ""
+    advice = shadows[0].advice if shadows else ""
     told = summary(shadows) or "all from this environment"
     findings = [Finding("modules", told, not shadows, advice)]
     is_virtual = sys.prefix != sys.base_prefix
-    # Conda's base environment is often active beside a virtual environment, without harm.
+    # Conda's base environment is often active beside a virtual environment, which is harmless.
     variable = "VIRTUAL_ENV" if is_virtual else "CONDA_PREFIX"
     active = os.environ.get(variable, sys.prefix)
     if os.path.realpath(active) != os.path.realpath(sys.prefix):
@@ -127,7 +131,7 @@ def _torch() -> tuple[Finding, Finding]:
     is_fast = float(told.split()[-2]) < SLOW_IMPORT_S
     advice = "copy the environment to each node's own disk (broadcast in the site file)"
     torch = Finding("torch", told, is_fast, "" if is_fast else advice)
-    if done.returncode:  # The driver ended the process when its GPUs were counted.
+    if done.returncode:  # The driver ended the process while the GPUs were counted.
         found = f"cannot be counted: {_last(done.stderr)} (code {done.returncode})"
         return torch, Finding("GPU", found, False, "see `nvidia-smi` or `rocm-smi`")
     if seen:

@@ -28,9 +28,11 @@ from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 
 MAX_PADDING = 512
-"""Entries that models add to a vocabulary, so that it divides by the tensor-parallel degree."""
+"""Number of vocabulary entries that count as padding, which makes the vocabulary divisible by the
+tensor-parallel degree."""
 PADDING_SHARE = 0.02
-"""Share of a vocabulary that padding and reserved tokens have at most, such as 0.3 % of Qwen's."""
+"""Largest share of a vocabulary that counts as padding and reserved tokens. Qwen's models have
+0.3 %."""
 
 
 def launch(
@@ -233,8 +235,8 @@ def _alone(directory: Path) -> Iterator[None]:
             raise RunError(
                 f"{directory} cannot be written: {error.strerror}. Use another run directory."
             ) from error
-        # Where the file system has no locks, `claim_attempt` lets one launch win. A lock file
-        # without a name was removed by a launch that has just ended, and is nobody's lock.
+        # On a file system without locks, `claim_attempt` lets only one launch continue. A lock
+        # file without links was removed by a launch that has just ended, so it protects nothing.
         if not is_locked(lock, 0.0) or not os.fstat(lock.fileno()).st_nlink:
             raise RunError(
                 f"{directory} is being launched by another process. Use that run, or another run"
@@ -292,7 +294,7 @@ def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
     folder = Path(str(recipe.init_from))
     hugging_face_weights(folder, spec)
     if not Path(recipe.data).exists():
-        return  # `check_data` reports it
+        return  # `check_data` reports missing data.
     dataset = Dataset.open(Path(recipe.data))
     if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         ours, theirs = dataset.info.tokenizer_sha256, load_tokenizer(folder).sha256
@@ -305,8 +307,8 @@ def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
 
 
 def unused_vocabulary(spec: ModelSpec, tokenizer_size: int) -> str | None:
-    """Returns a warning if the model's vocabulary is so much larger than the tokenizer's that it is
-    more than padding, or None.
+    """Returns a warning if the model's vocabulary exceeds the tokenizer's by more than padding,
+    else None.
     """
     unused = spec.vocab_size - tokenizer_size
     if unused <= max(MAX_PADDING, PADDING_SHARE * spec.vocab_size):

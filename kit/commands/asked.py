@@ -36,7 +36,7 @@ class Asked:
     unsaid: dict[str, Any]
     """Fields of the plan that nobody has given, and what they are on GPUs."""
     notes: tuple[str, ...] = ()
-    """Settings that do not fit each other, one sentence each."""
+    """Warnings about settings that do not fit each other."""
 
 
 def ask_for(
@@ -100,8 +100,8 @@ def ask_for(
         notes.append(
             f"Recipe {recipe} was published for batches of"
             f" {published.plan.global_batch_size:,} sequences, and the plan has"
-            f" {whole.global_batch_size:,}. Its learning rate and number of steps are used as they"
-            " are: check them (--set recipe.learning_rate=VALUE, --steps N)."
+            f" {whole.global_batch_size:,}. The recipe's learning rate and number of steps are used"
+            " unchanged: check them (--set recipe.learning_rate=VALUE, --steps N)."
         )
     return Asked(
         spec=spec.replace(**changes["spec"]),

@@ -88,8 +88,8 @@ def data_build(
         bool,
         typer.Option(
             "--allow-unread",
-            help="Build although the files of a folder that are not read hold more bytes than those"
-            " that are. Default: stop and name them.",
+            help="Build although the unread files of a folder hold more bytes than the files that"
+            " are read. Default: stop and list the unread files.",
         ),
     ] = False,
     overwrite: OverwriteOption = False,
@@ -154,8 +154,8 @@ def data_build(
 
 
 def _unescaped(separator: str | None) -> str | None:
-    r"""Returns a separator with the line ends and tabs that a shell cannot easily give: `\n` and
-    `\t`.
+    r"""Returns a separator with line ends and tabs in place of `\n`, `\r` and `\t`, which are
+    easier to type in a shell.
     """
     if separator is None:
         return None
@@ -193,7 +193,7 @@ def _submit(out: Path, count: int, name: str, words: list[str], parts: list[int]
     for number in parts:
         log = out / "logs" / f"task-{number}.log"
         if said := last_words(log_tail(log)):
-            note(f"Part {number} was not built before. {log} ends with: {said}")
+            note(f"Part {number} was not built by an earlier job. {log} ends with: {said}")
     array = submit_array(job, site, parts, count)
     return (
         f"{counted(len(parts), 'part')} of {count} sent as job {array}; logs in {out / 'logs'}. "

@@ -147,8 +147,8 @@ def import_(
         str | None,
         typer.Option(
             help="Regular expression for other logs, e.g."
-            r" 'it (?P<step>\d+) loss=(?P<loss>\S+)'. If a step is told on several lines, an"
-            r" alternative for each: 'step (?P<step>\d+)|loss=(?P<loss>\S+)'."
+            r" 'it (?P<step>\d+) loss=(?P<loss>\S+)'. If a step is printed on several lines, give"
+            r" an alternative for each: 'step (?P<step>\d+)|loss=(?P<loss>\S+)'."
         ),
     ] = None,
     model: Annotated[
@@ -169,8 +169,8 @@ def import_(
 
     A log needs --site, the machine on which it was written; a checkpoint needs --model. Time stamps
     without a time zone are read as UTC, or in the zone of `--set import.zone=Europe/Berlin`. Lines
-    of transformers' Trainer have no step: `--set import.logging_steps=10` says how many each stands
-    for.
+    of transformers' Trainer have no step: `--set import.logging_steps=10` gives the number of steps
+    per line.
     """
     changes = parse_settings(settings, ("spec", "plan", "recipe", "import"))
     if states := _trainer_states(source, format):
@@ -182,7 +182,7 @@ def import_(
         )
         if model is None:
             if format is None and named(source, "importable"):
-                _reader(source, format)  # says what the folder holds, if it is not read
+                _reader(source, format)  # Raises the error that names the format of the folder.
             raise ConfigError("--model: missing. The files of a checkpoint do not say its shapes.")
         from kit.convert.hugging_face import export_hugging_face
 
@@ -224,7 +224,7 @@ def import_(
 
 
 def _trainer_states(source: Path, format: str | None) -> list[Path]:
-    """Returns the logs of transformers' Trainer in a folder that is its output_dir."""
+    """Returns the logs of transformers' Trainer in a folder, if the folder is its output_dir."""
     if not source.is_dir() or format in CHECKPOINTS:
         return []
     from kit.foreign.importers import trainer_states

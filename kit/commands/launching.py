@@ -46,7 +46,8 @@ SELECTIVE = (
     "plan.recompute=full."
 )
 MAX_EPOCHS = 4
-"""Epochs up to which repeated text is worth about as much as new text (arXiv 2305.16264)."""
+"""Number of epochs up to which repeated text improves the model about as much as new text. Source:
+arXiv 2305.16264."""
 TOO_OFTEN = f"above {MAX_EPOCHS}, repeated text is worth less than new text: arXiv 2305.16264"
 NOT_STARTED = "Interrupted: nothing was started."
 
@@ -124,14 +125,15 @@ def launch(
         ),
     ] = None,
     partition: Annotated[
-        str | None, typer.Option("--partition", "-p", help="Slurm partition, not that of --site.")
+        str | None,
+        typer.Option("--partition", "-p", help="Slurm partition, in place of the site's."),
     ] = None,
     account: Annotated[
-        str | None, typer.Option("--account", "-A", help="Slurm account, not that of --site.")
+        str | None, typer.Option("--account", "-A", help="Slurm account, in place of the site's.")
     ] = None,
     qos: Annotated[
         str | None,
-        typer.Option("--qos", "-q", help="Slurm quality of service, not that of --site."),
+        typer.Option("--qos", "-q", help="Slurm quality of service, in place of the site's."),
     ] = None,
     minutes: MinutesOption = None,
     time: Annotated[
@@ -262,9 +264,10 @@ def resume(
 
 
 def _warn_of_shadows(site: Site) -> None:
-    """Prints which modules the ranks import from folders of the user instead of this environment.
+    """Warns of modules that the ranks import from folders of the user instead of this environment.
 
-    Ranks behind a login node or in a container do not get the PYTHONPATH of this process.
+    Ranks behind a login node or in a container do not get the PYTHONPATH of this process, so
+    nothing is printed for them.
     """
     if site.login or (site.slurm and site.slurm.is_in_container) or site.scheduler == "kubernetes":
         return
@@ -275,10 +278,14 @@ def _warn_of_shadows(site: Site) -> None:
 def _with_flags(
     changes: dict[str, dict[str, Any]], flags: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the changes of `--set` with those of options of their own, by `RECORD.FIELD`.
+    """Returns the changes of `--set`, with the values of command-line options added.
+
+    Args:
+        changes: changed fields of each record.
+        flags: value of each option by the `RECORD.FIELD` that it sets, None if it was not given.
 
     Raises:
-        ConfigError: a field is given by both.
+        ConfigError: A field is given by `--set` and by an option.
     """
     merged = {record: dict(fields) for record, fields in changes.items()}
     for key, value in flags.items():
@@ -292,10 +299,10 @@ def _with_flags(
 
 
 def _with_slurm(site: Site, given: dict[str, str | None]) -> Site:
-    """Returns a site with fields of its `[slurm]` table replaced by what was given.
+    """Returns a site with the given fields of its `[slurm]` table replaced.
 
     Raises:
-        ConfigError: the site has no Slurm, or a value is not allowed.
+        ConfigError: The site has no `[slurm]` table, or a value is not allowed.
     """
     fields = {name: value for name, value in given.items() if value is not None}
     if not fields:
@@ -309,30 +316,30 @@ def _with_slurm(site: Site, given: dict[str, str | None]) -> Site:
 
 
 def _on_nodes(asked: Asked, nodes: int | None, site: Site) -> Asked:
-    """Returns what was asked for with the data parallelism that fills this number of nodes.
+    """Returns what was asked for, with the degree of data parallelism that fills `nodes` nodes.
 
     Raises:
-        ConfigError: the other degrees of the plan do not divide the devices of the nodes.
+        ConfigError: The devices of the nodes are not a multiple of the devices of a replica.
     """
     if nodes is None:
         return asked
     devices = nodes * site.devices_per_node
-    model = asked.plan.num_devices // asked.plan.data_parallel
-    if nodes < 1 or devices % model:
+    replica_devices = asked.plan.num_devices // asked.plan.data_parallel
+    if nodes < 1 or devices % replica_devices:
         raise ConfigError(
             f"--nodes {nodes}: {counted(devices, 'device')} of {site.name} cannot be shared by"
-            f" replicas of {counted(model, 'device')} each (tensor, pipeline and context parallel"
-            " ranks). Give another number, or another plan."
+            f" replicas of {counted(replica_devices, 'device')} each (tensor, pipeline and context"
+            " parallel ranks). Give another number, or another plan."
         )
-    plan = asked.plan.replace(data_parallel=devices // model)
+    plan = asked.plan.replace(data_parallel=devices // replica_devices)
     return dataclasses.replace(asked, plan=plan)
 
 
 def _time_limit(minutes: float | None, time: str | None) -> float | None:
-    """Returns the time limit of a job in seconds, None without one.
+    """Returns the time limit of a job in seconds, or None if no limit is given.
 
     Raises:
-        ConfigError: both are given, or a value is no time.
+        ConfigError: Both options are given, or a value is not a time.
     """
     if time is None:
         return _seconds(minutes)
@@ -342,10 +349,10 @@ def _time_limit(minutes: float | None, time: str | None) -> float | None:
 
 
 def slurm_seconds(text: str) -> float:
-    """Returns a time limit of sbatch's `--time` in seconds.
+    """Returns a time in one of the formats of sbatch's `--time` in seconds.
 
     Raises:
-        ConfigError: it has none of sbatch's formats, or is 0.
+        ConfigError: The text has none of these formats, or is 0.
     """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if found is None:
@@ -379,8 +386,8 @@ def _on_gpus(asked: Asked) -> Asked:
 def _warn_of_writers(run: Run) -> None:
     """Warns if other users may write in a run directory that holds programs.
 
-    A copy of the hook and the site's shell lines run as this user at every restart, so a user who
-    replaces one of these files runs programs as this user.
+    The run directory holds a copy of the hook and the site's shell lines. They run as this user at
+    every restart, so another user who replaces one of these files runs programs as this user.
     """
     table = run.site.slurm or run.site.kubernetes
     has_lines = any(getattr(table, name, ()) for name in ("setup", "task_setup"))
@@ -390,13 +397,15 @@ def _warn_of_writers(run: Run) -> None:
         programs = "hook.py" if run.recipe.hook else "the site's setup lines"
         note(
             f"WARNING: {writers} may write in {run.directory}, and {programs} in it runs as you at"
-            " every start: they could run programs as you. Take the permission away: `chmod -R"
+            " every start: they could run programs as you. Remove the permission: `chmod -R"
             f" go-w {shlex.quote(str(run.directory))}`, and launch with umask 022."
         )
 
 
 def _tell(run: Run) -> None:
-    """Says what was started, and where its learning rate's schedule ends unless the run does."""
+    """Prints what was started, and where the schedule of its learning rate ends if that is not the
+    end of the run.
+    """
     _warn_of_writers(run)
     _tell_schedule(run.recipe)
     begin = max(run.checkpoints.steps(), default=0)

@@ -41,8 +41,8 @@ app = typer.Typer()
 site_app = typer.Typer(no_args_is_help=True)
 app.add_typer(site_app, name="site", help="Write site files: site init.")
 LEAST_BYTES = 40e9
-"""Memory of a node below which the models that are advised do not fit: 1.4 billion parameters at 16
-bytes, and activations."""
+"""Smallest memory of a node, in bytes, for which `site init` advises a plan of a larger model than
+the demo: 1.4 billion parameters at 16 bytes each, and activations."""
 LOCAL = """\
 # This machine, as torch sees it.
 # EDIT: peaks and links, by `kit bench --out FILE.toml` or from a data sheet
@@ -218,8 +218,8 @@ def doctor(
     site: Annotated[
         str | None,
         typer.Option(
-            help="Also try the container of a site, from one of its login nodes: the name of a"
-            " packaged site (`kit plan --list`) or a .toml file."
+            help="Also try the container of this site, from one of its login nodes. Name of a"
+            " packaged site (`kit plan --list`), or a .toml file."
         ),
     ] = None,
 ) -> None:
@@ -312,8 +312,8 @@ def init(
 def _about_nodes(
     found: Sequence[inventory.NodeType], nodes: inventory.NodeType, settings: dict[str, str]
 ) -> list[str]:
-    """Returns lines that say which nodes were taken, which others there are, and what the kit has
-    about them.
+    """Returns lines on the nodes that a site file describes, on the other nodes of the cluster, and
+    on packaged sites with facts about them.
     """
     lines = []
     beside = inventory.others(found, nodes)
@@ -349,13 +349,13 @@ def _about_nodes(
 
 
 def _about_gpus(nodes: inventory.NodeType) -> list[str]:
-    """Returns lines about the types of GPU that the jobs of some nodes do not ask for, and about
-    MIG slices.
+    """Returns lines on types of GPU that the nodes have but jobs do not request, and on MIG slices
+    of GPUs.
     """
     lines = []
     for gpu in inventory.other_gpus(nodes):
         lines.append(
-            f"These nodes also have {gpu}, for which jobs do not ask. To use it instead:"
+            f"These nodes also have {gpu}, which jobs do not request. To use it instead:"
             f" --partition {nodes.partition} --node-type {gpu}"
         )
     if nodes.gpu and inventory.MIG_SLICE.search(nodes.gpu.kind.lower()):
@@ -389,8 +389,10 @@ def _finish(out: Path, text: str, about: Sequence[str] = ()) -> None:
 
 
 def _next_command(site: Site, out: Path) -> tuple[str, list[str]]:
-    """Returns (what to do next, words of the command): a layout for one node of accelerators, which
-    needs no number of the network, or a job.
+    """Returns (sentence on the next step, words of its command).
+
+    For a node of accelerators the next step is to plan a layout for one node, which needs no facts
+    about the network. Otherwise it is to look at the script of a job.
     """
     if site.device.is_cpu or site.scheduler == "local":
         return "look at a job of it:", ["launch", "runs/first", "--site", str(out), "--show"]

@@ -15,6 +15,7 @@ from kit.commands.options import (
     SiteOption,
     facts_table,
     next_step,
+    note,
     parse_settings,
     refuse,
     tell,
@@ -171,7 +172,7 @@ def plan(
 
 
 def _tell_launch(name: str, out: Path, site: str, found: "Search") -> None:
-    """Prints the command that launches the layout as it was shown.
+    """Prints the command that launches the layout that was found, or why it cannot be launched.
 
     A published recipe is advised only with the batch and the sequence length that it was published
     with, since its learning rate and number of steps belong to them.
@@ -179,15 +180,23 @@ def _tell_launch(name: str, out: Path, site: str, found: "Search") -> None:
     from kit.convert.hugging_face_config import load_spec
     from kit.papers.recipes import names, published_recipe
 
-    batch, length = found.global_batch_size, found.spec.sequence_length
-    recipe, text = "recipe.toml", "Launch it, with the fields of kit.Recipe in recipe.toml"
+    try:
+        default_length = load_spec(name).sequence_length
+    except ConfigError as error:
+        note(f"This layout cannot be launched, since the kit cannot train the model. {error}")
+        return
+    batch = found.global_batch_size
+    length = found.spec.sequence_length
+    recipe = "recipe.toml"
+    text = "Launch it, with the fields of kit.Recipe in recipe.toml"
     for each in names():
         published = published_recipe(each)
         if published.model != name:
             continue
         size = published.plan.global_batch_size, published.spec.sequence_length
         if size == (batch, length):
-            recipe, text = each, "Launch it"
+            recipe = each
+            text = "Launch it"
         else:
             text += (
                 f" (the published {each} is for batches of {size[0]:,} sequences of"
@@ -198,7 +207,7 @@ def _tell_launch(name: str, out: Path, site: str, found: "Search") -> None:
         text = "Launch it"
     else:
         words += ["--recipe", recipe]
-    if length != load_spec(name).sequence_length:
+    if length != default_length:
         words += ["--set", f"spec.sequence_length={length}"]
     next_step(f"{text}:", "launch", "runs/first", *words)
 

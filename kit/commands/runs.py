@@ -87,7 +87,7 @@ def logs(
     rank: Annotated[int, typer.Option(help="Rank whose log is printed.")] = 0,
     follow: FollowOption = False,
 ) -> None:
-    """Print the log of one rank, or of the job's script where the rank has printed nothing."""
+    """Print the log of one rank, or the log of the job's script if the rank has printed nothing."""
     # A job that scores, or builds data, has no spec.
     is_other = (run / "job.json").exists() and not (run / "spec.json").exists()
     job = Job.attach(run) if is_other else Run.open(run).job
@@ -212,7 +212,7 @@ def _facts(found: "Pace") -> list[tuple[str, str]]:
 
     measured_s = dict(found.parts_s)
     recorded_s = sum(measured_s.values())
-    # Medians of parts can add up to a little more than the median of the whole.
+    # The sum of the medians of all parts can exceed the median of the whole step.
     whole_s = max(found.took_s, recorded_s)
     if measured_s:
         measured_s["other"] = whole_s - recorded_s

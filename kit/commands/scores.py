@@ -54,7 +54,7 @@ def evaluate(
     include_path: Annotated[
         Path | None,
         typer.Option(
-            help="Folder with task definitions of your own, known to --tasks by their names."
+            help="Folder with task definitions of your own, which --tasks accepts by name."
             " Python code that a definition names is executed.",
             metavar="FOLDER",
         ),
@@ -102,14 +102,15 @@ def evaluate(
     apply_chat_template: Annotated[
         bool,
         typer.Option(
-            "--apply-chat-template", help="Write prompts as turns in the tokenizer's chat template."
+            "--apply-chat-template",
+            help="Format prompts as messages with the tokenizer's chat template.",
         ),
     ] = False,
     gen_kwargs: Annotated[
         str | None,
         typer.Option(
-            help="Arguments of generation instead of the task's:"
-            " max_gen_toks=64, or several joined by commas.",
+            help="Arguments of generation that replace the task's: max_gen_toks=64, or several"
+            " joined by commas.",
             metavar="KEY=VALUE,...",
         ),
     ] = None,
@@ -230,8 +231,10 @@ def evaluate(
 
 
 def _report_place(folder: Path, out: str | Path | None) -> Path:
-    """Returns the file for the report on a Hugging Face folder: `out`, or one in the folder `out`
-    as lm-eval's `--output_path`, or by default beside the folder.
+    """Returns the file for the report on a Hugging Face folder.
+
+    The file is `out` if that ends with .json, else a file in the folder `out`, as for lm-eval's
+    `--output_path`. If `out` is None, the file is beside `folder`.
     """
     from kit.evaluate.scoring import report_beside
 
@@ -364,7 +367,11 @@ def generate(
     ] = 1.0,
     num_return_sequences: Annotated[
         int,
-        typer.Option(help="Number of texts, by the seeds from --seed on.", metavar="N", min=1),
+        typer.Option(
+            help="Number of texts. They use the seeds --seed, --seed + 1 and so on.",
+            metavar="N",
+            min=1,
+        ),
     ] = 1,
     seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same text.")] = 0,
     dtype: Annotated[
@@ -387,7 +394,8 @@ def generate(
         )
     # As it was typed, whatever the locale makes of it.
     prompt = os.fsencode(prompt).decode(errors="replace")
-    left = [plain(prompt)]  # printed before the first piece: the model is loaded by then
+    # The prompt of a text is printed with its first piece, when the model is loaded.
+    left = [plain(prompt)]
 
     def show(text: str) -> None:
         print((left.pop() if left else "") + plain(text), end="", flush=True)

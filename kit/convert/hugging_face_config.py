@@ -113,7 +113,8 @@ EXPERTS = (
 SIZE_FREE = frozenset(
     ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
 )
-"""Keys of FIXED that change neither the parameters nor the FLOPs of a model."""
+"""Keys of FIXED that change neither the parameters nor the FLOPs of a model. A plan allows any
+value of them."""
 LACKING = {
     "cohere": "parallel attention and feed-forward, and a scale of the logits",
     "falcon": "parallel attention and feed-forward",
@@ -135,12 +136,13 @@ LACKING = {
     "smollm3": "layers without positions",
     "stablelm": "rotary positions over part of a head",
 }
-"""What the kit's decoder lacks of other families, for messages."""
+"""Features that the kit's decoder lacks for a `model_type`, for error messages."""
 TRAINING_LENGTH = 8192
-"""Training length that is assumed for a Hugging Face configuration, in tokens.
-`max_position_embeddings` is the longest sequence that the model serves, after it was extended."""
+"""Largest training length in tokens that is assumed for a Hugging Face configuration. Its
+`max_position_embeddings` is the longest sequence that the model serves, often longer than the
+sequences of its pre-training."""
 PLANNED = "gpt2, llama and mistral"
-"""Values of `model_type` of the configurations that can be planned, for messages and help."""
+"""Values of `model_type` that can be planned, for error messages and help."""
 AFTER = {
     "import": "`kit eval` scores its folder as it is.",
     "plan": (
@@ -148,11 +150,14 @@ AFTER = {
         " kit.ModelSpec) that has about as many parameters."
     ),
 }
-"""What to do about a model that cannot be imported or planned."""
+"""Advice for a model that cannot be used for a purpose."""
+VERBS = {"import": "imported", "plan": "planned"}
+"""Participle of a purpose, for error messages."""
 
 Purpose = Literal["import", "plan"]
-"""`import` is strict: weights are read or trained. `plan` accepts what changes neither the
-parameters nor the FLOPs."""
+"""Purpose for which a configuration is read. For `import`, weights are read or trained, so the
+decoder must be exactly the model. For `plan`, features that change neither parameters nor FLOPs may
+differ."""
 Precision = Literal["float32", "bfloat16", "float16"]
 
 
@@ -223,13 +228,14 @@ def load_spec(name: str) -> ModelSpec:
 def training_spec(
     name: str, *, sequence_length: int | None = None, purpose: Purpose = "plan"
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Returns (a model by name, as `load_spec`, with its training length; notes for the user).
+    """Returns (spec of a model with its training length, notes for the user).
 
-    Without `sequence_length`, a Hugging Face configuration is trained with 8,192 tokens or its
-    smaller original maximum: its `max_position_embeddings` is the longest sequence that it serves.
+    `name` is as for `load_spec`. If `sequence_length` is None, a Hugging Face configuration gets a
+    training length of 8,192 tokens, or less if its original or its largest length is smaller.
+    `max_position_embeddings` alone is only the longest sequence that the model serves.
 
     Raises:
-        ConfigError: as `load_spec`. For the purpose `plan`, features that change neither the
+        ConfigError: As for `load_spec`. For the purpose `plan`, features that change neither the
             parameters nor the FLOPs are accepted: the scaling of rotary positions, and a sliding
             window that is not shorter than the sequence.
     """
@@ -265,10 +271,11 @@ def training_spec(
 
 
 def _hugging_face_config(name: str) -> tuple[Path, dict[str, Any]] | None:
-    """Returns (file, content) of a Hugging Face configuration, None if a name is something else.
+    """Returns (file, content) of a Hugging Face configuration, or None if `name` is no such
+    configuration.
 
     Raises:
-        ConfigError: it makes a mixture of experts.
+        ConfigError: The configuration is a mixture of experts, or lacks `model_type`.
     """
     if name.startswith("torchtitan:") or name.lstrip().startswith("--"):
         return None
@@ -278,7 +285,7 @@ def _hugging_face_config(name: str) -> tuple[Path, dict[str, Any]] | None:
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None  # the record's own reader says what is wrong
+        return None  # `ModelSpec.read` reports what is wrong with the file.
     if not isinstance(table, dict):
         return None
     _refuse_experts(table)
@@ -291,18 +298,19 @@ def _hugging_face_config(name: str) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _model_file(name: str) -> Path:
-    """Returns the file of a model, of a folder the one that describes it."""
+    """Returns the file that describes a model: `name` itself, or a file in the folder `name`."""
     file = Path(name).expanduser()
     if not file.is_dir():
         return file
-    return next(
-        (file / each for each in ("spec.json", "config.json") if (file / each).exists()),
-        file / "config.json",
-    )
+    if (file / "spec.json").exists():
+        return file / "spec.json"
+    return file / "config.json"
 
 
 def _other_spec(name: str) -> ModelSpec:
-    """Returns a model by name that is no Hugging Face configuration."""
+    """Returns the spec of a model that is described by anything but a Hugging Face
+    configuration: a preset, a spec.json, a torchtitan flavour or Megatron's arguments.
+    """
     if name.startswith("torchtitan:"):
         return torchtitan_spec(name.removeprefix("torchtitan:"))
     if name.lstrip().startswith("--"):
@@ -316,6 +324,7 @@ def _other_spec(name: str) -> ModelSpec:
 def _read_config(
     file: Path, table: dict[str, Any], *, purpose: Purpose, notes: list[str] | None = None
 ) -> ModelSpec:
+    """Returns the spec of a configuration, as `spec_of`. Raises ConfigError for a damaged file."""
     try:
         return spec_of(table, name=file.parent.resolve().name, purpose=purpose, notes=notes)
     except (KeyError, TypeError, ArithmeticError) as error:
@@ -331,10 +340,12 @@ def spec_of(
     purpose: Purpose = "import",
     notes: list[str] | None = None,
 ) -> ModelSpec:
-    """Returns the spec that a `config.json` describes. `notes` gains what a plan leaves out.
+    """Returns the spec that a `config.json` describes.
+
+    For the purpose `plan`, a note on each feature that the spec leaves out is appended to `notes`.
 
     Raises:
-        ConfigError: the kit's decoder is not that model.
+        ConfigError: The kit's decoder cannot be the model.
     """
     kind = config.get("model_type", "")
     if kind not in FIXED:
@@ -359,9 +370,8 @@ def spec_of(
 
 
 def _refuse_type(kind: Any, config: dict[str, Any], purpose: Purpose) -> NoReturn:
-    """Raises ConfigError for a model type that the kit's decoder is not."""
-    verb = "planned" if purpose == "plan" else "imported"
-    text = f"config.model_type: {kind!r} cannot be {verb}."
+    """Raises ConfigError for a model type that the kit's decoder cannot be."""
+    text = f"config.model_type: {kind!r} cannot be {VERBS[purpose]}."
     inner = config.get("text_config")
     if isinstance(inner, dict) and inner.get("model_type") in FIXED:
         raise ConfigError(
@@ -375,9 +385,9 @@ def _refuse_type(kind: Any, config: dict[str, Any], purpose: Purpose) -> NoRetur
 
 
 def _refuse_key(key: str, found: str, decoder: str, purpose: Purpose) -> NoReturn:
-    verb = "planned" if purpose == "plan" else "imported"
+    """Raises ConfigError for the value `found` of a key, where the kit's decoder has `decoder`."""
     why = f", the kit's decoder has {decoder}" if decoder else ""
-    raise ConfigError(f"config.{key}: {found} cannot be {verb}{why}. {AFTER[purpose]}")
+    raise ConfigError(f"config.{key}: {found} cannot be {VERBS[purpose]}{why}. {AFTER[purpose]}")
 
 
 def _refuse_experts(config: dict[str, Any]) -> None:
@@ -390,9 +400,10 @@ def _refuse_experts(config: dict[str, Any]) -> None:
 
 
 def _training_length(config: dict[str, Any], spec: ModelSpec) -> int:
-    """Returns the training length of a configuration that does not say one."""
+    """Returns the training length in tokens that is assumed for a configuration."""
     if spec.positions == "learned":
-        return spec.sequence_length  # the number of learned positions, which are parameters
+        # The number of learned positions is a shape of the model.
+        return spec.sequence_length
     lengths = [TRAINING_LENGTH, spec.sequence_length]
     for table in (config, config.get("rope_scaling"), config.get("rope_parameters")):
         original = (table or {}).get("original_max_position_embeddings")
@@ -402,6 +413,7 @@ def _training_length(config: dict[str, Any], spec: ModelSpec) -> int:
 
 
 def _length_note(config: dict[str, Any], length: int, longest: int) -> str:
+    """Returns a note for the user on the training length that was assumed."""
     key = _length_key(config)
     if length == longest:
         return f"the training length is taken as {key}, {longest:,} tokens"
@@ -436,8 +448,10 @@ def _llama(config: dict[str, Any], name: str, purpose: Purpose, notes: list[str]
 
 
 def _rope(config: dict[str, Any], purpose: Purpose, notes: list[str]) -> dict[str, Any]:
-    """Returns the base of the rotary frequencies, and how they are scaled, which may be as in Llama
-    3.1 only. A plan leaves other scalings out, with a note: they change no parameters and no FLOPs.
+    """Returns the base of the rotary frequencies, and their scaling if it is that of Llama 3.1.
+
+    For the purpose `plan`, another scaling is left out with a note, since it changes neither
+    parameters nor FLOPs. For `import`, it raises ConfigError.
 
     `rope_scaling`, the older name, goes before `rope_parameters`; inside, `rope_type` goes before
     the older `type`, and `rope_theta` before the one beside it. A `rope_type` at the top means
@@ -471,9 +485,8 @@ def _rope(config: dict[str, Any], purpose: Purpose, notes: list[str]) -> dict[st
 def _gpt2(config: dict[str, Any], name: str, purpose: Purpose) -> ModelSpec:
     activation = config["activation_function"]
     if activation not in ACTIVATIONS:
-        verb = "planned" if purpose == "plan" else "imported"
         raise ConfigError(
-            f"config.activation_function: {activation!r} cannot be {verb}."
+            f"config.activation_function: {activation!r} cannot be {VERBS[purpose]}."
             f" {suggestion(activation, ACTIVATIONS)}"
         )
     shapes = _shapes({**config, "n_inner": config.get("n_inner") or 4 * config["n_embd"]}, "gpt2")
@@ -485,6 +498,7 @@ def _shapes(config: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _refuse(config: dict[str, Any], fixed: dict[str, Any], purpose: Purpose) -> None:
+    """Raises ConfigError if a key has another value than the kit's decoder has."""
     for key, value in fixed.items():
         found = config.get(key)
         if found is not None and found != value:

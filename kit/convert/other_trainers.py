@@ -194,17 +194,19 @@ def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
 # Folders of weights -------------------------------------------------------------------------------
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-"""The files by which transformers finds the weights of a folder."""
+"""Names of the files in which transformers looks for the weights of a folder."""
 LARGEST_HEADER = 100_000_000
-"""Bytes of the header of a safetensors file, a limit of that format."""
+"""Largest size of the header of a safetensors file in bytes, a limit of the format."""
 PICKLED = (
     "is not read, since unpickling can run code: if you trust its source, write it anew with"
     " transformers' from_pretrained(FOLDER"
 )
+"""Beginning of the advice for pickled weights."""
 RENAME = (
     "must be named model.safetensors, or in model.safetensors.index.json: load and save them with"
     " transformers' save_pretrained"
 )
+"""Advice for safetensors files with unusual names."""
 CONVERT = "is not supported: write it as a Hugging Face folder with that trainer's own tools first"
 FORMATS = (
     (
@@ -278,19 +280,22 @@ FORMATS = (
     ("*.ckpt", "a checkpoint of Lightning (.ckpt)", CONVERT),
     ("config.json", "a Hugging Face configuration without weights", "needs model.safetensors too"),
 )
-"""A pattern of a file that only this format has, what the format is, and what to do with it. The
-first match counts."""
+"""Formats of folders with weights: pattern of a file that only this format has, description of the
+format, advice. The first match in this order counts."""
 WRAPPERS = {
     "_orig_mod.": ("torch.compile", "model._orig_mod"),
     "module.": ("DistributedDataParallel", "model.module"),
 }
-"""Prefixes of weight names by what wraps the model, and the attribute that holds the model."""
+"""Wrapper of a model, and the attribute that holds the wrapped model, by the prefix that the
+wrapper adds to the names of weights."""
 
 
 def folder_format(folder: Path) -> tuple[str, str] | None:
-    """Returns (what a folder of weights is, what to do with it), or None if that is not known.
+    """Returns (description, advice) of the format of a folder with weights, or None if the format
+    is unknown.
 
-    Looks into Megatron's `iter_NNNNNNN` and DeepSpeed's `global_stepN` too, which hold each save.
+    Also looks into the folders of single checkpoints: Megatron's `iter_NNNNNNN` and DeepSpeed's
+    `global_stepN`.
     """
     for place in (folder, *sorted(folder.glob("iter_*")), *sorted(folder.glob("global_step*"))):
         for pattern, what, then in FORMATS:
@@ -300,9 +305,9 @@ def folder_format(folder: Path) -> tuple[str, str] | None:
 
 
 def named(folder: Path, wanted: str) -> str:
-    """Returns a sentence that names the format of a folder, with a space behind it.
+    """Returns a sentence on the format of a folder, with a space behind it.
 
-    It is empty where that is not known, or is what was `wanted`.
+    The sentence is empty if the format is unknown, or if its description contains `wanted`.
     """
     found = folder_format(folder)
     if found is None or wanted and wanted in found[0]:
@@ -312,8 +317,8 @@ def named(folder: Path, wanted: str) -> str:
 
 
 def not_a_model(path: Path) -> RunError:
-    """Returns the error of a path that is neither a run directory nor a Hugging Face folder, with
-    what it is instead.
+    """Returns the error for a path that is neither a run directory nor a Hugging Face folder. The
+    message names the format that was found instead.
     """
     if not path.is_dir():
         return RunError(f"{path}: no such folder. Give a run directory or a Hugging Face folder.")
@@ -331,8 +336,8 @@ def not_a_model(path: Path) -> RunError:
 
 
 def check_safetensors(folder: Path) -> None:
-    """Raises DataError for a Hugging Face folder whose weights are in no format that is read, with
-    what they are instead, or with a file that is a pointer of Git LFS.
+    """Raises DataError if a Hugging Face folder has no safetensors weights, or if a file in it is a
+    pointer of Git LFS.
     """
     if not any((folder / name).is_file() for name in SAFETENSORS):
         advice = named(folder, "") or "Save the model with transformers' save_pretrained."
@@ -349,14 +354,14 @@ def check_safetensors(folder: Path) -> None:
 
 
 def missing_weight_advice(folder: Path) -> str:
-    """Returns what to do about a weight that a Hugging Face folder lacks, by the names that it
-    has.
+    """Returns advice for a Hugging Face folder in which a weight is missing, derived from the names
+    of its other weights and from the class that it was saved from.
     """
     names = _weight_names(folder)
     for prefix, (wrapper, model) in WRAPPERS.items():
         if any(name.startswith(prefix) or f".{prefix}" in name for name in names):
             return (
-                f"The names of its weights have {prefix!r} in them, as of a model that {wrapper}"
+                f"The names of its weights contain {prefix!r}, as of a model that {wrapper}"
                 f" wraps. Save the model inside: {model}.save_pretrained(FOLDER)."
             )
     kind = _saved_class(folder)
@@ -369,7 +374,7 @@ def missing_weight_advice(folder: Path) -> str:
 
 
 def _saved_class(folder: Path) -> str:
-    """Returns the class of transformers that a folder was saved from, or an empty text."""
+    """Returns the class of transformers that a folder was saved from, or "" if it is unknown."""
     try:
         return str(json.loads((folder / "config.json").read_bytes())["architectures"][0])
     except (OSError, ValueError, LookupError, TypeError):
@@ -377,7 +382,7 @@ def _saved_class(folder: Path) -> str:
 
 
 def _weight_names(folder: Path) -> list[str]:
-    """Returns the names of the weights in a Hugging Face folder, none if they cannot be read."""
+    """Returns the names of the weights in a Hugging Face folder, or [] if they cannot be read."""
     file, index = (folder / name for name in SAFETENSORS)
     try:
         if index.is_file():

@@ -132,11 +132,11 @@ class SafetensorsFolder:
         return sum(file.stat().st_size for file in files if file.exists())
 
     def require(self, name: str) -> str:
-        """Returns the name of a weight in the folder. GPT-2's of the hub have no `transformer.`
-        before their names.
+        """Returns the name under which the folder has a weight. Folders of GPT-2 on the hub leave
+        out `transformer.` at the beginning of names.
 
         Raises:
-            DataError: the folder has no such weight.
+            DataError: The folder has no such weight.
         """
         found = name if name in self._file_of else name.removeprefix("transformer.")
         if found not in self._file_of:
@@ -148,7 +148,7 @@ class SafetensorsFolder:
         """Returns one weight.
 
         Raises:
-            DataError: it is not there, or its file is missing or damaged.
+            DataError: The folder has no such weight, or its file is missing or damaged.
         """
         name = self.require(name)
         with self._open(self._file_of[name]) as weights:

@@ -70,11 +70,11 @@ def build_dataset(
         skip_corrupt: leave out what cannot be read, naming it in dataset.json, rather than stop.
         text_key: key of a JSON object, or column of a table, that holds the document. A dot leads
             into an object: `meta.text`.
-        separator: text between the documents of a text file, such as `<|endoftext|>`. Two line ends
-            are any number of blank lines. None: a text file is one document or, above 16 MiB,
-            documents of about 1 MiB.
-        allow_unread: accept folders in which the files that are not read hold more bytes than those
-            that are. `DatasetInfo.unread` counts them.
+        separator: text between the documents of a text file, such as `<|endoftext|>`. The
+            separator "\\n\\n" matches any number of blank lines. If None, a text file of up to
+            16 MiB is one document, and a larger one is split into documents of about 1 MiB.
+        allow_unread: accept folders whose unread files hold more bytes than the files that are
+            read. `DatasetInfo.unread` counts the unread files.
         overwrite: replace a dataset that was built with other settings, or is damaged.
         workers: processes that share the files out (default: one for each core, if there is so much
             text).
@@ -299,7 +299,8 @@ def share_out(
         DataError: a piece cannot be done, or a process has gone.
     """
     children: list[subprocess.Popen[bytes]] = []
-    command, pipe = source_command("kit.data"), subprocess.PIPE
+    command = source_command("kit.data")
+    pipe = subprocess.PIPE
     alone = os.environ | {"TOKENIZERS_PARALLELISM": "false"}  # there is a process for each core
     with progress.stage(title, sum(sizes)) as advance:
 

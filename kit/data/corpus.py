@@ -77,10 +77,10 @@ class Corpus:
 
     After an iteration, `counts` says how many documents and text_bytes it has yielded, how many
     duplicates, empty and, as far as they are known, skipped_bytes were left out of it, and
-    `skipped` names what could not be read. `counts` also says how many documents are `parts` of a
-    large text file, and how many are text files that hold marks between documents (`marked`) or
-    JSON lines (`json_texts`).
-    `unread` counts the files in folders that are not read.
+    `skipped` names what could not be read. `counts` has three more keys. `parts`: documents that
+    are parts of a large text file. `marked`: text files read as one document although they hold
+    marks between documents. `json_texts`: text files read as one document although their lines are
+    JSON objects. `unread` lists the files in folders that are not read, counted by kind.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Corpus:
             sources: a file or folder, or a list of them. Text (.txt, .md, .rst, .py) is one
                 document per file, JSON lines, JSON arrays, .parquet and .arrow are one document per
                 row. JSON and compression (gzip, zstd, bz2, xz) are recognised by content. Of a
-                folder of a Hugging Face data set only the split `train` is read. None is the
-                default corpus of this Python installation.
+                folder that holds splits, only the split `train` is read. None is the default
+                corpus of this Python installation.
             max_bytes: bytes of text to stop at. None is no limit, or `DEFAULT_BYTES` for the
                 default corpus.
             skip_corrupt: leave out what cannot be read and name it in `skipped`, rather than stop.
@@ -107,14 +107,14 @@ class Corpus:
                 packages.
             text_key: key of a JSON object, or column of a table, that holds the document. A dot
                 leads into an object: `meta.text`.
-            separator: text between the documents of a text file. Without it a text file is one
-                document or, above 16 MiB, documents of about 1 MiB.
-            allow_unread: accept folders in which the files that are not read hold more bytes than
-                those that are.
+            separator: text between the documents of a text file. If None, a text file of up to
+                16 MiB is one document, and a larger one is split into documents of about 1 MiB.
+            allow_unread: accept folders whose unread files hold more bytes than the files that are
+                read.
 
         Raises:
-            DataError: a source does not exist, is of an unknown format, or holds no files; most of
-                a folder would not be read.
+            DataError: A source does not exist, has an unknown format, or holds no files. Or most
+                bytes of a folder would not be read, or `separator` has nothing to separate.
         """
         if separator == "":
             raise DataError("separator: is empty. Give the text between documents, or leave it out")
@@ -123,10 +123,13 @@ class Corpus:
                 f"max_bytes: {max_bytes} is not allowed. Give a number above 0, or None for no"
                 " limit."
             )
-        self.max_bytes, self.skip_corrupt, self.text_key = max_bytes, skip_corrupt, text_key
+        self.max_bytes = max_bytes
+        self.skip_corrupt = skip_corrupt
+        self.text_key = text_key
         self.unread: tuple[Unread, ...] = ()
         if sources is None:
-            self.max_bytes, self.skip_corrupt = max_bytes or DEFAULT_BYTES, True
+            self.max_bytes = max_bytes or DEFAULT_BYTES
+            self.skip_corrupt = True
             self.groups = installed_files(self.max_bytes)
         else:
             self.groups, self.unread = _local_files(sources, text_key, allow_unread)
@@ -253,12 +256,12 @@ class Corpus:
 def _local_files(
     sources: SourcePaths, text_key: str, allow_unread: bool
 ) -> tuple[SourceFiles, tuple[Unread, ...]]:
-    """Returns (the files of local sources, those of folders that are not read). A file is itself, a
-    folder all files below it that hold text.
+    """Returns (files of each source, counts of the files in folders that are not read). Of a folder
+    all files below it that hold text are read.
 
     Raises:
-        DataError: a source is missing, of an unknown format, or a folder that `files_to_read`
-            refuses; or there is no source.
+        DataError: There is no source. Or a source is missing, has an unknown format, or is a folder
+            that `files_to_read` refuses.
     """
     paths = [Path(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
     if not paths:
@@ -280,18 +283,18 @@ def _local_files(
 
 
 def _check_file(file: Path) -> None:
-    """Raises DataError if a file that was named is missing or of an unknown format."""
+    """Raises DataError if a file given as a source is missing or has an unknown format."""
     if not file.exists():
         raise DataError(
             f"{file}: no such file or folder. Give text, .jsonl or .parquet files, or folders"
             " of them."
         )
     if not file.is_file():
-        raise DataError(f"{file}: neither a file nor a folder. Read are {FORMATS}.")
+        raise DataError(f"{file}: neither a file nor a folder. Give {FORMATS}.")
     try:
         found = detect(file)
     except OSError:
-        return  # its reader says why
+        return  # The reader of the file reports why it cannot be opened.
     reason = found.reason
     if found.kind == "text" and ends(file)[0] not in TEXT_ENDS | {""}:
         reason = "not one of these formats. If it is text to train on, name it .txt"
@@ -300,6 +303,7 @@ def _check_file(file: Path) -> None:
 
 
 def _may_be_text(file: Path) -> bool:
+    """Returns whether the name of a file allows that the file is plain text."""
     return ends(file)[0] in TEXT_ENDS | {""}
 
 

@@ -48,7 +48,9 @@ class BuildSettings(Record):
         "what holds the text of a .jsonl object or a .parquet row", default=TEXT_KEY
     )
     separator: str | None = field_doc(
-        "text between the documents of a text file; null: a text file is one document", default=None
+        "text between the documents of a text file. null: each text file is one document or, above"
+        " 16 MiB, documents of about 1 MiB",
+        default=None,
     )
     order: Literal["windows"] = field_doc("what is shuffled for each epoch")
 
@@ -110,17 +112,17 @@ class DatasetInfo(Record):
         "documents larger than the held-out share, of which the end is held out", default=0
     )
     parts: int = field_doc(
-        "documents of about 1 MiB that text files above 16 MiB were split into", default=0
+        "documents of about 1 MiB into which text files above 16 MiB were split", default=0
     )
     marked: int = field_doc(
-        "text files read as one document though they hold <|endoftext|> or <|end_of_text|>",
+        "text files read as one document although they hold <|endoftext|> or <|end_of_text|>",
         default=0,
     )
     json_texts: int = field_doc(
-        "text files read as one document though they hold JSON lines", default=0
+        "text files read as one document although their lines are JSON objects", default=0
     )
     unread: tuple[Unread, ...] = field_doc(
-        "files in folders of the sources that were not read", default=()
+        "files that were not read in folders of the sources, by kind", default=()
     )
     files: tuple[StoredFile, ...] = field_doc("every other file of the folder")
 
@@ -322,7 +324,7 @@ class Dataset:
 
 
 def _hints(info: DatasetInfo) -> list[tuple[str, str]]:
-    """Returns what to know about text files whose documents were not separated."""
+    """Returns (label, advice) for each kind of text file whose documents were not separated."""
     hints = []
     if info.parts:
         text = (

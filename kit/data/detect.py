@@ -1,7 +1,7 @@
-"""What a file of a corpus is, by its first bytes: the format of its documents, and its compression.
+"""Detection of the format and compression of a corpus file by its first bytes.
 
-The end of a file's name decides in few cases only: what was named `.jsonl` is JSON lines, what was
-named `.txt` is text, whatever is in it.
+The extension decides in few cases only. A `.jsonl` file is read as JSON and a `.txt` file as text,
+whatever the content is. A `.parquet` or `.arrow` file is read as a table.
 """
 
 import bz2
@@ -14,24 +14,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 READ_BYTES = 1 << 20
+"""Bytes per read of a file. The first JSON object is looked for in as many bytes."""
 HEAD_BYTES = 4096
+"""Bytes at the beginning of a file by which its format is detected."""
 POINTER_BYTES = 1024
-"""Pointers of Git LFS are smaller."""
+"""Upper bound for the size of a Git LFS pointer file."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2", ".xz": "xz"}
-"""By the end of a name."""
+"""Compression by the extension that stands for it."""
 TEXT_ENDS = frozenset((".txt", ".md", ".rst", ".py"))
-"""Ends of plain text that is read in a folder."""
+"""Extensions of the plain text files that are read in a folder."""
 LINES_ENDS = frozenset((".jsonl", ".ndjson", ".jsonlines"))
+"""Extensions of files with one JSON object per line."""
 TABLE_ENDS = frozenset((".parquet", ".arrow"))
+"""Extensions of tables."""
 MAGIC = (
     (b"\x1f\x8b", "gzip"),
     (b"\x28\xb5\x2f\xfd", "zstd"),
     (b"BZh", "bz2"),
     (b"\xfd7zXZ\0", "xz"),
 )
-"""First bytes of compressed data."""
+"""First bytes of compressed data, with the name of the compression."""
 TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
-"""First bytes of Parquet, of an Arrow file, and of an Arrow stream."""
+"""First bytes of a Parquet file, an Arrow file and an Arrow stream."""
 OTHERS = (
     (b"PK\x03\x04", "a zip archive. Unpack it"),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive. Unpack it"),
@@ -43,22 +47,25 @@ OTHERS = (
     (b"\x89HDF", "an HDF5 file. Write its text as .jsonl or .parquet"),
     (b"SQLite format 3", "a SQLite database. Write its text as .jsonl or .parquet"),
 )
-"""First bytes of what is not read, and what it is."""
+"""First bytes of formats that are not read, with the format and what to do about it."""
 POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?size (\d+)")
+"""Pointer file of Git LFS, with the size of the file that it stands for in bytes."""
 SPREAD = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{[ \t\r]*\n)")
-"""Beginning of a JSON array of objects, or of an object over several lines."""
+"""Beginning of a JSON array of objects, or of a JSON object that spans several lines."""
 TAR_MAGIC = slice(257, 262)
+"""Place of the bytes `ustar` in a tar archive."""
 
 Kind = Literal["text", "lines", "json", "table", "pointer", "other"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Detected:
-    """What a file is.
+    """Format and compression of a file.
 
-    `lines` are one JSON object a line, `json` is an array or objects over several lines. `reason`
-    says why a file of kind `other` or `pointer` is not read. `size_bytes` is the size of the file
-    that a pointer stands for, else 0. `row` is the first JSON object, where it is known.
+    The kind `lines` means one JSON object per line. The kind `json` means an array, or objects that
+    span several lines. `reason` says why a file of the kind `other` or `pointer` is not read.
+    `size_bytes` is the size of the file that a pointer stands for, else 0. `row` is the first JSON
+    object, or None if it is unknown.
     """
 
     kind: Kind
@@ -69,16 +76,20 @@ class Detected:
 
 
 class Unpacked(io.RawIOBase):
-    """The unpacked bytes of a file, all of them up to where it is cut short; there it raises
-    OSError.
+    """Stream of the unpacked bytes of a file. If the compressed data is truncated, all bytes before
+    that place are returned, and then OSError is raised.
 
-    pyarrow's own stream gives nothing of a read that meets the cut; so that is done again in
-    smaller pieces.
+    pyarrow's own stream returns no bytes of a read that reaches the truncated place. That read is
+    repeated in smaller pieces.
     """
 
     def __init__(self, file: Path, compression: str | None) -> None:
-        self.file, self.compression = file, compression
-        self.place, self.size = 0, READ_BYTES
+        self.file = file
+        self.compression = compression
+        self.place = 0
+        """Number of unpacked bytes that were returned so far."""
+        self.size = READ_BYTES
+        """Largest number of bytes of the next read."""
         self.stream = self._opened()
 
     def readable(self) -> bool:
@@ -104,6 +115,7 @@ class Unpacked(io.RawIOBase):
                 return count
 
     def _opened(self) -> Any:
+        """Returns a new stream of the unpacked bytes, from `self.place` on."""
         if self.compression == "xz":
             stream = lzma.LZMAFile(self.file)
         elif self.compression == "bz2":
@@ -119,9 +131,9 @@ class Unpacked(io.RawIOBase):
 
 
 def ends(file: Path) -> tuple[str, str]:
-    """Returns (end of the name that tells the format, end that tells the compression, or "").
+    """Returns (extension of the format, extension of the compression), each "" if there is none.
 
-    `("", "")` for a name without an end; a number, as in `part.00000`, is none.
+    A number, as in `part.00000`, is not an extension.
     """
     suffixes = [suffix.lower() for suffix in file.suffixes]
     packed = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
@@ -130,10 +142,11 @@ def ends(file: Path) -> tuple[str, str]:
 
 
 def compression_of(file: Path) -> str | None:
-    """Returns how a file is compressed, by its first bytes; None if it is not.
+    """Returns the compression of a file by its first bytes, or None if it is not compressed.
 
-    A file whose name tells of a compression and that holds neither that nor JSON is damaged, and is
-    opened as what its name says, so that its reader reports it.
+    If the name has the extension of a compression but the content is neither compressed nor JSON,
+    the file is damaged. Then the compression of the name is returned, so that the reader of the
+    file reports the damage.
     """
     with file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
@@ -145,10 +158,10 @@ def compression_of(file: Path) -> str | None:
 
 
 def detect(file: Path) -> Detected:
-    """Returns what a file is. Reads its first bytes, or its first JSON object.
+    """Returns the format and compression of a file. Reads its first bytes or its first JSON object.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: The file cannot be opened.
     """
     end, packed = ends(file)
     with file.open("rb") as stream:
@@ -173,7 +186,7 @@ def detect(file: Path) -> Detected:
 
 
 def _by_head(file: Path, head: bytes, compression: str | None) -> Detected:
-    """Returns what a file is by its first unpacked bytes."""
+    """Returns the format of a file by its first unpacked bytes, `head`."""
     if head[TAR_MAGIC] == b"ustar":
         return Detected("other", compression, "a tar archive. Unpack it")
     if ends(file)[0] in TEXT_ENDS:
@@ -194,14 +207,16 @@ def _is_text(head: bytes) -> bool:
     try:
         head.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # The head may end within a character.
+        # `head` may end within a character.
         if len(head) < HEAD_BYTES or error.start < len(head) - 3:
             return False
     return b"\0" not in head
 
 
 def _json(file: Path, compression: str | None) -> Detected:
-    """Returns what a file is that begins as JSON: one value a line, or not."""
+    """Returns the format of a file that begins with a brace or a bracket: one JSON object per line,
+    an array or objects over several lines, or plain text.
+    """
     with io.BufferedReader(Unpacked(file, compression), READ_BYTES) as stream:
         try:
             head = stream.read(READ_BYTES)
@@ -216,13 +231,13 @@ def _json(file: Path, compression: str | None) -> Detected:
     if isinstance(row, dict):
         return Detected("lines", compression, row=row)
     if not newline and len(head) == READ_BYTES and text.startswith("{"):
-        return Detected("lines", compression)  # a first line of more than 1 MiB
+        return Detected("lines", compression)  # The first line is longer than 1 MiB.
     # An array, or objects over several lines.
     begin = re.match(r"\[?\s*", text)
     try:
         row, _ = json.JSONDecoder().raw_decode(text, begin.end() if begin else 0)
     except (ValueError, RecursionError):
-        # A long one in an array; or no JSON, such as a text that begins with a bracket.
+        # The first object is longer than 1 MiB, or the file is plain text with a bracket in front.
         if len(head) == READ_BYTES and re.match(r'\[?\s*\{\s*"', text):
             return Detected("json", compression)
         if ends(file)[0] == ".json":

@@ -1,7 +1,6 @@
-"""The files of a folder that are read as a corpus, and those that are not, with the reason.
+"""Which files of a folder are read as a corpus, and why the other files are not.
 
-Nothing in a folder is left out without being counted: `Unread` says how many files, of which kind
-and size.
+Each file that is not read is counted: `Unread` has the number, kind and size of such files.
 """
 
 import dataclasses
@@ -25,32 +24,39 @@ from kit.data.readers import OTHER_KEY, keys_of, text_under
 from kit.errors import DataError
 
 SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./])")
-"""Split in a path within a data set's folder: `train/data-00000-of-00001.arrow`,
+"""Name of a split in a path within a data set's folder: `train/data-00000-of-00001.arrow`,
 `data/test-00000-of-00002.parquet`."""
+OTHER_SPLIT = re.compile(r"(?:^|(?<=[-_.]))(?:test|validation|valid|val|dev|eval)(?=[-_.]|$)")
+"""Split other than `train` in the name of a file or folder: `TinyStories-valid.txt`."""
 CARD = re.compile(
     r"(readme|licen[cs]e|notice|citation|changelog|contributing|datasheet|"
     r".*(md5|sha1|sha256|sha512|checksum)s?(um|sums)?)",
     re.IGNORECASE,
 )
-"""Name, without its end, of a text that describes data and is no document of them."""
+"""Name, without extension, of a text that describes the data and is not one of its documents."""
 MOST_KINDS = 6
-"""Kinds of files named in a message."""
+"""Largest number of kinds of unread files that an error message lists."""
 FORMATS = (
     "text (.txt, .md, .rst, .py), JSON lines (.jsonl, .ndjson, .json), .parquet, .arrow; text and"
     " JSON also as .gz, .zst, .bz2, .xz"
 )
+"""Formats that are read, for error messages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unread(Record):
-    """Files of a source that were not read, of one kind."""
+    """The files of one kind in a source that were not read for one reason."""
 
-    kind: str = field_doc("end of their names, or what they are")
-    reason: str = field_doc("why they were not read")
+    kind: str = field_doc("extension of the file names, or a name of the kind")
+    reason: str = field_doc("why the files were not read")
     files: int = field_doc("number of files")
-    size_bytes: int = field_doc("their size; of a pointer of Git LFS, the size of its file")
-    example: str = field_doc("path of one of them")
-    expected: bool = field_doc("whether they are known to hold no text to train on")
+    size_bytes: int = field_doc(
+        "total size; a pointer of Git LFS counts with the size of the file that it stands for"
+    )
+    example: str = field_doc("path of one of the files")
+    expected: bool = field_doc(
+        "whether the files are known to hold no text to train on, so that they never stop a build"
+    )
 
     def __str__(self) -> str:
         size = f"{self.size_bytes / 1e6:,.2f} MB"
@@ -66,20 +72,21 @@ class Reason:
     text: str
     size_bytes: int
     expected: bool = False
+    """Whether the file is known to hold no text to train on."""
     is_data: bool = False
-    """Whether a card beside this file describes it."""
+    """Whether the file holds data, so that texts beside it may describe the data."""
 
 
 def files_to_read(
     folder: Path, text_key: str, allow_unread: bool
 ) -> tuple[list[Path], tuple[Unread, ...]]:
-    """Returns (files of a folder that are read as a corpus, in the order of their names; those that
-    are not).
+    """Returns (files of a folder that are read as a corpus, in the order of their paths; counts of
+    the files that are not read).
 
     Raises:
-        DataError: there is none to read, a link leads out of the folder, or the files that are not
-            read hold more bytes than those that are, or are pointers of Git LFS, unless
-            `allow_unread`.
+        DataError: No file can be read, a folder cannot be listed, or a link leads out of the
+            folder. Without `allow_unread` also: the unread files hold more bytes than the files
+            that are read, or some are pointers of Git LFS or links whose target is missing.
     """
     found: dict[Path, Detected] = {}
     left: dict[Path, Reason] = {}
@@ -92,15 +99,16 @@ def files_to_read(
             left[file] = reason
             found.pop(file, None)
     linked = {file.resolve() for file in found if file.is_symlink()}
-    for file in [file for file in found if not ends(file)[0] and file.resolve() in linked]:
-        if not file.is_symlink():
-            found.pop(file)  # read under the name of the link
+    for file in list(found):
+        if not file.is_symlink() and not ends(file)[0] and file.resolve() in linked:
+            found.pop(file)  # The link to this file is read instead.
     plain = [
         file
         for file, kind in found.items()
         if kind.kind == "text" and ends(file)[0] not in TEXT_ENDS
     ]
-    if len(plain) < len(found):  # else a folder of text whose names have no end
+    # If all files are text without an extension, they are the corpus.
+    if len(plain) < len(found):
         for file in plain:
             found.pop(file)
             left[file] = Reason(_kind(file), "text, but not named .txt", _size(file))
@@ -111,7 +119,8 @@ def files_to_read(
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yields everything below a folder but folders; links to folders are not followed.
+    """Yields the paths below a folder except its folders. Links to folders are yielded and not
+    followed.
 
     Raises:
         DataError: a folder cannot be listed.
@@ -129,11 +138,11 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _not_opened(file: Path, folder: Path) -> Reason | None:
-    """Returns why a file is not even opened, None if it may be.
+    """Returns why a file must not be opened, or None if it may be opened.
 
     Raises:
-        DataError: it is a link out of the folder, which may be another user's, except into the
-            cache of the Hugging Face hub.
+        DataError: The file is a link out of the folder, perhaps to a file of another user. Links
+            into the cache of the Hugging Face hub are allowed.
     """
     inside = file.relative_to(folder)
     if any(part.startswith(".") for part in inside.parts):
@@ -146,8 +155,10 @@ def _not_opened(file: Path, folder: Path) -> Reason | None:
 
 
 def _link(file: Path, folder: Path) -> Reason | None:
-    """Returns why a link is not read, None if it leads to a file of the folder. Raises as
-    `_not_opened`.
+    """Returns why a link is not read, or None if it leads to a file of the folder.
+
+    Raises:
+        DataError: The link leads out of the folder, except into the cache of the Hugging Face hub.
     """
     try:
         target = file.resolve()
@@ -172,7 +183,9 @@ def _link(file: Path, folder: Path) -> Reason | None:
 
 
 def _detected(file: Path) -> Detected:
-    """Returns what a file is; of plain text, without reading it, unless it may be a pointer."""
+    """Returns what a file is. A file named as text is opened only if it is small enough to be a
+    pointer of Git LFS.
+    """
     end, packed = ends(file)
     if end in TEXT_ENDS and not packed and _size(file) > POINTER_BYTES:
         return Detected("text")
@@ -180,12 +193,12 @@ def _detected(file: Path) -> Detected:
         return detect(file)
     except OSError as error:
         if end in TEXT_ENDS | LINES_ENDS | TABLE_ENDS | {"", ".json"}:
-            return Detected("lines")  # its reader says why it cannot be opened
+            return Detected("lines")  # The reader of the file reports why it cannot be opened.
         return Detected("other", reason=f"cannot be opened ({error.strerror})")
 
 
 def _not_text(file: Path, found: Detected, text_key: str) -> Reason | None:
-    """Returns why a file is not read, None if it is."""
+    """Returns why a file is not read, judged by its content and name, or None if it is read."""
     end, _ = ends(file)
     size = _size(file)
     if found.kind == "pointer":
@@ -220,32 +233,66 @@ def _size(file: Path) -> int:
 def _leave_out_what_is_not_trained(
     folder: Path, found: dict[Path, Detected], left: dict[Path, Reason]
 ) -> None:
-    """Leaves out, of a data set's folder, what describes the data, what the library `datasets` has
-    stored of its own work, and, if there is a split `train`, the other splits.
+    """Moves files that are not training text from `found` to `left`.
+
+    These are splits other than `train`. In the folder of a data set they are also texts that
+    describe the data, and files that the library `datasets` caches.
     """
     tables = [file for file, kind in found.items() if kind.kind == "table"]
     data = [file for file, kind in found.items() if kind.kind != "text"]
     data += [file for file, reason in left.items() if reason.is_data]
-    if not data:
-        return
     is_clone = (folder / ".gitattributes").is_file()
-    for file in list(found):
-        own, text = ends(file)[0], found[file].kind == "text"
-        if text and (CARD.fullmatch(file.stem) or (is_clone and own in (".md", ".py"))):
+    for file in list(found) if data else ():
+        is_text = found[file].kind == "text"
+        is_of_clone = is_clone and ends(file)[0] in (".md", ".py")
+        if is_text and (CARD.fullmatch(file.stem) or is_of_clone):
             left[file] = Reason("description", "describes the data", _size(file), expected=True)
         elif tables and file.name.startswith("cache-"):
             left[file] = Reason("cache", "written by datasets for itself", _size(file), True)
-    splits = {file: SPLIT.findall(file.relative_to(folder).as_posix()) for file in found}
-    has_train = any("train" in names for names in splits.values())
-    for file, names in splits.items():
-        if has_train and names and "train" not in names and file not in left:
-            left[file] = Reason("split", "another split than train", _size(file), True)
+    others = _files_beside_train(folder, found)
+    if data:
+        others |= _files_of_other_splits(folder, found)
+    for file in others - left.keys():
+        left[file] = Reason("split", "another split than train", _size(file), True)
     for file in left:
         found.pop(file, None)
 
 
+def _files_of_other_splits(folder: Path, found: dict[Path, Detected]) -> set[Path]:
+    """Returns the files of a data set whose paths name a split, but not `train`. Returns none if no
+    path names `train`.
+    """
+    splits = {file: SPLIT.findall(file.relative_to(folder).as_posix()) for file in found}
+    if not any("train" in names for names in splits.values()):
+        return set()
+    return {file for file, names in splits.items() if names and "train" not in names}
+
+
+def _files_beside_train(folder: Path, found: dict[Path, Detected]) -> set[Path]:
+    """Returns the files of a split for which the same path with `train` exists, numbers apart:
+    `TinyStories-valid.txt` beside `TinyStories-train.txt`.
+
+    Program code and marked-up text (.py, .md, .rst) are not compared, so a repository of code is
+    read as a whole.
+    """
+    paths: dict[Path, tuple[str, ...]] = {}
+    for file, kind in found.items():
+        if kind.kind != "text" or ends(file)[0] in (".txt", ""):
+            paths[file] = Path(re.sub(r"\d+", "0", file.relative_to(folder).as_posix())).parts
+    known = {parts[:depth] for parts in paths.values() for depth in range(1, len(parts) + 1)}
+    others = set[Path]()
+    for file, parts in paths.items():
+        for depth, part in enumerate(parts):
+            train = OTHER_SPLIT.sub("train", part)
+            if train != part and (*parts[:depth], train) in known:
+                others.add(file)
+    return others
+
+
 def _counted(folder: Path, left: dict[Path, Reason]) -> tuple[Unread, ...]:
-    """Returns the files that are not read by kind, the largest first."""
+    """Returns counts of the unread files by kind and reason. Unexpected ones come first, then the
+    largest.
+    """
     groups = defaultdict[tuple[str, str], list[Path]](list)
     for file, reason in left.items():
         groups[reason.kind, reason.text.partition(" (")[0]].append(file)
@@ -269,7 +316,9 @@ def _check(
     unread: tuple[Unread, ...],
     allow_unread: bool,
 ) -> None:
-    """Raises DataError where most of a folder would not be read."""
+    """Raises DataError if no file of a folder is read, or if its unread files hold more bytes than
+    the files that are read or include pointers or broken links.
+    """
     lost = [it for it in unread if not it.expected]
     named = "".join(f"\n  {it}" for it in lost[:MOST_KINDS])
     if len(lost) > MOST_KINDS:

@@ -28,19 +28,19 @@ LARGEST_LINE_BYTES = 8 * LARGEST_DOCUMENT_BYTES
 """With up to six bytes of JSON for a byte of text, and more keys. A small packed file may hold a
 line of any size."""
 PIECE_BYTES = 1024 * 1024
-"""Size of the documents into which a larger text file without a separator is split. Each ends with
-an end-of-text token: one in some 250,000 tokens."""
+"""Size in bytes of the documents into which a text file above LARGEST_DOCUMENT_BYTES without a
+separator is split. Each document adds one end-of-text token to some 250,000 tokens."""
 PART = ":part "
-"""Between the name of such a file and the number of a piece."""
+"""Text between file name and number in the name of a document that is a piece of a text file."""
 END_MARKS = ("<|endoftext|>", "<|end_of_text|>")
 """Marks that end a document in plain text files of public data sets, such as TinyStories."""
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-"""First bytes of a text in UTF-16."""
+"""Byte order marks at the beginning of a text in UTF-16."""
 NOT_UTF_16 = "not UTF-8 text but UTF-16. Convert it: iconv -f UTF-16 -t UTF-8"
 MOST_KEYS = 12
-"""Keys of a JSON object named in a message."""
+"""Largest number of keys of a JSON object that an error message lists."""
 MOST_SHOWN = 40
-"""Characters of a JSON value shown in a message."""
+"""Largest number of characters of a JSON value that an error message shows."""
 BETWEEN = re.compile(r"[\s,\[\]]*")
 """Characters between the objects of a JSON array."""
 TEXT_KEY = "text"
@@ -54,11 +54,15 @@ def read_texts(
     text_key: str = TEXT_KEY,
     separator: str | None = None,
 ) -> Texts:
-    """Yields `(place, text)` for each document of a file. `place` is the name, with line, row or
-    number if there are several documents.
+    """Yields (place, text) for each document of a file. `place` is `name`, with the line, row or
+    number of the document if the file has several.
 
-    `text_key` is the key of a JSON object, or the column of a table, that holds the document; a dot
-    leads into an object. `separator` stands between the documents of a text file.
+    Unreadable documents are passed to `report` as (place, reason, bytes). `text_key` is the key of
+    a JSON object, or the column of a table, that holds the document. A dot in it leads into an
+    object. `separator` is the text between the documents of a text file.
+
+    Raises:
+        DataError: A large text file has marks between its documents, or holds JSON lines.
     """
     try:
         if file.parts[-2:] == ("pydoc_data", "topics.py"):
@@ -87,8 +91,8 @@ def too_large(size: int) -> str:
 
 
 def text_under(row: Any, text_key: str) -> Any:
-    """Returns what a JSON object holds under a key, None if the key is missing. The key
-    `meta.text` is one key or, if there is no such key, leads to `text` in the object `meta`.
+    """Returns the value of a key in a JSON object, or None if the key is missing. If the object has
+    no key `meta.text`, this key stands for `text` in the object `meta`.
     """
     if isinstance(row, dict) and text_key in row:
         return row[text_key]
@@ -100,7 +104,9 @@ def text_under(row: Any, text_key: str) -> Any:
 
 
 def keys_of(row: Any) -> str:
-    """Returns the keys of a JSON object for a message; those of objects in it with a dot."""
+    """Returns the keys of a JSON object for an error message. Keys of inner objects are written as
+    `meta.text`. Of any other value, returns the type.
+    """
     if not isinstance(row, dict):
         return type(row).__name__
     names = []
@@ -128,7 +134,9 @@ def holds_json_lines(text: str) -> bool:
 def _text(
     file: Path, name: str, report: Report, compression: str | None, separator: str | None
 ) -> Texts:
-    """Yields the one document of a text file; with a separator, or of a large file, several."""
+    """Yields the documents of a text file: those between separators, or pieces of a large file, or
+    the whole file.
+    """
     if separator is None and compression is None and file.stat().st_size <= LARGEST_DOCUMENT_BYTES:
         yield from _decoded(file.read_bytes(), name, report)
         return
@@ -143,8 +151,8 @@ def _text(
 
 
 def _decoded(data: bytes, name: str, report: Report, first_line: int = 1) -> Texts:
-    """Yields bytes as text. NUL bytes at the end, as a crash leaves them, are reported and cut
-    off.
+    """Yields (name, text) for bytes in UTF-8, or reports what is wrong with them. NUL bytes at the
+    end, which a crash can leave, are reported and removed.
     """
     if data[:2] in UTF_16:
         report(f"{name}:{first_line}", NOT_UTF_16, len(data))
@@ -166,16 +174,19 @@ def _decoded(data: bytes, name: str, report: Report, first_line: int = 1) -> Tex
 
 
 def _separated(stream: io.BufferedIOBase, name: str, report: Report, separator: str) -> Texts:
-    """Yields the documents between separators, without line ends around them."""
+    """Yields (place, text) for each document between separators, without line ends around it."""
     pattern, longest = _pattern(separator)
-    rest, number, line, is_last = b"", 0, 1, False
+    rest = b""
+    number = 0
+    line = 1
+    is_last = False
     while not is_last:
         block = stream.read1(READ_BYTES)
         is_last = not block
         rest += block
         begin = 0
         for match in pattern.finditer(rest):
-            # More of this separator may come with the next block.
+            # The separator may continue in the next block, as blank lines do.
             if match.end() > len(rest) - longest and not is_last:
                 break
             number += 1
@@ -185,7 +196,7 @@ def _separated(stream: io.BufferedIOBase, name: str, report: Report, separator: 
         rest = rest[begin:]
         if len(rest) > LARGEST_DOCUMENT_BYTES + READ_BYTES:
             number += 1
-            size, rest, lines, is_last = _passed_over(stream, rest, pattern, longest)
+            size, rest, lines, is_last = _skip_document(stream, rest, pattern, longest)
             line += lines
             report(f"{name}:{number}", f"{too_large(size)}, or give another --separator", size)
     if rest:
@@ -193,8 +204,8 @@ def _separated(stream: io.BufferedIOBase, name: str, report: Report, separator: 
 
 
 def _pattern(separator: str) -> tuple[re.Pattern[bytes], int]:
-    """Returns (pattern of a separator, longest separator in bytes). Two line ends are any number of
-    blank lines.
+    """Returns (pattern of a separator, assumed largest length of a match in bytes). The separator
+    "\\n\\n" matches any number of blank lines.
     """
     if separator == "\n\n":
         return re.compile(rb"\r?\n(?:[ \t]{0,99}\r?\n)+"), HEAD_BYTES
@@ -202,15 +213,16 @@ def _pattern(separator: str) -> tuple[re.Pattern[bytes], int]:
     return re.compile(re.escape(data)), len(data)
 
 
-def _passed_over(
+def _skip_document(
     stream: io.BufferedIOBase, rest: bytes, pattern: re.Pattern[bytes], longest: int
 ) -> tuple[int, bytes, int, bool]:
-    """Passes over a document that is too large.
+    """Skips the rest of a document that is too large, without keeping it in memory.
 
-    Returns (its size in bytes, what follows its separator, its number of lines, whether the stream
-    has ended).
+    Returns (size of the document in bytes, bytes read behind its separator, number of its lines,
+    whether the stream has ended).
     """
-    size = lines = 0
+    size = 0
+    lines = 0
     while True:
         match = pattern.search(rest)
         block = stream.read(READ_BYTES)
@@ -227,6 +239,7 @@ def _passed_over(
 
 
 def _piece(data: bytes, name: str, report: Report, line: int) -> Texts:
+    """Yields (name, text) for one document between separators, unless it is blank or too large."""
     if not data.strip():
         return
     if len(data) > LARGEST_DOCUMENT_BYTES:
@@ -237,11 +250,11 @@ def _piece(data: bytes, name: str, report: Report, line: int) -> Texts:
 
 
 def _in_pieces(stream: io.BufferedIOBase, name: str, report: Report) -> Texts:
-    """Yields a text as one document or, if it is too large for one, in pieces of about PIECE_BYTES
-    that end at a line. A text without documents of its own, such as text8, has no better places.
+    """Yields a text as one document or, if it is too large, in pieces of about PIECE_BYTES that end
+    at a line end. A text without marks between documents, such as text8, has no better places.
 
     Raises:
-        DataError: the text is too large for one document, and marks where its documents end or
+        DataError: The text is too large for one document, and it has marks between its documents or
             holds JSON lines.
     """
     rest = stream.read(LARGEST_DOCUMENT_BYTES + 1)
@@ -257,7 +270,8 @@ def _in_pieces(stream: io.BufferedIOBase, name: str, report: Report) -> Texts:
             )
     if holds_json_lines(head.decode("utf-8-sig", errors="replace")):
         raise DataError(f"{name}: holds JSON lines. Name it .jsonl, so that they are read as such.")
-    number, line = 0, 1
+    number = 0
+    line = 1
     while rest:
         if len(rest) < PIECE_BYTES:
             rest += stream.read(PIECE_BYTES)
@@ -274,8 +288,8 @@ def _in_pieces(stream: io.BufferedIOBase, name: str, report: Report) -> Texts:
 
 
 def _end_of_piece(piece: bytes) -> int:
-    """Returns where a piece of text is cut: behind its last line, else its last space, else before
-    a character that may not be complete.
+    """Returns the number of bytes at which a piece of text ends: behind its last line end, else
+    behind its last space, else before a last character that may be incomplete.
     """
     if end := piece.rfind(b"\n") + 1 or piece.rfind(b" ") + 1:
         return end
@@ -343,6 +357,7 @@ def _line(line: bytes, place: str, report: Report, text_key: str) -> Texts:
 
 
 def _row(row: Any, place: str, report: Report, text_key: str, size: int) -> Texts:
+    """Yields (place, text) for a JSON object of `size` bytes, or reports that it has no text."""
     text = text_under(row, text_key)
     if isinstance(text, str):
         yield place, text
@@ -357,13 +372,17 @@ def _row(row: Any, place: str, report: Report, text_key: str, size: int) -> Text
 def _json_values(
     file: Path, name: str, report: Report, text_key: str, compression: str | None
 ) -> Texts:
-    """Yields the documents of a JSON array, or of objects that stand one behind the other."""
+    """Yields (place, text) for each object of a JSON array, or of objects that follow each other
+    over several lines.
+    """
     number = 0
     decoder = json.JSONDecoder()
     with io.TextIOWrapper(
         io.BufferedReader(Unpacked(file, compression), READ_BYTES), encoding="utf-8-sig"
     ) as stream:
-        rest, place, wanted = "", 0, READ_BYTES
+        rest = ""
+        place = 0
+        wanted = READ_BYTES
         try:
             while True:
                 between = BETWEEN.match(rest, place)
@@ -371,8 +390,9 @@ def _json_values(
                 try:
                     row, place = decoder.raw_decode(rest, begin)
                 except (ValueError, RecursionError) as error:
-                    # The rest of this object may come with the next block.
-                    rest, place = rest[begin:], 0
+                    # The object may continue in the next block.
+                    rest = rest[begin:]
+                    place = 0
                     block = stream.read(wanted) if len(rest) < LARGEST_LINE_BYTES else ""
                     if block:
                         rest += block
@@ -417,8 +437,8 @@ def _lines(stream: io.BufferedIOBase, name: str, report: Report) -> Iterator[tup
 
 @contextlib.contextmanager
 def _opened(file: Path, column: str) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """Opens a Parquet file, an Arrow file, or an Arrow stream, which `datasets` writes. Yields
-    (schema, batches of rows). Of a Parquet file only `column` is read.
+    """Opens a Parquet file, an Arrow file, or an Arrow stream as the library `datasets` writes.
+    Yields (schema, batches of rows). Of a Parquet file only `column` is read.
     """
     import pyarrow.ipc
     import pyarrow.parquet

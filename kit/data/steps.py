@@ -32,7 +32,8 @@ from kit.data.tokenizer import Tokenizer, read_tokenizer, train_tokenizer
 from kit.errors import DataError
 
 UNPACKED = {".gz": 3, ".zst": 3, ".zstd": 3, ".bz2": 4, ".xz": 4, ".parquet": 3}
-"""About so many bytes of text are expected of a byte of a file, for the time left."""
+"""Assumed bytes of text per byte of a compressed file, by extension, for the estimate of the time
+left."""
 LEAST_SHARE = 0.01
 """Of the text that must be left to train on."""
 TOKENIZER_BYTES = 32_000_000

@@ -15,7 +15,7 @@ from cluster.files import file_size, opened
 from kit.errors import DataError, needed
 
 TOKENIZER_BYTES = 256 << 20
-"""Most bytes that the file of a tokenizer may have. That of Gemma 3 has 33 MB."""
+"""Largest size of a tokenizer file in bytes. The tokenizer file of Gemma 3 has 33 MB."""
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
 SMALLEST_VOCAB_SIZE = 257
@@ -209,16 +209,17 @@ def read_tokenizer(file: Path, eos_id: int) -> Tokenizer:
 
 
 def _content(file: Path) -> bytes:
-    """Returns what the file of a tokenizer holds.
+    """Returns the content of a tokenizer file.
 
     Raises:
-        DataError: it is a pipe or a device, which may have no end, or larger than TOKENIZER_BYTES.
+        DataError: The file is larger than TOKENIZER_BYTES, or is a pipe or a device, which may have
+            no end.
     """
     try:
         if file_size(file, follows=True) > TOKENIZER_BYTES:
             raise DataError(
-                f"{file} is larger than {TOKENIZER_BYTES >> 20:,} MiB, so no tokenizer. Give"
-                " another."
+                f"{file} is larger than {TOKENIZER_BYTES >> 20:,} MiB, the largest size of a"
+                " tokenizer file. Give another file."
             )
         with opened(file, follows=True) as stream:
             return stream.read(TOKENIZER_BYTES)

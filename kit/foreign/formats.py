@@ -1,9 +1,9 @@
 """The trainers whose logs can be imported, an entry each: what finds in a line what it tells.
 
 Another trainer needs an entry of FORMATS, or of its user a pattern only (`kit import --pattern`).
-`logs.py` applies them. Tried on public lines, which the tests cite. Only read in the source of the
-trainers: torchtitan's held-out loss, settings and start, and the lines of OLMo-core, nanochat and
-DeepSpeed's pipelines.
+`logs.py` applies them. The tests try the entries on published log lines and cite them. A few
+patterns follow the trainer's source only: torchtitan's validation loss, settings and start, and the
+lines of OLMo-core, nanochat and DeepSpeed's pipelines.
 """
 
 import dataclasses
@@ -41,61 +41,68 @@ Texts = dict[str, str]
 COUNTS = frozenset(
     "step total_steps samples consumed_samples consumed_tokens sequence_length".split()
 )
-"""Values that are whole numbers, of which no digit may be missing."""
+"""Whole-number values that are used only if the log prints all their digits."""
 SUFFIXED = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s?([^\d\s]*)")
-"""A number and what follows it."""
+"""A number, and the suffix or unit behind it."""
 FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "%": 0.01}
-"""Suffixes that multiply a number."""
+"""Factor by which a suffix multiplies the number before it."""
 SECONDS_OF = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
-"""Seconds of a unit of time."""
+"""Length of a unit of time in seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a trainer tells of its steps: regular expressions of Python.
+    """Regular expressions for the log lines of one trainer.
 
-    Their groups name what they find: values of a step, or settings by Megatron's names for them.
+    The name of a group is the name of the value that it matches: a value of a step, or a setting
+    under its name in Megatron.
     """
 
     name: str
     sign: str
-    """Is in each line about a step, torn ones too."""
+    """Pattern that matches in every line about a step, also in a torn line."""
     line: str
-    """Finds a step; what its group `fields` holds is for `fields`."""
+    """Pattern of a step and its values. The text of its group `fields` is searched by the pattern
+    `fields`."""
     fields: str = "(?!)"
-    """Finds values one by one; the name of the only group that took part is the value's."""
+    """Pattern of a single value. The only group that takes part in a match names the value."""
     first_step: int = 1
+    """Number that the trainer gives to its first step."""
     repeats: tuple[str, ...] = ("loss", "grad_norm")
-    """Groups that are the same in a line that was printed again."""
+    """Groups by which a line that was printed twice is recognised: they are equal in both."""
     held_out: str = "(?!)"
-    """Finds a step and its held-out loss."""
+    """Pattern of a step and its validation loss."""
     settings: tuple[str, ...] = ()
-    """Of any line. A `name` with a `value` is a setting; those in OF_STEPS are of the next step or
-    of all to come; `start` is told by every start of the trainer, `end` when training is done."""
+    """Patterns that are searched in every line. A group `name` beside a group `value` is a setting.
+    The groups in OF_STEPS are values of the next step or of all later steps. A match of `start`
+    means that the trainer was started, a match of `end` that training is done."""
     closes: str = ""
-    """Begins the last line of what is written on several, and is read as one."""
+    """Pattern of the last line of a text that spans several lines. The lines are read as one."""
     values: str = "the last step's values"
-    """What a line for many steps has of them."""
+    """Which values a line that stands for several steps prints."""
     counts_before: bool = False
-    """Whether consumed samples are those before a line's step, without its own."""
+    """Whether consumed samples leave out the samples of the line's own step."""
     times_held_out: bool = False
-    """Whether a step's time holds that of the evaluation before it, so that it is none."""
+    """Whether a step's time includes the evaluation before the step. Such a time is not used."""
     amend: Callable[[Texts, Texts], None] = lambda texts, before: None
-    """Corrects the texts of a line, given the texts of the line before. An empty `step` says that
-    the line ends no optimizer step."""
+    """Function that corrects the texts of a line, given the texts of the line before. The function
+    sets `step` to "" if the line does not end an optimizer step."""
     gathers: bool = False
-    """Whether a step is told on several lines, from one with `step` to the next such line. `fields`
-    are found in each of them."""
+    """Whether the values of a step are printed on several lines, from a line with `step` to the
+    next line with `step`. The pattern `fields` is searched in each of these lines."""
     counts_lines: bool = False
-    """Whether lines have no step, so that the user says how many steps each stands for."""
+    """Whether the lines have no step, so that the user gives the number of steps per line."""
     is_fallback: bool = False
-    """Whether other trainers print such lines too, beside their own, which are preferred."""
+    """Whether other trainers print such lines beside lines in a format of their own. The other
+    format is preferred."""
 
 
 def number(text: str | None, unit: str = "") -> float | None:
-    """Returns a word of a log as a number, None if it is none: `1,234`, `2.1e+4`, `3.4M`, `12.3%`.
+    """Returns the number that a word of a log stands for, or None if it stands for none: `1,234`,
+    `2.1e+4`, `3.4M`, `12.3%`.
 
-    A time may have another unit than `unit`, "s" or "ms": `850ms`, `1.2s/it`, `3.1it/s`.
+    With `unit`, "s" or "ms", the word is a time in this or another unit, or a rate: `850ms`,
+    `1.2s/it`, `3.1it/s`. The result is a time in `unit`.
     """
     word = (text or "").replace(",", "")
     try:
@@ -119,8 +126,8 @@ def number(text: str | None, unit: str = "") -> float | None:
 
 
 def lacks_digits(text: str) -> bool:
-    """Returns whether a whole number is printed rounded, as `3.1e+4` or `85.8G`, so that it stands
-    for several.
+    """Returns whether the last digits of a whole number are not printed, as in `3.1e+4` or `85.8G`,
+    so that several numbers are possible.
     """
     found = SUFFIXED.fullmatch(text.replace(",", "").strip())
     if found is None:
@@ -132,7 +139,7 @@ def lacks_digits(text: str) -> bool:
 
 
 class UnsureStepError(ValueError):
-    """The step of a line is printed with too few digits, or contradicts another number."""
+    """The step of a line is unknown: too few digits are printed, or another number contradicts."""
 
 
 def by_name(before: str, shape: str, names: str) -> str:
@@ -154,14 +161,16 @@ def iso_time(texts: Texts, _: Texts) -> None:
 
 
 def from_rate(texts: Texts, _: Texts) -> None:
-    """Derives the time of a step from the steps per second, where no clock is told."""
+    """Derives the time of a step from the steps per second, unless the line has a clock."""
     rate = number(texts.pop("steps_per_s", ""))
     if rate and "time" not in texts and "clock_s" not in texts:
         texts.setdefault("step_time_s", str(1 / rate))
 
 
 def composer_step(texts: Texts, before: Texts) -> None:
-    """Makes the batch of an epoch a step, and derives the time of a step."""
+    """Converts the batch number within an epoch to a step of the training, and derives the step's
+    time.
+    """
     if "epoch" in texts and "total_steps" in texts:
         total = int(texts.pop("total_steps"))
         texts["step"] = str((int(texts["epoch"]) - 1) * total + int(texts["step"]))
@@ -169,22 +178,25 @@ def composer_step(texts: Texts, before: Texts) -> None:
 
 
 def micro_steps(texts: Texts, before: Texts) -> None:
-    """Adds up the micro-steps of an optimizer step, whose time is known if each has a line."""
-    micro_ms, follows = float(texts["iter_ms"]), False
-    if "micro_ms" in before or before.get("is_step"):
-        follows = int(texts["iter"]) == int(before["iter"]) + 1
-    if follows:
-        texts["micro_ms"] = str(micro_ms + float(before.get("micro_ms", 0)))
-        if before.get("is_step"):
-            texts["micro_ms"] = str(micro_ms)
-    if texts.get("is_step") and follows:
-        texts["step_time_ms"] = texts["micro_ms"]
+    """Adds the times of the micro-steps of an optimizer step, of which each has a line.
+
+    The time of the optimizer step is unknown if the line of a micro-step is missing.
+    """
+    total_ms = float(texts["iter_ms"])
+    is_first = bool(before.get("is_step"))
+    is_known = is_first or "micro_ms" in before
+    if is_known and int(texts["iter"]) == int(before["iter"]) + 1:
+        if not is_first:
+            total_ms += float(before["micro_ms"])
+        texts["micro_ms"] = str(total_ms)
+        if texts.get("is_step"):
+            texts["step_time_ms"] = texts["micro_ms"]
     if not texts.get("is_step"):
         texts["step"] = ""
 
 
 def clock_of_elapsed(texts: Texts, _: Texts) -> None:
-    """Makes the elapsed time, as `1 day, 2:03:04`, seconds of a clock."""
+    """Converts the elapsed time, as in `1 day, 2:03:04`, to a clock in seconds."""
     days, clock = texts.pop("elapsed", "").rpartition(" day")[::2]
     parts = clock.lstrip("s, ").split(":")
     if all(part.isdigit() for part in parts):
@@ -193,13 +205,13 @@ def clock_of_elapsed(texts: Texts, _: Texts) -> None:
 
 
 def step_of_bar(texts: Texts, before: Texts) -> None:
-    """Undoes what tqdm rounds to three digits where that is shorter: 1000 and 1004 are both 1e+3.
+    """Restores the digits of a step that tqdm has rounded to three: 1000 and 1004 are both 1e+3.
 
-    The step is then the bar's own count, without the other batches that are in it: held-out ones.
-    A bar that was drawn again is as old as the first.
+    The step is then the bar's own count minus the validation batches that the bar counts too. A bar
+    that was drawn again gets the time of the first drawing.
 
     Raises:
-        UnsureStepError: the count cannot be rounded to the step that is printed, as in an excerpt
+        UnsureStepError: The count, rounded, is not the printed step. This happens in an excerpt
             that begins after batches of another kind.
     """
     clock = reversed(texts["clock"].split(":"))
@@ -208,14 +220,15 @@ def step_of_bar(texts: Texts, before: Texts) -> None:
     if "n" in texts:
         drawn = int(texts["epoch"]) * int(texts["total_steps"]) + int(texts["n"]) - 1
         if "e" in texts["step"]:
-            step, printed = drawn - int(texts["others"]), float(texts["step"])
+            step = drawn - int(texts["others"])
+            printed = float(texts["step"])
             half = 0.5 * 10 ** (int(texts["step"].partition("e")[2]) - 2)
             if abs(step - printed) > half + 1:
                 raise UnsureStepError(
                     f"global_step={texts['step']} stands for {printed - half:,.0f} to"
                     f" {printed + half:,.0f}, but the bar's own count is {step:,}, which includes"
-                    " other batches. Give the whole log, from its first steps, whose numbers have"
-                    " all digits"
+                    " other batches. Give the whole log from its first step on, where all digits"
+                    " are printed"
                 )
             texts["step"] = str(step)
         texts["others"] = str(drawn - int(float(texts["step"])))
@@ -359,9 +372,6 @@ FORMATS = (
         closes=r"\s*}",
         values="the line's means",
     ),
-)
-FORMATS = (
-    *FORMATS,
     Format(  # `ProgressCallback.on_log` of transformers; also TRL, axolotl and LLaMA-Factory
         name="hf-trainer",
         sign=r"\{'loss': ",
@@ -424,7 +434,7 @@ FORMATS = (
         gathers=True,
         amend=composer_step,
     ),
-    # litgpt/pretrain.py of Lightning-AI/litgpt, issues 689, 1042 and 1607: a line a micro-step
+    # litgpt/pretrain.py of Lightning-AI/litgpt, issues 689, 1042 and 1607. A micro-step has a line.
     Format(
         name="litgpt",
         sign=r"iter \d+ (?:\| )?step \d+(?::| \|) loss",
@@ -461,7 +471,7 @@ NAMES = tuple(dict.fromkeys(form.name for form in FORMATS))
 
 def pattern_format(pattern: str, gathers: bool = False) -> Format:
     """Returns the format of lines in which a user's regular expression finds a step. With `gathers`
-    a step is told on several lines.
+    the values of a step are on several lines.
 
     Raises:
         ConfigError: it is none, lacks the groups `step` or `loss`, or has a group that is not in

@@ -73,23 +73,25 @@ def import_log(
             and any other of `kit.foreign.formats.GROUPS`, which finds each line about a step.
         site: where it ran; its peak makes MFU, its best matrix product is what no step can exceed.
         spec: the model, where the log does not tell it.
-        changes: of `spec`, `plan` and `recipe`: fields that the log tells not, or wrongly; of
-            `import` the field `zone`: of time stamps that name none, as `Europe/Berlin`. Trainers
-            write their machine's hour, so only the user knows it, and where its clocks change a
-            step would be an hour too long; else UTC. The field `logging_steps`: steps for which
-            each line stands, of a log whose lines have no step.
-        spec_notes: what was assumed of `spec`, for the notes of the report.
-        follow: go on as the log grows, until training is done, the log is gone, or `idle` raises
-            KeyboardInterrupt.
-        idle: waits between two looks, given the seconds.
+        changes: fields of `spec`, `plan` and `recipe` that the log lacks or prints wrongly, and two
+            fields of `import`. `zone` is the zone of time stamps without one, such as
+            `Europe/Berlin`, by default UTC. Trainers print the local time of their machine, so only
+            the user knows the zone. With a wrong zone, the step at a clock change is an hour too
+            long. `logging_steps` is the number of steps per line if the lines have no step.
+        spec_notes: assumptions about `spec`, for the notes of the report.
+        follow: continue as the log grows, until training is done, the log is removed, or `idle`
+            raises KeyboardInterrupt.
+        idle: function that waits the given number of seconds between two reads of the log.
 
     Raises:
-        DataError: the log is missing or has no step of this format.
-        ConfigError: model or layout are not known, or contradict the log, or the zone is none;
-            nothing was written.
-        RunError: `out` holds something else. JobError: it is somebody else's.
+        DataError: The log is missing or has no step of this format, or its steps are unknown.
+        ConfigError: The model, the layout, the pattern or a setting of `import` is unknown or
+            contradicts the log. Nothing was written, unless the log is followed.
+        RunError: `out` holds something else.
+        JobError: `out` belongs to another user.
     """
-    file, out = Path(log).expanduser().resolve(), Path(out).expanduser().resolve()
+    file = Path(log).expanduser().resolve()
+    out = Path(out).expanduser().resolve()
     changes = {"spec": {}, "plan": {}, "recipe": {}, "import": {}, **(changes or {})}
     zone, logging_steps = _import_settings(changes["import"])
     _check_target(out, file)
@@ -107,17 +109,13 @@ def import_log(
     )
     _fill_in(rows, parser.changed)
     notes = [*spec_notes, *notes, *_check_speed(rows, steps, run)]
-    if parser.unsure:
-        notes.append(
-            f"{counted(len(parser.unsure), 'line')} left out, since the step is not known:"
-            f" {parser.unsure[0]}"
-        )
     if not any("loss" in step for step in steps):
-        notes.append("no line tells a loss")
+        notes.append("no line has a loss")
     if parser.experts:
         notes.append(
-            f"its lines name {parser.experts!r}, which mixtures of experts have: the FLOPs of"
-            f" {spec.name}, which is dense, are right only if a token does as much work in both"
+            f"its lines have {parser.experts!r}, which only mixtures of experts have, but"
+            f" {spec.name} is dense: its FLOPs are right only if a token costs as many FLOPs in"
+            " both models"
         )
     if parser.has_local_times:
         notes.append(
@@ -131,14 +129,22 @@ def import_log(
         steps=len(rows),
         attempts=parser.attempt,
         skipped_lines=parser.skipped_lines,
-        notes=tuple(notes),
+        notes=(*notes, *_unsure_notes(parser)),
     )
     _create(run, file)
     write_atomic(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     if follow:
-        report = _followed(run, parser, recorder, report, idle)
+        report = _followed(run, parser, recorder, report, notes, idle)
     _tell(run, parser, recorder.last_row, report, following=False)
     return report
+
+
+def _unsure_notes(parser: Parser) -> list[str]:
+    """Returns a note on the lines that were left out because their steps are unknown, if any."""
+    if not parser.unsure:
+        return []
+    lines = counted(len(parser.unsure), "line")
+    return [f"{lines} left out, since the step is not known: {parser.unsure[0]}"]
 
 
 def _check_target(out: Path, log: Path) -> None:
@@ -152,7 +158,7 @@ def _check_target(out: Path, log: Path) -> None:
 
 
 def _import_settings(given: dict[str, Any]) -> tuple[datetime.tzinfo, int | None]:
-    """Returns (zone of time stamps that name none, steps of a line that has no step)."""
+    """Returns (zone of time stamps without a zone, number of steps per line or None)."""
     names = ["zone", "logging_steps"]
     if other := next((name for name in given if name not in names), None):
         raise ConfigError(f"import.{other}: unknown. {suggestion(other, names)}")
@@ -178,7 +184,13 @@ def _read(
     zone: datetime.tzinfo,
     logging_steps: int | None,
 ) -> tuple[Parser, list[Step]]:
-    """Returns a log and its steps, in a user's format or that in which a line first tells one."""
+    """Returns (parser of a log, its steps). The format is the given one, the user's pattern, or the
+    format of the first line with a step.
+
+    Raises:
+        DataError: The file is not a text, has no step of the format, or its steps are unknown.
+        ConfigError: An option is unknown, missing or not allowed for the format.
+    """
     _check_log(file, format, pattern)
     if pattern is not None:
         form = pattern_form(file, pattern, zone)
@@ -188,7 +200,7 @@ def _read(
         raise ConfigError(_no_steps(file))
     if logging_steps is not None and not form.counts_lines:
         raise ConfigError(
-            "import.logging_steps: the lines of this log tell their step. Leave it out."
+            "import.logging_steps: the lines of this log have their step. Leave it out."
         )
     parser = Parser(file, form, zone, logging_steps or 1)
     steps = list(parser.steps())
@@ -208,7 +220,9 @@ def _read(
 
 
 def _check_log(file: Path, format: str | None, pattern: str | None) -> None:
-    """Raises ConfigError for an unknown format, DataError for a file that is no text."""
+    """Raises ConfigError for an unknown format or two formats, DataError for a file that is not a
+    text.
+    """
     if format is not None and pattern is not None:
         raise ConfigError(f"--pattern has no place beside --format {format}. Give one of them.")
     if format not in (None, *NAMES):
@@ -219,43 +233,46 @@ def _check_log(file: Path, format: str | None, pattern: str | None) -> None:
 
 
 def _detected(file: Path, forms: list[Format], zone: datetime.tzinfo) -> Format:
-    """Returns the format in which a line of a log first tells a step, else the first of `forms`. A
-    fallback counts only if no line is in another format.
+    """Returns the format of the first line with a step, or the first of `forms` if no line has one.
+    A fallback format is returned only if no line is in another format.
     """
     fallback = None
     for line in Parser(file, forms[0], zone).new():
         for form in forms:
-            if not (form.is_fallback and fallback is not None):
-                if re.search(form.sign, line) and re.search(form.line, line):
-                    if not form.is_fallback:
-                        return form
-                    fallback = form
+            if form.is_fallback and fallback is not None:
+                continue
+            if re.search(form.sign, line) and re.search(form.line, line):
+                if not form.is_fallback:
+                    return form
+                fallback = form
     return fallback or forms[0]
 
 
 def _no_steps(file: Path) -> str:
-    """Returns why the printed lines of transformers' Trainer are not enough, and what is."""
-    states = [*trainer_states(file.parent)]
-    where = (
-        f"Import it: {kit_command('import', states[-1])}"
-        if states
-        else "The Trainer writes trainer_state.json into each checkpoint of its output_dir: import"
-        " that"
-    )
+    """Returns the error message for the printed lines of transformers' Trainer, which have no step,
+    with the file to import instead.
+    """
+    states = trainer_states(file.parent)
+    if states:
+        where = f"Import that file: {kit_command('import', states[-1])}"
+    else:
+        where = "Import that file: the Trainer writes it into each checkpoint of its output_dir"
     return (
-        f"{file}: the lines that transformers' Trainer prints do not tell their step, which"
-        f" trainer_state.json does. {where}; or say how many steps each line stands for, the"
-        " logging_steps of the training (500 unless it was set): --set import.logging_steps=10."
+        f"{file}: the lines that transformers' Trainer prints have no step. Its trainer_state.json"
+        f" has the steps. {where}; or give the number of steps per line, the logging_steps of the"
+        " training (500 unless it was set): --set import.logging_steps=10."
     )
 
 
 def trainer_states(folder: Path) -> list[Path]:
-    """Returns each trainer_state.json of a run of transformers' Trainer, the newest last."""
+    """Returns the trainer_state.json files in an output_dir of transformers' Trainer, the newest
+    last.
+    """
     found = [*folder.glob("trainer_state.json"), *folder.glob("checkpoint-*/trainer_state.json")]
 
     def step(file: Path) -> float:
         if file.parent == folder:
-            return float("inf")  # written when training ended
+            return float("inf")  # The Trainer writes this file when training ends.
         digits = file.parent.name.rpartition("-")[2]
         return int(digits) if digits.isdigit() else -1
 
@@ -263,9 +280,10 @@ def trainer_states(folder: Path) -> list[Path]:
 
 
 def _check_epochs(file: Path, texts: list[str], steps_per_line: int) -> None:
-    """Raises DataError if the epochs of lines that were counted do not grow evenly, as with
-    `logging_first_step` or a restart; then the count of lines is not that of steps. The last step
-    of an epoch may be a shorter one.
+    """Raises DataError if the printed epochs do not grow evenly from line to line.
+
+    Steps are derived from the number of lines, which is wrong after a restart or with
+    `logging_first_step`. The last step of an epoch may be shorter than the other steps.
     """
     epochs = [number(text) for text in texts]
     last = epochs[-1] if epochs else None
@@ -276,14 +294,14 @@ def _check_epochs(file: Path, texts: list[str], steps_per_line: int) -> None:
     for count, epoch in enumerate(epochs, start=1):
         if epoch is None:
             continue
-        # transformers 4 prints two decimals, 5 four digits.
+        # transformers 4 prints two decimals, transformers 5 prints four digits.
         rounding = 0.0101 if decimals <= 2 else 0.0012 * max(epoch, count * per_line)
         if abs(epoch - count * per_line) > rounding + per_line / max(steps_per_line, 2):
             raise DataError(
                 f"{file}: line {count} of {len(epochs)} with a loss is of epoch {epoch:g}, though"
                 f" {count * per_line:.4g} would follow from an equal number of steps for each line,"
                 " as after a restart or with logging_first_step. Import trainer_state.json, which"
-                " tells the steps."
+                " has the steps."
             )
 
 
@@ -407,9 +425,12 @@ def _followed(
     parser: Parser,
     recorder: StepRecorder,
     report: ImportReport,
+    notes: list[str],
     idle: Callable[[float], None],
 ) -> ImportReport:
-    """Records what the log gains until it ends, and returns what was found in all."""
+    """Records the steps that are added to the log until training ends, and returns the report on
+    the whole log. `notes` are its notes other than on lines that were left out.
+    """
     writer = MetricsWriter(run.directory / "metrics.jsonl")
     ended = contextlib.suppress(KeyboardInterrupt, FileNotFoundError)  # the user, or one is deleted
     with contextlib.closing(writer.stream), ended:
@@ -423,5 +444,6 @@ def _followed(
                 steps=report.steps + len(rows),
                 attempts=parser.attempt,
                 skipped_lines=parser.skipped_lines,
+                notes=(*notes, *_unsure_notes(parser)),
             )
     return report

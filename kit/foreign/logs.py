@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.files import opened
+from cluster.record import ConfigError
 from kit.foreign.formats import (
     BOUNDED,
     COUNTS,
@@ -37,10 +38,12 @@ DISORDER_S = 60.0
 """Lines of several ranks may come in another order than they were written."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 RANK = re.compile(r"\[rank(\d+)\]")
+GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![,.]?\d)")
+"""A whole number with commas between thousands. A list such as `12,345,0.5` is none."""
 EXPERTS = re.compile(
     r"(?i)(?:load|expert)[_ ]balancing[_ ]loss|router[_ /]z[_ ]?loss|\baux[_ ]loss"
 )
-"""Losses that trainers print of mixtures of experts only."""
+"""Names of losses that trainers print only for mixtures of experts."""
 
 CLOCK_WINDOW_S = 20.0
 """A progress bar's clock has whole seconds: over 20 of them it is off by 5 % at most."""
@@ -64,9 +67,9 @@ class Parser(Tail):
         attempt: how often the trainer was started.
         done: whether the trainer said that training has ended.
         has_local_times: whether there were time stamps that name no zone.
-        unsure: why the step of a line is not known, for each line that is left out for that.
-        experts: name of a loss that mixtures of experts have, if a line about a step has one.
-        epochs: epoch of each line, as printed, of a format that counts its lines.
+        unsure: one reason for each line that is left out because its step is unknown.
+        experts: name of a loss of mixtures of experts in a line about a step, or "".
+        epochs: printed epoch of each line, if the lines of the format have no step.
     """
 
     ENDS = b"\r\n"  # a progress bar redraws its line after a carriage return
@@ -81,8 +84,13 @@ class Parser(Tail):
         super().__init__(file)
         self.form, self.zone, self.settings = form, zone, Texts()
         self.steps_per_line = steps_per_line
-        self.unsure, self.epochs = list[str](), list[str]()
-        self._block, self._block_line, self.experts = Texts(), "", ""
+        self.unsure = list[str]()
+        self.epochs = list[str]()
+        self.experts = ""
+        self._block = Texts()
+        """Values gathered of a step that is printed on several lines."""
+        self._block_line = ""
+        """Line with which that step begins."""
         self.lines, self.changed, self.skipped_lines, self.attempt = 0, 0.0, 0, 1
         self.done, self.has_local_times = False, False
         self._seen, self._restarted = dict[int, int](), False
@@ -103,18 +111,24 @@ class Parser(Tail):
                 yield rest.decode(errors="replace")
 
     def steps(self) -> Iterator[Step]:
-        """Yields what new lines say. A line with a number that no trainer prints is torn."""
+        """Yields the steps of new lines. A line with an impossible number counts as torn.
+
+        Raises:
+            ConfigError: A user's pattern takes part of a number as the step.
+        """
         for line in self.new():
             yield from self._guarded(self._told(line))
-        if "loss" in self._block:  # the last step of several lines
+        if "loss" in self._block:  # No line of another step has ended the last step.
             yield from self._guarded(self._gathered_step())
 
     def _guarded(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """Yields steps, and counts a line that cannot be read."""
+        """Yields the steps of a line. If the line cannot be read, counts it."""
         try:
             yield from steps
         except UnsureStepError as error:
             self.unsure.append(str(error))
+        except ConfigError:  # A wrong pattern is wrong for every line.
+            raise
         except (ValueError, OverflowError):
             self.skipped_lines += 1
 
@@ -136,17 +150,17 @@ class Parser(Tail):
         elif form.gathers:
             yield from self._gather(line)
         elif re.search(form.sign, line):
-            matches = list(re.finditer(form.line, line))
+            matches = _matches(form, line)
             for found in matches:
                 yield from self._step(line, self._texts(found))
             self.skipped_lines += not matches
 
     def _gather(self, line: str) -> Iterator[Step]:
-        """Adds what a line tells to the step of the lines before. Yields that step if the line
-        begins another.
+        """Adds the values of a line to the step of the lines before. If the line begins another
+        step, yields the step before.
         """
         begins = re.search(self.form.sign, line) is not None
-        for found in re.finditer(self.form.line, line) if begins else ():
+        for found in _matches(self.form, line) if begins else ():
             texts = {name: text for name, text in found.groupdict().items() if text is not None}
             if "step" in texts:
                 yield from self._gathered_step()
@@ -158,7 +172,7 @@ class Parser(Tail):
                 self._block.setdefault(name, value[name])
 
     def _gathered_step(self) -> Iterator[Step]:
-        """Yields the step of the lines that were gathered, if they told more than its number."""
+        """Yields the step whose values were gathered, if they include a loss or a time."""
         texts, self._block = self._block, Texts()
         if "step" in texts and ("loss" in texts or "step_time_s" in texts):
             self.form.amend(texts, self._before)
@@ -181,9 +195,9 @@ class Parser(Tail):
         """Yields what a line says, unless it was printed again, and the losses that wait for it.
 
         Raises:
-            ValueError: the line is torn, or its step is not known.
+            ValueError: The line is torn, or its step is unknown.
         """
-        if texts.get("step") == "":  # no optimizer step
+        if texts.get("step") == "":  # The line ends no optimizer step.
             self._before = texts
             return
         values = self._values(texts)
@@ -211,7 +225,7 @@ class Parser(Tail):
             yield {"step": step, "validation_loss": self._held_out.pop(step)}
 
     def _kept(self) -> Texts:
-        """Returns the settings that are a step's."""
+        """Returns the settings that are values of the next step."""
         return {name: self.settings[name] for name in OF_STEPS if name in self.settings}
 
     def _texts(self, found: re.Match[str]) -> Texts:
@@ -268,6 +282,51 @@ class Parser(Tail):
             when = when.replace(fold=int(when.timestamp() < self._last_stamp - DISORDER_S))
         self._last_stamp = when.timestamp()
         return {"time": self._last_stamp, "clock_s": self._last_stamp}
+
+
+def _matches(form: Format, line: str) -> list[re.Match[str]]:
+    """Returns the matches of a format in a line.
+
+    Raises:
+        ConfigError: a match takes only some digits of a number with commas as the step.
+    """
+    matches = list(re.finditer(form.line, line))
+    for found in matches:
+        if whole := _whole_step(found):
+            raise ConfigError(
+                f"--pattern: finds step {found['step']!r} where the log has {whole!r}. If that is"
+                r" one number, write (?P<step>[\d,]+). If the comma separates two values, write it"
+                r" beside the group, as in (?P<step>\d+),"
+            )
+    return matches
+
+
+def _whole_step(found: re.Match[str]) -> str:
+    """Returns the number with commas between thousands of which a match takes only some digits as
+    the step, or "" if the step is complete or the pattern itself names the comma beside it.
+    """
+    line, step = found.string, found.groupdict().get("step")
+    if step is None:
+        return ""
+    begin, end = found.span("step")
+    for grouped in GROUPED.finditer(line):
+        encloses = grouped.start() <= begin and end <= grouped.end() and grouped[0] != step
+        if encloses and not _names_comma(found):
+            return grouped[0]
+    return ""
+
+
+def _names_comma(found: re.Match[str]) -> bool:
+    """Returns whether a pattern requires the commas beside the step, as for a CSV file: it does not
+    match once they are replaced.
+    """
+    begin, end = found.span("step")
+    characters = list(found.string)
+    for place in (begin - 1, end):
+        if 0 <= place < len(characters) and characters[place] == ",":
+            characters[place] = ";"
+    changed = found.re.match("".join(characters), found.start())
+    return changed is None or changed.span("step") != (begin, end)
 
 
 class StepRecorder:

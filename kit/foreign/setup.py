@@ -88,8 +88,8 @@ def describe(
         )
     if parser.form.counts_lines:
         notes.append(
-            "its lines do not tell their step: the first is recorded as that of step"
-            f" {parser.steps_per_line}, the second of {2 * parser.steps_per_line}, and so on"
+            "its lines have no step: the first line is recorded as step"
+            f" {parser.steps_per_line}, the second as step {2 * parser.steps_per_line}, and so on"
         )
     recorder = StepRecorder(
         batch=batch,

@@ -1,4 +1,4 @@
-"""Advice for a log that no format reads: what the file is, and a pattern that was tried on it."""
+"""Advice for a log that no known format matches: the type of the file, or a suitable pattern."""
 
 import datetime
 import re
@@ -8,49 +8,52 @@ from pathlib import Path
 
 from cluster.files import opened
 from kit.convert.other_trainers import FORMATS
-from kit.data.detect import MAGIC
+from kit.data.detect import HEAD_BYTES, MAGIC
 from kit.errors import DataError
 from kit.foreign.formats import Format, number, pattern_format
 from kit.foreign.logs import Parser
 
 LOOKED_AT = 20_000
-"""Number of lines of a log that are searched for a step and a loss."""
+"""Largest number of lines of a log that are searched for a step and a loss."""
 STEP = re.compile(
     r"(?i)(?<![a-z])((?:global[_ ]?)?steps?|iter(?:ation)?s?|it|batch|update)"
     r"([\"']?\s{0,4}[:=\[#]?\s{0,4})(\d[\d,]*)(?![\d.eE])"
 )
+"""A step in a line: label, characters between, number."""
 BAR = re.compile(r"(\|)(\s*)(\d+)(?=/\d+ \[)")
-"""The count of a progress bar, for lines without a step."""
+"""Count of a progress bar, in the groups of STEP, for lines without a step."""
 STEP_NUMBER = r"\d[\d,]*"
-"""A step as logs print it, with or without commas between thousands."""
+"""Pattern of a step, with or without commas between thousands."""
 LOSS = re.compile(
     r"(?i)(?<![a-z])((?:train(?:ing)?|lm|ce|total)?[_/ -]{0,2}(?:ce )?loss)"
     r"([\"']?\s{0,4}[:=]?\s{0,4}[\"']?)(\d[^\s,|;\]})\"']*)"
 )
+"""A loss in a line: label, characters between, number."""
 SECONDS = re.compile(
     r"(?i)(?<![a-z])((?:step|iter(?:ation)?|elapsed)?[_ ]?(?:time|dt))"
     r"([\"']?\s{0,4}[:=]?\s{0,4})([\d.]+ ?m?s)\b"
 )
-"""Label, what stands between, and value of a step, a loss and a time in a line."""
+"""The time of a step in a line: label, characters between, number with unit."""
 KINDS = (
     (b"PK\x03\x04", "a zip archive, as torch.save writes it: a checkpoint, not a log"),
     (b"\x80", "a pickle: a checkpoint, not a log"),
     (b"\x89HDF", "an HDF5 file, not a log"),
     *((magic, f"compressed by {name}. Unpack it") for magic, name in MAGIC),
 )
-"""First bytes of files that are no log, and what they are."""
+"""First bytes of files that are not logs, with the type of the file."""
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".distcp", ".safetensors")
+"""Extensions of checkpoint files."""
 CONVERT = (
     "Its weights are imported from a Hugging Face folder: write one with that trainer's own tools."
     " For the steps, give the text that the trainer printed"
 )
-HEAD_BYTES = 4096
+"""Advice for a file of weights."""
 TEXT_SHARE = 0.9
-"""Share of printable bytes in the beginning of a text, which may hold damaged lines."""
+"""Smallest share of printable bytes in the first bytes of a text. Damaged lines are allowed."""
 
 
 def check_text(file: Path) -> None:
-    """Raises DataError for a file that cannot be read or is binary, with what it is."""
+    """Raises DataError with the type of the file if a file is binary or cannot be read."""
     try:
         opened(file).close()
         binary = what_it_is(file)
@@ -63,7 +66,7 @@ def check_text(file: Path) -> None:
 
 
 def what_it_is(file: Path) -> str:
-    """Returns what a binary file is and what to do, or "" for a text. Reads its first bytes."""
+    """Returns the type of a binary file and advice, or "" for a text. Reads its first bytes."""
     with file.open("rb") as stream:
         head = stream.read(HEAD_BYTES)
     kind = next((text for magic, text in KINDS if head.startswith(magic)), "")
@@ -80,8 +83,9 @@ def what_it_is(file: Path) -> str:
 
 
 def suggested_pattern(file: Path, zone: datetime.tzinfo) -> str:
-    """Returns a sentence with a pattern that finds steps in a log, or "" if none was found. The
-    pattern was tried on the log.
+    """Returns a sentence that suggests a pattern for a log, or "" if no pattern finds a loss in it.
+
+    The whole log is read with the pattern, and the sentence says how many steps it finds.
     """
     lines = _lines(file, zone)
     for pattern in _patterns(lines):
@@ -99,11 +103,11 @@ def suggested_pattern(file: Path, zone: datetime.tzinfo) -> str:
 
 
 def pattern_form(file: Path, pattern: str, zone: datetime.tzinfo) -> Format:
-    """Returns the format of a user's pattern: of one line a step or, if its matches in the log have
-    a step or a loss alone, of several.
+    """Returns the format of a user's pattern. The format has one line per step, or several if a
+    match in the log lacks the step or the loss.
 
     Raises:
-        ConfigError: as `pattern_format`.
+        ConfigError: The pattern is not allowed: see `pattern_format`.
     """
     form = pattern_format(pattern)
     for line in Parser(file, form, zone).new():
@@ -114,6 +118,7 @@ def pattern_form(file: Path, pattern: str, zone: datetime.tzinfo) -> Format:
 
 
 def _lines(file: Path, zone: datetime.tzinfo) -> list[str]:
+    """Returns the first LOOKED_AT lines of a log."""
     lines = list[str]()
     for line in Parser(file, Format(name="", sign="", line=""), zone).new():
         lines.append(line)
@@ -123,7 +128,9 @@ def _lines(file: Path, zone: datetime.tzinfo) -> list[str]:
 
 
 def _patterns(lines: list[str]) -> Iterator[str]:
-    """Yields patterns for lines that tell a step and a loss, then for lines that tell one each."""
+    """Yields patterns for lines with both a step and a loss. If there are none, yields a pattern
+    for lines with one of them each.
+    """
     alone: dict[str, re.Match[str]] = {}
     for line in lines:
         step, loss = STEP.search(line) or BAR.search(line), LOSS.search(line)
@@ -144,13 +151,15 @@ def _patterns(lines: list[str]) -> Iterator[str]:
 
 
 def _joined(parts: list[tuple[re.Match[str], str, str]]) -> str:
-    """Returns a pattern of values in the order in which they stand in a line."""
+    """Returns a pattern of several values in their order in the line. A part is (match of the value
+    in the line, name of its group, pattern of the value).
+    """
     parts = sorted(parts, key=lambda part: part[0].start())
     return ".*?".join(_named(*part) for part in parts)
 
 
 def _named(found: re.Match[str], name: str, value: str) -> str:
-    """Returns a pattern of a value behind its label."""
+    """Returns a pattern of a value behind its label, with a group `name`."""
     label = re.escape(found[1] + found[2]).replace("\\ ", " ")
     label = re.sub(" +", " *", label)
     before = r"(?<![A-Za-z])" if label[0].isalpha() else ""

@@ -135,6 +135,17 @@ def test_plan_says_what_is_missing(config, message, tmp_path):
         assert word not in str(refused.value)
 
 
+def test_plan_command_keeps_a_layout_it_cannot_launch(tmp_path):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    file = write(tmp_path, {**LLAMA, "rope_scaling": scaling})
+    out = tmp_path / "plan.json"
+    words = ["plan", file, "--site", "dgx-h100", "--devices", "8", "--batch", "64"]
+    shown = CliRunner().invoke(app, [*words, "--out", str(out)])
+    assert shown.exit_code == 0 and out.exists()
+    assert "This layout cannot be launched" in shown.output
+    assert "config.rope_scaling" in shown.output and "kit launch" not in shown.output
+
+
 def test_types_that_are_lacking_exist():
     """A name that transformers does not know would never be met."""
     for kind in LACKING:

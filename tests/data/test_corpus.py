@@ -162,6 +162,36 @@ def test_other_splits_of_json_are_not_read(tmp_path):
     assert (unread.kind, unread.files) == ("split", 1)
 
 
+@pytest.mark.parametrize(
+    ("train", "others"),
+    [
+        ("train.txt", ["test.txt", "val.txt"]),
+        ("TinyStories-train.txt", ["TinyStories-valid.txt"]),
+        ("train/pos/1_9.txt", ["test/neg/7_10.txt"]),
+        ("c4-train.00000-of-01024.json", ["c4-validation.00003-of-00008.json"]),
+    ],
+)
+def test_split_beside_train_is_named_and_not_read(tmp_path, train, others):
+    for name in (train, *others):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"text": name}) if name.endswith(".json") else name)
+    corpus = Corpus(tmp_path)
+    assert [document.text for document in corpus] == [train]
+    (unread,) = corpus.unread
+    assert (unread.kind, unread.files) == ("split", len(others))
+
+
+def test_repository_of_code_is_read_whole(tmp_path):
+    names = ["docs/eval.md", "docs/train.md", "eval.py", "tests/data.txt", "tests/test_train.py"]
+    names += ["train.py", "train/loop.py", "train/notes.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    corpus = Corpus(tmp_path)
+    assert sorted(document.text for document in corpus) == names and not corpus.unread
+
+
 def test_a_link_to_itself_is_named(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
     (tmp_path / "b.jsonl").symlink_to("b.jsonl")

@@ -410,7 +410,7 @@ def broken(qwen: Path, folder: Path, how: str) -> Path:
         ("pytorch_model.bin", "pickled weights .*unpickling can run code.*save_pretrained"),
         ("model.fp16.safetensors", "a variant of the weights .*variant=NAME"),
         ("model-00001-of-00002.safetensors", "without model.safetensors.index.json"),
-        ("wrapped", "'_orig_mod.' in them, as of a model that torch.compile wraps"),
+        ("wrapped", "'_orig_mod.', as of a model that torch.compile wraps"),
         ("code", r"Python code of its own \(modeling_mymodel.MyModel\), which the kit never runs"),
         ("unknown", "model_type 'mymodel' is not in transformers"),
         ("t5", "model_type 't5' is no decoder"),

@@ -224,7 +224,9 @@ def test_lines_of_transformers_need_the_steps_of_each(read_node, log, quoted):
     text = printed(entries(30))
     if not quoted:
         text = re.sub(r": '([^']*)'", r": \1", text)
-    with pytest.raises(ConfigError, match="trainer_state.json does.*import.logging_steps=10"):
+    with pytest.raises(
+        ConfigError, match="trainer_state.json has the steps.*import.logging_steps=10"
+    ):
         read_node(text)
     report, run = read_node(text, **{"import": {"logging_steps": 10}})
     assert (report.format, report.steps, report.skipped_lines) == ("hf-trainer", 300, 0)
@@ -233,7 +235,7 @@ def test_lines_of_transformers_need_the_steps_of_each(read_node, log, quoted):
     )
     with pytest.raises(DataError, match="of epoch 0.001, though 0.00.* logging_first_step"):
         read_node(printed(entries(30, first=1)), **{"import": {"logging_steps": 10}})
-    with pytest.raises(ConfigError, match="tell their step. Leave it out"):
+    with pytest.raises(ConfigError, match="have their step. Leave it out"):
         read_node(NANOCHAT, **{"import": {"logging_steps": 10}})
 
 
@@ -289,6 +291,37 @@ def test_a_pattern_gathers_a_step_from_several_lines(read_node):
     assert_told(report, run, {"attempts": 1, "skipped_lines": 0, **told})
 
 
+@pytest.mark.parametrize(
+    ("line", "pattern"),
+    [
+        ("step 1,000 loss 2.5", r"step (?P<step>\d+).*loss (?P<loss>\S+)"),
+        ("step 1,234,567, loss 2.5", r"step (?P<step>\d+)|loss (?P<loss>\S+)"),
+        ("1,000 loss 2.5", r"(?P<step>\d+) loss (?P<loss>\S+)"),
+    ],
+)
+def test_pattern_refuses_part_of_a_number(read_node, line, pattern):
+    with pytest.raises(ConfigError, match=r"--pattern: finds step '\d+' where the log has '1,"):
+        read_node(f"step 999 loss 2.5\n{line}\n", pattern=pattern)
+    complete = pattern.replace(r"\d+", r"[\d,]+")
+    _, run = read_node(f"{line}\n", pattern=complete)
+    assert run.metrics()["step"].tolist() in ([1000], [1_234_567])
+
+
+@pytest.mark.parametrize(
+    ("line", "pattern"),
+    [
+        ("12,345,0.5", r"^(?P<step>\d+),.*,(?P<loss>\S+)"),
+        ("12,345,0.5", r"^(?P<step>\d+).*,(?P<loss>\S+)"),
+        ("12,345", r"^(?P<step>\d+),(?P<loss>\d+)"),
+        ("345,12 loss=0.5", r",(?P<step>\d+) loss=(?P<loss>\S+)"),
+        ("12, 345, 0.5", r"^(?P<step>\d+).*, (?P<loss>\S+)"),
+    ],
+)
+def test_pattern_reads_a_step_beside_a_comma(read_node, line, pattern):
+    _, run = read_node(f"{line}\n", pattern=pattern)
+    assert run.metrics()["step"].tolist() == [12]
+
+
 def test_a_step_with_too_few_digits_is_not_taken(read_node):
     pattern = r"at (?P<step>\S+) loss (?P<loss>\S+)"
     with pytest.raises(DataError, match=r"the step 3\.1e\+4 is rounded"):
@@ -298,6 +331,19 @@ def test_a_step_with_too_few_digits_is_not_taken(read_node):
     )
     assert run.metrics()["step"].tolist() == [999, 1001]
     assert any("1 line left out, since the step is not known" in note for note in report.notes)
+
+
+def test_follow_names_lines_without_a_known_step(read_node, log):
+    def grow(_: float) -> None:
+        if log.stat().st_size > 50:
+            raise KeyboardInterrupt
+        with log.open("a") as stream:
+            stream.write("at 3.1e+4 loss 2.5\nat 3.1e+4 loss 2.4\n")
+
+    pattern = r"at (?P<step>\S+) loss (?P<loss>\S+)"
+    report, _ = read_node("at 1 loss 2.5\n", pattern=pattern, follow=True, idle=grow)
+    (note,) = [note for note in report.notes if "left out" in note]
+    assert note.startswith("2 lines left out, since the step is not known: the step 3.1e+4")
 
 
 NUMBERS = {
