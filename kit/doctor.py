@@ -77,7 +77,9 @@ def examine(*, deep: bool = False) -> list[Finding]:
 
 
 def examine_site(site: Site) -> list[Finding]:
-    """Returns whether the container of a site starts here and shows the kit and this folder."""
+    """Returns whether the container of a site starts on this machine, and contains the kit, torch
+    and the working directory.
+    """
     slurm = site.slurm
     if slurm is None or not slurm.is_in_container:
         return [Finding("container", f"{site.name} has none", None)]
@@ -98,22 +100,25 @@ def examine_site(site: Site) -> list[Finding]:
 
 
 def _modules() -> list[Finding]:
-    """Returns which modules the user's environment shadows, for ranks and for notebooks."""
+    """Returns which modules are replaced by others that the user's environment puts first in
+    `sys.path`: for ranks and notebooks, and for notebooks alone.
+    """
     shadows = find_shadows()
-    advice = f"{shadows[0].advice}" if shadows else ""
-    told = summary(shadows) or "all from this environment"
-    findings = [Finding("modules", told, not shadows, advice)]
+    advice = shadows[0].advice if shadows else ""
+    found = summary(shadows) or "all from this environment"
+    findings = [Finding("modules", found, not shadows, advice)]
     is_virtual = sys.prefix != sys.base_prefix
     # Conda's base environment is often active beside a virtual environment, without harm.
     variable = "VIRTUAL_ENV" if is_virtual else "CONDA_PREFIX"
     active = os.environ.get(variable, sys.prefix)
     if os.path.realpath(active) != os.path.realpath(sys.prefix):
-        told = f"{sys.prefix}, while {active} is active ({variable})"
-        findings.append(Finding("environment", told, None, "start the `kit` of the active one"))
+        found = f"{sys.prefix}, while {active} is active ({variable})"
+        advice = "start the `kit` of the active environment"
+        findings.append(Finding("environment", found, None, advice))
     if here := find_in_working_directory():
         names = ", ".join(shadow.name for shadow in here)
-        told = f"has files named like modules, which notebooks here import, not ranks: {names}"
-        findings.append(Finding("this folder", told, None, "rename them"))
+        found = f"has files named like modules, which notebooks here import, not ranks: {names}"
+        findings.append(Finding("this folder", found, None, "rename these files"))
     return findings
 
 

@@ -233,8 +233,8 @@ def _alone(directory: Path) -> Iterator[None]:
             raise RunError(
                 f"{directory} cannot be written: {error.strerror}. Use another run directory."
             ) from error
-        # Where the file system has no locks, `claim_attempt` lets one launch win. A lock file
-        # without a name was removed by a launch that has just ended, and is nobody's lock.
+        # Where the file system has no locks, `claim_attempt` lets only one launch continue. A lock
+        # file without a name was removed by a launch that has just ended: its lock excludes nobody.
         if not is_locked(lock, 0.0) or not os.fstat(lock.fileno()).st_nlink:
             raise RunError(
                 f"{directory} is being launched by another process. Use that run, or another run"
@@ -305,8 +305,8 @@ def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
 
 
 def unused_vocabulary(spec: ModelSpec, tokenizer_size: int) -> str | None:
-    """Returns a warning if the model's vocabulary is so much larger than the tokenizer's that it is
-    more than padding, or None.
+    """Returns a warning if the model's vocabulary is larger than the tokenizer's by more than
+    padding explains, or None.
     """
     unused = spec.vocab_size - tokenizer_size
     if unused <= max(MAX_PADDING, PADDING_SHARE * spec.vocab_size):
