@@ -21,12 +21,12 @@ demo: .venv/notebooks-installed  ## train, resume and score a small model: execu
 	$(BIN)/python -m kit.demo
 
 # The launch tests run a real Slurm, those of the dashboard a real Chromium. Without them they are skipped and say why.
-system:  ## these and faketime, which the tests of clocks need, from Debian's packages, where this is Debian, the user is root and one is missing
+system:  ## install Slurm, Chromium and faketime, which the tests of clocks need, by apt-get as root, if one of them is missing
 	@if command -v slurmctld >/dev/null && command -v slurmdbd >/dev/null && command -v chromium >/dev/null \
 	    && command -v faketime >/dev/null; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -q \
 	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM) chromium faketime; \
-	else echo "Slurm or Chromium is missing, and apt-get or root to install it: their tests will be skipped"; fi
+	else echo "Slurm, Chromium or faketime is missing, and it cannot be installed without root and apt-get: its tests will be skipped"; fi
 
 # Four at a time: faults and launching mostly wait (for Slurm, and for lost nodes to be noticed), so two that compute run beside them,
 # and four when those are done. With six a test got an eighth of a core on a slow machine, and ended at limits made for hangs.
@@ -89,7 +89,7 @@ validate: .venv/notebooks-installed  ## how far the planner is from what others 
 bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of BENCHMARKS.md
 	$(BIN)/python -m tests.benchmarks
 
-# Needs no .venv: a GPU machine may have no network. Without one, the first Python that has torch.
+# Needs no .venv, since a GPU machine may have no network. Without .venv it takes the first Python that can import torch and NumPy.
 bench-gpu:  ## measure one model on this machine's GPU beside other trainers, within 8 minutes: make bench-gpu OUT=DIR [MODEL=llama-1b] [DRY=1]
 	@test -n "$(OUT)" || { echo "OUT is missing: the folder that results are written to. Give one: make bench-gpu OUT=DIR"; exit 2; }
 	@for python in $(CURDIR)/$(BIN)/python python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -109,7 +109,7 @@ test-nxd: nxd-source $(NXD_ENV)/installed  ## the Neuron engine on NxD's real so
 	HF_HUB_OFFLINE=1 PYTHONPATH=$(CURDIR)/tests/engines/real_nxd/site:$(abspath $(NXD))/src:$(CURDIR) $(NXD_ENV)/bin/python \
 	    -m pytest -q -s -W ignore --thorough --timeout 1800 -m neuron tests/engines/real_nxd tests/engines/test_neuron.py
 
-# The lowest and the highest release that pyproject.toml allows, and any between: make test-torch TORCH=2.12.1
+# For any release that pyproject.toml allows, such as make test-torch TORCH=2.12.1. The default is the lowest one.
 TORCH ?= 2.10.0
 test-torch: .venv/dev-installed  ## the tests that depend on torch, on another release of it
 	$(BIN)/python -m tests.other_torch $(TORCH) build/torch-$(TORCH)
@@ -134,12 +134,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv
 
 # On a machine that offers a CPU build of torch (PIP_FIND_LINKS, or an index of its own) it is taken; else the CUDA one.
-# A torch that is in .venv already is kept: its release takes the place of the pinned one.
+# A torch that is in .venv already is kept: its release replaces the pinned one in .venv/constraints.txt.
 OWN_TORCH = ls -d .venv/lib/python3*/site-packages/torch-*.dist-info 2>/dev/null | sed -nE 's/.*\/torch-(.*)\.dist-info$$/\1/p'
 .venv/notebooks-installed: EXTRAS := notebooks
 .venv/dev-installed: EXTRAS := notebooks,dev
 .venv/notebooks-installed .venv/dev-installed: pyproject.toml constraints.txt | $(BIN)/python
-	@own=$$($(OWN_TORCH)); sed "s/^torch==.*/torch==$${own:-&}/; s/^torch==torch==/torch==/" constraints.txt > .venv/constraints.txt
+	@own=$$($(OWN_TORCH)); sed "$${own:+s/^torch==.*/torch==$$own/}" constraints.txt > .venv/constraints.txt
 	$(PIP) uv
 	@echo "$(UV) -e '.[$(EXTRAS)]'"
 	@$(UV) $$($(PLACES)) -e ".[$(EXTRAS)]" || $(PIP) -e ".[$(EXTRAS)]"

@@ -75,8 +75,8 @@ class TerminalClient(NotebookClient):
     async def _async_poll_output_msg(self, parent_msg_id: str, cell: Any, cell_index: int) -> None:
         """Processes the kernel's messages of a running cell until the cell has ended.
 
-        nbclient takes messages of the running cell only. A dashboard refreshes its saved picture
-        on behalf of the cell that shows it, while other cells run.
+        nbclient ignores messages that belong to other cells. But a dashboard refreshes its saved
+        picture, which belongs to the cell that shows it, while later cells run.
         """
         assert self.kc is not None
         while True:

@@ -105,19 +105,20 @@ def _modules() -> list[Finding]:
     """
     shadows = find_shadows()
     advice = shadows[0].advice if shadows else ""
-    told = summary(shadows) or "all from this environment"
-    findings = [Finding("modules", told, not shadows, advice)]
+    found = summary(shadows) or "all from this environment"
+    findings = [Finding("modules", found, not shadows, advice)]
     is_virtual = sys.prefix != sys.base_prefix
     # Conda's base environment is often active beside a virtual environment, which is harmless.
     variable = "VIRTUAL_ENV" if is_virtual else "CONDA_PREFIX"
     active = os.environ.get(variable, sys.prefix)
     if os.path.realpath(active) != os.path.realpath(sys.prefix):
-        told = f"{sys.prefix}, while {active} is active ({variable})"
-        findings.append(Finding("environment", told, None, "start the `kit` of the active one"))
+        found = f"{sys.prefix}, while {active} is active ({variable})"
+        advice = "start the `kit` of the active environment"
+        findings.append(Finding("environment", found, None, advice))
     if here := find_in_working_directory():
         names = ", ".join(shadow.name for shadow in here)
-        told = f"has files named like modules, which notebooks here import, not ranks: {names}"
-        findings.append(Finding("this folder", told, None, "rename them"))
+        found = f"has files named like modules, which notebooks here import, not ranks: {names}"
+        findings.append(Finding("this folder", found, None, "rename these files"))
     return findings
 
 

@@ -61,10 +61,11 @@ def local_part(weight: Tensor, target: DTensor) -> Tensor:
 
 
 def reusable_stager(options: StagingOptions) -> DefaultStager:
-    """Returns a stager that can copy any number of states, each to the same memory.
+    """Returns a stager that copies any number of states, one after the other, to the same memory.
 
-    Torch 2.11 and 2.12 close the inner stager after its first copy, which clears the table that
-    the next copy needs (KeyError: <class 'type'>).
+    Torch 2.11 and 2.12 close the inner stager after its first copy. That clears a table without
+    which the next copy fails (KeyError: <class 'type'>), so the inner stager gets a `close` without
+    effect.
     """
     stager = DefaultStager(options)
     stager._state_dict_stager.close = lambda: None

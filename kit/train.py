@@ -108,11 +108,12 @@ def _train(run: Run, attempt: int) -> None:
 
 
 def _record_phase(run: Run, attempt: int, reason: str, *, has_joined: bool = False) -> None:
-    """Has rank 0 write into state.json what the attempt waits for before its first step."""
+    """Writes into state.json, on rank 0, what the attempt waits for before its first step."""
     if os.environ.get("RANK", "0") != "0":
         return
     state = read_state(run.directory)
-    # Without a launcher there is no such state, and no supervisor that would end it.
+    # Without a launcher there is no state of this attempt. None is made, since no supervisor would
+    # set its final state.
     if state is None or state.attempt != attempt or state.state is not JobState.STARTING:
         return
     with unless_full():

@@ -1,10 +1,10 @@
 """Runs the tests that depend on torch on another release of torch: `make test-torch TORCH=2.10.0`.
 
 PyPI's builds of torch for Linux cannot be imported without NVIDIA's libraries, 2 to 4 GB. On a CPU
-hardly a function of theirs is called. So the environment has torch itself, Triton, CUDA's runtime
-and profiling interface (`REAL`), and in place of the other libraries stubs: files with the same
-names and functions, each of which aborts the process. All other packages come from the environment
-that runs this program. That is a download of 0.8 to 1.1 GB instead of 5.
+torch calls almost none of their functions. So the environment has torch itself, Triton, CUDA's
+runtime and profiling interface (`REAL`). In place of the other libraries it has stubs: files with
+the same names and functions, where each function aborts the process. All other packages come from
+the environment that runs this program. The download is 0.8 to 1.1 GB instead of 5 GB.
 
 Usage: python -m tests.other_torch VERSION FOLDER [FILE ...]
 """
@@ -42,8 +42,8 @@ compilation, the profiler, attention within documents."""
 def main(version: str, folder: str, arguments: list[str]) -> int:
     """Makes the environment if it is missing, runs the tests in it, and returns 1 if one failed.
 
-    Each file has a process of its own, two at a time: a CUDA build of torch cannot fork ranks once
-    a backward pass of the same process has started its threads.
+    Each file has a process of its own: a CUDA build of torch cannot fork ranks after a backward
+    pass of the same process has started its threads. Two processes run at a time.
     """
     python = installed(version, Path(folder).absolute())
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -67,7 +67,7 @@ def installed(version: str, folder: Path) -> Path:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         site = next(folder.glob("lib/python3*/site-packages"))
         pip_install(python, f"torch=={version}")
-        # Generated code is looked at by tests of a GPU that is not there.
+        # Triton is needed by the tests that look at the code generated for a GPU.
         needs = next(site.glob("torch-*.dist-info/METADATA")).read_text()
         triton = re.findall(r"^Requires-Dist: (triton==[\w.]+)", needs, re.M)
         if triton:
@@ -127,7 +127,9 @@ def write_stubs(site: Path) -> None:
 
 
 def version_owners(file: Path) -> dict[str, str]:
-    """Returns the library that each version of a symbol must come from, by its name."""
+    """Returns the name of the library that must define each version of a symbol, by the name of the
+    version.
+    """
     owners: dict[str, str] = {}
     library = ""
     for line in output("readelf", "-VW", file).splitlines():
@@ -139,7 +141,9 @@ def version_owners(file: Path) -> dict[str, str]:
 
 
 def write_stub(file: Path, symbols: dict[str, list[str]]) -> None:
-    """Writes a shared library with these functions, by the version of their symbol."""
+    """Writes a shared library with functions of these names. `symbols` has the names by version of
+    the symbol.
+    """
     names = [name for versioned in symbols.values() for name in versioned]
     source, versions = file.with_suffix(".c"), file.with_suffix(".map")
     source.write_text("".join(f"void {name}(void) {{ __builtin_trap(); }}\n" for name in names))

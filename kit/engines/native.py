@@ -55,7 +55,8 @@ class NativeEngine(PortableEngine):
             _TiedStages(self) if spec.tied_embeddings and self.pipeline_group is not None else None
         )
         self.document_end: int | None = None
-        """Token that ends a document, if no token may attend to an earlier document."""
+        """Token that ends a document, if tokens attend to their own document only. None if tokens
+        attend to all earlier tokens."""
         self.schedule = None
         if self.pipeline_group is not None:
             self.schedule = build_schedule(
@@ -76,7 +77,7 @@ class NativeEngine(PortableEngine):
         return [parameter for decoder in self.decoders for parameter in decoder.parameters()]
 
     def mask_documents(self, end: int) -> None:
-        """Has no token look back behind the end of a document, which the token `end` is."""
+        """Restricts attention to tokens of the same document. The token `end` ends a document."""
         self.document_end = end
 
     def begin_step(
@@ -179,10 +180,11 @@ class NativeEngine(PortableEngine):
     def _micro_batches_with_past(
         self, samples: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Past | None]]:
-        """Yields inputs, targets and what tokens attend to, None for all earlier tokens.
+        """Yields (inputs, targets, past) of each micro-batch. `past` is what tokens attend to, or
+        None for all earlier tokens.
 
-        Where documents begin is found in `samples`, in the memory of the host: on a GPU each
-        micro-batch would wait for the one before.
+        The beginnings of documents are found in `samples` in host memory. To find them on a GPU,
+        the host would wait until the GPU has finished the previous micro-batch.
         """
         has_kernel = has_document_kernel(
             self.device,
@@ -215,7 +217,7 @@ class NativeEngine(PortableEngine):
 
     def _loss(self, tokens_BT: Tensor, targets_BT: Tensor, past: Past | None) -> Tensor:
         """Returns the mean loss of a micro-batch, zero where this rank has no last stage (which
-        takes no gradient). A pipeline has no `past`.
+        takes no gradient). With a pipeline `past` must be None.
         """
         if self.pipeline_group is None and self.tensor_mesh is None:
             return self.decoders[0](tokens_BT, targets_BT, past=past)

@@ -27,6 +27,7 @@ LOOK_UP_S = 60.0
 """Seconds for which a rank tries to look up MASTER_ADDR. Torch itself would try for up to twice the
 limit to join."""
 LOOK_UP_EVERY_S = 2.0
+"""Seconds between two tries."""
 
 
 def start_process_group(engine: EngineName = "native", site: Site | None = None) -> torch.device:
@@ -70,11 +71,10 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
 
 
 def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Returns where ranks of one machine meet, for `init_process_group`; nothing where torch has to
-    find it.
+    """Returns the arguments of `init_process_group` for a store in which the ranks of one machine
+    meet, or none where torch has to make the store.
 
-    One rank meets nobody, so it uses no port. Torch's own store listens to all networks, and
-    believes whoever comes.
+    A single rank needs no port. Torch's own store listens on all networks and accepts every client.
     """
     if os.environ["WORLD_SIZE"] == "1":
         alone: Any = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
@@ -94,7 +94,8 @@ def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
 def check_address(address: str, limit_s: float = LOOK_UP_S) -> None:
     """Raises RuntimeError if this machine cannot look up the address at which the ranks meet.
 
-    A name service may fail for a moment, or learn a new name late, so this tries for `limit_s`.
+    It tries for `limit_s` seconds, since a name service may fail for a moment, or know a new name
+    only after a while.
     """
     deadline = time.monotonic() + limit_s
     while True:

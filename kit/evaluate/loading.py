@@ -34,7 +34,7 @@ from kit.data.tokenizer import Tokenizer
 from kit.data.wheels import file_sha256, user_cache
 from kit.engines.process_group import start_process_group
 from kit.errors import ConfigError, DataError
-from kit.evaluate.benchmarks import DeviceLayout, Options
+from kit.evaluate.benchmarks import DTYPES, DeviceLayout, Options
 from kit.evaluate.packed import PackedLM
 from kit.evaluate.tasks import quiet
 from kit.model import Decoder
@@ -42,10 +42,11 @@ from kit.parallel.groups import final_barrier
 from kit.run import Run
 
 EXPORTED: dict[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""What transformers calls the precisions."""
+"""Names of precisions in transformers."""
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Nothing is fetched, and no code of a folder runs."""
+"""Options of transformers' loaders: nothing is downloaded, and no code of a folder is executed."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+"""Files by which a folder with a tokenizer is recognised."""
 WHOLE = "free_full_weight"
 FSDP_PLANS = {"gpt2": {"transformer.h.*": WHOLE, "transformer.wte": WHOLE}}
 """Which modules' weights are gathered while they compute, of models for which transformers has no
@@ -54,12 +55,15 @@ plan."""
 
 @contextlib.contextmanager
 def joined(layout: DeviceLayout, device: str | None = None) -> Iterator[torch.device]:
-    """Within the context, the processes of a layout are one group; gives this one's device.
+    """Joins the processes of a layout to one group within the context, and yields the device of
+    this process.
 
-    `device` is the one that the user named, as for torch. If None, it is a GPU where there is one.
+    `device` is torch's name of the device that the user chose. If None, a GPU is used where there
+    is one.
 
     Raises:
-        ConfigError: there is no such device, or several processes score, each on its own.
+        ConfigError: this machine has no such device, or a device is given although several
+            processes score, each on its own device.
     """
     if layout.num_devices == 1:
         yield named_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -189,7 +193,7 @@ def _class_names(mapping: Any, config: Any) -> set[str]:
 
 
 def _own_code(table: dict[str, Any]) -> str:
-    """Returns the names of the classes in `auto_map`, those of the tokenizer included."""
+    """Returns the names of all classes in `auto_map`, including tokenizer classes."""
     names = (str(value) for value in dict(table["auto_map"]).values())
     return ", ".join(dict.fromkeys(names))
 
@@ -219,23 +223,24 @@ def load_tokenizer(folder: str | Path) -> Any:
 
 
 def load_model(folder: str | Path, precision: str = "fp32", **split: Any) -> tuple[Any, Any]:
-    """Returns the causal model of a folder, to evaluate, and its tokenizer; nothing is fetched,
-    and no code of the folder runs.
+    """Returns (causal model in evaluation mode, tokenizer) of a folder. Nothing is downloaded, and
+    no code of the folder is executed.
 
     Raises:
         ConfigError: as `load_config`.
-        DataError: a weight is missing or of another shape, the weights are in no format that is
-            read, or there is no tokenizer.
+        DataError: a weight is missing or has another shape, the format of the weights is
+            unsupported, or there is no tokenizer.
     """
     load_config(folder)
     check_safetensors(Path(folder))
     tokenizer = load_tokenizer(folder)
     tokenizer.model_max_length = 2**30  # longer texts are cut by the caller
-    hushed = transformers.utils.logging
-    level = hushed.get_verbosity()
-    hushed.set_verbosity_error()  # its table of missing weights is told as one sentence below
+    logging = transformers.utils.logging
+    level = logging.get_verbosity()
+    # Its table of missing weights is hidden: the error below names the first of them.
+    logging.set_verbosity_error()
     try:
-        with patch.object(hushed, "_tqdm_active", False):
+        with patch.object(logging, "_tqdm_active", False):
             model, found = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
                 folder,
                 dtype=EXPORTED[precision],
@@ -247,7 +252,7 @@ def load_model(folder: str | Path, precision: str = "fp32", **split: Any) -> tup
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise DataError(f"{folder}: transformers cannot load it: {error}") from error
     finally:
-        hushed.set_verbosity(level)
+        logging.set_verbosity(level)
     if lacking := sorted([*found["missing_keys"], *found["mismatched_keys"]]):
         advice = missing_weight_advice(Path(folder))
         raise DataError(f"{folder}: has no weight {lacking[0]!r} of the model's shape. {advice}")
@@ -255,8 +260,8 @@ def load_model(folder: str | Path, precision: str = "fp32", **split: Any) -> tup
 
 
 def tokenizer_sha256(folder: Path, tokenizer: Any) -> str:
-    """Returns the hash of a folder's tokenizer: of its file, or else of what transformers made of
-    it.
+    """Returns the SHA-256 of a folder's tokenizer file. Where there is none, it is the hash of the
+    tokenizer that transformers loaded.
     """
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
@@ -267,15 +272,15 @@ def tokenizer_sha256(folder: Path, tokenizer: Any) -> str:
 
 
 def sequence_length(config: Any, tokenizer: Any) -> int:
-    """Returns the longest input of a model in tokens, as `HFLM` finds it: by its configuration, or
-    the tokenizer's `model_max_length`, or 2,048.
+    """Returns the longest input of a model in tokens, by the rule of `HFLM`: the length in its
+    configuration, else the tokenizer's `model_max_length`, else 2,048.
     """
     return resolve_max_length(config, tokenizer)
 
 
 def config_length(config: Any) -> int | None:
-    """Returns the longest sequence that a configuration states in tokens, None if it states none,
-    as of Mamba or Bloom.
+    """Returns the longest sequence in tokens that a configuration states, or None if it states
+    none, as the configurations of Mamba and Bloom.
     """
     config = config.get_text_config()
     names = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
@@ -284,10 +289,11 @@ def config_length(config: Any) -> int | None:
 
 
 def precision_of(folder: str | Path) -> str:
-    """Returns the precision in which the weights of a folder were saved, by its config.json."""
-    kept = str(getattr(load_config(folder), "dtype", None)).removeprefix("torch.")
-    names = {long: short for short, long in EXPORTED.items()}
-    return names.get(kept, "fp32")
+    """Returns the precision in which the weights of a folder were saved, by its config.json. It is
+    fp32 if config.json states none of the known dtypes.
+    """
+    dtype = str(getattr(load_config(folder), "dtype", None)).removeprefix("torch.")
+    return DTYPES.get(dtype, "fp32")
 
 
 def load_lm(
@@ -297,10 +303,10 @@ def load_lm(
     layout: DeviceLayout,
     device: torch.device,
 ) -> PackedLM:
-    """Returns lm-eval's model of a folder, for inputs of up to `length` tokens, by default as many
-    as the model takes.
+    """Returns lm-eval's model of a folder, for inputs of up to `length` tokens. If None, `length`
+    is the longest input of the model.
 
-    Of several processes, all must call it, within `joined`.
+    If several processes score, all must call it, within `joined`.
 
     Raises:
         ConfigError, DataError: as `load_model`.

@@ -31,12 +31,11 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from kit.errors import ConfigError, DataError
+from kit.evaluate.benchmarks import DTYPES
 
 HFLM: Any = huggingface.HFLM  # the harness registers it by a decorator without types
 Sequence = tuple[int, ...]
 
-PRECISION_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-"""Names of precisions in a report."""
 PART = 1024
 """Requests that are encoded and scored at once: the prompts of MMLU, encoded together, would be
 many gigabytes."""
@@ -90,8 +89,8 @@ class PackedRow:
 def can_pack(config: Any, max_length: int) -> bool:
     """Returns whether packing gives the scores of `HFLM` for a configuration of transformers.
 
-    It does for `PACKED_TYPES` whose layers all attend to the whole input of up to `max_length`
-    tokens, and whose rotary frequencies do not depend on the input.
+    The architecture must be one of `PACKED_TYPES`. All its layers must attend to the whole input of
+    up to `max_length` tokens. Its rotary frequencies must not depend on the length of the input.
     """
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
@@ -110,6 +109,7 @@ class PackedLM(HFLM):
     Attributes:
         packs: whether requests are packed. If False, `HFLM` scores them, `batch_size` sequences in
             a forward pass.
+        sequences: `batch_size` as a number, None if `batch_tokens` counts.
 
     Args:
         model, tokenizer: as transformers loads them.
@@ -120,8 +120,8 @@ class PackedLM(HFLM):
             device's memory holds. A packed forward pass has as many tokens as these sequences at
             their longest. If None, `batch_tokens` counts, and a model that is not packed is scored
             and writes one sequence at a time, `HFLM`'s default.
-        replicas: processes that hold the same weights. All must make the same calls; the work is
-            shared out, and each gets all results.
+        replicas: processes that hold the same weights. All must make the same calls. Packed
+            requests and generated texts are divided among them, and each gets all results.
     """
 
     def __init__(
@@ -142,7 +142,8 @@ class PackedLM(HFLM):
             softmax_dtype="float32",
         )
         self.packs = can_pack(model.config, max_length)
-        self.precision = PRECISION_NAMES.get(model.dtype, str(model.dtype).removeprefix("torch."))
+        dtype = str(model.dtype).removeprefix("torch.")
+        self.precision = DTYPES.get(dtype, dtype)
         if batch_size is None and not self.packs:
             batch_size = 1
         if str(batch_size).startswith("auto"):

@@ -23,7 +23,7 @@ ANSWER_BITS = "answer_bits_per_byte"
 HEADLINE = ("acc_norm", "acc", "bits_per_byte")
 """The metric that stands for a task: the first of these that it has, or else its first."""
 BITS_PER_BYTE = "bits_per_byte"
-"""How the names of metrics end that are a mean of bits per byte."""
+"""End of the name of each metric that is a mean of bits per byte."""
 SHARES = ("acc", "exact_match", "pct_stereotype", "pass@")
 """How the names of metrics begin that are shares of the items."""
 
@@ -216,7 +216,8 @@ class TaskScore(TaskSettings):
         if self.limit is not None:
             return (self.limit, self.seed) == (request.limit, seed)
         if self.seed is None and self.num_fewshot:
-            return seed == DEFAULT_SEED  # by which reports without the seed drew solved examples
+            # Reports that record no seed drew their solved examples with this one.
+            return seed == DEFAULT_SEED
         return self.seed in (None, seed)
 
     @property

@@ -123,8 +123,8 @@ def evaluate_folder(
 
     Raises:
         ConfigError: transformers has no such decoder, or it needs Python code of its own, or the
-            report cannot be written to `out`, which is found before the work, or `out` holds scores
-            of other weights or another tokenizer.
+            report cannot be written to `out`, or `out` holds scores of other weights or another
+            tokenizer. All this is checked before the first task is scored.
         DataError: the folder cannot be read, or has no tokenizer.
     """
     from kit.evaluate.loading import joined, load_config, load_lm, precision_of, tokenizer_sha256
@@ -233,8 +233,8 @@ def check_request(
 
 
 def absolute_files(tasks: Sequence[str] | str) -> Sequence[str] | str:
-    """Returns tasks with the paths of definitions made absolute: jobs start in another
-    directory.
+    """Returns the names of tasks, or of a suite, with absolute paths of definition files: jobs
+    start in another directory.
     """
     if isinstance(tasks, str):
         return tasks
@@ -257,7 +257,7 @@ def report_beside(folder: Path) -> Path:
 
 
 def samples_folder(file: Path) -> Path:
-    """Returns where the items of a report are written: `X.samples` beside `X.json`."""
+    """Returns the folder for the records of a report's items: `X.samples` beside `X.json`."""
     return file.with_name(f"{file.name.removesuffix('.json')}.samples")
 
 

@@ -64,17 +64,17 @@ def require_harness() -> None:
 PATTERN = re.compile(r"[*?\[]")
 """Characters that make a pattern of a task's name, as in lm-eval."""
 DEFINITION = (".yaml", ".yml")
-"""Ends of files with the definition of a task."""
+"""Suffixes of files with the definition of a task."""
 
 
 def requests_of(name: str, include_path: Path | None = None) -> list[TaskRequest]:
-    """Returns a request for each task that a name asks for, as lm-eval's `--tasks`.
+    """Returns a request for each task that a name stands for, as in lm-eval's `--tasks`.
 
-    A name is that of a task or group, of a tag (all its tasks), a pattern such as `arc_*`, a file
-    with a definition or a pattern of files, or a folder of such files.
+    The name may be that of a task, a group or a tag (all its tasks), a pattern such as `arc_*`, a
+    file with a definition, a pattern of such files, or a folder with such files.
 
     Raises:
-        ConfigError: the harness has nothing of that name, or a file is no definition.
+        ConfigError: the harness has no task, group or tag of that name, or a file is no definition.
     """
     ours = [*BENCHMARKS, HELDOUT]
     if name in ours and include_path is None:
@@ -151,7 +151,8 @@ def task_manager(everything: bool = False, include_path: Path | None = None) -> 
     Indexing the kit's folders takes milliseconds; `everything`, 14,000 tasks, takes seconds. An
     index is made once.
     """
-    return _task_manager(everything, include_path)  # the cache tells keywords from positions
+    # `functools.cache` would keep a second index for arguments that are given by keyword.
+    return _task_manager(everything, include_path)
 
 
 @functools.cache
@@ -160,9 +161,9 @@ def _task_manager(everything: bool, include_path: Path | None) -> Any:
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._index import TaskIndex
 
-    if everything and include_path is None:
-        return TaskManager()
-    if everything and include_path is not None:
+    if everything:
+        if include_path is None:
+            return TaskManager()
         # Only the folder of the user is indexed anew.
         manager = copy.copy(_task_manager(True, None))
         manager._index = {**manager.task_index, **TaskIndex.build([include_path])}
@@ -322,8 +323,8 @@ def user_definition(request: TaskRequest, include_path: Path | None) -> Path | N
 def _official(
     request: TaskRequest, task_data: Path | None, download: bool, include_path: Path | None
 ) -> tuple[Any, tuple[ItemSource, ...]]:
-    """Returns the definition with data of this machine, or with the hub's where that does not
-    do.
+    """Returns (definition of a task, sources of its items). The data is that of this machine, or of
+    the hub where this machine has none that fits.
     """
     own = user_definition(request, include_path)
     known = None if own else BENCHMARKS.get(request.task)
@@ -395,8 +396,8 @@ def _local_data(
 
 
 def _manager_of(request: TaskRequest, include_path: Path | None) -> Any:
-    """Returns the smallest index with which a task can be loaded: a group may have members
-    anywhere.
+    """Returns the smallest index with which a task can be loaded. A group needs the full index,
+    because its members may be anywhere.
     """
     near = task_manager(include_path=include_path)
     if request.definition is not None:

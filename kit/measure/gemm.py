@@ -20,7 +20,8 @@ SIZE = 512
 core's own cache."""
 ROUND_S, ROUNDS = 0.2, 15
 CHILD_LIMIT_S = 120.0
-"""Time limit of a measurement on a GPU, with the import of torch and the start of the device."""
+"""Time limit in seconds of a measurement on a GPU, including the import of torch and the start of
+the device."""
 AGREE = 0.03
 """Relative difference up to which two rounds have measured the same."""
 
@@ -70,7 +71,7 @@ def measure_peak(dtype: str, device: str = "cpu") -> Fact:
 
 
 def peak_here(dtype: str, device: str) -> Fact:
-    """Returns what `measure_peak` returns, measured by this process."""
+    """Returns the result of `measure_peak`, measured by this process on any device."""
     clock = time.thread_time if device == "cpu" else time.perf_counter
     measure = partial(measure_gemm_flops_per_s, dtype, device=device, seconds=ROUND_S, clock=clock)
     rates = [measure(), measure()]

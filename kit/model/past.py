@@ -32,11 +32,11 @@ class Past:
     def within_documents(
         cls, tokens_BT: Tensor, end: int, *, device: torch.device, has_kernel: bool = False
     ) -> Self:
-        """Returns, on a device, what tokens see that attend to earlier tokens of their own
-        document. The token `end` closes a document.
+        """Returns the past, on `device`, of tokens that attend to earlier tokens of their own
+        document only. The token `end` ends a document.
 
-        `tokens_BT` in the memory of the host never wait for the device: only then can a GPU work
-        on earlier micro-batches meanwhile.
+        With a kernel for documents, `tokens_BT` should be in host memory. Then the host does not
+        wait for a GPU that still computes earlier micro-batches.
         """
         if has_kernel:
             begins_N = document_begins(tokens_BT, end)
@@ -52,8 +52,8 @@ class Past:
 
 
 def has_document_kernel(device: torch.device, precision: str, *, has_grouped_heads: bool) -> bool:
-    """Returns whether torch has a kernel for attention within documents: on NVIDIA's GPUs in 16
-    bits. For grouped query heads it needs torch 2.12.
+    """Returns whether torch has a kernel for attention within documents. It has one for 16-bit
+    numbers on NVIDIA's GPUs, and from torch 2.12 on for grouped query heads, too.
     """
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if varlen_attn is None or not is_nvidia or precision == "fp32":
@@ -68,7 +68,7 @@ def document_begins(tokens_BT: Tensor, end: int) -> Tensor:
     A row begins one, and so does what follows the token `end`. Empty documents at the end make the
     number of entries a power of two, so that a compiled block meets few sizes.
     """
-    # `nonzero` waits for a GPU, so tokens should be in the memory of the host.
+    # For tokens on a GPU `nonzero` waits until the GPU is done, so they should be in host memory.
     begins_BT = tokens_BT.roll(1, dims=1) == end
     begins_BT[:, 0] = True
     found_N = begins_BT.flatten().nonzero()[:, 0].int()

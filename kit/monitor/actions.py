@@ -49,8 +49,9 @@ class Actions:
         self.run = run
         self._own: dict[Name, ActionProgress] = {}
         self._taken_before: dict[Name, TakenRequest | None] = {}
-        """By name: the request that the trainer had taken last when this viewer asked. A newer one
-        is told by its content, since the trainer's clock may differ from the clock here."""
+        """Last request of each name that the trainer had taken when this viewer sent its own. A
+        newer request differs from it in content. Times are not compared with the clock of this
+        machine, since the trainer's clock may differ."""
 
     def start(self, name: str, status: JobStatus) -> None:
         """Asks for one of NAMES, given the status of now; returns at once.
@@ -95,7 +96,7 @@ class Actions:
         return {name: dataclasses.asdict(progress) for name, progress in told.items()}
 
     def _is_newer(self, name: Request, found: ActionProgress) -> bool:
-        """Returns whether a request was found after this viewer has asked itself."""
+        """Returns whether the trainer took a request after this viewer sent its own."""
         before = self._taken_before.get(name)
         return before is None or (found.asked_at, found.taken_at) != (
             before.asked_at,

@@ -33,13 +33,13 @@ from kit.trainer.spikes import bad_start, spikes
 
 STALL_S, STALL_STEPS = 15.0, 5.0
 JOIN_S = 180.0
-"""Seconds after which a start is reported whose ranks have not all joined. Imports from a slow file
-system may take longer, so this is a warning."""
+"""Seconds of a start after which a warning says that not all ranks have joined. It is no error,
+since imports from a slow file system may take longer."""
 FIRST_STEP_S = 300.0
-"""Seconds after which a start is reported whose ranks have all joined: large checkpoints and
-compilation take minutes."""
+"""Seconds from the joining of all ranks after which a warning says that there is no first step.
+Loading a large checkpoint and compilation take minutes."""
 LOGS_READ = 8
-"""Ranks in whose logs the last line is looked for."""
+"""Number of ranks whose logs are searched for a last line."""
 MFU_FALL, MFU_LOW, MFU_DOUBTFUL, MFU_STEPS = 0.75, 0.30, 0.75, 50
 MEMORY_FULL = 0.92
 CHECKPOINT_LATE = 1.5
@@ -59,7 +59,9 @@ class Watchman:
         self._checked_rows, self._revision, self._rises = 0, -1, Rises()
         self._rows, self._rows_since = -1, time.monotonic()
         self._start = (0, False)
+        """(attempt, whether all ranks have joined) of the start that is watched."""
         self._start_since = time.monotonic()
+        """Time at which this watchman first saw `_start`, in seconds of the monotonic clock."""
 
     def look(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
         """Returns the alerts that are new, after writing them to the run directory."""
@@ -165,7 +167,7 @@ class Watchman:
             yield from self._checkpoint(columns, status.attempt)
 
     def _slow_start(self, status: JobStatus) -> Found:
-        """Yields a start that takes long, with the last line of a rank's log."""
+        """Yields a warning for a start that takes long, with the last line of a rank's log."""
         start = (status.attempt, status.has_joined)
         is_unknown = status.state is not JobState.STARTING or unheard(self.run.directory)
         if is_unknown or start != self._start:
@@ -181,7 +183,9 @@ class Watchman:
             yield None, "stall", "warning", f"no step yet: {status.reason}{told}"
 
     def _last_log_line(self, attempt: int) -> str:
-        """Returns the name of the first log that says something, and its last line."""
+        """Returns "NAME: LINE" for the first log of a rank that is not empty, with its last line.
+        Empty if all are.
+        """
         per_node = self.run.site.devices_per_node
         for rank in range(min(LOGS_READ, self.run.plan.num_devices)):
             file = find_log(self.run.directory, attempt, rank, per_node)

@@ -25,8 +25,8 @@ DERIVED = ("tokens_per_s", "mfu", "hfu", "tokens", "time", "layout")
 """Series that are computed from the columns of the file. The other series are columns."""
 UTILISATIONS = ("mfu", "hfu")
 SPEEDS = ("tokens_per_s", *UTILISATIONS)
-"""Series whose average begins anew where the layout changes: they jump there at once. The loss goes
-on."""
+"""Series that jump where the layout changes, so that their average begins anew there. The average
+of the loss does not."""
 TAKEN = ("step", "tokens", "step_time_s", "attempt", "consumed_tokens", "time")
 DRAWABLE = 1e30
 """Of what is not below it, no axis can be made: it is taken for what is not finite."""
@@ -229,15 +229,19 @@ class Average:
                 f"smoothing: {smoothing!r} is not allowed. Give a number from 0 to below 1."
             )
         self.smoothing = smoothing
-        self._result, self._group = Growing(1), 0.0
+        self._result = Growing(1)
+        self._group = 0.0
         self._begin()
 
     def _begin(self) -> None:
-        self._last, self._total, self._count = math.nan, 0.0, 0
+        """Forgets all values so far."""
+        self._last = math.nan
+        self._total = 0.0
+        self._count = 0
 
     def update(self, values: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
-        """Returns the average at each of `values`, of which those seen before must not have
-        changed.
+        """Returns the average at each of `values`. The values of earlier calls must be its
+        beginning.
 
         `groups` has a number for each value. Where the number changes, the average begins anew.
         """
@@ -258,7 +262,7 @@ class Average:
     def _continue(self, values: np.ndarray) -> np.ndarray:
         """Returns the averages at further values of the same group."""
         finite = np.isfinite(values)
-        # Only finite values move the average. At any other value it is that at the last finite one.
+        # Only finite values change the average.
         averages = np.append(self._last, self._extend(values[finite]))
         self._last = float(averages[-1])
         return averages[np.cumsum(finite)]

@@ -104,7 +104,7 @@ class Dashboard:
         (float32, [rows, n]).
 
         Rows: min, max and average of each of SERIES; validation loss; average loss of each baseline
-        run; loss of each baseline run at its last step up to there.
+        run; loss of each baseline run at its last step that is not beyond x.
         """
         with self.lock:
             x, rows = self.curves.window((*SERIES, "validation_loss"), view)
@@ -326,8 +326,8 @@ def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
 
 
 def _loss_until(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
-    """Returns the loss of another run at its last step up to the same step, tokens or time; NaN
-    before its first and after its last step.
+    """Returns, for each place of `x` on an axis (step, tokens or time), the loss of another run at
+    its last step that is not beyond the place. NaN before its first and after its last step.
     """
     places = other[axis]
     if not len(places):

@@ -38,9 +38,9 @@ MEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
     "reduction, norm and clipping of gradients": ("reduction_s", ("data_parallel",)),
     PASSES: ("forward_backward_s", PRODUCTS),
 }
-"""Parts of a step in words, what tells most first: their column of the metrics, and the terms of
-the estimate that they should take. WAITS is measured within the phases, which it overlaps: it is no
-part of their sum."""
+"""(column of the metrics, terms of the estimate whose time it should take) of each part of a step.
+The part that explains most comes first. WAITS is measured within the other parts, so it is not
+added to them."""
 
 Band = dict[str, Any]
 """The 90 % interval of the estimate for an `attempt`: `step_time_s`, and the speeds that follow,
@@ -98,9 +98,14 @@ class Pace:
                 f"expected: {self.low_s:.3g} to {self.high_s:.3g} s a step ({self.calibration});"
                 " too few steps to compare"
             )
-        steps = f"median of {self.took_steps} steps"
-        ends = self.low_s, self.high_s
-        text = sentence(self.took_s, self.expected_s, *ends, self.calibration, steps)
+        text = sentence(
+            self.took_s,
+            self.expected_s,
+            self.low_s,
+            self.high_s,
+            self.calibration,
+            steps=f"median of {self.took_steps} steps",
+        )
         part = self.slow_part
         if part is None:
             return text
@@ -117,8 +122,8 @@ def sentence(
 ) -> str:
     """Returns how a step time compares with its 90 % interval.
 
-    `label` says what the estimate rests on. `steps` says of which steps the step time is, which a
-    view needs that shows the step time of fewer steps, too.
+    `label` says which runs the estimate is fitted to. `steps` says over which steps the step time
+    is taken: a view may show it beside a step time over fewer steps.
     """
     took = f"{took_s:.3g} s ({steps})" if steps else f"{took_s:.3g} s"
     band = f"{low_s:.3g} to {high_s:.3g} s a step"

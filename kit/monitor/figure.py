@@ -240,12 +240,11 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metr
             text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP
         )
     kind = "line: attempt's median"
-    title, top = (
-        f"Tokens/s, {kind}\nno MFU: {metrics.why_no_mfu}",
-        1.25 * np.nanmax(values, initial=1),
-    )
+    title = f"Tokens/s, {kind}\nno MFU: {metrics.why_no_mfu}"
+    top = 1.25 * np.nanmax(values, initial=1)
     if name == "mfu":
-        title, top = f"MFU, % of peak ({run.plan.precision})\n{kind}", 10 * math.ceil(top / 10)
+        title = f"MFU, % of peak ({run.plan.precision})\n{kind}"
+        top = 10 * math.ceil(top / 10)
     axis.set(title=title, ylim=(0, top))
     _draw_attempts(axis, table)
 

@@ -203,7 +203,7 @@ def _attempt(
     ends = np.maximum.accumulate(steps["time"])
     starts = np.maximum(ends - steps["step_time_s"], np.append(-np.inf, ends[:-1]))
     times = [event.time for event in told]
-    # Not the first event: the clock of the machine that submitted the job may be ahead.
+    # The earliest event may not be the first: the clock of the submitting machine may be ahead.
     begin = max(min([*times, *starts[:1]]), before or -np.inf)
     held = [
         event.time for event in told if event.state not in (JobState.QUEUED, JobState.CONFIGURING)
@@ -218,7 +218,7 @@ def _attempt(
     took[:1] -= extra
     gaps = starts[1:] - ends[:-1]
     saves = np.minimum(gaps, np.nan_to_num(steps["checkpoint_s"][1:]))  # of the save before a step
-    # Runs from before `validation_s` was recorded: all of the gap that was not a save.
+    # If a run has no `validation_s`, all of the gap after a validation that was not a save counts.
     validation_s = np.where(np.isfinite(steps["validation_loss"]), np.inf, 0.0)
     recorded = np.isfinite(steps["validation_s"])
     validation_s[recorded] = steps["validation_s"][recorded]

@@ -33,8 +33,10 @@ LIMIT_S = 10.0
 
 
 FOUND_IN_ROWS = ("nan", "spike", "start", "rise", "loss_scale", "peak", "record")
-"""Kinds of alerts that a view finds in recorded steps, however old. Their time is the step's."""
+"""Kinds of alerts that a view finds in recorded steps, which may be old. Their time is that of the
+step."""
 TAIL_BYTES = 16 << 10
+"""Bytes at the end of metrics.jsonl in which the last recorded step is looked for."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,8 +59,9 @@ class OnAlert:
 
     def __init__(self, run: Run, log: AlertLog) -> None:
         self.run, self.log, self.command = run, log, on_alert_command()
-        # What is recorded now is old. The time of an alert says little, since the trainer's clock
-        # may differ from the clock here. But a mirror may get very old alerts late.
+        # Alerts and steps that are recorded already are old. Times decide little, since the
+        # trainer's clock may differ from the clock of this machine. They only exclude very old
+        # alerts, which a mirror may copy late.
         self.oldest = time.time() - MAX_SKEW_S
         self.told = set(log.read())
         self.newest = _newest_row(run)

@@ -131,7 +131,9 @@ def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[Ren
 
 
 def _kinds_of_numbers(row: dict[str, Any]) -> list[Text]:
-    """Returns which steps the numbers of the heading are of; nothing before the first step."""
+    """Returns a line that says over which steps the numbers of the heading are taken. Empty before
+    the first step.
+    """
     if not (steps := row.get("speed_steps")):
         return []
     recent = counted(steps, "step")

@@ -27,8 +27,8 @@ from kit.show.theme import MUTED
 
 POLL_S, TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 1.0, 60.0
 BEAT_S = 2.0
-"""Seconds between two heartbeats of a view. The front end waits for several before it calls the
-kernel silent."""
+"""Seconds between two heartbeats of a view. The front end reports a silent kernel after several
+that are missing."""
 READING_LIMIT_S = 10.0
 STATIC = Path(__file__).parent / "static"
 # uPlot, the chart library (MIT), comes first: the others use it.
@@ -47,7 +47,9 @@ _SHOWN = weakref.WeakSet["Monitor"]()
 
 
 def scoped(css: str, root: str) -> str:
-    """Returns a style sheet without nested rules whose rules apply inside `root` only."""
+    """Returns a style sheet with each rule limited to elements inside `root`. The given style sheet
+    must have no nested rules.
+    """
 
     def in_root(rule: re.Match[str]) -> str:
         selectors = rule["selectors"].split(",")
@@ -291,8 +293,8 @@ class Monitor(anywidget.AnyWidget):
             self._picture.update(self._still(), raw=True)
 
     def _still(self) -> dict[str, str]:
-        """Returns the picture for readers without a kernel. Where a live view is, it hides the
-        picture by its class.
+        """Returns the picture for readers without a kernel. A live view hides it by the class of
+        its element.
         """
         words = "{name}: {state}, step {step}, loss and speed"
         bundle = self.figure().to_bundle(alt=words.format(**self.dashboard.facts()))

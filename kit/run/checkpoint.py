@@ -72,17 +72,19 @@ class Checkpoints:
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
         self.undeleted = ""
-        """Why a folder could not be deleted, in one sentence. Empty if every deletion succeeded."""
+        """Sentence that says which folder could not be deleted and why. Empty if every deletion
+        succeeded."""
 
     def steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, oldest first."""
         matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self.directory.glob("step_*"))
         found = (int(match[1]) for match in matches if match)
-        # Not by `Path.exists`, which before Python 3.12 raises where this user may not look.
+        # Not by `Path.exists`, which before Python 3.12 raises in a folder that this user may not
+        # enter.
         return sorted(step for step in found if os.path.exists(self.path(step) / MANIFEST))
 
     def unreadable(self) -> list[str]:
-        """Returns the names of the folders in which this user may not look for checkpoints."""
+        """Returns the names of the folders of checkpoints that this user may not enter."""
         try:
             names = sorted(os.listdir(self.directory))
         except (FileNotFoundError, NotADirectoryError):
@@ -259,7 +261,8 @@ class Checkpoints:
             if doomed.is_symlink():
                 doomed.unlink()
                 return True
-            shutil.rmtree(doomed, ignore_errors=True)  # as much of it as possible
+            # First everything that can be deleted, then, for its error, what is left.
+            shutil.rmtree(doomed, ignore_errors=True)
             if doomed.exists():
                 shutil.rmtree(doomed)
         except OSError as error:

@@ -32,9 +32,14 @@ number."""
 MAX_ABOVE_PEAK = 0.05
 """Share of a run's steps that may look faster than the peak before it is the peak that is not
 believed."""
-RECENT_STEPS, PERIODS, LOOK_BACK_STEPS = 100, 5, 20_000
-"""For the time left: steps whose mean is the time of a step, periods of validation and of saves
-that count, and the most steps that are looked at, which bounds the work for a long run."""
+RECENT_STEPS = 100
+"""Number of the last steps whose mean step time predicts the time left."""
+PERIODS = 5
+"""Number of the last periods of each kind of pause, such as validation, that predict the time
+left."""
+LOOK_BACK_STEPS = 20_000
+"""Largest number of steps from which the time left is predicted. It bounds the work for a long
+run."""
 
 
 class MetricsWriter:
@@ -185,11 +190,12 @@ class Metrics:
 def last_step(
     steps: Metrics | Columns, speeds: Mapping[str, np.ndarray], layouts: np.ndarray
 ) -> dict[str, Any]:
-    """Returns the numbers of the last of some steps. Each of `speeds` is the median of the last
-    SPEED_STEPS steps with the layout of the last one, `layouts` being the layout of each step.
+    """Returns the numbers of the last of some steps. `layouts` is the number of each step's layout.
+    Each of `speeds` is the median over those of the last SPEED_STEPS steps that have the layout of
+    the last step. `speed_steps` is the number of these steps.
 
-    A loss or gradient norm that was not finite stays what it was; None is what was never recorded,
-    or is not known. `speed_steps` is the number of steps in each median.
+    A loss or gradient norm that was not finite stays as it was. A number is None if it was never
+    recorded or is unknown.
     """
     norms = steps["grad_norm"]
     recent = layouts[-SPEED_STEPS:] == layouts[-1]
@@ -308,7 +314,7 @@ def _pause_s_per_step(gaps_s: np.ndarray, pauses: np.ndarray) -> float:
 
 
 def _column(steps: Metrics | Columns, name: str) -> np.ndarray:
-    """Returns a column that a run may lack, then as NaN."""
+    """Returns a column of some steps, all NaN if the run lacks it."""
     if isinstance(steps, Metrics) and name not in steps.columns:
         return np.full(len(steps), np.nan)
     return steps[name]

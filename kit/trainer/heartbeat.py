@@ -164,10 +164,10 @@ class Heartbeat(Callback):
             self.remembered = self._beats_of_ranks()
 
     def silent_ranks(self) -> list[int] | None:
-        """Returns the ranks whose heartbeat is the one that `look_at_ranks` found, or None where
-        nothing was remembered.
+        """Returns the ranks whose heartbeat has not changed since `look_at_ranks`, or None if
+        `look_at_ranks` remembered no heartbeats.
 
-        Times are not compared, since each rank writes the time of its own node.
+        The times of two ranks are not compared, since each rank uses the clock of its own node.
         """
         if self.remembered is None:
             return None

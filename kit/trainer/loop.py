@@ -229,7 +229,8 @@ class Trainer:
 
     def _validate(self) -> None:
         """Adds the validation loss, and the seconds that it took, to the row of the last step."""
-        row, start = self.rows[-1], time.perf_counter()
+        row = self.rows[-1]
+        start = time.perf_counter()
         with self.watchdog.paused():
             row["validation_loss"] = self.batches.validation_loss(self.engine)
         row["validation_s"] = round(time.perf_counter() - start, 6)

@@ -61,8 +61,8 @@ class Profiler(Callback):
         self.folder = self.run.directory / "profile" / f"step_{step}"
         if self.device.type == "cuda":
             record_memory(MEMORY_EVENTS)
-        # Of CPU and, if any, GPU. There is one cycle, so that `acc_events` changes nothing: it only
-        # silences a warning of torch 2.10 to 2.12.
+        # Records the CPU and, if there is one, the GPU. `acc_events` has no effect on a single
+        # cycle: it only silences a warning of torch 2.10 to 2.12.
         self.recording = torch.profiler.profile(record_shapes=True, acc_events=True)
         self.recording.start()
 
@@ -88,8 +88,8 @@ class Profiler(Callback):
     def _replace(self, name: str, write: Callable[[str], object]) -> None:
         """Replaces a file of the profile by what `write` writes to the path that it is given.
 
-        A random name is written first. A link that another user made under `name` is replaced, and
-        its target keeps its content.
+        `write` gets a path with a random name, which is then renamed. So a link under `name`, which
+        another user may have made, is replaced, and its target keeps its content.
         """
         part = self.folder / f".{os.urandom(4).hex()}.{name}"
         try:

@@ -29,8 +29,9 @@ OTHERS_WAIT_S = 5.0
 """Rank 0 tells of a hang; the others end so much later, which says that it was rank 0 itself. On a
 GPU rank 0 too lets the others dump their collectives first."""
 LOOK_SHARE = 0.75
-"""Share of the limit after which rank 0 looks at the heartbeats of all ranks. Ranks that answer
-write one every TICK_S by then, so each of these changes until the limit."""
+"""Share of the limit after which rank 0 remembers the heartbeats of all ranks. From half of the
+limit on, a rank that answers writes a heartbeat every TICK_S, so its heartbeat has changed when the
+limit is reached."""
 DUMP_WAIT_S = 2.0
 REPORT_WAIT_S = 15.0
 MANY_LIMIT_S = 600.0
@@ -57,9 +58,9 @@ class Watchdog(Callback):
         limit_s: seconds without a step, at least; None: never.
         rank: of this process.
         alive: called while a step is late: says that this process still answers.
-        look_at_ranks: remembers what all ranks have said, for `silent_ranks`.
-        silent_ranks: returns the ranks that have said nothing since, or None where that is not
-            known.
+        look_at_ranks: remembers the heartbeats of all ranks, for `silent_ranks`.
+        silent_ranks: returns the ranks whose heartbeat has not changed since `look_at_ranks`, or
+            None if that is unknown.
         dump: leaves what this process knows of its last collectives.
     """
 

@@ -26,8 +26,8 @@ from tests.benchmarks.tables import table
 
 
 class Benchmark(NamedTuple):
-    """Where a benchmark is. Its module is imported when it is run: some need a browser's client or
-    other packages.
+    """Module and function of a benchmark. The module is imported when the benchmark runs, since
+    some modules need optional packages such as a browser's client.
     """
 
     module: str
@@ -98,7 +98,7 @@ def main() -> int:
     needs_dataset = any(BENCHMARKS[name].reads_dataset for name in names)
     dataset = demo_dataset(options.data) if needs_dataset else None
     for name in names:
-        # The load of the host's cores hardly changes what a GPU takes.
+        # The load of the host's cores hardly changes the speed of a GPU.
         is_on_gpu = name == "gpu" and torch.cuda.is_available()
         load = load_average() if is_on_gpu else quiet_load(console)
         console.rule(name)

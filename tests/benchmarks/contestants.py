@@ -271,7 +271,7 @@ def transformers(turns: Turns, setup: Setup) -> None:
             turns.wait()
 
         def on_step_end(self, *args, **kwargs) -> None:
-            # The Trainer has its models divide the sum over a micro-batch by the tokens of a step.
+            # The Trainer divides the summed loss of a micro-batch by all tokens of the step.
             loss = torch.stack(losses).sum()
             losses.clear()
             turns.step_done(loss)

@@ -6,11 +6,11 @@ DeepSpeed and torchtitan, and beside what the planner predicts.
 
 It needs Python, torch and NumPy. A contestant whose packages are missing is left out, and its row
 says so. Each contestant has the device to itself, one after the other, for an equal share of the
-time that is left. One line is printed when a contestant is done, so that a program that is ended
-has printed what it measured.
+time that is left. One line is printed after each contestant, so that the results are not lost if
+the program is ended early.
 
 Without a GPU `python -m tests.benchmarks gpu` compares one CPU thread each, in fp32, compiled and
-by turns. Processor time counts there, which other work on the machine disturbs less than the wall.
+by turns. It measures processor time, which other work on the machine changes less than wall time.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def measure(
 
 
 def product_rate(setup: Setup, device_name: str) -> Row:
-    """Returns the measured rate of matrix products in the setup's precision, in TFLOP/s."""
+    """Returns the row with the measured TFLOP/s of matrix products in the setup's precision."""
     rate = measure_peak(setup.precision, setup.device).value
     note = f"{device_name}; torch {torch.__version__}"
     return row(f"matrix product, {setup.precision}", rate / 1e12, "TFLOP/s", note=note)
@@ -192,15 +192,15 @@ def judged(answers: Answers, product: Row, site: Site | None) -> list[Row]:
     """Returns tokens/s of all contestants, the kit's ratio to each rival that trains the same
     model, MFU, and the planner's errors.
 
-    `site` has the peak that MFU refers to and that the planner predicts from. Without one there is
-    neither. A CPU has none.
+    `site` has the peak FLOP/s of MFU and the numbers from which the planner predicts. If None, as
+    for a CPU, MFU against the data sheet and the planner's errors are left out.
     """
     setup, has_gpu = answers.setup, answers.setup.device == "cuda"
     model, clock = setup.spec.name, "step_s" if has_gpu else "step_cpu_s"
     if not answers.given:
         return [product, *answers.missing(model)]
     wanted: dict[str, float | None] = {}
-    if KIT in answers.given:  # else the first that was measured would be held to its targets
+    if KIT in answers.given:  # without the kit, its targets would judge the first contestant
         wanted = {name: 1.0 if has_gpu else None for name in ENTRANTS if name not in RECOMPUTED}
         if not has_gpu and model != "tiny":
             wanted[PLAIN] = ON_CPU_WANTED

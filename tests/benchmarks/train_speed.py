@@ -141,9 +141,10 @@ def speeds(
         if name in unlike:
             rows.append(unlike[name])
         elif name in wanted:
-            ratio, rounds = f"{subject} / {name}, {where}", min(len(seconds), len(times[subject]))
-            longer, shorter = seconds[:rounds], times[subject][:rounds]
-            rows.append(ratio_row(ratio, longer, shorter, at_least=wanted[name]))
+            ratio = f"{subject} / {name}, {where}"
+            own = times[subject]
+            rounds = min(len(seconds), len(own))
+            rows.append(ratio_row(ratio, seconds[:rounds], own[:rounds], at_least=wanted[name]))
     return rows + answers.missing(where)
 
 
@@ -172,12 +173,12 @@ def take_answers(
     setup: Setup = DEMO,
     limit_s: float = 3600.0,
 ) -> Answers:
-    """Returns what each entrant answers in each round, after one to warm up, and why any has no
-    answers.
+    """Returns the answers of each entrant in each round, after one round to warm up, and the reason
+    for each entrant without answers.
 
-    All start from the kit's initial weights and take turns, so that other work on the machine
-    meets all alike. All processes are ended after `limit_s` seconds. What an entrant has answered
-    by then counts, if it is a round beyond the first.
+    All start from the kit's initial weights and take turns, so that other work on the machine slows
+    all equally. All processes are ended after `limit_s` seconds. The answers of an entrant until
+    then count if it has finished a round after the warm-up.
 
     Raises:
         RuntimeError: the first entrant, with which all are compared, has no answers.
@@ -212,7 +213,9 @@ def take_answers(
 
 
 def not_installed(entrant: Entrant) -> str:
-    """Returns that packages of an entrant are not installed, naming them; empty if all are."""
+    """Returns a text that names the packages of an entrant that are not installed. Empty if all
+    are.
+    """
     missing = [name for name in entrant.packages if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(missing)}" if missing else ""
 

@@ -145,8 +145,8 @@ def _judge(versions: dict[str, str]) -> tuple[State, str]:
 
 
 def _import() -> str:
-    """Returns the same, of a process of its own: NxD takes the Neuron cores, and a crash of it is
-    not ours.
+    """Returns the result of `_import_here` in a child process. NxD takes the Neuron cores, and it
+    may crash.
     """
     # Without the working directory, which is first in sys.path under `python -m`.
     folders = [part for part in sys.path if part and part != os.getcwd()]

@@ -28,7 +28,7 @@ PCIE_BYTES_PER_S = 64e9
 """In each direction, by 16 lanes of PCIe 5 (PCI-SIG), as H100, H200, B200 and MI300X have. States
 that wait in the host's memory come and go in each step, both at once at best."""
 ROUNDING = 1e-6
-"""Relative difference from which on two step times are different."""
+"""Least relative difference of two step times that are not equal but for rounding."""
 SIMULATED_ROUNDS = 6
 """Micro-batches simulated, in units of the pipeline's depth; a longer steady state only repeats
 the slowest stage."""
@@ -93,11 +93,12 @@ class Answer:
 
     @cached_property
     def simulated_share(self) -> float:
-        """Step time with the pipeline's schedule simulated event by event, over the closed form's.
+        """Ratio of the step time with the pipeline's schedule simulated event by event to the step
+        time in closed form.
 
-        A check on the closed form, never a second step time: the simulation takes the closed form's
-        stage times, but no rank is late in it. It is therefore the shorter one, by 0 to 10 % on
-        published runs. A share above 1 means that the closed form is too short for the schedule.
+        The ratio checks the closed form. It gives no second step time: the simulation takes the
+        closed form's stage times but no delays of single ranks, so it is shorter by 0 to 10 % on
+        published runs. A ratio above 1 means that the closed form is too short for the schedule.
         """
         plan, terms = self.plan, self.time_terms_s
         outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
@@ -246,7 +247,7 @@ class Answer:
 
     @property
     def _wide_texts(self) -> list[str]:
-        """Returns the warning that tensor ranks leave the node, if they do."""
+        """Returns the warning that tensor groups span several nodes, if they do."""
         degree, near = self.plan.tensor_parallel, int(self.search.machine.hardware.node_devices)
         if degree <= near:
             return []

@@ -54,8 +54,9 @@ FIELDS = (
 )
 """Fields of the plan that have a control of the same name."""
 OPTIONAL = ("shard_size", "recompute_layers")
-"""Fields of the plan that may be None, for which their controls have 0."""
+"""Fields of the plan that may be None. Their controls show None as 0."""
 FLAGS = (("no", False), ("yes", True))
+"""(label, value) of the options of a control for a Boolean field."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,8 @@ class Estimate:
     stages: StageMemory
     risk: float
     timeline: Simulation
-    """The whole step, or the beginning of a step that is too long to draw."""
+    """Simulated schedule of the whole step, or of the beginning of a step that is too long to
+    draw."""
     drawn_microbatches: int
     """Micro-batches that start within the picture of the timeline."""
 
@@ -81,7 +83,8 @@ class Estimate:
         """Returns the estimate of a layout, with every field as the plan states it.
 
         Raises:
-            ConfigError: the plan cannot run the model, or its precision is not estimated.
+            ConfigError: the plan cannot run the model, or its precision is fp32, for which there
+                is no estimate.
         """
         plan.check(spec)
         if plan.precision == "fp32":
@@ -128,10 +131,11 @@ class Estimate:
         )
         peak = float(self.machine.hardware.peak_flops_per_s) * self.plan.num_devices
         mfu = [100 * flops / (peak * value) for value in (time, high, low)]
-        idle, m, drawn = self.terms_s["bubble"], self.plan.num_microbatches, self.drawn_microbatches
+        idle = self.terms_s["bubble"]
+        drawn, total = self.drawn_microbatches, self.plan.num_microbatches
         part = "the whole step"
-        if drawn < m:
-            part = f"the first {drawn} of {m:,} micro-batches, then cut"
+        if drawn < total:
+            part = f"the first {drawn} of {total:,} micro-batches, then cut"
         return {
             "memory": (
                 f"Memory: {used:.1f} GiB ({least:.1f} to {most:.1f}) of {capacity:.0f} on the"
@@ -189,9 +193,9 @@ class Estimate:
 def _timeline_microbatches(plan: Plan) -> tuple[int, int]:
     """Returns (micro-batches simulated, micro-batches drawn) of a plan's timeline.
 
-    A step is drawn whole if it is short. Of a long step the fill of the pipeline is drawn and at
-    least as much of the steady state. Two rounds of the pipeline more are simulated, so that the
-    drawn part does not differ from that of the whole step.
+    A short step is drawn whole. Of a long step two or more rounds of the pipeline are drawn: its
+    fill, and at least one round of the steady state. Two more rounds are simulated, so that the
+    drawn part equals the beginning of the whole step.
     """
     p, v, m = plan.pipeline_parallel, plan.virtual_stages, plan.num_microbatches
     wanted = max(4, math.ceil(16 / p))
@@ -212,8 +216,8 @@ def _lay_out(figure: Any, title: str) -> None:
 
 
 class Panel:
-    """Controls for a layout with its `Estimate` below. An impossible layout is answered with the
-    reason.
+    """Controls for a layout with its `Estimate` below. For an impossible layout the reason is shown
+    in place of the estimate.
 
     The arguments are the first values of the controls. `plan` is the layout that is drawn, exactly
     as the controls show it, or None if they describe an impossible one. The button writes it as
@@ -300,7 +304,7 @@ class Panel:
     def update(self) -> None:
         """Draws what the controls say, or says why that is impossible."""
         self.text.value, self.plan = "", None
-        # The live panel hides its saved picture, whatever it says itself.
+        # The live panel hides its saved picture, also while it shows an error.
         style = f"<style>{DARK_PAGE}.{self._still} {{display: none !important}}</style>"
         try:
             found = self.estimate()

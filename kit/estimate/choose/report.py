@@ -23,7 +23,8 @@ class PlanReport:
     choice: int = 1
     """Which of them is explained and kept, from 1."""
     notes: tuple[str, ...] = ()
-    """What was assumed of a model that does not say it, such as its training length."""
+    """Assumptions about facts that the model's configuration does not state, such as the training
+    length."""
 
     @property
     def chosen(self) -> Answer:

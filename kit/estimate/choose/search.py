@@ -33,9 +33,9 @@ from kit.spec import ModelSpec
 
 NOT_OURS = " (not by the kit's engines)"
 EXACT_LAYOUTS = 2000
-"""Fastest feasible layouts whose time and memory are computed a second time, in float64. Float32 is
-enough to find them. Float64 makes the values that an answer shows equal those of `step_time`,
-`memory` and the panel for the same plan."""
+"""Number of the fastest feasible layouts whose time and memory are computed again in float64.
+Float32 is precise enough to find these layouts. With float64, an answer shows the values that
+`step_time`, `memory` and the panel give for the same plan."""
 NOTABLE = 1.1
 """How many times as fast another batch must train to be named."""
 COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GiB", "risk", "MFU")
@@ -56,8 +56,8 @@ class Search:
     only: Mapping[str, Iterable[Any]]
     layouts: Layouts
     step_time_s: Array
-    """Seconds per step of each layout, in closed form: the one step time of a layout, which ranks
-    it, is shown, and is the centre of its interval."""
+    """Seconds per step of each layout, in closed form. Layouts are ranked by this step time, and it
+    is the number that is shown and the centre of the interval."""
     used_bytes: Array
     """Bytes of the heaviest device of each layout."""
     on: Callable[..., "Search"] = dataclasses.field(repr=False, compare=False)
@@ -245,7 +245,7 @@ def search(
             " e.g. 0.05."
         )
     check_numbers(site, "bf16", num_devices)
-    fixed = machine_of(
+    site_machine = machine_of(
         site,
         calibration,
         engine=engine,
@@ -268,7 +268,7 @@ def search(
         only: Mapping[str, Iterable[Any]] = only or {},
     ) -> Search:
         check_numbers(site, "bf16", devices)
-        machine = dataclasses.replace(fixed, convention=_convention(engine, only))
+        machine = dataclasses.replace(site_machine, convention=_convention(engine, only))
         layouts = candidates(
             spec,
             devices,
@@ -313,11 +313,11 @@ def search(
 
 
 def _convention(engine: EngineName, only: Mapping[str, Iterable[Any]]) -> Convention:
-    """Returns the bytes per parameter of all layouts of a search.
+    """Returns the bytes per parameter, which must be equal for all layouts of a search.
 
     Raises:
-        ConfigError: `only` allows ZeRO stages of which engine neuron trains one in another
-            precision.
+        ConfigError: the engine is neuron, and `only` allows ZeRO stage 0 beside other stages. At
+            stage 0 the engine keeps fewer bytes per parameter.
     """
     allowed = only.get("zero_stage", ())
     stages = {allowed} if isinstance(allowed, int) else set(allowed)
@@ -332,8 +332,8 @@ def _convention(engine: EngineName, only: Mapping[str, Iterable[Any]]) -> Conven
 def _fastest_in_float64(
     machine: Machine, layouts: Layouts, time_s: Array, used_bytes: Array, most_bytes: float
 ) -> tuple[Array, Array]:
-    """Returns (step time in seconds, used bytes) of all layouts as float64 arrays, where the values
-    of the fastest feasible layouts are computed again.
+    """Returns (step time in seconds, used bytes) of all layouts as float64 arrays. For the
+    EXACT_LAYOUTS fastest feasible layouts the values are computed again in float64.
     """
     time_s, used_bytes = time_s.astype(np.float64), used_bytes.astype(np.float64)
     rows = np.flatnonzero(used_bytes <= most_bytes)

@@ -141,26 +141,25 @@ class Hardware(Columns):
 
 
 def check_numbers(site: Site, dtype: str, num_devices: int = 1) -> None:
-    """Raises ConfigError, naming each of them, if a site lacks numbers that the step time of a job
-    on so many devices needs, with an example of each.
+    """Raises ConfigError if a site lacks numbers that the step time of a job on `num_devices`
+    devices needs. The error names all missing numbers and gives an example of each.
 
-    Processes of one CPU share its memory, so CPU cores need no links. Accelerators need them: the
-    bandwidth of their own memory is no estimate of a link's.
+    Processes of one CPU share its memory, so CPU cores need no links. Accelerators need links: the
+    bandwidth of their own memory is no estimate of the bandwidth of a link.
     """
     device, links = site.device, site.links
     wide = "bf16" if dtype in NARROW else dtype
-    has_links = not device.is_cpu
-    lines = {
+    needed = {
         f"device.peak_flops_per_s.{dtype}": sustained(site, dtype),
         f"device.peak_flops_per_s.{wide}": site.peak_flops_per_s(wide),
         "device.memory_bytes": device.memory_bytes,
         "device.memory_bytes_per_s": device.memory_bytes_per_s,
-        "links.intra_node": links.intra_node or not (has_links and num_devices > 1) or None,
-        "links.inter_node_bytes_per_s": links.inter_node_bytes_per_s
-        or not (has_links and num_devices > site.devices_per_node)
-        or None,
     }
-    missing = [name for name, value in lines.items() if value is None]
+    if num_devices > 1 and not device.is_cpu:
+        needed["links.intra_node"] = links.intra_node or None
+    if num_devices > site.devices_per_node and not device.is_cpu:
+        needed["links.inter_node_bytes_per_s"] = links.inter_node_bytes_per_s
+    missing = [name for name, value in needed.items() if value is None]
     if not missing:
         return
     examples: dict[str, list[str]] = {}

@@ -37,8 +37,10 @@ DIGIT_WIDTH = 1 / 50
 """Width of a digit of a micro-batch's number, as a share of the time axis."""
 
 
-TEETH, TOOTH = 9, 0.012
-"""Teeth of the torn edge, and the depth of one as a share of the time axis."""
+TEETH = 9
+"""Teeth of the torn right edge of a step that is not drawn whole."""
+TOOTH = 0.012
+"""Depth of a tooth, as a share of the time axis."""
 
 
 def timeline_figure(
@@ -47,12 +49,12 @@ def timeline_figure(
     """Returns (figure, rows): simulations on one time axis, a panel each, and their table.
 
     Devices are rows. The numbers are micro-batches, where they fit. A device's second and further
-    stages are paler. Grey is waiting, and its share of the time stands at the right. The table has
-    one row per simulation and device, of the whole simulation.
+    stages are paler. Grey is waiting, and its share of the time is written at the right. The table
+    has one row per simulation and device. Its numbers are those of the whole simulation.
 
     With `drawn_microbatches` each panel ends where the first device starts the micro-batch of this
-    number, counted from 0, and its right edge is torn. The drain of a long step, which would look
-    as long as the rest of it, is then not drawn.
+    number, counted from 0, and its right edge is torn. So the drain of the pipeline is not drawn:
+    beside the few micro-batches of the picture it would look as long as the rest of the step.
     """
     rows = [
         {
@@ -84,7 +86,7 @@ def timeline_figure(
 
 
 def _end_s(simulation: Simulation, drawn_microbatches: int | None) -> float:
-    """Returns the time at which the picture of a simulation ends."""
+    """Returns the time, in seconds, at which the picture of a simulation ends."""
     order = simulation.order
     if drawn_microbatches is None or drawn_microbatches >= order.num_microbatches:
         return simulation.makespan_s
@@ -146,7 +148,10 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float, end_s:
 
 
 def _tear(axis: Any, end: float, width: float, devices: int) -> None:
-    """Draws a torn right edge, in units of the axes, over what ends there."""
+    """Draws a torn right edge at `end` over the bars that reach it.
+
+    `end` and `width`, the length of the time axis, are in units of that axis.
+    """
     from matplotlib.patches import Polygon
 
     heights = np.linspace(-0.6, devices - 0.4, 2 * TEETH + 1)

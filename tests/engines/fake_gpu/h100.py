@@ -1,6 +1,6 @@
-"""Importing it makes Python code of a CUDA build of torch see eight H100.
+"""Makes the Python code of a CUDA build of torch see eight H100, when this module is imported.
 
-To be imported before anything else of torch, in a process that has loaded `driver.c`.
+Import it before the rest of torch, in a process that has loaded `driver.c`.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ PROPERTIES = types.SimpleNamespace(
 
 
 class Event:
-    """A CUDA event that is reached when it is recorded."""
+    """A CUDA event that is complete as soon as it is recorded."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.time = 0.0
@@ -67,7 +67,7 @@ class Event:
 
 
 class Stream:
-    """A CUDA stream whose work is done at once."""
+    """A CUDA stream on which work is complete as soon as it is started."""
 
     stream_id = device_index = cuda_stream = 0
     device_type = 1
@@ -99,7 +99,7 @@ class Stream:
 
 
 class Device:
-    """A context in which device 0 stays the current one."""
+    """A context that leaves device 0 the current device."""
 
     idx = 0
 
@@ -114,7 +114,7 @@ class Device:
 
 
 class TritonDriver:
-    """What Triton asks its driver while code is generated."""
+    """The driver of Triton, with the answers that it needs to generate code."""
 
     binary_ext = "cubin"
     utils = types.SimpleNamespace(

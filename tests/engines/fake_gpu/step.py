@@ -48,7 +48,9 @@ class Devices(TorchDispatchMode):
 
 
 def materialise(module: torch.nn.Module, *, device: torch.device, recurse: bool = True) -> Any:
-    """Replaces `Module.to_empty`, which swaps the storage of parameters: a fake one has none."""
+    """Replaces `Module.to_empty`, which swaps the storage of parameters. Fake parameters have no
+    storage.
+    """
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:
