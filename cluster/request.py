@@ -1,8 +1,8 @@
 """The devices, CPUs and memory per node that a job requests from its scheduler.
 
 A site file need not repeat under `[slurm]` or `[kubernetes]` what `devices_per_node` and `device`
-already give. This module derives the missing values from the ranks of the job and lists them. So no
-script requests a node without its GPUs. Standard library only.
+already give. This module derives the missing values from the ranks of the job and lists the derived
+values. Thereby no script requests a node without its GPUs. Standard library only.
 """
 
 import dataclasses
@@ -16,24 +16,29 @@ from cluster.scheduler import Kubernetes, Slurm
 from cluster.site import Device, Site
 
 GPU_REQUEST = re.compile(r"--(?:gpus(?:-[a-z-]+)?(?:=.*)?|(?:gres|tres-[a-z-]+)=.*gpu.*)")
-"""Options of sbatch that ask for GPUs."""
+"""Options of sbatch that request GPUs."""
 CPU_LAYOUT = re.compile(
     r"--(?:hint|threads-per-core|cores-per-socket|cpu-bind|cpus-per-[a-z]+|extra-node-info)\b.*"
 )
-"""Options with which tasks cannot have all CPUs that Slurm reports for a node."""
+"""Options that exclude some of the CPUs that Slurm reports for a node, or that bind tasks to
+CPUs."""
 CPUS_VARIABLE = "KIT_CPUS_PER_TASK"
 """Environment variable of the batch script: CPUs of each task, counted when the job starts."""
 CHIP_CORES = {"trn1": 2}
-"""NeuronCores of one Trainium chip by generation. On trn2 it depends on the runtime's setting."""
+"""NeuronCores of one Trainium chip by generation. Not given for trn2, where the number depends on
+the setting of the Neuron runtime."""
 KUBERNETES_DEVICES = {
     "NVIDIA": "nvidia.com/gpu",
     "AMD Instinct": "amd.com/gpu",
     "Gaudi": "habana.ai/gaudi",
     "TPU": "google.com/tpu",
 }
-"""Names that the vendors' device plugins give to one device, by a word of `device.name`."""
+"""Kubernetes resource for one device, by a word of `device.name`. The vendors' device plugins
+define these resources."""
 NEURON_DEVICE = "aws.amazon.com/neuron"
-"""Name that AWS's device plugin gives to one Trainium chip."""
+"""Kubernetes resource for one Trainium chip, defined by AWS's device plugin."""
+DEVICE_RESOURCE = re.compile(r"gpu|mig-|neuron|gaudi|tpu|/xe$|/i915$")
+"""Part of the names of Kubernetes resources that are devices."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,12 +55,12 @@ class SlurmRequest:
 
 
 def slurm_request(job: JobSpec, site: Site) -> SlurmRequest:
-    """Returns what a job asks of Slurm: what the `[slurm]` table says, and what it leaves open,
-    derived from the ranks of a node.
+    """Returns the resources that a job requests from Slurm: the values of the `[slurm]` table, and
+    missing values derived from the ranks of a node.
 
     Raises:
-        ConfigError: the site has no `[slurm]` table, the ranks of a node would not get their GPUs,
-            or the kit does not know how to ask for the site's devices.
+        ConfigError: the site has no `[slurm]` table, the ranks of a node would start without their
+            GPUs, or the kit does not know how to request the site's devices.
     """
     table = slurm_table(site)
     ranks = job.num_processes // job.num_nodes
@@ -103,8 +108,11 @@ def slurm_request(job: JobSpec, site: Site) -> SlurmRequest:
 
 
 def cpu_request(job: JobSpec, site: Site) -> SlurmRequest:
-    """Returns what a task of an array asks of Slurm that runs on CPUs alone, such as the build of a
-    part of a dataset: one task with a CPU for each process of the job, and no GPU.
+    """Returns the resources that one task of a job array requests from Slurm if it uses CPUs only,
+    such as the build of a part of a dataset.
+
+    Each process of the job gets `cpus_per_task` CPUs if the site gives this value, otherwise the
+    cores of a node divided by its devices, otherwise one. No GPU is requested.
 
     Raises:
         ConfigError: the site has no `[slurm]` table.
@@ -113,7 +121,7 @@ def cpu_request(job: JobSpec, site: Site) -> SlurmRequest:
     per_process = table.cpus_per_task or 1
     if table.cpus_per_task is None and site.cores_per_node:
         per_process = max(1, int(site.cores_per_node.value) // site.devices_per_node)
-    # A task of torchrun has the CPUs of all ranks of its node.
+    # With torchrun, `cpus_per_task` is the number for all ranks of a node.
     has_all = table.launcher == "torchrun" and table.cpus_per_task is not None
     cpus = max(per_process, job.num_processes) if has_all else per_process * job.num_processes
     left_out = [
@@ -142,20 +150,19 @@ def cpu_request(job: JobSpec, site: Site) -> SlurmRequest:
 def kubernetes_resources(
     job: JobSpec, table: Kubernetes, site: Site
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Returns (resources of a pod, lines that say what the site file does not and the pod asks
-    for).
+    """Returns (resources of a pod, derived resources). The derived resources are those that the
+    site file does not give, one line each.
 
     Raises:
-        ConfigError: the ranks of a pod would not get their devices, or the kit does not know how
-            to ask for them.
+        ConfigError: the ranks of a pod would start without their devices, or the kit does not know
+            how to request the site's devices.
     """
-    resources, device = dict(table.resources), site.device
+    resources = dict(table.resources)
+    device = site.device
     ranks = job.num_processes // job.num_nodes
     if device.is_cpu:
         return resources, ()
-    found = [
-        name for name in resources if re.search(r"gpu|mig-|neuron|gaudi|tpu|/xe$|/i915$", name)
-    ]
+    found = [name for name in resources if DEVICE_RESOURCE.search(name)]
     if found:
         _check_quantity(resources, found, site, ranks)
         return resources, ()
@@ -166,7 +173,8 @@ def kubernetes_resources(
 
 
 def derived(job: JobSpec, site: Site) -> tuple[str, ...]:
-    """Returns what a job asks of its scheduler beyond what the site file says, one line each.
+    """Returns the resources that a job requests and that the site file does not give, one line
+    each.
 
     Raises:
         ConfigError: as `slurm_request` and `kubernetes_resources`.
@@ -179,26 +187,26 @@ def derived(job: JobSpec, site: Site) -> tuple[str, ...]:
 
 
 def _check_devices(table: Slurm, site: Site, ranks: int, tasks: int) -> None:
-    """Raises ConfigError where the ranks of a node would start without a GPU each."""
-    device, options = site.device, table.sbatch_options
+    """Raises ConfigError if the ranks of a node would start with less than one GPU each."""
+    device = site.device
     if device.is_cpu or device.trainium:
         return
-    asks = table.gpus_per_node or table.gpus_per_task
-    asks = asks or any(GPU_REQUEST.fullmatch(option) for option in options)
-    if not asks and not device.is_gpu:
+    has_option = any(GPU_REQUEST.fullmatch(option) for option in table.sbatch_options)
+    has_request = bool(table.gpus_per_node or table.gpus_per_task or has_option)
+    if not has_request and not device.is_gpu:
         raise ConfigError(
             f"site.device.name: {device.name!r} does not say how Slurm calls such a device, so the"
             " job would start without one. Add sbatch_options = "
             f'["--gres=NAME:{site.devices_per_node}"] or gpus_per_node under [slurm], or give the'
             " name as the vendor has it: 'NVIDIA ...', 'AMD Instinct ...', 'one CPU core'."
         )
-    if not asks and not table.derive_request:
+    if not has_request and not table.derive_request:
         raise ConfigError(
             "site.slurm.derive_request: false, and nothing under [slurm] asks for GPUs. Give"
             f' gpus_per_node = "{site.devices_per_node}", or remove derive_request.'
         )
     if not device.is_gpu or device.is_part:
-        return  # Slurm may count whole GPUs, of which each has several devices.
+        return  # Slurm may count complete GPUs, each of which has several of the site's devices.
     given = None
     if table.gpus_per_task is not None:
         given = table.gpus_per_task * tasks
@@ -217,12 +225,12 @@ def _check_devices(table: Slurm, site: Site, ranks: int, tasks: int) -> None:
 def _gpus_per_node(
     table: Slurm, site: Site, ranks: int, tasks: int, takes_node: bool
 ) -> str | None:
-    """Returns the value of --gpus-per-node, or None where another option asks for GPUs."""
+    """Returns the value of --gpus-per-node, or None if another option requests the GPUs."""
     if table.gpus_per_node is not None:
         kind, count = _split_gpus(table.gpus_per_node)
         if takes_node:
             return table.gpus_per_node
-        # A GPU may have several devices, so that a node has fewer GPUs than devices.
+        # A GPU may contain several devices. A node then has fewer GPUs than devices.
         needed = math.ceil(count * ranks / site.devices_per_node)
         return f"{kind}:{needed}".lstrip(":")
     if any(GPU_REQUEST.fullmatch(option) for option in table.sbatch_options):
@@ -241,8 +249,8 @@ def _split_gpus(text: str) -> tuple[str, int]:
 
 
 def _whole_node(options: list[str]) -> list[str]:
-    """Adds to the options of sbatch what a job needs that uses all devices of its nodes. Returns a
-    line on each addition.
+    """Adds the options of sbatch that give a job all of its nodes to the list `options`. Returns
+    one line on each added option.
     """
     lines = []
     if not any(option.startswith(("--exclusive", "--oversubscribe")) for option in options):
@@ -279,7 +287,7 @@ def _cpus_line(
 
 
 def _check_quantity(resources: dict[str, str], names: list[str], site: Site, ranks: int) -> None:
-    """Raises ConfigError where a pod asks for fewer devices than it has ranks."""
+    """Raises ConfigError if a pod requests fewer devices than it has ranks."""
     quantities = [resources[name] for name in names]
     if site.device.trainium or site.device.is_part or not all(map(str.isdigit, quantities)):
         return
@@ -292,7 +300,7 @@ def _check_quantity(resources: dict[str, str], names: list[str], site: Site, ran
 
 
 def _kubernetes_device(device: Device, site: Site, ranks: int) -> tuple[str, int]:
-    """Returns (name of the resource, number of it) that gives a pod its devices."""
+    """Returns (name, quantity) of the Kubernetes resource that gives a pod its devices."""
     if device.trainium in CHIP_CORES:
         # All chips of the instance: a pod with some of them could not use its network adapters.
         return NEURON_DEVICE, math.ceil(site.devices_per_node / CHIP_CORES[device.trainium])

@@ -29,21 +29,21 @@ SECRET_NAME = re.compile(
     r"|WEBHOOK(_?URL)?\d*="
     r"|(^|_)SAS_?URL\d*="
 )
-"""Pattern of NAME=value for variables that hold a secret by their name. The words are in capitals
-and separate, with a number after them or not: GITHUB_PAT, AWSSECRETACCESSKEY, API_KEY2. Neither
-KEYBOARD nor MAX_TOKENS=9 matches."""
+"""Pattern of NAME=value for environment variables that contain a secret, judged by their name. It
+matches complete words in capitals, with or without a number after them: GITHUB_PAT,
+AWSSECRETACCESSKEY, API_KEY2. Neither KEYBOARD nor MAX_TOKENS=9 matches."""
 SECRET_VALUE = re.compile(
-    # tokens with a shape of their own: Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS, W&B, JWT
+    # Tokens with a known format: Hugging Face, GitHub, GitLab, OpenAI, Slack, AWS, W&B, JWT
     r"\b(hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
     r"|sk-[\w-]{30,}|xox[abprs]-[\w-]{20,}|(AKIA|ASIA)[A-Z0-9]{16}|wandb_v1_\w{30,}"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)\b"
-    # the password of a URL
+    # Password in a URL.
     r"|://[^/@:\s]+:[^/@\s]+@"
-    # an HTTP header
+    # HTTP header.
     r"|\b[Bb]earer\s+[\w.~+/=-]{16,}"
-    # `wandb login KEY`; the name of a host has dots
+    # `wandb login KEY`. A host name, which may follow `login`, contains dots.
     r"|\blogin\b[^|;&]*?[\s=][\"']?\w{32,}(?![\w./:-])"
-    # options of programs
+    # Options of programs.
     r"|--(token|password|passwd|api-key|secret|secret-key|access-key|access-token|auth-token)"
     r"[\s=]+[\"']?\w[^\s\"'$`;&|]{7,}"
     r"|\b(mysql|mysqldump|mysqladmin|mariadb)\b[^|;&]*\s-p[^\s\"'$`;&|]+"
@@ -51,8 +51,8 @@ SECRET_VALUE = re.compile(
     # `aws configure set aws_secret_access_key VALUE`
     r"|\baws_(secret_access_key|session_token)[\s=]+[\"']?[\w/+=]{16,}"
 )
-"""Pattern of a secret by its shape, or by the words before it. What the shell puts in place of a
-variable or a command, such as `--token $TOKEN`, does not match."""
+"""Pattern of a secret, recognised by its format or by the words before it. References to shell
+variables and commands, such as `--token $TOKEN`, do not match."""
 NODE_VARIABLES = ("USER", "SLURM_JOB_ID", "SLURMD_NODENAME", "TMPDIR")
 ASSIGNMENT = re.compile(r"""(?<![\w-])([A-Za-z_]\w*)=["']?([^\s"'$`;&|)]+)""")
 """In a line of shell; not of what a command or another variable gives, which stands elsewhere."""
@@ -231,7 +231,7 @@ SBATCH_KEYS = frozenset(
     "comment exclude exclusive gres licenses mem mem_per_cpu mem_per_gpu nice nodelist reservation"
     " switches wckey".split()
 )
-"""Options of sbatch that people write as keys of `[slurm]`."""
+"""Options of sbatch that users may write as keys of `[slurm]` by mistake."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,9 +251,9 @@ class Slurm(SchedulerTable):
         default=(),
     )
     derive_request: bool = field_doc(
-        "a job also asks for the GPUs, CPUs and memory that `devices_per_node` implies and this"
-        " table leaves open; false: only for what the table names, as on machines that always give"
-        " whole nodes",
+        "whether a job also requests GPUs, CPUs and memory that this table does not give, derived"
+        " from `devices_per_node`; false: it requests only what the table gives, as on machines"
+        " that always give whole nodes",
         default=True,
     )
     launcher: Literal["srun", "torchrun"] = field_doc(
@@ -261,7 +261,7 @@ class Slurm(SchedulerTable):
         default="srun",
     )
     cpus_per_task: int | None = field_doc(
-        "CPUs of each task of the launcher; none: those of a whole node, divided by its tasks",
+        "CPUs of each task of the launcher; none: the CPUs of a node divided by its tasks",
         from_one,
         default=None,
     )
@@ -296,19 +296,19 @@ class Slurm(SchedulerTable):
         default=(),
     )
     container: tuple[str, ...] = field_doc(
-        "words before the command of every process that runs on a compute node, for Singularity or"
+        "words that start a container, put before the command of each rank; for Singularity or"
         " Apptainer ['singularity', 'exec', '--rocm', '-B', '/scratch,/project', '/path/image.sif']"
         " (--nv on NVIDIA GPUs). Needs launcher 'srun'. The container's python3 runs the command,"
         " so the image needs Python 3.11 or newer and PyTorch. -B must show the run directory, the"
         " data and the source of the kit under the same paths; or the image has the kit installed."
-        " The batch script and what watches the ranks run outside of the container, with the Python"
-        " from which you submit. Variables set here reach the ranks, since both programs pass the"
+        " The batch script and the supervisor run outside of the container, with the Python from"
+        " which you submit. Variables set here reach the ranks, since both programs pass the"
         " environment on, unless you give --cleanenv. Words are not expanded by the shell: for"
         " variables end with ['bash', '-c', '$WITH_CONDA; exec \"$@\"', 'bash'], which the"
         " container's shell reads. For Pyxis leave this out and give srun_options"
         " ['--container-image=/path/image.sqsh', '--container-mounts=/scratch:/scratch'], on Alps"
-        " ['--environment=/path/image.toml']: there also what watches the ranks runs in the"
-        " container, so the source of the kit must be mounted",
+        " ['--environment=/path/image.toml']: then the process that watches each rank also runs in"
+        " the container, so the source of the kit must be mounted",
         check_lines,
         default=(),
     )
@@ -343,7 +343,7 @@ class Slurm(SchedulerTable):
 
     @classmethod
     def unknown_key_advice(cls, key: str, value: Any) -> str:
-        """Returns where an option of sbatch is given that is written as a key of this table."""
+        """Returns how to give an option of sbatch that was written as a key of this table."""
         name = key.replace("-", "_")
         if name in ("time", "time_limit"):
             return (
@@ -374,7 +374,7 @@ class Slurm(SchedulerTable):
 
     @property
     def has_tasks_in_container(self) -> bool:
-        """Whether srun itself starts each task in a container (Pyxis, Container Engine)."""
+        """Whether srun starts each task in a container (Pyxis, Container Engine)."""
         options = ("--container-image", "--environment=")
         return any(option.startswith(options) for option in self.srun_options)
 
@@ -408,8 +408,8 @@ class Kubernetes(SchedulerTable):
         "where that file system appears in the pods; run directories lie below it"
     )
     resources: dict[str, str] = field_doc(
-        "resources of one pod, requested and limited alike; quantities as text. The devices are"
-        " derived where none are named",
+        "resources of one pod, requested and limited alike; quantities as text. If no"
+        " device is among them, the devices are derived from `devices_per_node`",
         default_factory=dict,
     )
     node_selector: dict[str, str] = field_doc("labels of the nodes to use", default_factory=dict)

@@ -1,9 +1,10 @@
-"""Modules that the user's environment puts before those of this Python environment.
+"""Finds shadowed modules: modules of this Python environment in whose place Python imports modules
+from folders of the user.
 
 PYTHONPATH, which module systems set, comes before the standard library and before the installed
 packages. The user site (~/.local) comes before the packages of a conda environment. An old
-`typing_extensions` there ends every program that needs the installed one. Only modules that are
-part of the interpreter itself are imported here, since any other may be shadowed.
+`typing_extensions` in such a folder ends every program that needs the installed version. This file
+imports only modules that are part of the interpreter itself, since any other may be shadowed.
 """
 
 import os
@@ -12,14 +13,18 @@ import sys
 NO_PYTHONPATH = "`unset PYTHONPATH`, or `module unload` what sets it"
 NO_USER_SITE = "`export PYTHONNOUSERSITE=1`"
 SUFFIXES = (".py", ".so", ".pyd")
+"""Suffixes of files that Python imports."""
 SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+"""Folder that contains the packages `kit` and `cluster`."""
 NOT_LOOKED_FOR = {"kit", "cluster", "tests", "setup", "sitecustomize", "usercustomize", "__main__"}
-"""Names that no program imports by mistake. Several packages install a `tests` of their own."""
+"""Modules that are not reported, since no program imports them by mistake. Several packages install
+a module `tests`."""
 MOST_NAMED = 5
+"""Most shadowed modules of one folder that `summary` names."""
 
 
 class Shadow:
-    """A module that is found in a folder of the user in place of the environment's own."""
+    """A module in a folder of the user that Python imports in place of the environment's module."""
 
     def __init__(self, name: str, folder: str, cause: str, advice: str) -> None:
         self.name = name
@@ -36,7 +41,7 @@ def find_shadows() -> list[Shadow]:
         hidden = {*sys.stdlib_module_names} | modules_in_environment()
         found += _shadows_in(folder, hidden, "set by PYTHONPATH", NO_PYTHONPATH)
     if folder := user_site():
-        # In a virtual environment its own packages come before the user site.
+        # The packages of a virtual environment come before the user site.
         place = [os.path.realpath(entry) for entry in sys.path].index(folder)
         hidden = modules_in_environment(sys.path[place:]) - modules_in_environment(sys.path[:place])
         hidden -= sys.stdlib_module_names
@@ -54,7 +59,7 @@ def find_in_working_directory() -> list[Shadow]:
 
 
 def summary(shadows: list[Shadow]) -> str:
-    """Returns one line per folder with the modules that it shadows."""
+    """Returns one line per folder, with the names of the modules in it that shadow others."""
     lines = []
     for folder, cause in dict.fromkeys((shadow.folder, shadow.cause) for shadow in shadows):
         names = [shadow.name for shadow in shadows if shadow.folder == folder]
@@ -66,7 +71,7 @@ def summary(shadows: list[Shadow]) -> str:
 
 
 def explain(error: BaseException) -> None:
-    """Adds what is shadowed to an error, as a note after its traceback."""
+    """Adds a note on shadowed modules to an error. Python prints the note after the traceback."""
     shadows = find_shadows()
     folder = os.getcwd()
     if folder != SOURCE and ("" in sys.path or folder in sys.path):
@@ -97,8 +102,8 @@ def user_site() -> str | None:
 
 
 def modules_in_environment(folders: list[str] | None = None) -> set[str]:
-    """Returns the names of the modules in those folders, by default of `sys.path`, that belong to
-    this environment and not to the user.
+    """Returns the names of the modules of this environment in `folders`, by default in `sys.path`.
+    Folders of the user are ignored.
     """
     of_user = {*python_path(), os.getcwd(), user_site()}
     names = set()

@@ -55,7 +55,12 @@ class Fact(Record):
 
     @classmethod
     def from_dict(cls, data: Any, path: str = "") -> Self:
-        """Returns the number that a table describes. A number alone lacks its source."""
+        """Returns the number that a table describes.
+
+        Raises:
+            MissingError: `data` is a number without a source.
+            ConfigError: as `Record.from_dict`.
+        """
         if isinstance(data, int | float) and not isinstance(data, bool):
             raise MissingError([f"{path}.source"])
         return super().from_dict(data, path)
@@ -124,13 +129,13 @@ class Device(Record):
 
     @property
     def is_cpu(self) -> bool:
-        """Whether it is a core or a processor of the host, by its name."""
+        """Whether the device is a core or a processor of the host, judged by its name."""
         found = re.search(r"\b(?:cpu|core|cores)\b", self.name, re.IGNORECASE)
         return found is not None and not self.is_gpu and self.trainium is None
 
     @property
     def is_part(self) -> bool:
-        """Whether one GPU has several such devices, by its name: a GCD or a tile."""
+        """Whether the device is a part of a GPU (a GCD or a tile), judged by its name."""
         return re.search(r"\b(?:GCD|tile)\b", self.name) is not None
 
     @property
@@ -396,8 +401,8 @@ def _read_toml(name: str) -> tuple[Path, dict]:
 
 
 def _check_tables_are_used(file: Path, data: dict, scheduler: str) -> None:
-    """Raises ConfigError if a file gives the table of a scheduler that its base does not have, such
-    as `[slurm]` on the base `laptop`, and names no scheduler itself.
+    """Raises ConfigError if a site file has the table of another scheduler than that of its base
+    and does not name a scheduler, such as `[slurm]` with the base `laptop`.
     """
     if "scheduler" in data:
         return

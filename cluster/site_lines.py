@@ -1,10 +1,11 @@
-"""The shell lines of a site file, `setup` and `task_setup`, as a part of a script in which a line
-that fails ends the script. Standard library only.
+"""Turns the shell lines of a site file (`setup`, `task_setup`) into a part of a script. A line that
+fails ends the script. Standard library only.
 
-A line fails as under `set -e`: a command that decides an `if` or a `while`, or stands before `||`,
-may fail. So may each command inside a sourced file or a function: only the status of the line
-counts. In addition a line with `&&` fails if its first part fails, unless the line tests something,
-as `[ -d FOLDER ] && ...` does.
+A line fails under the conditions of `set -e`: a command that decides an `if` or a `while`, or that
+stands before `||`, may fail. Single commands inside a sourced file or a function may fail, too:
+only the exit status of the line counts. In one respect the conditions are stricter. A line with
+`&&` also fails if the part before `&&` fails, unless the line contains a test, as in
+`[ -d FOLDER ] && ...`.
 """
 
 import functools
@@ -17,12 +18,12 @@ from cluster.record import ConfigError, cut
 from cluster.scheduler import quote
 
 TEST = re.compile(r"(^|[\s;&|(])(\[{1,2}|\(\(|!|test|grep|command|type|which|hash)\s")
-"""A command that only answers a question, so that its failure is an answer."""
+"""Pattern of a command that tests a condition. Its failure is no error."""
 
 
 def checked_lines(lines: tuple[str, ...], name: str, exit_code: int = 1) -> list[str]:
-    """Returns the lines of a script, each of which ends the script with a message and `exit_code`
-    if it fails.
+    """Returns script lines that run `lines`. The first line that fails ends the script with a
+    message and `exit_code`.
 
     `name` is the field of the site file, such as `site.slurm.setup`.
 
@@ -41,15 +42,15 @@ def checked_lines(lines: tuple[str, ...], name: str, exit_code: int = 1) -> list
     ]
     for command in complete_commands(lines, name):
         script.append(f"KIT_LINE=({_quoted(cut(' '.join(command.split()), 200))})")
-        script.append(command)  # As one text, so that nothing is indented in a here-document.
+        script.append(command)  # One text, so that callers do not indent a here-document in it.
         if "&&" in command and not TEST.search(command):
             script.append("(exit $?)")
     return [*script, "trap - ERR EXIT"]
 
 
 def _quoted(text: str) -> str:
-    """Returns a shell word that stands for exactly this text. Shellcheck finds variables in plain
-    single quotes suspicious.
+    """Returns a shell word whose value is exactly this text. The form `$'...'` is used because
+    shellcheck warns of variables in plain single quotes.
     """
     if not text.isprintable():
         return quote(text)
@@ -59,7 +60,8 @@ def _quoted(text: str) -> str:
 
 @functools.cache
 def complete_commands(lines: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Returns shell lines, those joined that together are one command, such as an `if` block.
+    """Returns the commands in shell lines. Lines that form one command, such as an `if` block, are
+    joined.
 
     Raises:
         ConfigError: bash cannot read the lines.
@@ -83,7 +85,9 @@ def complete_commands(lines: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 
 def _complaint(text: str) -> str:
-    """Returns what bash says against a text as a complete command, or an empty text."""
+    """Returns why bash does not accept a text as a complete command, or an empty text if bash
+    accepts it.
+    """
     if re.search(r"(?<!\\)(\\\\)*\\$", text):
         return "the last line ends with a backslash"
     environment = {**os.environ, "LC_ALL": "C"}
@@ -96,8 +100,8 @@ def _complaint(text: str) -> str:
             text=True,
             env=environment,
         )
-    except FileNotFoundError:  # No bash here: the one on the cluster will read the lines.
+    except FileNotFoundError:  # This machine has no bash. The bash of the cluster reads the lines.
         return ""
-    # An open here-document is a warning, with code 0.
+    # For an open here-document bash prints a warning and exits with code 0.
     said = done.stderr.strip().splitlines()
     return re.sub(r"^bash: (line \d+: )?", "", said[0]) if said else ""
