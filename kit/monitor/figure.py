@@ -239,11 +239,10 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metr
         axis.annotate(
             text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP
         )
-    kind = "line: attempt's median"
-    title = f"Tokens/s, {kind}\nno MFU: {metrics.why_no_mfu}"
+    title = f"Tokens/s, line: median\nno MFU: {metrics.why_no_mfu}"
     top = 1.25 * np.nanmax(values, initial=1)
     if name == "mfu":
-        title = f"MFU, % of peak ({run.plan.precision})\n{kind}"
+        title = f"MFU, % of peak ({run.plan.precision})\nline: attempt's median"
         top = 10 * math.ceil(top / 10)
     axis.set(title=title, ylim=(0, top))
     _draw_attempts(axis, table)

@@ -103,6 +103,21 @@ def test_figure_and_its_table(run):
     assert speed.get_title(loc="left") == "MFU, % of peak (fp32)\nline: attempt's median"
 
 
+@pytest.mark.parametrize(
+    ("peak", "reason"), [(None, "peak unknown"), (1e9, "above the peak")], ids=["none", "too low"]
+)
+def test_figure_without_mfu_says_why(run, peak, reason):
+    site = run.site.replace(device=run.site.device.replace(peak_flops_per_s={}))
+    if peak is not None:
+        site = site.with_measured_peak("fp32", peak, "test")
+    for file in run.directory.glob("site*.json"):
+        site.write(file)
+    figure, table = run_figure(Run.open(run.directory))
+    check_data(figure)
+    assert "mfu" not in table
+    assert figure.axes[1].get_title(loc="left") == f"Tokens/s, line: median\nno MFU: {reason}"
+
+
 def test_figure_keeps_the_curve_after_a_lost_step_and_marks_it(run):
     spoil(run, {10: {"loss": math.nan}, 11: {"loss": math.inf}, 30: {"step_time_s": math.nan}})
     figure, table = run_figure(run)
