@@ -34,11 +34,9 @@ def new_figure(
         height: of the figure in inches; its width is always the same.
         layout: of matplotlib's `subplots`, such as `sharex` or `width_ratios`.
     """
-    from matplotlib import style
+    from kit.show.themed_figure import ThemedFigure, drawing_settings
 
-    from kit.show.themed_figure import ThemedFigure
-
-    with style.context(STYLE):
+    with drawing_settings(STYLE):
         figure = ThemedFigure(figsize=(WIDTH, height))
         if isinstance(rows, str):
             yield figure, list(figure.subplot_mosaic(rows, **layout).values())
@@ -94,7 +92,7 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path]) -> None:
     so its target keeps its content. The same figure gives the same bytes: no date, and names inside
     an SVG follow from what is drawn.
     """
-    from matplotlib import style
+    from kit.show.themed_figure import drawing_settings
 
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +101,7 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path]) -> None:
             continue
         date = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix, {})
         # How text and names are written is looked up here, not when it is drawn.
-        with style.context(STYLE), replacement(path) as stream:
+        with drawing_settings(STYLE), replacement(path) as stream:
             figure.savefig(stream, format=path.suffix[1:].lower(), metadata=date)
 
 

@@ -3,11 +3,15 @@ below.
 """
 
 import base64
+import contextlib
 import html
 import io
 import re
+import threading
+from collections.abc import Iterator
 from typing import Any
 
+from matplotlib import style
 from matplotlib.figure import Figure
 
 from kit.show.table import notes_html
@@ -26,6 +30,20 @@ THEMES = """<style>
 whole page, so each of its selectors names the figure. A page that strips style sheets shows the
 light drawing, on its own ground. JupyterLab strips style sheets and the attribute `hidden` from the
 outputs of a notebook that it does not trust, and keeps `display:none`."""
+
+
+_settings_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def drawing_settings(settings: str | dict[str, Any]) -> Iterator[None]:
+    """Applies matplotlib's settings, from a style file or a table, in a block of one thread.
+
+    The settings belong to the process. A dashboard draws its saved picture in a thread of its own,
+    and without the lock the end of its block would reset the settings of a block in another thread.
+    """
+    with _settings_lock, style.context(settings):
+        yield
 
 
 class ThemedFigure(Figure):
@@ -49,10 +67,8 @@ class ThemedFigure(Figure):
         """Returns the drawing as SVG, for a light page or a dark one; text is drawn, not set, so
         no font is needed.
         """
-        from matplotlib import rc_context
-
         stream = io.StringIO()
-        with rc_context({"svg.hashsalt": "kit"}):  # the same drawing gives the same names in it
+        with drawing_settings({"svg.hashsalt": "kit"}):  # Equal drawings get equal names of parts.
             self.savefig(stream, format="svg", metadata={"Date": None})
         # A hundredth of a point is enough of a path; what scales glyphs keeps all its digits.
         light = re.sub(

@@ -1,8 +1,11 @@
 """Figures of the kit's own: each keeps to what a page of 1,000 pixels asks, light and dark."""
 
 import re
+import threading
+import time
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -212,3 +215,28 @@ def test_text_columns_of_every_table_are_flush_left() -> None:
 def test_a_long_name_loses_its_middle_and_no_name_is_hidden() -> None:
     assert short("run-of-today") == "run-of-today" and short("_mine") == " _mine"
     assert short("a" * 20 + "b" * 20) == "a" * 14 + "…" + "b" * 15
+
+
+def test_figures_of_two_threads_keep_their_style():
+    """One thread leaves its block while another thread is inside one, as in a notebook with a live
+    dashboard.
+    """
+    before, entered, sizes = dict(matplotlib.rcParams), threading.Event(), []
+
+    def first() -> None:
+        with new_figure(height=2):
+            entered.set()
+            time.sleep(0.3)
+
+    def second() -> None:
+        entered.wait()
+        with new_figure(height=2) as (_, axis):
+            other.join()
+            sizes.append(axis.set_title("title").get_fontsize())
+
+    other, this = threading.Thread(target=first), threading.Thread(target=second)
+    other.start()
+    this.start()
+    other.join()
+    this.join()
+    assert sizes == [TEXT] and dict(matplotlib.rcParams) == before
