@@ -73,7 +73,7 @@ def evaluate(
         typer.Option(
             "--limit",
             "-L",
-            help="Score a random sample of N items per task, or below 1 that fraction of its items."
+            help="Score the first N items of each task, or below 1 that fraction of its items."
             " For quick checks; not comparable with published scores.",
             metavar="N",
         ),

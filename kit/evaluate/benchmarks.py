@@ -112,7 +112,7 @@ class TaskRequest(TaskSettings):
     metric: str | None = field_doc("the number that stands for the task in a table", default=None)
     column: str | None = field_doc("column of HLAT's Table II or V", default=None)
     limit: int | float | None = field_doc(
-        "items to score, drawn at random; below 1: the fraction of each task's items", default=None
+        "items of each task to score, from the first; below 1: their fraction", default=None
     )
     definition: str | None = field_doc(
         "file with the task's definition, for a task that is given by its file", default=None
@@ -181,8 +181,8 @@ class Options(Record):
     """
 
     limit: int | float | None = field_doc(
-        "score at most this many items of a task, or below 1 this fraction of them, drawn at"
-        " random; the report calls that partial",
+        "score only the first items of each task, this many or below 1 this fraction, as in"
+        " lm-eval; the report calls that partial",
         must(
             lambda limit: 0 < limit < 1 or limit >= 1 and float(limit).is_integer(),
             "Give a number of items from 1, or a fraction of them between 0 and 1.",
@@ -190,8 +190,7 @@ class Options(Record):
         default=None,
     )
     seed: int = DEFAULT_SEED
-    """Seed of the draw of items with a `limit`, of the draw of solved examples for prompts, and of
-    sampled texts."""
+    """Seed of the draw of solved examples for prompts, and of sampled texts."""
     num_fewshot: int | None = field_doc(
         "solved examples in the prompt; default: what the suite or the task defines",
         must(lambda number: number >= 0, "Give a number from 0."),

@@ -5,7 +5,6 @@ import importlib.metadata
 import itertools
 import json
 import math
-import random
 import statistics
 import time
 from collections.abc import Iterable
@@ -35,11 +34,9 @@ def score_task(
 
     Args:
         lm: the model.
-        loaded: the task. With a limit this many items are drawn at random, since the first items of
-            a data set may differ from the rest. Each task of a group gets a share, and at least one
-            item. A limit below 1 is a fraction of the items of each task, rounded up as in lm-eval.
-        seed: seed of the draw of items, which is the same for all models and does not depend on the
-            other tasks. Also the seed of sampled texts, which depend on the batch size, too.
+        loaded: the task. With a limit the first items of each task are scored, as in lm-eval. A
+            limit below 1 is a fraction of the items of each task, rounded up.
+        seed: seed of sampled texts, which depend on the batch size, too.
         scorer: a `CodeScorer`, for a task that runs what the model writes.
         samples: folder into which each item's prompts, answers and metrics are written, as
             `samples_TASK.jsonl`. If None, they are not kept.
@@ -65,8 +62,14 @@ def score_task(
         )
     with scorer.in_place() if scorer and loaded.runs_code else contextlib.nullcontext():
         documents = {leaf: list(task.eval_docs) for leaf, task in loaded.leaves.items()}
-        total = {leaf: len(items) for leaf, items in documents.items()}
-        chosen = choose_shares(total, request.limit, seed)
+        total = sum(len(items) for items in documents.values())
+        if request.limit is not None:
+            documents = {
+                leaf: items[: num_scored(len(items), request.limit)]
+                for leaf, items in documents.items()
+            }
+        sizes = {leaf: len(items) for leaf, items in documents.items()}
+        is_limited = sum(sizes.values()) < total
         lm.num_truncated = 0
         start = time.perf_counter()
         with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -74,7 +77,7 @@ def score_task(
             found: Any = evaluate(
                 lm,
                 loaded.definition,
-                samples=chosen,
+                limit=request.limit,
                 log_samples=samples is not None,
                 apply_chat_template=request.apply_chat_template,
                 fewshot_as_multiturn=request.apply_chat_template,
@@ -83,9 +86,6 @@ def score_task(
         seconds = time.perf_counter() - start
     if samples is not None:
         write_samples(samples, found["samples"])
-    if chosen is not None:
-        documents = {leaf: [documents[leaf][i] for i in places] for leaf, places in chosen.items()}
-    sizes = {leaf: len(items) for leaf, items in documents.items()}
     group = loaded.definition.get("groups", {}).get(name)
     parts = group.aggregate_metric_list if group else []
     equal = {part.metric for part in parts if not part.weight_by_size}
@@ -95,9 +95,7 @@ def score_task(
     origins = {source.origin for source in loaded.data}
     if name in BENCHMARKS and "mirror" in origins and "definition" not in origins:
         full_items = BENCHMARKS[name].full_items
-    is_random = bool(
-        chosen is not None or request.temperature or request.gen_kwargs or loaded.num_fewshot
-    )
+    is_random = bool(request.temperature or request.gen_kwargs or loaded.num_fewshot)
     notes = [scorer.isolation] if scorer and loaded.runs_code and scorer.isolation else []
     if not lm.packs:
         count = f"{lm.sequences:,} sequence" + "s" * (lm.sequences != 1)
@@ -109,8 +107,9 @@ def score_task(
         task=name,
         metrics=_metrics(numbers, sizes, equal, log_errors) + answer_bits(loaded.leaves.values()),
         num_items=sum(sizes.values()),
-        total_items=full_items or sum(total.values()),
-        limit=None if chosen is None else request.limit,
+        total_items=full_items or total,
+        limit=request.limit if is_limited else None,
+        has_first_items=is_limited,
         seed=seed if is_random else None,
         precision=lm.precision,
         num_truncated=lm.num_truncated,
@@ -140,23 +139,11 @@ def write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> Non
         write_atomic(folder / f"samples_{task}.jsonl", "".join(f"{line}\n" for line in lines))
 
 
-def choose_shares(
-    sizes: dict[str, int], limit: int | float | None, seed: int
-) -> dict[str, list[int]] | None:
-    """Returns the items of each task of a group, in proportion to its size; None for all items."""
-    total = sum(sizes.values())
-    if limit is None or limit >= total:
-        return None
-    chosen = {}
-    for name, size in sizes.items():
-        count = math.ceil(limit * size) if limit < 1 else round(limit * size / total)
-        chosen[name] = choose_items(name, size, max(1, count), seed)
-    return chosen
-
-
-def choose_items(task: str, total: int, limit: int, seed: int) -> list[int]:
-    """Returns the sorted indices of a random subset; of all items, if there are no more."""
-    return sorted(random.Random(f"{seed}:{task}").sample(range(total), min(limit, total)))
+def num_scored(size: int, limit: int | float) -> int:
+    """Returns the number of items that lm-eval scores of a task of `size` items under a limit."""
+    if limit < 1:
+        return math.ceil(limit * size)
+    return min(int(limit), size)
 
 
 def _metrics(

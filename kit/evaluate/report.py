@@ -171,12 +171,16 @@ class TaskScore(TaskSettings):
     num_items: int = field_doc("items scored")
     total_items: int = field_doc("items of the whole split")
     limit: int | float | None = field_doc(
-        "items requested, drawn at random, or below 1 their fraction; None if all were scored",
+        "items requested of each task, or below 1 their fraction; None if all were scored",
         default=None,
     )
+    has_first_items: bool = field_doc(
+        "whether a limit left the first items, as in lm-eval; reports of older versions have a"
+        " random sample",
+        default=False,
+    )
     seed: int | None = field_doc(
-        "seed of that draw, of solved examples in prompts and of sampled texts; None where nothing"
-        " is random",
+        "seed of solved examples in prompts and of sampled texts; None where nothing is random",
         default=None,
     )
     precision: str = field_doc(
@@ -213,8 +217,8 @@ class TaskScore(TaskSettings):
         """
         if request.key not in (self.key, self.question) or self.precision != precision:
             return False
-        if self.limit is not None:
-            return (self.limit, self.seed) == (request.limit, seed)
+        if self.limit is not None and (self.limit != request.limit or not self.has_first_items):
+            return False
         if self.seed is None and self.num_fewshot:
             # Reports that record no seed drew their solved examples with this one.
             return seed == DEFAULT_SEED

@@ -16,8 +16,8 @@ from kit.convert import load_model
 from kit.convert.hugging_face import export_run, import_hugging_face
 from kit.errors import CheckpointError, ConfigError, DataError, MissingPackageError
 from kit.evaluate import EvalReport, default_mirror, evaluate, evaluate_model, loading
+from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.explain import explain_item
-from kit.evaluate.harness import choose_items
 from tests.convert.models import assert_equal
 from tests.evaluate.conftest import split_file, write_rows
 
@@ -136,30 +136,31 @@ def test_what_cannot_be_scored_or_kept_is_refused_before_the_work(
     refused(CheckpointError, "no complete checkpoint yet")
 
 
-def test_a_subset_is_random_seeded_and_partial(score):
-    report = score(("piqa", "arc_easy"), limit=12, seed=5)
+def test_limit_scores_the_first_items(score):
+    report = score(("piqa", "arc_easy"), limit=12)
     for name in ("piqa", "arc_easy"):
         assert report[name].coverage.startswith("partial: 12 of 30 items")
-        assert report[name].seed == 5
-    again = score(("arc_easy",), limit=12, seed=5)["arc_easy"].metrics
-    assert again == report["arc_easy"].metrics, "other tasks must not change the draw"
+        assert report[name].seed is None and report[name].has_first_items
     whole = score(limit=30)["piqa"]
-    assert (whole.num_items, whole.partial, whole.seed) == (30, False, None)
-    chosen = choose_items("piqa", 1838, 200, seed=1)
-    assert chosen == sorted(set(chosen)) and len(chosen) == 200
-    assert chosen == choose_items("piqa", 1838, 200, seed=1)
-    assert 600 < sum(chosen) / 200 < 1240, "not the first ones"
-    assert chosen != choose_items("piqa", 1838, 200, seed=2)
-    assert choose_items("piqa", 1838, 2000, 1) == list(range(1838))
+    assert (whole.num_items, whole.partial, whole.limit) == (30, False, None)
+    assert not whole.has_first_items
 
 
-def test_the_subset_scores_the_chosen_items(benchmarks, score, model, tmp_path):
-    """As a data set of their own does, and as they do one by one."""
+def test_random_sample_of_older_report_is_scored_again(score):
+    new = score(("piqa",), limit=12)["piqa"]
+    request = TaskRequest(task="piqa", limit=12)
+    assert new.answers(request, seed=5, precision="fp32")
+    assert not new.answers(request.replace(limit=13), seed=5, precision="fp32")
+    old = new.replace(has_first_items=False, seed=5)
+    assert not old.answers(request, seed=5, precision="fp32")
+
+
+def test_limited_score_equals_that_of_the_items_alone(benchmarks, score, model, tmp_path):
     rows = pyarrow.parquet.read_table(split_file(benchmarks, "arc_easy")).to_pylist()
-    chosen = choose_items("arc_easy", 30, 6, seed=3)
+    chosen = range(6)
     write_rows(tmp_path, "arc_easy", [rows[i] for i in chosen])
     expected = score(("arc_easy",), task_data=tmp_path)["arc_easy"]
-    found = score(("arc_easy",), limit=6, seed=3)["arc_easy"]
+    found = score(("arc_easy",), limit=6)["arc_easy"]
     assert (found.metrics, found.chance) == (expected.metrics, expected.chance)
     assert (found.num_items, found.total_items, expected.total_items) == (6, 30, 6)
     items = [explain_item(*model, "arc_easy", i, task_data=benchmarks) for i in chosen]

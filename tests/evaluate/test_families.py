@@ -215,10 +215,15 @@ def test_own_tasks_equal_lm_eval(kind, tokenizer, own_tasks, tmp_path, no_networ
     assert "definition" in origins
     by_file = evaluate_folder(folder, (str(own_tasks / "half.yaml"),), out=tmp_path / "file.json")
     assert by_file["mine_half"].metric("acc").value == expected["mine_half"]["acc,none"]
-    by_tag = evaluate_folder(
-        folder, ("mine_all",), include_path=own_tasks, limit=0.3, out=tmp_path / "tag.json"
-    )
-    assert by_tag["mine_odd"].num_items == 3 and by_tag["mine_half"].num_items == 2
+    given = {"include_path": own_tasks, "out": tmp_path / "limited.json"}
+    for limit, counts in ((0.3, (3, 2)), (2, (2, 2)), (7, (7, 4))):
+        limited = evaluate_folder(folder, ("mine_all", "mine_both"), limit=limit, **given)
+        both = harness_results(folder, ["mine_both"], own_tasks, limit=limit)
+        for name, count in zip(("mine_odd", "mine_half"), counts, strict=True):
+            assert limited[name].num_items == count
+            assert limited[name].metric("acc").value == both[name]["acc,none"]
+        assert limited["mine_both"].num_items == sum(counts)
+        assert limited["mine_both"].metric("acc").value == both["mine_both"]["acc,none"]
 
 
 def test_perplexity_interval_equals_bootstrap(qwen, own_tasks, tmp_path):

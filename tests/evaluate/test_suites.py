@@ -147,8 +147,8 @@ def test_a_group_is_scored_as_one_task(full_benchmarks):
     assert score.metric("acc").value == pytest.approx(2 / 6), "A is right for two items of six"
     assert score.metric("acc").stderr and score.chance == 0.25
     assert len(score.data) == 2 * 57
-    limited = load_task(TaskRequest(task="mmlu", limit=114), task_data=full_benchmarks)
-    part = score_task(lm, limited, seed=3)
+    limited = load_task(TaskRequest(task="mmlu", limit=2), task_data=full_benchmarks)
+    part = score_task(lm, limited)
     assert (part.num_items, part.partial) == (114, True)
 
 
