@@ -1,5 +1,6 @@
 """Commands on runs: status, watch, logs, stop, checkpoint, runs."""
 
+import itertools
 import math
 import sys
 import time
@@ -97,12 +98,14 @@ def logs(
         for line in job.follow(rank):
             print(shown(line), flush=True)
     else:
-        file, text = job.find_logs(rank)
-        if not text:
+        file, pieces = job.read_logs(rank)
+        first = next(pieces, "")
+        if not first:
             note(f"Rank {rank} has printed nothing. Looked at: {file}")
         elif not Path(file).name.startswith(("rank_", "node_")):
             note(f"Rank {rank} has printed nothing. This is {file}:")
-        print(shown(text), end="")
+        for piece in itertools.chain([first], pieces):
+            print(shown(piece), end="")
     if not is_other:
         next_step("See its state and alerts:", "status", run)
 
