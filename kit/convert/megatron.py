@@ -10,7 +10,6 @@ language_model.py (EmbeddingPipe) and checkpointing.py of github.com/deepspeedai
 """
 
 import argparse
-import io
 import pickle
 import re
 import warnings

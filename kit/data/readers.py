@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from cluster.files import read_small
 from kit.data.detect import HEAD_BYTES, READ_BYTES, Unpacked, detect
 from kit.errors import DataError
 
@@ -43,6 +44,9 @@ MOST_SHOWN = 40
 """Largest number of characters of a JSON value that an error message shows."""
 BETWEEN = re.compile(r"[\s,\[\]]*")
 """Characters between the objects of a JSON array."""
+TOPICS_BYTES = 4 << 20
+"""Largest size in bytes of the file of Python's chapters. Parsing takes a hundred times as much
+memory. The file of Python 3.14 has 0.8 MB."""
 TEXT_KEY = "text"
 OTHER_KEY = ". Name the one that holds the text: --text-key (text_key=)"
 
@@ -302,15 +306,17 @@ def _end_of_piece(piece: bytes) -> int:
 def _topics(file: Path, name: str, report: Report) -> Texts:
     """Yields the chapters of Python's language reference behind `help("topic")`."""
     try:
+        text = read_small(file, limit_bytes=TOPICS_BYTES, follows=True)
         value = next(
             node.value
-            for node in ast.parse(file.read_bytes()).body
+            for node in ast.parse(text).body
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
         )
         # The file is of whoever the text is of, so it is read and never run.
         topics = ast.literal_eval(value)
         chapters = sorted((topic, text) for topic, text in topics.items() if isinstance(text, str))
     except (
+        OSError,
         SyntaxError,
         ValueError,
         TypeError,

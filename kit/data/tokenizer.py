@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cluster.files import file_size, opened
+from cluster.files import file_size, opened, read_small
 from kit.errors import DataError, needed
 
 TOKENIZER_BYTES = 256 << 20
@@ -270,7 +270,13 @@ def _configured_eos(folder: Path) -> str | None:
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = folder / name
-        token = json.loads(file.read_text()).get("eos_token") if file.is_file() else None
+        if not file.is_file():
+            continue
+        try:
+            table = json.loads(read_small(file, follows=True))
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(f"{file}: cannot be read as JSON ({error}). Copy it again.") from error
+        token = table.get("eos_token") if isinstance(table, dict) else None
         if token is not None:
             return token["content"] if isinstance(token, dict) else token
     return None

@@ -10,7 +10,7 @@ from cluster.files import opened
 from kit.convert.other_trainers import FORMATS
 from kit.data.detect import HEAD_BYTES, MAGIC
 from kit.errors import DataError
-from kit.foreign.formats import Format, number, pattern_format
+from kit.foreign.formats import BETWEEN, Format, number, pattern_format
 from kit.foreign.logs import Parser
 
 LOOKED_AT = 20_000
@@ -155,7 +155,7 @@ def _joined(parts: list[tuple[re.Match[str], str, str]]) -> str:
     in the line, name of its group, pattern of the value).
     """
     parts = sorted(parts, key=lambda part: part[0].start())
-    return ".*?".join(_named(*part) for part in parts)
+    return BETWEEN.join(_named(*part) for part in parts)
 
 
 def _named(found: re.Match[str], name: str, value: str) -> str:
