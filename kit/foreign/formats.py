@@ -306,7 +306,8 @@ FORMATS = (
     Format(
         name="nxdt",
         sign="reduced_train_loss=",
-        line=r"Epoch (?P<epoch>\d+):(?:(?!Epoch ).)*?(?:(?P<n>\d{1,12})/(?P<total_steps>\d{1,12}) )?"
+        line=r"Epoch (?P<epoch>\d+):(?:(?!Epoch ).)*?"
+        r"(?:(?P<n>\d{1,12})/(?P<total_steps>\d{1,12}) )?"
         r"\[(?P<clock>[\d:]++)(?:<[^,\]\[]*+)?(?P<fields>,[^\]]*\])",
         fields=by_name(
             r",\s*",
@@ -464,8 +465,8 @@ FORMATS = (
     Format(  # `DeepSpeedEngine._report_progress` in deepspeed/runtime/engine.py: no loss
         name="deepspeed",
         sign=r"\[Rank 0\] step=\d+, skipped=",
-        line=rf"\[(?P<time>{SECONDS},\d{{1,9}})\]{BETWEEN}\[Rank 0\] step=(?P<step>\d+), skipped=\d+,"
-        r" lr=\[(?P<learning_rate>[^,\]]+)",
+        line=rf"\[(?P<time>{SECONDS},\d{{1,9}})\]{BETWEEN}\[Rank 0\] step=(?P<step>\d+),"
+        r" skipped=\d+, lr=\[(?P<learning_rate>[^,\]]+)",
         repeats=("learning_rate",),
         is_fallback=True,
     ),
