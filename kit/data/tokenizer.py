@@ -4,11 +4,12 @@ trained on the corpus.
 Each tokenizer is one file, kept byte for byte, so that a dataset can store it and stand alone.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from cluster.files import file_size, opened, read_small
@@ -79,7 +80,9 @@ class BytePairTokenizer(Tokenizer):
 
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
-        except Exception as error:  # the library raises plain Exception
+        except BaseException as error:  # The library raises plain Exception, or panics.
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             raise DataError(
                 f"{self.file_name}: not a file of the tokenizers library ({error})."
             ) from error
@@ -92,13 +95,29 @@ class BytePairTokenizer(Tokenizer):
         super().__init__(data, max(vocabulary.values()) + 1, eos_id)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [
-            encoding.ids
-            for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
+        with _no_panic():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        with _no_panic():
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+@contextlib.contextmanager
+def _no_panic() -> Iterator[None]:
+    """Raises DataError for a panic of the tokenizers library within the block. A panic is a
+    BaseException. A regular expression that needs too many steps on a text is a reason.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"tokenizer.json: the tokenizers library failed on a text ({str(error)[:200]}). A"
+            " regular expression of the file may take too many steps. Give another tokenizer."
+        ) from error
 
 
 class SentencePieceTokenizer(Tokenizer):

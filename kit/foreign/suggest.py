@@ -11,7 +11,7 @@ from kit.convert.other_trainers import FORMATS
 from kit.data.detect import HEAD_BYTES, MAGIC
 from kit.errors import DataError
 from kit.foreign.formats import BETWEEN, Format, number, pattern_format
-from kit.foreign.logs import Parser
+from kit.foreign.logs import Parser, limited_time
 
 LOOKED_AT = 20_000
 """Largest number of lines of a log that are searched for a step and a loss."""
@@ -111,7 +111,9 @@ def pattern_form(file: Path, pattern: str, zone: datetime.tzinfo) -> Format:
     """
     form = pattern_format(pattern)
     for line in Parser(file, form, zone).new():
-        for found in re.finditer(form.line, line):
+        with limited_time(len(line)):
+            matches = list(re.finditer(form.line, line))
+        for found in matches:
             if found["step"] is None or found["loss"] is None:
                 return pattern_format(pattern, gathers=True)
     return form

@@ -74,6 +74,8 @@ def check_pickle(data: bytes) -> None:  # noqa: C901 - one flat case per kind of
         else:
             raise pickle.UnpicklingError(f"opcode {opcode:#04x} at byte {place - 1} is not allowed")
         before = opcode
+    if place > len(data):  # Loading would reserve memory for what is missing.
+        raise pickle.UnpicklingError(f"it ends at byte {len(data)}, within an argument")
 
 
 def _check_stored(before: int, place: int) -> None:
