@@ -274,7 +274,8 @@ def test_aliases_of_a_card_are_refused(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "README.md").write_text("# A data set\n")
         (folder / name).write_text(card(aliases(9)) if name == "README.md" else aliases(9))
-        kind, text = bounded(lambda: read_folder(folder.parents[1], "owner/name", None, {}))
+        root = tmp_path / name
+        kind, text = bounded(lambda root=root: read_folder(root, "owner/name", None, {}))
         assert kind == "DataError" and "alias" in text
 
 
