@@ -134,18 +134,25 @@ def fragments(pattern: str) -> list[str]:
     return [word for word in dict.fromkeys(plain) if len(word) > 2][:12]
 
 
+CRAFTED = (
+    "1111-11-11 11:11:11,{1} tps: ",
+    "1111-11-11 11:11:11.{1} [step=1/1,epoch=",
+    "Epoch 1:{1} reduced_train_loss=",
+    "iteration 1/ 1 | elapsed time per iteration (ms): 1 |{ }|",
+)
+"""Beginnings and ends of lines that took a second each, with the character between them."""
+
+
 def hostile_lines(form: Format) -> Iterator[str]:
     """Yields lines of the largest length that repeat one fragment, or two, of a format."""
     found = [*fragments(form.line), *fragments(form.held_out)]
     for setting in form.settings:
         found += fragments(setting)
-    beginnings = [
-        "",
-        "1111-11-11 11:11:11,",
-        "Epoch 1:",
-        '"eval_loss": a',
-        "".join(f"{word} 1 " for word in found[:6]),
-    ]
+    for line in CRAFTED:
+        begin, _, rest = line.partition("{")
+        filler, _, end = rest.partition("}")
+        yield begin + filler * (LONGEST_LINE - len(line)) + end
+    beginnings = ["", "".join(f"{word} 1 " for word in found[:6])]
     for beginning in beginnings:
         for unit in ("1", " ", '"', "|", *(f"{word}1 " for word in found)):
             yield (beginning + unit * LONGEST_LINE)[: LONGEST_LINE - 1]
