@@ -51,17 +51,20 @@ def file_size(file: Path, *, follows: bool = False) -> int:
     return about.st_size
 
 
-def read_small(file: Path) -> bytes:
-    """Returns what a file holds that a record fits in.
+def read_small(file: Path, *, limit_bytes: int = RECORD_BYTES, follows: bool = False) -> bytes:
+    """Returns the content of a file of at most `limit_bytes` bytes. With `follows`, the file may be
+    a symbolic link. All files of other people that are read as a whole are read here.
 
     Raises:
-        OSError: as `opened`, or it is larger than RECORD_BYTES.
+        OSError: as `opened`, or the file is larger than `limit_bytes`.
     """
-    with opened(file) as stream:
+    with opened(file, follows=follows) as stream:
         size = os.fstat(stream.fileno()).st_size
-        if size > RECORD_BYTES:
+        if size > limit_bytes:
             raise OSError(
-                errno.EFBIG, f"larger than {RECORD_BYTES >> 20} MiB, so no record", str(file)
+                errno.EFBIG,
+                f"has {size:,} bytes, more than the {limit_bytes:,} that are read of such a file",
+                str(file),
             )
         return stream.read(size)  # for which as much memory is taken first
 

@@ -5,6 +5,7 @@ time, so any process may attach to any job, and the job does not notice when the
 library only.
 """
 
+import codecs
 import contextlib
 import dataclasses
 import html
@@ -49,6 +50,8 @@ from cluster.status import is_alive, why_unknown
 from cluster.status import read_status as read_status
 
 CHUNK_BYTES = 2**20
+LOG_BYTES = 64 << 20
+"""Largest part of a log in bytes that `Job.logs` returns. Larger logs are read in pieces."""
 SET_BY_THE_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT"}
 
 seconds = must(lambda value: value > 0, "Give seconds above 0.")
@@ -152,19 +155,53 @@ class JobSpec(Record):
             )
 
 
-def _text_of(file: Path) -> str:
-    """Returns the text of a log, or an empty text if the log is missing.
+def _size_of(file: Path) -> int:
+    """Returns the size of a log in bytes, 0 if the log is missing.
 
     Raises:
         JobError: the log cannot be read.
     """
     try:
         with opened(file, follows=True) as stream:
-            return stream.read().decode(errors="replace")
+            return os.fstat(stream.fileno()).st_size
     except FileNotFoundError:
-        return ""
+        return 0
     except OSError as error:
         raise JobError(f"{file}: {error.strerror}.") from error
+
+
+def _pieces_of(file: Path) -> Iterator[str]:
+    """Yields the text of a log in pieces of at most CHUNK_BYTES bytes, up to its present end. A
+    log may be larger than the memory.
+
+    Raises:
+        JobError: the log cannot be read.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    left = _size_of(file)
+    try:
+        with opened(file, follows=True) as stream:
+            while left > 0 and (chunk := stream.read(min(CHUNK_BYTES, left))):
+                left -= len(chunk)
+                yield decoder.decode(chunk)
+    except OSError as error:
+        raise JobError(f"{file}: {error.strerror}.") from error
+    yield decoder.decode(b"", final=True)
+
+
+def _end_of(file: Path) -> str:
+    """Returns the text of a log. Of a log above LOG_BYTES, returns its last LOG_BYTES bytes, after
+    a line that says how much is left out.
+
+    Raises:
+        JobError: the log cannot be read.
+    """
+    if (size := _size_of(file)) <= LOG_BYTES:
+        return "".join(_pieces_of(file))
+    with opened(file, follows=True) as stream:
+        stream.seek(size - LOG_BYTES)
+        text = stream.read(LOG_BYTES).decode(errors="replace")
+    return f"[the first {size - LOG_BYTES:,} bytes of {file} are left out here]\n{text}"
 
 
 class Job:
@@ -215,7 +252,8 @@ class Job:
         return events
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
-        """Returns everything that a rank has printed in an attempt, by default the newest attempt.
+        """Returns what a rank has printed in an attempt, by default the newest attempt. A log above
+        LOG_BYTES is returned without its beginning. `read_logs` reads all of it.
 
         The text is empty before the first output. If the job has ended and the rank has printed
         nothing, returns the text of `find_logs`.
@@ -223,37 +261,54 @@ class Job:
         Raises:
             JobError: the rank or the attempt does not exist, or the log cannot be read.
         """
-        text = _text_of(self._log(rank, attempt))
+        text = _end_of(self._log(rank, attempt))
         if not text and self.status().state.is_final:
             return self.find_logs(rank, attempt)[1]
         return text
 
     def find_logs(self, rank: int = 0, attempt: int | None = None) -> tuple[str, str]:
-        """Returns (source, text): all that a rank has printed, and the file or command that it is
+        """Returns (source, text): what a rank has printed, and the file or command that it is
         from. If the rank has printed nothing, the text is the output of the batch script, the
-        supervisor or the pods.
+        supervisor or the pods. A text above LOG_BYTES lacks its beginning.
 
         Raises:
             JobError: as `logs`.
         """
+        source = self._log_source(rank, attempt)
+        return str(source[0]), source[1] if source[1] is not None else _end_of(Path(source[0]))
+
+    def read_logs(self, rank: int = 0, attempt: int | None = None) -> tuple[str, Iterator[str]]:
+        """Returns (source, pieces of the text) of all that `find_logs` finds. A piece takes at most
+        CHUNK_BYTES bytes of memory, whatever the size of the log.
+
+        Raises:
+            JobError: as `logs`, also while the pieces are read.
+        """
+        where, text = self._log_source(rank, attempt)
+        return str(where), _pieces_of(Path(where)) if text is None else iter([text] if text else [])
+
+    def _log_source(self, rank: int, attempt: int | None) -> tuple[Path | str, str | None]:
+        """Returns (file, None) for the log in which output is found, or (command, output of the
+        command), or (log of the rank, "") if there is no output.
+        """
         own = self._log(rank, attempt)
-        if text := _text_of(own):
-            return str(own), text
+        if _size_of(own):
+            return own, None
         state = read_state(self.run_dir)
         if state is None or attempt not in (None, state.attempt):
-            return str(own), ""
+            return own, ""
         for file in mirror.fetch_script_logs(self.run_dir, state):
-            if text := _text_of(file):
-                return str(file), text
+            if _size_of(file):
+                return file, None
         if state.scheduler_job and not mirror.mirror_of(self.run_dir):
             where, text = poll.backend(state.scheduler_job.scheduler).output(state.scheduler_job)
             if text:
                 return where, text
-        return str(own), ""
+        return own, ""
 
     def follow(self, rank: int = 0, poll_s: float = 0.2) -> Iterator[str]:
         """Yields the lines that a rank prints in the newest attempt, old ones first, until that
-        attempt ends.
+        attempt ends. A line above CHUNK_BYTES is yielded in parts.
         """
         attempt, position, line = last_attempt(self.run_dir), 0, b""
         file = self._log(rank, attempt)
@@ -265,6 +320,9 @@ class Job:
                     stream.seek(position)
                     while chunk := stream.read(CHUNK_BYTES):  # a log may be larger than memory
                         *lines, line = (line + chunk).split(b"\n")
+                        if len(line) > CHUNK_BYTES:
+                            lines.append(line)
+                            line = b""
                         yield from (text.decode(errors="replace") for text in lines)
                     position = stream.tell()
             if status.state.is_final or status.attempt != attempt:

@@ -38,7 +38,7 @@ USELESS_TO_RETRY = os.EX_CONFIG
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 MESSAGE_MARK = "kit: "
 """Beginning of each line in which a script of the kit prints why it ends."""
-SUPERVISOR_LINE = re.compile(r"attempt \d+ of .* in job \S+ on ")
+SUPERVISOR_LINE = re.compile(r"attempt \d{1,9} of .{1,4300} in job \S{1,99} on ")
 """First line that the supervisor of a Slurm job prints in each attempt."""
 SLURM_REMARK = re.compile(r"(srun|slurmstepd\S*): ")
 """Beginning of a line that Slurm itself prints. Earlier output of the job explains more."""
@@ -332,9 +332,12 @@ def keep_last_lines(
         return
     with contextlib.suppress(OSError), opened(said) as stream:
         stream.seek(max(0, said.stat().st_size - NODE_TAIL_BYTES))
-        text = stream.read()
-        attempts = list(re.finditer(SUPERVISOR_LINE.pattern.encode(), text))
-        begin = attempts[-1].start() if attempts else 0
+        text = stream.read(NODE_TAIL_BYTES)
+        # The label of srun, or nothing, comes before it: a search at each place of a long line
+        # would take time that grows with the square of its length.
+        pattern = rf"(?m)^(?:\s*\d{{1,9}}: )?({SUPERVISOR_LINE.pattern})"
+        attempts = list(re.finditer(pattern.encode(), text))
+        begin = attempts[-1].start(1) if attempts else 0
         lines = (line.partition(b": ") for line in text[begin:].splitlines())
         write_atomic(
             own,
@@ -376,7 +379,7 @@ def log_tail(file: Path) -> str:
     try:
         with opened(file) as stream:
             stream.seek(max(0, file.stat().st_size - LOG_TAIL_BYTES))
-            text = stream.read().decode(errors="replace")
+            text = stream.read(LOG_TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ""
     return "\n".join(text.rstrip().splitlines()[-LOG_TAIL_LINES:])

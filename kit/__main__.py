@@ -23,8 +23,10 @@ def main() -> None:
         sys.exit(broken_environment(error))
     except Exception as error:
         from cluster.shadows import explain
+        from kit.show.terminal import PlainStream
 
         explain(error)
+        sys.stderr = PlainStream(sys.stderr)  # Python prints the error after this function.
         raise
     finally:
         # else Python, before it ends, looks for cycles in all of torch: the user would wait 0.9 s

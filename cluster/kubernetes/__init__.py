@@ -28,6 +28,8 @@ from cluster.state import JobError, JobState, SchedulerJob
 from cluster.submission import submit
 
 TIMEOUT_S, GONE_WAIT_S = 20.0, 900.0
+OUTPUT_LINES, OUTPUT_BYTES = 100_000, 64 << 20
+"""Largest part of the output of a container that is fetched, in lines and in bytes."""
 
 
 def check(job: JobSpec, site: Site) -> None:
@@ -88,10 +90,11 @@ def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
 
 
 def output(job: SchedulerJob) -> tuple[str, str]:
-    """Returns (kubectl command, what the pods of a job have printed by this command). The second
-    text is empty if the command fails.
+    """Returns (kubectl command, what the pods of a job have printed by this command, the last
+    OUTPUT_LINES lines of each container). The second text is empty if the command fails.
     """
-    words = ("logs", f"--selector={INSTANCE}={job.id.split('/')[1]}", "--prefix", "--tail=-1")
+    words = ("logs", f"--selector={INSTANCE}={job.id.split('/')[1]}", "--prefix")
+    words += (f"--tail={OUTPUT_LINES}", f"--limit-bytes={OUTPUT_BYTES}")
     text = ""
     with contextlib.suppress(JobError):
         text = _kubectl(*words, place=job.config)

@@ -21,7 +21,7 @@ from kit.commands import (
 )
 from kit.commands.options import AS_JSON
 from kit.errors import ConfigError, DataError, MissingPackageError, RunError
-from kit.show.terminal import PlainConsole
+from kit.show.terminal import PlainConsole, plain_streams
 
 PANELS = {
     "Start": ("doctor", "bench", "site", "data"),
@@ -153,7 +153,8 @@ for part in (launching, runs, planning, machines, data, scores, exchange):
 def run() -> None:
     """Runs the command line; an error that the user can mend is told without a traceback."""
     try:
-        app(standalone_mode=True)
+        with plain_streams():
+            app(standalone_mode=True)
     except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:
         _tell(type(error).__name__, str(error))
     except (OSError, UnicodeEncodeError, RuntimeError) as error:

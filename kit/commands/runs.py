@@ -1,7 +1,8 @@
 """Commands on runs: status, watch, logs, stop, checkpoint, runs."""
 
+import io
+import itertools
 import math
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -91,18 +92,21 @@ def logs(
     # A job that scores, or builds data, has no spec.
     is_other = (run / "job.json").exists() and not (run / "spec.json").exists()
     job = Job.attach(run) if is_other else Run.open(run).job
-    # A file or a pipe gets what was printed.
-    shown = plain if sys.stdout.isatty() else str
+    # A progress bar draws its line again after a carriage return: each drawing becomes a line.
+    lines = io.IncrementalNewlineDecoder(None, translate=True)
     if follow:
         for line in job.follow(rank):
-            print(shown(line), flush=True)
+            print(plain(lines.decode(line, final=True)), flush=True)
     else:
-        file, text = job.find_logs(rank)
-        if not text:
+        file, pieces = job.read_logs(rank)
+        first = next(pieces, "")
+        if not first:
             note(f"Rank {rank} has printed nothing. Looked at: {file}")
         elif not Path(file).name.startswith(("rank_", "node_")):
             note(f"Rank {rank} has printed nothing. This is {file}:")
-        print(shown(text), end="")
+        for piece in itertools.chain([first], pieces):
+            print(plain(lines.decode(piece)), end="")
+        print(plain(lines.decode("", final=True)), end="")
     if not is_other:
         next_step("See its state and alerts:", "status", run)
 

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+from cluster.files import read_small
 from cluster.record import suggestion
 from kit.convert.other_trainers import megatron_spec, read_arguments, torchtitan_spec
 from kit.errors import ConfigError
@@ -283,7 +284,7 @@ def _hugging_face_config(name: str) -> tuple[Path, dict[str, Any]] | None:
     if file.suffix != ".json":
         return None
     try:
-        table = json.loads(file.read_text(encoding="utf-8"))
+        table = json.loads(read_small(file, follows=True))
     except (OSError, ValueError, RecursionError):
         return None  # `ModelSpec.read` reports what is wrong with the file.
     if not isinstance(table, dict):
@@ -317,7 +318,7 @@ def _other_spec(name: str) -> ModelSpec:
         return megatron_spec(read_arguments(name), [])
     file = _model_file(name)
     if file.suffix in (".txt", ".sh") and file.is_file():
-        return megatron_spec(read_arguments(file.read_text(encoding="utf-8")), [])
+        return megatron_spec(read_arguments(read_small(file, follows=True).decode()), [])
     return ModelSpec.read(file) if file.suffix == ".json" else ModelSpec.preset(name)
 
 

@@ -10,7 +10,6 @@ language_model.py (EmbeddingPipe) and checkpointing.py of github.com/deepspeedai
 """
 
 import argparse
-import io
 import pickle
 import re
 import warnings
@@ -257,7 +256,7 @@ def _read_facts(file: Path) -> dict[str, Any]:
                 member for member in archive.infolist() if member.filename.endswith("/data.pkl")
             ]
             fits = facts.file_size <= LARGEST_FACTS_BYTES  # more than it says is not unpacked
-            found = PlainUnpickler(io.BytesIO(archive.read(facts))).load() if fits else None
+            found = PlainUnpickler(archive.read(facts)).load() if fits else None
     except DAMAGE:
         return {}
     if not fits:

@@ -9,7 +9,9 @@ of its train_configs.
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
+from cluster.files import read_small
 from cluster.record import counted, suggestion
 from kit.data.detect import POINTER, POINTER_BYTES
 from kit.errors import ConfigError, DataError, RunError
@@ -195,6 +197,8 @@ def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 """Names of the files in which transformers looks for the weights of a folder."""
+LARGEST_INDEX_BYTES = 64 << 20
+"""Largest size of model.safetensors.index.json in bytes. The index of DeepSeek-V3 has 8.9 MB."""
 LARGEST_HEADER = 100_000_000
 """Largest size of the header of a safetensors file in bytes, a limit of the format."""
 PICKLED = (
@@ -373,11 +377,22 @@ def missing_weight_advice(folder: Path) -> str:
     return "Copy it again."
 
 
+def read_index(file: Path) -> Any:
+    """Returns the content of model.safetensors.index.json, which may be a symbolic link.
+
+    Raises:
+        OSError: the file cannot be read, or is larger than LARGEST_INDEX_BYTES.
+        ValueError, RecursionError: the file is not JSON.
+    """
+    return json.loads(read_small(file, limit_bytes=LARGEST_INDEX_BYTES, follows=True))
+
+
 def _saved_class(folder: Path) -> str:
     """Returns the class of transformers that a folder was saved from, or "" if it is unknown."""
     try:
-        return str(json.loads((folder / "config.json").read_bytes())["architectures"][0])
-    except (OSError, ValueError, LookupError, TypeError):
+        config = json.loads(read_small(folder / "config.json", follows=True))
+        return str(config["architectures"][0])
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
         return ""
 
 
@@ -386,7 +401,7 @@ def _weight_names(folder: Path) -> list[str]:
     file, index = (folder / name for name in SAFETENSORS)
     try:
         if index.is_file():
-            return list(json.loads(index.read_bytes())["weight_map"])
+            return list(read_index(index)["weight_map"])
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             return list(json.loads(opened.read(min(size, LARGEST_HEADER))))

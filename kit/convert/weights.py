@@ -4,7 +4,6 @@ GPT2LMHeadModel.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from cluster.record import check_file_name
-from kit.convert.other_trainers import check_safetensors, missing_weight_advice
+from kit.convert.other_trainers import check_safetensors, missing_weight_advice, read_index
 from kit.errors import DataError, needed
 from kit.model import Decoder, empty_decoder
 from kit.spec import ModelSpec
@@ -179,10 +178,7 @@ def _weight_map(index: Path) -> dict[str, str]:
         ConfigError: it names a file elsewhere.
     """
     try:
-        files = {
-            str(name): str(file)
-            for name, file in json.loads(index.read_bytes())["weight_map"].items()
-        }
+        files = {str(name): str(file) for name, file in read_index(index)["weight_map"].items()}
     except (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
         raise DataError(
             f"{index}: damaged: it has no weight_map from names to files. Copy it again."

@@ -245,12 +245,12 @@ class BuildProgress:
     """A progress bar in bytes of text, lines in the log of a job, or silence."""
 
     def __init__(self, shown: bool) -> None:
-        from rich.console import Console
+        from kit.show.terminal import PlainConsole
 
-        self._console, self._told_at = Console(quiet=not shown), time.monotonic()
+        self._console, self._told_at = PlainConsole(quiet=not shown), time.monotonic()
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console.print(text, soft_wrap=True)
 
     @contextlib.contextmanager
     def stage(self, title: str, total: int) -> Iterator[Advance]:

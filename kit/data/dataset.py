@@ -18,7 +18,7 @@ from cluster.files import file_size, opened
 from cluster.record import Record, check_file_name, counted, field_doc, html_table
 from kit.data.corpus import Source
 from kit.data.folder import Unread
-from kit.data.readers import TEXT_KEY
+from kit.data.readers import LARGEST_LINE_BYTES, TEXT_KEY
 from kit.data.samples import Samples, Windows
 from kit.data.token_file import TokenFile, rebuild_hint
 from kit.data.tokenizer import Tokenizer, read_tokenizer
@@ -234,7 +234,8 @@ class Dataset:
     def validation_documents(self) -> Iterator[ValidationDocument]:
         """Yields the held-out documents, in the order of the validation token file."""
         file = self.directory / VALIDATION_TEXT
-        with opened(file, follows=True) as lines:
+        with opened(file, follows=True) as stream:
+            lines = iter(lambda: stream.readline(LARGEST_LINE_BYTES), b"")
             for number, line in enumerate(lines, start=1):
                 try:
                     yield ValidationDocument(**json.loads(line))

@@ -48,6 +48,11 @@ OTHERS = (
     (b"SQLite format 3", "a SQLite database. Write its text as .jsonl or .parquet"),
 )
 """First bytes of formats that are not read, with the format and what to do about it."""
+LARGEST_RATIO = 1000
+"""Largest ratio of the sizes of unpacked and packed data. The ratio of text is below 20. A few
+kilobytes of zstd can stand for gigabytes."""
+RATIO_FREE_BYTES = 64 << 20
+"""Number of unpacked bytes that have no such limit."""
 POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?size (\d+)")
 """Pointer file of Git LFS, with the size of the file that it stands for in bytes."""
 SPREAD = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{[ \t\r]*\n)")
@@ -88,6 +93,8 @@ class Unpacked(io.RawIOBase):
         self.compression = compression
         self.place = 0
         """Number of unpacked bytes that were returned so far."""
+        self.packed_bytes = file.stat().st_size
+        """Size of the file."""
         self.size = READ_BYTES
         """Largest number of bytes of the next read."""
         self.stream = self._opened()
@@ -112,6 +119,10 @@ class Unpacked(io.RawIOBase):
                 self.stream = self._opened()
             else:
                 self.place += count
+                if self.place > LARGEST_RATIO * self.packed_bytes + RATIO_FREE_BYTES:
+                    raise OSError(
+                        f"it unpacks to more than {LARGEST_RATIO:,} times its size, as no text does"
+                    )
                 return count
 
     def _opened(self) -> Any:

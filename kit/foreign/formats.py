@@ -36,6 +36,9 @@ GROUPS = tuple(
 """Of a user's pattern. Samples are sequences, of the step and since the start; TFLOP/s those of a
 device; a time is as `2025-11-25 19:45:01,441`."""
 NUMBER = r"[^\s,|]+"
+BETWEEN = r".{0,300}?"
+"""Pattern of what stands between two values of a line, where `.*` would be searched from each place
+of a line to its end: time that grows with the square of the line's length."""
 SECONDS = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 Texts = dict[str, str]
 COUNTS = frozenset(
@@ -240,7 +243,7 @@ def step_of_bar(texts: Texts, before: Texts) -> None:
 
 
 FIT_ENDED = r"(?P<end>`Trainer\.fit` stopped: `max_\w+=\d+` reached)"
-BARRED = r"%s\s*:\s*(?P<%s>[^|\s]+)\s*(?=\||$)"
+BARRED = r"%s\s*+:\s*+(?P<%s>[^|\s]++)\s*+(?=\||$)"
 FORMATS = (
     # `training_log`: megatron/training.py of NVIDIA/Megatron-LM and microsoft/Megatron-DeepSpeed,
     # megatron/logging.py of EleutherAI/gpt-neox, whose arguments have other names; logs of
@@ -249,9 +252,9 @@ FORMATS = (
         name="megatron",
         sign=r"iteration\s+\d+/\s*(?:\d+|infinity)\s*\|",
         line=r"iteration\s+(?P<step>\d+)/\s*(?P<total_steps>\d+|infinity)\s*"
-        r"(?P<fields>\|.*elapsed time per iteration .*\|)\s*$",
+        r"(?P<fields>\|(?=.*elapsed time per iteration ).*\|)\s*$",
         fields=by_name(
-            r"\|\s*",
+            r"\|\s*+",
             BARRED,
             r"step_time_s=elapsed time per iteration \(s\), samples=global batch size, "
             r"step_time_ms=elapsed time per iteration \(ms\), samples_per_s=samples per second, "
@@ -261,8 +264,8 @@ FORMATS = (
             r"grad_norm=grad norm, loss=[^|:]*?loss, tflops=[^|:]*?TFLOP[^|:]{0,20}",
         ),
         repeats=("loss", "grad_norm", "step_time_s", "step_time_ms", "consumed_samples"),
-        held_out=r"validation (?:loss|results) at iteration (?P<step>\d+)(?! on test set)\b.*?"
-        r"\blm[ _]loss value: (?P<loss>\S+) \|",
+        held_out=r"validation (?:loss|results) at iteration (?P<step>\d+)(?! on test set)\b"
+        rf"{BETWEEN}\blm[ _]loss value: (?P<loss>\S+) \|",
         settings=(
             "(?P<start>- arguments -)",
             r"(?P<end>\[after training is done\])",
@@ -273,7 +276,7 @@ FORMATS = (
             r"(?P<engine_micro_batch_size>\S+)\s*$",
             r"padded vocab \(size: \d+\) with \d+ dummy tokens "
             r"\(new size: (?P<padded_vocab_size>\d+)\)",
-            r"memory \(MB\) \|.*?max allocated: (?P<memory_mib>\d+(?:\.\d+)?)",
+            rf"memory \(MB\) \|{BETWEEN}max allocated: (?P<memory_mib>\d+(?:\.\d+)?)",
             rf"^(?:.{{0,61}}?|.*? datetime: )(?P<time>{SECONDS})",
         ),
         values="the line's means",
@@ -286,7 +289,7 @@ FORMATS = (
         line=r"Training epoch (?P<epoch>\d+), iteration (?P<n>\d+)/(?P<total>\d+) "
         r"(?P<fields>\|.*)",
         fields=by_name(
-            r"\|\s*",
+            r"\|\s*+",
             BARRED,
             "step=global_step, loss=reduced_train_loss, step_time_s=train_step_timing in s, "
             "samples=global_batch_size, consumed_samples, learning_rate=lr, "
@@ -303,8 +306,9 @@ FORMATS = (
     Format(
         name="nxdt",
         sign="reduced_train_loss=",
-        line=r"Epoch (?P<epoch>\d+):(?:(?!Epoch ).)*?(?:(?P<n>\d+)/(?P<total_steps>\d+) )?"
-        r"\[(?P<clock>[\d:]+)(?:<[^,\]]*)?(?P<fields>,[^\]]*\])",
+        line=r"Epoch (?P<epoch>\d+):(?:(?!Epoch ).)*?"
+        r"(?:(?P<n>\d{1,12})/(?P<total_steps>\d{1,12}) )?"
+        r"\[(?P<clock>[\d:]++)(?:<[^,\]\[]*+)?(?P<fields>,[^\]]*\])",
         fields=by_name(
             r",\s*",
             r"%s=(?P<%s>[^,\s\]]+)",
@@ -333,12 +337,13 @@ FORMATS = (
     Format(  # `MetricsProcessor.log` in torchtitan/components/metrics.py of pytorch/torchtitan
         name="torchtitan",
         sign=" tps: ",
-        line=rf"(?:(?P<time>{SECONDS}[,.]\d+).*?)?\bstep: +(?P<step>\d+) +loss: +(?P<loss>\S+)"
-        r"(?: +grad_norm: +(?P<grad_norm>\S+))? +memory: +(?P<memory_gib>[\d.]+)GiB.* tps:"
-        r"(?:.* tflops: +(?P<tflops>[\d.,]+))?",
+        line=rf"(?:(?P<time>{SECONDS}[,.]\d{{1,9}}){BETWEEN})?\bstep: +(?P<step>\d+) +"
+        r"loss: +(?P<loss>\S+)(?: +grad_norm: +(?P<grad_norm>\S+))? +"
+        rf"memory: +(?P<memory_gib>[\d.]+)GiB{BETWEEN} tps:"
+        rf"(?:{BETWEEN} tflops: +(?P<tflops>[\d.,]+))?",
         held_out=r"validate step: +(?P<step>\d+) +loss: +(?P<loss>\S+)",
         settings=(
-            r"global batch size (?P<global_batch_size>\d+),.*?"
+            rf"global batch size (?P<global_batch_size>\d+),{BETWEEN}"
             r"sequence length (?P<sequence_length>\d+)(?:, total steps (?P<train_iters>\d+))?",
             "(?P<start>Training starts at step)",
         ),
@@ -347,7 +352,7 @@ FORMATS = (
         name="nanogpt",
         sign="iter ",
         line=rf"\biter (?P<step>\d+): loss (?P<loss>{NUMBER}), time (?P<step_time_ms>[\d.]+)ms"
-        rf"(?:.*?, lr (?P<learning_rate>{NUMBER}))?",
+        rf"(?:{BETWEEN}, lr (?P<learning_rate>{NUMBER}))?",
         first_step=0,
         held_out=rf"\bstep (?P<step>\d+): train loss {NUMBER}, val loss (?P<loss>{NUMBER})",
         times_held_out=True,
@@ -356,7 +361,7 @@ FORMATS = (
         name="maxtext",
         sign="completed step:",
         line=r"completed step: (?P<step>\d+), seconds: +(?P<step_time_s>[\d.]+), TFLOP/s"
-        rf"(?:/device)?: +(?P<tflops>[\d.]+),.*?\b(?:main_model_)?loss: (?P<loss>{NUMBER})",
+        rf"(?:/device)?: +(?P<tflops>[\d.]+),{BETWEEN}\b(?:main_model_)?loss: (?P<loss>{NUMBER})",
         first_step=0,
         held_out=rf"eval metrics after step: (?P<step>\d+), loss=(?P<loss>{NUMBER})",
     ),
@@ -364,12 +369,12 @@ FORMATS = (
     # huggingface/transformers
     Format(
         name="hf-trainer",
-        sign=r'(?m)^\s*"loss": ',
+        sign=r'(?m)^[ \t]*+"loss": ',
         line="(?s)(?P<fields>.+)",
         fields=by_name('"', r'%s": (?P<%s>[^,\s}]+)', "step, loss, learning_rate, grad_norm"),
-        held_out=r'(?s)"eval_loss": (?P<loss>[^,\s]+).*"step": (?P<step>\d+)',
+        held_out=r'(?s)"eval_loss": (?P<loss>[^,\s]++)(?:(?!"eval_loss": ).)*"step": (?P<step>\d+)',
         settings=(r'"max_steps": (?P<train_iters>\d+)',),
-        closes=r"\s*}",
+        closes=r"\s*+}",
         values="the line's means",
     ),
     Format(  # `ProgressCallback.on_log` of transformers; also TRL, axolotl and LLaMA-Factory
@@ -383,7 +388,7 @@ FORMATS = (
     Format(  # trainer_log.jsonl of hiyouga/LLaMA-Factory: `LogCallback.on_log`
         name="llama-factory",
         sign=r'"current_steps": ',
-        line=r'(?P<fields>\{"current_steps": [^{}]*"loss": [^{}]*\})',
+        line=r'(?P<fields>\{"current_steps": (?=[^{}]*"loss": )[^{}]*+\})',
         fields=by_name(
             '"',
             r'%s": "?(?P<%s>[^"}]+?)"?(?=, "|\})',
@@ -398,7 +403,7 @@ FORMATS = (
         sign=r"iteration: \d+ / \d+ \|",
         line=r"iteration: (?P<step>\d+) / (?P<total_steps>\d+) (?P<fields>\|.*)",
         fields=by_name(
-            r"\|\s*",
+            r"\|\s*+",
             BARRED,
             "step_time_ms=elapsed_time_per_iteration_ms, samples=global_batch_size,"
             " consumed_samples, consumed_tokens, loss=lm_loss, learning_rate=lr, grad_norm,"
@@ -409,8 +414,8 @@ FORMATS = (
     Format(
         name="olmo",
         sign=r"\[step=\d+/[\d?]+(?:,epoch=|\])",
-        line=rf"(?:(?P<time>{SECONDS}(?:[.,]\d+)?).*?)?"
-        r"\[step=(?P<step>\d+)/(?P<total_steps>[\d?]+)(?:,epoch=[^\]]*)?\]",
+        line=rf"(?:(?P<time>{SECONDS}(?:[.,]\d{{1,9}})?){BETWEEN})?"
+        r"\[step=(?P<step>\d+)/(?P<total_steps>[\d?]+)(?:,epoch=[^\]]{0,99})?\]",
         fields=by_name(
             r"(?:^|\s)",
             r"%s=(?P<%s>\S+)",
@@ -439,7 +444,7 @@ FORMATS = (
         name="litgpt",
         sign=r"iter \d+ (?:\| )?step \d+(?::| \|) loss",
         line=r"iter (?P<iter>\d+) (?:\| )?step (?P<step>\d+)(?::| \|) loss(?: train)?(?: \(curr\))?"
-        r":? (?P<loss>[^\s,]+),.*?(?:iter|train) time: (?P<iter_ms>[\d.]+) ?ms"
+        rf":? (?P<loss>[^\s,]+),{BETWEEN}(?:iter|train) time: (?P<iter_ms>[\d.]+) ?ms"
         r"(?P<is_step> \((?:step|opt\.step|optimizer\.step)\))?",
         amend=micro_steps,
     ),
@@ -447,7 +452,7 @@ FORMATS = (
         name="nanochat",
         sign=r"\bstep \d+/\d+ \(",
         line=r"\bstep (?P<step>\d+)/(?P<total_steps>\d+) \([\d.]+%\) \| loss: (?P<loss>\S+) \|"
-        r".*?\bdt: (?P<step_time_ms>[\d.]+)ms",
+        rf"{BETWEEN}\bdt: (?P<step_time_ms>[\d.]+)ms",
         first_step=0,
     ),
     Format(  # `PipelineEngine.train_batch` in deepspeed/runtime/pipe/engine.py
@@ -460,8 +465,8 @@ FORMATS = (
     Format(  # `DeepSpeedEngine._report_progress` in deepspeed/runtime/engine.py: no loss
         name="deepspeed",
         sign=r"\[Rank 0\] step=\d+, skipped=",
-        line=rf"\[(?P<time>{SECONDS},\d+)\].*\[Rank 0\] step=(?P<step>\d+), skipped=\d+,"
-        r" lr=\[(?P<learning_rate>[^,\]]+)",
+        line=rf"\[(?P<time>{SECONDS},\d{{1,9}})\]{BETWEEN}\[Rank 0\] step=(?P<step>\d+),"
+        r" skipped=\d+, lr=\[(?P<learning_rate>[^,\]]+)",
         repeats=("learning_rate",),
         is_fallback=True,
     ),

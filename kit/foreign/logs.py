@@ -11,6 +11,8 @@ import datetime
 import math
 import os
 import re
+import signal
+import threading
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -34,6 +36,9 @@ from kit.run.tail import Tail
 
 LONGEST_LINE = 8 << 10
 """No line about a step is longer, and a pattern on a longer one could take for ever."""
+PATTERN_S = 1.0
+"""Longest processor time of a user's pattern on one line, in seconds. Such a pattern takes
+microseconds, unless its repetitions are tried in all combinations."""
 DISORDER_S = 60.0
 """Lines of several ranks may come in another order than they were written."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -117,7 +122,11 @@ class Parser(Tail):
             ConfigError: A user's pattern takes part of a number as the step.
         """
         for line in self.new():
-            yield from self._guarded(self._told(line))
+            with (
+                limited_time(len(line)) if self.form.name == "pattern" else contextlib.nullcontext()
+            ):
+                told = list(self._guarded(self._told(line)))
+            yield from told
         if "loss" in self._block:  # No line of another step has ended the last step.
             yield from self._guarded(self._gathered_step())
 
@@ -282,6 +291,35 @@ class Parser(Tail):
             when = when.replace(fold=int(when.timestamp() < self._last_stamp - DISORDER_S))
         self._last_stamp = when.timestamp()
         return {"time": self._last_stamp, "clock_s": self._last_stamp}
+
+
+@contextlib.contextmanager
+def limited_time(length: int) -> Iterator[None]:
+    """Limits the processor time of a user's pattern on one line, of `length` characters.
+
+    Python looks for signals while it searches. In other threads than the main one, which get none,
+    there is no limit.
+
+    Raises:
+        ConfigError: the pattern takes longer than PATTERN_S.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def refuse(*_: object) -> None:
+        raise ConfigError(
+            f"--pattern: takes more than {PATTERN_S:g} s on one line of {length:,} characters."
+            " Write [^,]* or .{0,99}? where it has .* more than once."
+        )
+
+    before = signal.signal(signal.SIGVTALRM, refuse)
+    signal.setitimer(signal.ITIMER_VIRTUAL, PATTERN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _matches(form: Format, line: str) -> list[re.Match[str]]:

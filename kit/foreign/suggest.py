@@ -10,8 +10,8 @@ from cluster.files import opened
 from kit.convert.other_trainers import FORMATS
 from kit.data.detect import HEAD_BYTES, MAGIC
 from kit.errors import DataError
-from kit.foreign.formats import Format, number, pattern_format
-from kit.foreign.logs import Parser
+from kit.foreign.formats import BETWEEN, Format, number, pattern_format
+from kit.foreign.logs import Parser, limited_time
 
 LOOKED_AT = 20_000
 """Largest number of lines of a log that are searched for a step and a loss."""
@@ -111,7 +111,9 @@ def pattern_form(file: Path, pattern: str, zone: datetime.tzinfo) -> Format:
     """
     form = pattern_format(pattern)
     for line in Parser(file, form, zone).new():
-        for found in re.finditer(form.line, line):
+        with limited_time(len(line)):
+            matches = list(re.finditer(form.line, line))
+        for found in matches:
             if found["step"] is None or found["loss"] is None:
                 return pattern_format(pattern, gathers=True)
     return form
@@ -155,7 +157,7 @@ def _joined(parts: list[tuple[re.Match[str], str, str]]) -> str:
     in the line, name of its group, pattern of the value).
     """
     parts = sorted(parts, key=lambda part: part[0].start())
-    return ".*?".join(_named(*part) for part in parts)
+    return BETWEEN.join(_named(*part) for part in parts)
 
 
 def _named(found: re.Match[str], name: str, value: str) -> str:

@@ -21,7 +21,7 @@ import time
 import tomllib
 
 from cluster.liveness import MAX_SKEW_S
-from cluster.record import ConfigError, Record, config_folder, cut, field_doc
+from cluster.record import ConfigError, Record, config_folder, counted, cut, field_doc
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.run.columns import parse_row
@@ -29,8 +29,10 @@ from kit.run.tail import last_lines
 from kit.show.terminal import plain
 
 LIMIT_S = 10.0
-"""For the whole of a command, for which the view waits."""
-
+"""Longest time of a call in seconds. The view waits for it."""
+MOST_CALLS, PERIOD_S = 10, 60.0
+"""Largest number of calls in a period, and the length of a period in seconds. The alerts beyond it
+get one call together, at once or in the next period: a file of another user may hold thousands."""
 
 FOUND_IN_ROWS = ("nan", "spike", "start", "rise", "loss_scale", "peak", "record")
 """Kinds of alerts that a view finds in recorded steps, which may be old. Their time is that of the
@@ -65,6 +67,10 @@ class OnAlert:
         self.oldest = time.time() - MAX_SKEW_S
         self.told = set(log.read())
         self.newest = _newest_row(run)
+        self.calls = list[float]()
+        """Monotonic times of the calls of the last period, in seconds."""
+        self.waiting = list[Alert]()
+        """New alerts that got no call of their own."""
 
     def tell(self) -> None:
         """Runs the command for what is new in the log."""
@@ -74,9 +80,31 @@ class OnAlert:
             if alert.kind in FOUND_IN_ROWS and (alert.attempt, alert.time) <= self.newest:
                 continue
             self.told.add(alert)
-            if why := _call(str(self.command), self.run, alert):
-                failed = {"kind": "on_alert", "level": "warning", "message": f"on_alert: {why}"}
-                self.log.add([Alert.from_dict({**alert.to_dict(), **failed, "time": time.time()})])
+            self.waiting.append(alert)
+        if not self.waiting:
+            return
+        now = time.monotonic()
+        self.calls = [call for call in self.calls if now - call < PERIOD_S]
+        while self.waiting and len(self.calls) < MOST_CALLS - 1:
+            self._call(self.waiting.pop(0))
+        if len(self.calls) < MOST_CALLS:  # The last call of the period is for all others.
+            self.tell_waiting()
+
+    def tell_waiting(self) -> None:
+        """Runs the command once for all alerts that still wait, with the message of the last."""
+        if not self.waiting:
+            return
+        others, last = len(self.waiting) - 1, self.waiting[-1]
+        self.waiting.clear()
+        more = f"{counted(others, 'more alert')}; the last one: " if others else ""
+        self._call(last.replace(message=f"{more}{last.message}"))
+
+    def _call(self, alert: Alert) -> None:
+        """Runs the command for an alert. A failure of the command is an alert too."""
+        self.calls.append(time.monotonic())
+        if why := _call(str(self.command), self.run, alert):
+            failed = {"kind": "on_alert", "level": "warning", "message": f"on_alert: {why}"}
+            self.log.add([Alert.from_dict({**alert.to_dict(), **failed, "time": time.time()})])
 
 
 def _newest_row(run: Run) -> tuple[int, float]:

@@ -25,6 +25,7 @@ from kit.monitor.scores import ScoreFollower
 from kit.run import Run
 from kit.run.columns import is_number, number, parse_rows
 from kit.run.tail import Tail
+from kit.show.terminal import plain
 
 WANDB_MODES = ("offline", "online")
 NOT_SCALARS = ("step", "attempt", "time")
@@ -38,7 +39,8 @@ def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     for i, row in enumerate(rows):
         numbers = {name: value for name, value in row.items() if is_number(value)}
         numbers |= {name: column[i] for name, column in speeds.items() if column[i] == column[i]}
-        found.append({name: float(numbers[name]) for name in numbers if name not in NOT_SCALARS})
+        kept = {name: value for name, value in numbers.items() if name not in NOT_SCALARS}
+        found.append({plain(name): float(value) for name, value in kept.items()})
     return found
 
 
@@ -133,8 +135,8 @@ class WandbSink:
         opened = self.wandb.init(
             mode=self.mode,
             project=os.environ.get("WANDB_PROJECT") or "pretraining",
-            group=f"{run.name}-{self.state.identity}",
-            name=f"{run.name}, attempt {attempt}" + (f", part {part}" if part > 1 else ""),
+            group=plain(f"{run.name}-{self.state.identity}"),
+            name=plain(f"{run.name}, attempt {attempt}") + (f", part {part}" if part > 1 else ""),
             id=f"{self.state.identity}-{attempt:02d}-{part:02d}",
             dir=str(self.folder),
             config={

@@ -79,6 +79,8 @@ def watch(run: Run, *, console: Console | None = None) -> None:
         return drawn
 
     keep_drawing(view, console, every_s=1.0, over=lambda: dashboard.status.state.is_final)
+    if dashboard.status.state.is_final:
+        on_alert.tell_waiting()
 
 
 def recorded_alerts(run: Run) -> list[Alert]:

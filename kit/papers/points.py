@@ -83,7 +83,11 @@ def read_points(file: Path, known: dict[str, Series]) -> dict[str, Layer]:
             f" {','.join(COLUMNS)}."
         )
     points: dict[str, list[tuple[float, float, str]]] = {}
-    for row in reader:
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        raise ConfigError(f"--points {file}: cannot be read as CSV: {error}.") from error
+    for row in rows:
         name, x, y, source = (row[column].strip() for column in COLUMNS)
         where = f"--points {file}, {name},{x},{y}"
         if name not in known:

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from cluster.record import check_file_name
 from kit.errors import CheckpointError, DamagedCheckpointError, kit_command
 from kit.run.checkpoint import Checkpoints, Manifest
+from kit.run.plain_pickle import check_pickle
 from kit.spec import ModelSpec
 from kit.torch_private import StorageInfo
 
@@ -121,18 +122,28 @@ class CheckpointTensors:
 
 class PlainUnpickler(pickle.Unpickler):
     """Makes a pickle's numbers, texts, lists and tables. It runs nothing, and knows no classes but
-    those in `kept`.
+    those in `kept`. The bytes are checked first: see `check_pickle`.
 
-    An object of any other is empty. Each is made of a subclass of this load's own, which cannot be
-    changed: a pickle may set attributes of what it names, and a class is shared by the whole
-    process.
+    An object of any other class is empty. Each object is of a subclass that this load alone has,
+    and that cannot be changed: a pickle may set attributes of what it names, and a class is shared
+    by the whole process. Only objects of the classes in `keys` can be keys of a table, since the
+    hash of other objects may take time without limit.
+
+    Raises:
+        pickle.UnpicklingError: the bytes do not pass the check.
     """
 
     kept: ClassVar[dict[tuple[str, str], type]] = {("argparse", "Namespace"): argparse.Namespace}
+    keys: ClassVar[tuple[type, ...]] = ()
+
+    def __init__(self, data: bytes) -> None:
+        check_pickle(data)
+        super().__init__(io.BytesIO(data))
 
     def find_class(self, module: str, name: str) -> Any:
         base = self.kept.get((module, name), _EmptyObject)
-        return _FrozenType(base.__name__, (base,), {})
+        attributes = {} if base in self.keys else {"__hash__": None}
+        return _FrozenType(base.__name__, (base,), attributes)
 
     def persistent_load(self, pid: Any) -> None:
         return None
@@ -171,7 +182,7 @@ class TensorsOnlyReader(FileSystemReader):
         # takes
         gc.disable()
         try:
-            metadata = _MetadataUnpickler(io.BytesIO(self.description)).load()
+            metadata = _MetadataUnpickler(self.description).load()
         except Exception as error:  # a stranger's bytes may lead to any
             raise pickle.UnpicklingError(f"its .metadata cannot be read: {error}") from error
         finally:
@@ -206,7 +217,11 @@ class TensorsOnlyReader(FileSystemReader):
 class _Index(MetadataIndex):
     """Equal to torch's own of the same tensor, by which a reader looks for it."""
 
-    __hash__ = MetadataIndex.__hash__
+    def __hash__(self) -> int:
+        # Of nested objects, each of which is used twice, a hash would take 2^depth steps.
+        if type(self.fqn) is not str or not isinstance(self.offset, torch.Size | None):
+            raise pickle.UnpicklingError("it has an index that is no name and offset of a tensor")
+        return super().__hash__()
 
     def __eq__(self, other: Any) -> bool:
         return (self.fqn, self.offset) == (other.fqn, other.offset)
@@ -220,6 +235,7 @@ class _MetadataUnpickler(PlainUnpickler):
         (METADATA, "ChunkStorageMetadata"): ChunkStorageMetadata,
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
     }
+    keys: ClassVar = (_Index,)
 
     def find_class(self, module: str, name: str) -> Any:
         # So Python 3.13 calls it, and no other.

@@ -11,6 +11,7 @@ from typing import Any
 
 from cluster.files import replacement, write_atomic
 from kit.errors import ConfigError
+from kit.show.terminal import plain
 from kit.show.theme import TEXT, WIDTH
 
 STYLE = str(files("kit.show") / "kit.mplstyle")
@@ -106,10 +107,11 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path]) -> None:
 
 
 def plain_cell(text: str) -> str:
-    """Returns a text of a CSV cell with an apostrophe before it if a spreadsheet would otherwise
-    execute it as a formula. A run's folder may have any name.
+    """Returns a text of a CSV cell without control characters, and with an apostrophe before it if
+    a spreadsheet would otherwise execute it as a formula. A run's folder may have any name.
     """
-    return f"'{text}" if text[:1] in FORMULA_STARTS else text
+    shown = plain(text)
+    return f"'{shown}" if text[:1] in FORMULA_STARTS else shown
 
 
 def _write_table(rows: Rows, path: Path) -> None:
@@ -117,7 +119,7 @@ def _write_table(rows: Rows, path: Path) -> None:
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
+    writer.writerow([plain_cell(name) for name in columns])
     writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
     write_atomic(path, text.getvalue())
 

@@ -7,6 +7,8 @@ terminal is not wrapped.
 
 import contextlib
 import math
+import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,25 +20,77 @@ from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
 
-CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\r\t"}
-"""Of ASCII: to their pictures, so that an escape sequence is seen and does nothing."""
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+"""ASCII control characters, each with its picture, so that an escape sequence is seen and does
+nothing. A carriage return is one: what follows it would hide the beginning of the line."""
 OTHERS = (
     0x7F,
     *range(0x80, 0xA0),
-    *range(0x202A, 0x202F),
+    0x061C,
+    0x200E,
+    0x200F,
+    *range(0x2028, 0x202F),
     *range(0x2066, 0x206A),
     *range(0xD800, 0xE000),
 )
-"""Further controls, those that turn the direction of writing, and halves of pairs, which no
-terminal takes."""
+"""Further control characters, separators of lines, characters that change the direction of writing,
+and halves of surrogate pairs, which no terminal takes."""
 VISIBLE = CONTROLS | dict.fromkeys(OTHERS, 0xFFFD)
 
 
 def plain(text: str) -> str:
-    """Returns a text whose control characters, other than line ends and tabs, are replaced by
+    """Returns a text whose control characters, other than newlines and tabs, are replaced by
     visible ones.
     """
     return text.translate(VISIBLE)
+
+
+STYLE_CODE = re.compile(r"(\x1b\[[\d;]*m)")
+"""Escape sequence of a colour or a style."""
+
+
+class PlainStream:
+    """Standard output or standard error of a command. What is written passes through `plain`, by
+    whichever library it is written. Carriage returns and styles remain on a terminal, for progress
+    bars and coloured errors.
+
+    PlainConsole writes to the stream itself, `unfiltered`, since its texts are plain already.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.unfiltered = stream
+
+    def write(self, text: str) -> int:
+        if not self.unfiltered.isatty():
+            return self.unfiltered.write(plain(text))
+        # Every second part is a style.
+        parts = STYLE_CODE.split(text)
+        kept = {**VISIBLE, ord("\r"): "\r"}
+        parts[::2] = [part.translate(kept) for part in parts[::2]]
+        return self.unfiltered.write("".join(parts))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unfiltered, name)
+
+
+@contextlib.contextmanager
+def plain_streams() -> Iterator[None]:
+    """Filters standard output and standard error within the block. See PlainStream."""
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    filters = {name: PlainStream(stream) for name, stream in before.items()}
+    for name, stream in filters.items():
+        setattr(sys, name, stream)
+    try:
+        yield
+    finally:
+        for name, stream in filters.items():
+            # Typer replaces the stream after a closed pipe.
+            if getattr(sys, name) is stream:
+                setattr(sys, name, before[name])
 
 
 GAP = "  "
@@ -84,6 +138,16 @@ class PlainConsole(Console):
         super().__init__(highlight=False, markup=False, emoji=False, **options)
         if not self.is_terminal and "width" not in options:
             self.width = UNLIMITED
+
+    @property
+    def file(self) -> Any:
+        """Stream that is written to. A PlainStream is passed by: it would remove the styles."""
+        stream = Console.file.fget(self)  # pyright: ignore[reportOptionalCall]
+        return getattr(stream, "unfiltered", stream)
+
+    @file.setter
+    def file(self, stream: Any) -> None:
+        Console.file.fset(self, stream)  # pyright: ignore[reportOptionalCall]
 
     @property
     def picture_width(self) -> int:

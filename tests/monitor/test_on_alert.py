@@ -138,3 +138,22 @@ def test_clock_of_the_trainer_hides_no_alert(config, run, tmp_path, skew_s):
     look(dashboard)
     caller.tell()
     assert (tmp_path / "told").read_text() == "run, step 301: went back\n"
+
+
+def test_thousands_of_alerts_make_ten_calls_a_minute(config, run, tmp_path, monkeypatch):
+    calls = tmp_path / "calls"
+    config.write_text(f"on_alert = 'echo \"$KIT_MESSAGE\" >> {calls}'")
+    now = [0.0]
+    monkeypatch.setattr(on_alert.time, "monotonic", lambda: now[0])
+    told = OnAlert(run, Dashboard(run).watchman.log)
+    for minute in (1, 2):
+        planted = [_alert(f"planted {minute}.{n}", step=1000 * minute + n) for n in range(500)]
+        lines = [json.dumps(alert.to_dict()) + "\n" for alert in planted]
+        with (run.directory / "alerts.jsonl").open("a") as stream:
+            stream.writelines(lines)
+        for _ in range(3):
+            told.tell()
+        lines = calls.read_text().splitlines()
+        assert len(lines) == 10 * minute
+        assert "490 more alerts; the last one: planted" in lines[-1]
+        now[0] += 61.0

@@ -216,11 +216,11 @@ def test_a_terminal_shows_escapes_and_obeys_none(tmp_path: Path) -> None:
 
 
 def test_halves_of_characters_and_logs(tmp_path: Path) -> None:
-    assert plain("a\ud800\x00b\nc\td") == "a\ufffd␀b\nc\td"
+    assert plain("a\ud800\x00b\nc\td\re") == "a\ufffd␀b\nc\td␍e"
     run = hostile_run(tmp_path)
     command = [sys.executable, "-m", "kit", "logs", str(run.directory)]
-    raw = subprocess.run(command, capture_output=True).stdout
-    assert ESCAPES.encode() in raw, "a pipe gets what was printed"
+    piped = subprocess.run(command, capture_output=True).stdout
+    assert b"\x1b" not in piped and "␛]0;owned".encode() in piped, "`kit logs RUN | head`"
     on_a_terminal = ["script", "-qec", " ".join(map(repr, command)), "/dev/null"]
     terminal = subprocess.run(on_a_terminal, capture_output=True)
     if terminal.returncode == 0:
