@@ -10,6 +10,7 @@ import json
 import shlex
 from pathlib import Path
 
+from cluster.files import opened
 from cluster.record import counted, suggestion
 from kit.data.detect import POINTER, POINTER_BYTES
 from kit.errors import ConfigError, DataError, RunError
@@ -344,8 +345,11 @@ def check_safetensors(folder: Path) -> None:
         raise DataError(f"{folder}: has no {' and no '.join(SAFETENSORS)}. {advice}".rstrip())
     for pattern in ("*.safetensors", "tokenizer.json", "tokenizer.model"):
         for file in sorted(folder.glob(pattern)):
-            with file.open("rb") as opened:
-                head = opened.read(POINTER_BYTES)
+            try:
+                with opened(file, follows=True) as stream:
+                    head = stream.read(POINTER_BYTES)
+            except OSError as error:
+                raise DataError(f"{file}: {error.strerror}. Copy the folder again.") from error
             if POINTER.match(head):
                 raise DataError(
                     f"{file}: a pointer of Git LFS, not the file itself. Fetch it with"
@@ -387,8 +391,8 @@ def _weight_names(folder: Path) -> list[str]:
     try:
         if index.is_file():
             return list(json.loads(index.read_bytes())["weight_map"])
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            return list(json.loads(opened.read(min(size, LARGEST_HEADER))))
+        with opened(file, follows=True) as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            return list(json.loads(stream.read(min(size, LARGEST_HEADER))))
     except (OSError, ValueError, RecursionError, TypeError, LookupError):
         return []

@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.files import replacement, write_atomic
 from kit.errors import ConfigError
-from kit.show.theme import TEXT, WIDTH
+from kit.show.theme import TEXT, WIDTH, import_matplotlib
 
 STYLE = str(files("kit.show") / "kit.mplstyle")
 PICTURES = (".png", ".svg", ".pdf")
@@ -34,6 +34,7 @@ def new_figure(
         height: of the figure in inches; its width is always the same.
         layout: of matplotlib's `subplots`, such as `sharex` or `width_ratios`.
     """
+    import_matplotlib()
     from matplotlib import style
 
     from kit.show.themed_figure import ThemedFigure
@@ -94,6 +95,7 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path]) -> None:
     so its target keeps its content. The same figure gives the same bytes: no date, and names inside
     an SVG follow from what is drawn.
     """
+    import_matplotlib()
     from matplotlib import style
 
     for path in paths:

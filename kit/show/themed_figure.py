@@ -8,10 +8,11 @@ import io
 import re
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from kit.show.table import notes_html
-from kit.show.theme import DARK, PIXELS_PER_INCH
+from kit.show.theme import DARK, PIXELS_PER_INCH, import_matplotlib
+
+import_matplotlib()
+from matplotlib.figure import Figure  # noqa: E402
 
 DPI = 120
 """Of the picture for pages that show no HTML."""
