@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.files import RESERVE, RESERVE_BYTES, write_atomic
+from cluster.files import RESERVE, RESERVE_BYTES, opened, write_atomic
 from cluster.outcome import is_stop_requested
 from cluster.process import Process
 from cluster.record import kit_command
@@ -71,9 +71,7 @@ def claimed(run_dir: Path, files: Files) -> Iterator[int]:
     with new_folders(run_dir, run_dir / "logs", run_dir / "control"):
         ours = ("state.json", "exit.json", "history.jsonl", ".state.lock", RESERVE)
         written = [run_dir / name for name in (*files, *ours)]
-        before = {
-            file: file.read_bytes() for file in [*written, *_requests(run_dir)] if file.is_file()
-        }
+        before = _contents([*written, *_requests(run_dir)])
         attempt = claim_attempt(run_dir)
         try:
             write_files(run_dir, files)
@@ -205,12 +203,26 @@ def _requests(run_dir: Path) -> list[Path]:
     return list((run_dir / "control").glob("*"))
 
 
+def _contents(files: list[Path]) -> dict[Path, bytes]:
+    """Returns the content of each file that is there.
+
+    Links are left out. Another user may have made one to a private file of this user, whose content
+    would be written into the run directory when the files are put back.
+    """
+    found = {}
+    for file in files:
+        with contextlib.suppress(OSError), opened(file) as stream:
+            found[file] = stream.read()
+    return found
+
+
 def _put_back(run_dir: Path, before: dict[Path, bytes], written: list[Path], attempt: int) -> None:
     """Gives files the content that they had, and removes those that were not there, with the
     logs of an attempt.
     """
+    after = _contents(list(before))
     for file, content in before.items():
-        if not file.is_file() or file.read_bytes() != content:
+        if after.get(file) != content:
             write_atomic(file, content)
     new = [file for file in written if file not in before]
     for file in [*new, *(run_dir / "logs").glob(f"attempt_{attempt:02d}_*")]:

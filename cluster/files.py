@@ -147,9 +147,7 @@ def _regular(file: Path, flags: int, mode: int = 0o666) -> int:
         raise
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(
-            errno.EINVAL, "a folder, a pipe or a device, which no file of a run is", str(file)
-        )
+        raise OSError(errno.EINVAL, "a folder, a pipe or a device, and not a plain file", str(file))
     os.set_blocking(handle, True)
     return handle
 

@@ -46,7 +46,17 @@ from cluster.process import Process
 from cluster.record import Record, field_doc, must
 
 LOCK_WAIT_S = 5.0
-FOLDERS = ("checkpoints", "control", "eval", "logs", "monitor", "profile", "ranks")
+FOLDERS = (
+    "checkpoints",
+    "control",
+    "eval",
+    "logs",
+    "monitor",
+    "profile",
+    "ranks",
+    "tensorboard",
+    "wandb",
+)
 """Folders of a run directory in which files are written, replaced and deleted."""
 
 Request = Literal["stop", "checkpoint"]
@@ -397,24 +407,38 @@ def refuse_other_owner(run_dir: Path, what: str) -> None:
 
 
 def refuse_planted_links(run_dir: Path) -> None:
-    """Raises JobError if one of a run's FOLDERS is a link that neither this user nor root made.
+    """Raises JobError if one of a run's FOLDERS, or a folder in one of them, is a link that neither
+    this user nor root made.
 
     Files would be written and deleted in the folder to which it points. A link of the user, such as
     one from `checkpoints` to a larger disk, is followed.
     """
     for name in FOLDERS:
         folder = run_dir / name
+        refuse_planted_link(folder)
         try:
-            about = os.lstat(folder)
+            entries = list(os.scandir(folder))
         except OSError:
             continue
-        if stat.S_ISLNK(about.st_mode) and about.st_uid not in (os.geteuid(), 0):
-            owner = user_name(about.st_uid)
-            raise JobError(
-                f"{folder}: it is a link that {owner} made, to {os.readlink(folder)}. Only links"
-                " that you or root made are allowed there. Remove it with"
-                f" `rm {shlex.quote(str(folder))}`, and let nobody else write in the run directory."
-            )
+        for entry in entries:
+            # A link in the place of a file is replaced, not followed.
+            if entry.is_symlink() and os.path.isdir(entry.path):
+                refuse_planted_link(Path(entry.path))
+
+
+def refuse_planted_link(folder: Path) -> None:
+    """Raises JobError if a folder is a link that neither this user nor root made."""
+    try:
+        about = os.lstat(folder)
+    except OSError:
+        return
+    if stat.S_ISLNK(about.st_mode) and about.st_uid not in (os.geteuid(), 0):
+        owner = user_name(about.st_uid)
+        raise JobError(
+            f"{folder}: it is a link that {owner} made, to {os.readlink(folder)}. Only links"
+            " that you or root made are allowed there. Remove it with"
+            f" `rm {shlex.quote(str(folder))}`, and let nobody else write in the run directory."
+        )
 
 
 def refuse_stale(run_dir: Path, attempt: int) -> None:

@@ -58,7 +58,4 @@ def broken_environment(error: ImportError) -> int:
 
 
 if __name__ == "__main__":
-    if not sys.flags.safe_path:
-        # `python -m kit` puts the working directory first. Last, its files shadow no module.
-        sys.path.append(sys.path.pop(0))
     main()

@@ -5,10 +5,13 @@ Ranks find each other by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PO
 """
 
 import argparse
+import contextlib
+import getpass
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -18,7 +21,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cluster.files import outlive_full_log, unless_full, write_atomic
+from cluster.files import (
+    other_owner,
+    other_writers,
+    outlive_full_log,
+    unless_full,
+    write_atomic,
+)
 from cluster.interpreter import source_command
 from cluster.record import ConfigError, counted
 from cluster.shadows import find_shadows
@@ -42,6 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     outlive_full_log()
     # The local part of tensor parallel logits is a view; nothing here changes it in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    # torch.compile and other libraries start Python by `python -c`, which would import modules from
+    # the working directory.
+    os.environ["PYTHONSAFEPATH"] = "1"
+    use_own_compile_cache()
     try:
         _train(Run.open(directory), int(os.environ.get("KIT_ATTEMPT", "1")))
         return 0
@@ -58,6 +71,26 @@ def main(arguments: list[str] | None = None) -> int:
             code = os.EX_CONFIG  # another try would change nothing
     # Hard exit: leaving collectively would wait for ranks that have not failed.
     os._exit(code)
+
+
+def use_own_compile_cache() -> None:
+    """Sets TORCHINDUCTOR_CACHE_DIR, unless it is set, to a folder that only this user may write.
+
+    torch.compile runs programs from this folder. Its default, /tmp/torchinductor_USER, may have
+    been made before by another user. Then a new folder is made.
+    """
+    if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
+        return
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, as in a container
+        user = f"uid_{os.getuid()}"
+    folder = Path(tempfile.gettempdir(), f"torchinductor_{user}")
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700)
+    if folder.is_symlink() or not folder.is_dir() or other_owner(folder) or other_writers(folder):
+        folder = Path(tempfile.mkdtemp(prefix="torchinductor_"))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
 def _train(run: Run, attempt: int) -> None:

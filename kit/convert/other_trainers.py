@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from cluster.files import read_small
+from cluster.files import opened, read_small
 from cluster.record import counted, suggestion
 from kit.data.detect import POINTER, POINTER_BYTES
 from kit.errors import ConfigError, DataError, RunError
@@ -348,8 +348,11 @@ def check_safetensors(folder: Path) -> None:
         raise DataError(f"{folder}: has no {' and no '.join(SAFETENSORS)}. {advice}".rstrip())
     for pattern in ("*.safetensors", "tokenizer.json", "tokenizer.model"):
         for file in sorted(folder.glob(pattern)):
-            with file.open("rb") as opened:
-                head = opened.read(POINTER_BYTES)
+            try:
+                with opened(file, follows=True) as stream:
+                    head = stream.read(POINTER_BYTES)
+            except OSError as error:
+                raise DataError(f"{file}: {error.strerror}. Copy the folder again.") from error
             if POINTER.match(head):
                 raise DataError(
                     f"{file}: a pointer of Git LFS, not the file itself. Fetch it with"
@@ -402,8 +405,8 @@ def _weight_names(folder: Path) -> list[str]:
     try:
         if index.is_file():
             return list(read_index(index)["weight_map"])
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            return list(json.loads(opened.read(min(size, LARGEST_HEADER))))
+        with opened(file, follows=True) as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            return list(json.loads(stream.read(min(size, LARGEST_HEADER))))
     except (OSError, ValueError, RecursionError, TypeError, LookupError):
         return []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.files import write_atomic
+from cluster.state import refuse_planted_link
 from kit.errors import ConfigError
 from kit.evaluate.benchmarks import BENCHMARKS, DEFAULT_SEED
 from kit.evaluate.report import ANSWER_BITS, Metric, TaskScore
@@ -130,9 +131,14 @@ def score_task(
 
 
 def write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> None:
-    """Writes lm-eval's record of each item as one line of JSON, into `samples_TASK.jsonl`."""
+    """Writes lm-eval's record of each item as one line of JSON, into `samples_TASK.jsonl`.
+
+    Raises:
+        JobError: the folder is a link that another user made.
+    """
     from lm_eval.utils import handle_non_serializable
 
+    refuse_planted_link(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for task, items in samples.items():
         lines = (json.dumps(item, default=handle_non_serializable) for item in items)

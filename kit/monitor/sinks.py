@@ -18,8 +18,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from cluster.files import other_owner
 from cluster.record import ConfigError, Record, field_doc, suggestion
-from cluster.state import JobError, refuse_other_owner
+from cluster.state import JobError, refuse_other_owner, refuse_planted_links
 from kit.errors import needed
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
@@ -99,6 +100,7 @@ class WandbSink:
             raise ConfigError(
                 f"WANDB_MODE: {self.mode!r} is not allowed. {suggestion(self.mode, WANDB_MODES)}"
             )
+        _refuse_planted_settings()
         if self.mode == "offline":
             # Read at import; offline, nothing may be sent.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -152,6 +154,20 @@ class WandbSink:
         return opened
 
 
+def _refuse_planted_settings() -> None:
+    """Raises ConfigError if the working directory holds settings for wandb of another user.
+
+    wandb reads them when it is imported. They may name the server to which the user's key is sent.
+    """
+    for name in ("wandb/settings", ".wandb/settings"):
+        file = Path.cwd() / name
+        if owner := other_owner(file):
+            raise ConfigError(
+                f"{file}: belongs to {owner}, and wandb would use it, for example as the address of"
+                " its server. Run this in another directory."
+            )
+
+
 SINKS = {"wandb": WandbSink, "tensorboard": TensorBoardSink}
 
 
@@ -190,10 +206,12 @@ def copy_metrics(
     Raises:
         ConfigError: no such sink, or WANDB_MODE is neither `offline` nor `online`.
         MissingPackageError: its package is not installed.
+        JobError: the run, or a link in the place of one of its folders, is another user's.
     """
     if to not in SINKS:
         raise ConfigError(f"sink: {to!r} is unknown. {suggestion(to, SINKS)}")
     refuse_other_owner(run.directory, f"write {to}'s files into it")
+    refuse_planted_links(run.directory)
     folder = run.directory / to
     state = _start(folder)
     sink = SINKS[to](run, folder, state)

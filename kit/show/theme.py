@@ -1,4 +1,10 @@
-"""The sizes of every figure, and its colours on a light and on a dark page."""
+"""The sizes of every figure, its colours on a light and on a dark page, and the import of
+matplotlib.
+"""
+
+import contextlib
+import sys
+from pathlib import Path
 
 WIDTH, PIXELS_PER_INCH = 6.25, 96
 """Inches, of every figure: 600 pixels of a page. Shown in 548 pixels, which is what JupyterLab's
@@ -41,3 +47,14 @@ DARK = {
     }.items()
 }
 """Each colour of a figure on a dark page; what is paler on white is nearer to the dark ground."""
+
+
+def import_matplotlib() -> None:
+    """Imports matplotlib without the settings of the working directory.
+
+    A file `matplotlibrc` there, which another user may have made, would be read first. If it were a
+    pipe, the import would never end.
+    """
+    if "matplotlib" not in sys.modules:
+        with contextlib.chdir(Path(__file__).parent):
+            import matplotlib  # noqa: F401

@@ -11,11 +11,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from matplotlib import style
-from matplotlib.figure import Figure
-
 from kit.show.table import notes_html
-from kit.show.theme import DARK, PIXELS_PER_INCH
+from kit.show.theme import DARK, PIXELS_PER_INCH, import_matplotlib
+
+import_matplotlib()
+from matplotlib import style  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
 DPI = 120
 """Of the picture for pages that show no HTML."""

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,11 +128,14 @@ def open_to_all(folder: Path, owner: int | None = None) -> None:
             path.chmod(0o777 if path.is_dir() else 0o666)
 
 
-def in_a_child(work: Callable[[], Any], user: int | None = None) -> Any:
+def in_a_child(
+    work: Callable[[], Any], user: int | None = None, limit_s: float | None = None
+) -> Any:
     """Returns what a function returns, in a child of this process; `user`: as somebody else.
 
     Raises:
         AssertionError: it raises; with its traceback.
+        TimeoutError: The function has not returned after `limit_s` seconds.
     """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -151,6 +154,8 @@ def in_a_child(work: Callable[[], Any], user: int | None = None) -> Any:
     child.start()
     there.close()
     try:
+        if limit_s is not None and not here.poll(limit_s):
+            raise TimeoutError
         answer, error = here.recv()
     finally:
         child.kill()
@@ -192,6 +197,34 @@ def kit(*words: str | Path, ctrl_c_after_s: float = 60.0) -> Said:
             signal.signal(signal.SIGINT, handler)
             sys.argv = before
     return Said(code, said.getvalue())
+
+
+def leaves(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (words, command) of each command that is not a group of commands."""
+    for word, inner in getattr(command, "commands", {}).items():
+        yield from leaves(inner, f"{name} {word}".strip())
+    if not hasattr(command, "commands"):
+        yield name, command
+
+
+TASK = """
+task: mine
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {lines}}}}}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{answer}}}}"
+"""
+"""A definition of a task of lm-eval."""
+
+
+def write_task(folder: Path) -> Path:
+    """Writes a task of four items, and returns the file with its definition."""
+    items, task = folder / "items.jsonl", folder / "task.yaml"
+    items.write_text('{"text": "a b", "answer": "c"}\n' * 4)
+    task.write_text(TASK.format(lines=items))
+    return task
 
 
 FAKE = """#!/bin/sh

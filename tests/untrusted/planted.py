@@ -51,9 +51,12 @@ login.json import.json hook.py control/request_stop .state.lock logs/attempt_01/
 FOLDERS = ("ranks", "logs", "logs/attempt_01", "control", "eval", "checkpoints", "monitor")
 
 
-def whole_run(directory: Path) -> Run:
-    """Returns a run with every file that a view reads; by its heartbeat its job goes on."""
-    run = finished_run(directory)
+def whole_run(directory: Path, **asked: Any) -> Run:
+    """Returns a run with every file that a view reads; by its heartbeat its job goes on.
+
+    `asked` are arguments of `finished_run`.
+    """
+    run = finished_run(directory, **asked)
     seal(run, STEPS)
     metrics = (Metric.of("acc", 0.5, 0.1, 20),)
     score = task_score(metrics=metrics, num_items=20, total_items=40)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from kit.convert.hugging_face import export_run
+from kit.convert.other_trainers import check_safetensors
 from kit.data import Dataset
 from kit.data.dataset import DESCRIPTION
 from kit.errors import CheckpointError, DataError
@@ -87,3 +89,11 @@ def test_dataset_reads_no_pipe(tiny_dataset, tmp_path: Path, kind: str, is_liste
     for read in reads:
         with pytest.raises((DataError, OSError), match="pipe or device|a pipe"):
             read()
+
+
+@pytest.mark.parametrize("name", ["more.safetensors", "tokenizer.model"])
+def test_model_folder_reads_no_pipe(run: Run, tmp_path: Path, name: str) -> None:
+    folder = export_run(run, None, tmp_path / "model")
+    os.mkfifo(folder / name)
+    with pytest.raises(DataError, match=f"{name}: a folder, a pipe or a device"):
+        check_safetensors(folder)

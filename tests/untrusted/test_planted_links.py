@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from cluster.attempts import claim_attempt, claimed
 from cluster.state import JobError, ask
+from kit.evaluate.harness import write_samples
 from kit.papers import FIGURES
 from kit.show.style import new_figure, save_figure
+from kit.train import use_own_compile_cache
 from tests.untrusted import hostile
 from tests.untrusted.hostile import finished_run
 
@@ -79,17 +82,19 @@ def test_csv_cells_are_no_formulas(tmp_path: Path) -> None:
     assert cells == ["run", "loss", '\'=HYPERLINK("http://evil")', "-1.5", "'@SUM(1)", "-2"]
 
 
-LINKED = ("control", "ranks", "checkpoints", "logs", "eval")
+LINKED = ("control", "ranks", "checkpoints", "logs", "eval", "tensorboard", "wandb")
+INNER = ("logs/attempt_02", "checkpoints/step_00000060", "eval/step_00000040.samples")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
-@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("name", [*LINKED, *INNER])
 def test_linked_folder_of_another_user_is_refused(name: str, runs: Path, tmp_path: Path) -> None:
     run, folder, target = runs / "one", runs / "one" / name, tmp_path / "precious"
     if folder.exists():
         folder.rename(target)
     target.mkdir(exist_ok=True)
     (target / "request_checkpoint").write_text("mine")
+    folder.parent.mkdir(exist_ok=True)
     folder.symlink_to(target)
     os.chown(folder, hostile.STRANGER, hostile.STRANGER, follow_symlinks=False)
     before = hostile.tree(target)
@@ -101,4 +106,87 @@ def test_linked_folder_of_another_user_is_refused(name: str, runs: Path, tmp_pat
     assert hostile.tree(target) == before
     os.chown(folder, 0, 0, follow_symlinks=False)
     ask(run, "stop")
-    assert claim_attempt(run) == 2, "the owner's links are followed"
+    assert claim_attempt(run) > 1, "the owner's links are followed"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
+@pytest.mark.parametrize("to", ["tensorboard", "wandb"])
+def test_sink_refuses_linked_folder(to: str, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    for link in (runs / "one" / to, runs / "one" / to / "attempt_01"):
+        link.symlink_to(tmp_path / "precious")
+        os.chown(link, hostile.STRANGER, hostile.STRANGER, follow_symlinks=False)
+        said = hostile.kit("export", runs / "one", "--format", to)
+        assert said.code == 1 and "it is a link that nobody made" in " ".join(said.text.split())
+        link.unlink()
+        (runs / "one" / to).mkdir(exist_ok=True)
+    assert not [*(tmp_path / "precious").iterdir()]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
+def test_samples_refuse_linked_folder(tmp_path: Path) -> None:
+    """The folder lies beside a model, which may be a colleague's."""
+    (tmp_path / "precious").mkdir()
+    link = tmp_path / "model.eval.samples"
+    link.symlink_to(tmp_path / "precious")
+    os.chown(link, hostile.STRANGER, hostile.STRANGER, follow_symlinks=False)
+    with pytest.raises(JobError, match="it is a link that nobody made"):
+        write_samples(link, {"task": [{}]})
+    assert not [*(tmp_path / "precious").iterdir()]
+
+
+@pytest.mark.parametrize("name", ["submit.sh", "job.json", "control/request_stop", "exit.json"])
+def test_failed_launch_copies_no_linked_file(name: str, runs: Path, plant: Callable) -> None:
+    """The files of the run are put back, but not with the content of a private file."""
+    run = runs / "one"
+    (run / name).unlink(missing_ok=True)
+    (run / "control").mkdir(exist_ok=True)
+    target = plant(run / name)
+    with pytest.raises(RuntimeError), claimed(run, {"job.json": "{}", "submit.sh": "true"}):
+        raise RuntimeError
+    assert target.read_bytes() == PRECIOUS
+    copies = [file for file in run.rglob("*") if file.is_file() and not file.is_symlink()]
+    assert not [file for file in copies if file.read_bytes() == PRECIOUS]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("name", ["wandb/settings", ".wandb/settings"])
+def test_wandb_settings_of_another_user_are_refused(
+    name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may name the server to which a key is sent."""
+    file = tmp_path / "shared" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("[default]\nbase_url = http://127.0.0.1:9\n")
+    os.chown(file, hostile.STRANGER, hostile.STRANGER)
+    monkeypatch.chdir(tmp_path / "shared")
+    said = hostile.kit("export", runs / "one", "--format", "wandb")
+    assert said.code == 1 and "belongs to nobody" in " ".join(said.text.split())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_compile_cache_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile runs what lies in /tmp/torchinductor_USER, whoever has made it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("LOGNAME", "viewer")
+
+    def chosen() -> Path:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        use_own_compile_cache()
+        return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    default = Path(default_cache_dir())
+    assert default.parent == tmp_path
+    assert chosen() == default and default.stat().st_mode & 0o777 == 0o700
+    default.chmod(0o777)
+    assert chosen() != default
+    default.chmod(0o755)
+    os.chown(default, hostile.STRANGER, hostile.STRANGER)
+    other = chosen()
+    assert other != default and other.stat().st_uid == os.geteuid()
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(default)
+    use_own_compile_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(default), "the user's own choice"

@@ -42,7 +42,15 @@ from kit.run import Run
 from kit.run.metrics import MetricsWriter
 from tests.foreign.logs import ARGUMENTS, head, line
 from tests.untrusted import hostile, planted
-from tests.untrusted.hostile import Calls, finished_run, open_to_all, running, save_checkpoint, tree
+from tests.untrusted.hostile import (
+    Calls,
+    finished_run,
+    leaves,
+    open_to_all,
+    running,
+    save_checkpoint,
+    tree,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
@@ -96,14 +104,6 @@ something, whoever owns it.
 NEVER_OF_A_RUN = {"validate", "doctor", "eval-data", "site init"}
 ALWAYS = ("status", "watch", "runs")
 """What shows any run, whatever lacks in it; but why it is so fast is said of one that has steps."""
-
-
-def leaves(command, name: str = ""):
-    """Yields the commands that do something, by their words."""
-    for word, inner in getattr(command, "commands", {}).items():
-        yield from leaves(inner, f"{name} {word}".strip())
-    if not hasattr(command, "commands"):
-        yield name, command
 
 
 def test_no_command_is_forgotten() -> None:
