@@ -99,3 +99,14 @@ def test_zbv_is_refused_on_a_torch_that_cannot_run_it(monkeypatch):
     check_engine(plan.replace(schedule="interleaved"))
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.13.0+cpu")
     check_engine(plan)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_few_micro_batches_need_torch_2_11(schedule, monkeypatch):
+    plan = Plan(pipeline_parallel=4, global_batch_size=2, schedule=schedule)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.10.0+rocm7.1")
+    with pytest.raises(ConfigError, match="num_microbatches: 2 .* 4 stages .* torch 2.10.0"):
+        check_engine(plan)
+    check_engine(plan.replace(global_batch_size=4))
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.11.0+cpu")
+    check_engine(plan)

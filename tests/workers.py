@@ -59,7 +59,8 @@ def run_ranks(
     quick.refuse_many(num_ranks)
     import torch._dynamo  # noqa: F401  # every optimizer imports it: over a second of each rank otherwise
 
-    context = mp.get_context("fork")
+    # A build for GPUs starts autograd's threads in this process, after which a fork cannot compile.
+    context = mp.get_context("fork" if torch.version.cuda is None else "spawn")
     queue, port = context.SimpleQueue(), free_port()
     processes = [
         context.Process(

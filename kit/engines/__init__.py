@@ -58,13 +58,8 @@ def check_engine(plan: Plan, *, here: bool = False) -> None:
 
     NxD is imported: in another process, or `here`, by a rank.
     """
-    if plan.engine == "native" and plan.pipeline_parallel > 1 and plan.schedule == "zbv":
-        torch_version = importlib.metadata.version("torch")
-        if tuple(map(int, torch_version.split(".")[:2])) < (2, 13):
-            raise ConfigError(
-                f"plan.schedule: 'zbv' does not run on torch {torch_version}. Use "
-                "schedule '1f1b', 'interleaved' or 'zero_bubble', or torch 2.13 or later."
-            )
+    if plan.engine == "native" and plan.pipeline_parallel > 1:
+        _check_pipeline(plan)
     if plan.engine == "neuron":
         from kit.engines.neuron.probe import require
 
@@ -73,6 +68,25 @@ def check_engine(plan: Plan, *, here: bool = False) -> None:
         from kit.engines.deepspeed.package import require
 
         require()
+
+
+def _check_pipeline(plan: Plan) -> None:
+    """Raises ConfigError if the installed torch cannot run the schedule of the plan."""
+    torch_version = importlib.metadata.version("torch")
+    release = tuple(map(int, torch_version.split(".")[:2]))
+    if plan.schedule == "zbv" and release < (2, 13):
+        raise ConfigError(
+            f"plan.schedule: 'zbv' does not run on torch {torch_version}. Use schedule '1f1b',"
+            " 'interleaved' or 'zero_bubble', or torch 2.13 or later."
+        )
+    is_single = plan.schedule in ("gpipe", "1f1b")
+    if is_single and plan.num_microbatches < plan.num_stages and release < (2, 11):
+        raise ConfigError(
+            f"plan.num_microbatches: {plan.num_microbatches} is less than the {plan.num_stages}"
+            f" stages of the pipeline, which torch {torch_version} does not run. Use a larger"
+            " plan.global_batch_size, a smaller plan.micro_batch_size, fewer stages, or torch 2.11"
+            " or later."
+        )
 
 
 def check_site(spec: ModelSpec, plan: Plan, site: Site) -> None:
