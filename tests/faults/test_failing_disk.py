@@ -203,7 +203,7 @@ def test_requests_wait_for_a_failing_disk(launch, disk):
         return taken is not None and run.checkpoints.steps() == [taken.step]
 
     until(run, is_saved, "a checkpoint at the step that the record names", 30)
-    disk.begin(run.directory, ("rename", 0, 2000, "*"))
+    disk.begin(run.directory, ("rename", 0, 500, "*"))
     start = time.monotonic()
     run.job.stop()
     assert run.job.wait(120).state is JobState.DONE and last_attempt(run.directory) == 1
