@@ -29,6 +29,7 @@ from cluster.state import (
     refuse_other_owner,
     refuse_planted_links,
     refuse_stale,
+    state_to_change,
 )
 from cluster.status import is_alive, read_status, watch_silent
 
@@ -148,7 +149,7 @@ def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:
     The job may have started before this is called: what it has recorded itself is kept.
     """
     with locked(run_dir):
-        state = read_state(run_dir)
+        state = state_to_change(run_dir)
         if state is None or state.attempt != attempt or state.scheduler_job is not None:
             return
         if state.state is JobState.QUEUED:
@@ -166,7 +167,7 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
         JobError: the run directory belongs to another job, which has not ended.
     """
     with locked(run_dir):
-        state = read_state(run_dir)
+        state = state_to_change(run_dir)
         known = state.scheduler_job if state else None
         follows = os.environ.get(FOLLOWS)
         ours = (

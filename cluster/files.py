@@ -21,6 +21,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+NO_RECORD = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.EINVAL,
+    errno.ENXIO,
+    errno.EFBIG,
+)
+"""Error numbers of `read_small` that mean that there is no such record: the file is missing, or
+something else has its name. Any other error means that the file system is in trouble."""
 RECORD_BYTES = 16 << 20
 """More than any record takes; a file that grows with the run is read piece by piece."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -178,29 +189,19 @@ def replacement(file: Path) -> Iterator[BinaryIO]:
         raise
 
 
-@contextlib.contextmanager
-def unless_full() -> Iterator[None]:
-    """Gives up a block, without an error, where the disk or this user's share of it is full: a
-    run goes on without.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-
-
 class Words(io.FileIO):
-    """An open file that takes what there is room for, and drops the rest."""
+    """An open file that drops what cannot be written, because the disk is full or the file system
+    is in trouble.
+    """
 
     def write(self, words: Any, /) -> int:
-        with unless_full():
+        with contextlib.suppress(OSError):
             super().write(words)
         return len(words)
 
 
-def outlive_full_log() -> None:
-    """Has this process go on where there is no room for what it prints."""
+def outlive_log() -> None:
+    """Makes this process continue if what it prints cannot be written."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         words = Words(number, "w", closefd=False)  # as of python -u
         setattr(sys, name, io.TextIOWrapper(words, "utf-8", "backslashreplace", write_through=True))

@@ -23,12 +23,13 @@ from cluster.state import (
     JobError,
     JobState,
     find_log,
+    history_to_judge,
     last_attempt,
     log_path,
     read_asked,
-    read_history,
     read_state,
     read_taken,
+    state_to_change,
     update_state,
     write_exit,
 )
@@ -183,22 +184,35 @@ def cause_order(code: int) -> tuple[bool, bool]:
     return code != USELESS_TO_RETRY, -code not in CRASHES
 
 
-def failed(run_dir: Path, rank: int, code: int, who: str) -> AttemptOutcome:
+def failed(home: RunDirectory, rank: int, code: int, who: str) -> AttemptOutcome:
     """Returns the outcome of an attempt in which a rank has failed.
 
     The ranks are started again if the rank was killed, if the job has already taken a step, or if
     another program used the port at which the ranks meet: the next start uses another port.
     """
     words, rc = end_of(code)
-    attempt = last_attempt(run_dir)
     may_pass = rc > 128 or (
-        code != USELESS_TO_RETRY
-        and (
-            any(furthest_steps(run_dir).values())
-            or says_port_taken(log_tail(log_path(run_dir, attempt, rank)))
-        )
+        code != USELESS_TO_RETRY and (has_taken_steps(home) or _port_was_taken(home, rank))
     )
     return AttemptOutcome(rc, f"{who} {words}", rank, "restart" if may_pass else "end")
+
+
+def has_taken_steps(home: RunDirectory) -> bool:
+    """Returns whether any attempt of a run has taken a step, as far as its files can be read."""
+    try:
+        return any(retry_disk(lambda: furthest_steps(home.run_dir), home).values())
+    except OSError as error:
+        say(f"how far the run got cannot be read: {error}")
+        return False
+
+
+def _port_was_taken(home: RunDirectory, rank: int) -> bool:
+    """Returns whether the log of a rank says that another program used its port."""
+    try:
+        attempt = retry_disk(lambda: last_attempt(home.run_dir), home)
+    except OSError:
+        return False
+    return says_port_taken(log_tail(log_path(home.run_dir, attempt, rank)))
 
 
 def limit_retries(outcome: AttemptOutcome, home: RunDirectory, max_restarts: int) -> AttemptOutcome:
@@ -210,7 +224,7 @@ def limit_retries(outcome: AttemptOutcome, home: RunDirectory, max_restarts: int
         return outcome
     elif is_stop_requested(run_dir):
         reason = f"{reason}, after a request to stop"
-    elif max_restarts and (fruitless := fruitless_starts(run_dir)) > max_restarts:
+    elif max_restarts and (fruitless := _fruitless_starts(home)) > max_restarts:
         reason = f"{reason}; given up after {counted(fruitless, 'start')} without a new step"
     elif max_restarts or outcome.fate == "requeue":
         return outcome
@@ -218,10 +232,14 @@ def limit_retries(outcome: AttemptOutcome, home: RunDirectory, max_restarts: int
 
 
 def furthest_steps(run_dir: Path) -> dict[int, int]:
-    """Returns the last step of each attempt of a run so far; 0: it has taken none."""
+    """Returns the last step of each attempt of a run, 0 for an attempt that took no step.
+
+    Raises:
+        OSError: the file system is in trouble.
+    """
     furthest: dict[int, int] = {}
-    state = read_state(run_dir)
-    for told in [*read_history(run_dir), *([state] if state else [])]:
+    state = state_to_change(run_dir)
+    for told in [*history_to_judge(run_dir), *([state] if state else [])]:
         furthest[told.attempt] = max(furthest.get(told.attempt, 0), told.step or 0)
     return furthest
 
@@ -235,6 +253,15 @@ def fruitless_starts(run_dir: Path) -> int:
     return fruitless
 
 
+def _fruitless_starts(home: RunDirectory) -> int:
+    """Returns `fruitless_starts`, or 0 if the files cannot be read."""
+    try:
+        return retry_disk(lambda: fruitless_starts(home.run_dir), home)
+    except OSError as error:
+        say(f"how far the run got cannot be read: {error}")
+        return 0
+
+
 def is_stop_requested(run_dir: Path) -> bool:
     """Returns whether a person asked the newest attempt to stop, whether or not its trainer has
     taken that yet.
@@ -243,7 +270,7 @@ def is_stop_requested(run_dir: Path) -> bool:
     return any(request is not None and request.by_person for request in requests)
 
 
-def retry_disk(action: Callable[[], Result], home: RunDirectory) -> Result:
+def retry_disk(action: Callable[[], Result], home: RunDirectory | None = None) -> Result:
     """Returns what `action` returns. Calls it again, after each of RETRY_DELAYS_S, while it raises
     OSError: a file system in trouble must not end a job of days.
 
@@ -251,13 +278,13 @@ def retry_disk(action: Callable[[], Result], home: RunDirectory) -> Result:
 
     Raises:
         OSError: the last call has failed. There is no further call if the disk is full, the run
-            directory is lost, or one of END_SIGNALS is pending.
+            directory `home` is lost, or one of END_SIGNALS is pending.
     """
     for delay_s in RETRY_DELAYS_S:
         try:
             return action()
         except OSError as error:
-            if error.errno in FULL or home.why_lost():
+            if error.errno in FULL or (home is not None and home.why_lost()):
                 raise
             say(f"{error}: next try in {delay_s:g} s")
             deadline = time.monotonic() + delay_s
@@ -269,12 +296,12 @@ def retry_disk(action: Callable[[], Result], home: RunDirectory) -> Result:
 
 
 def record_end(home: RunDirectory, attempt: int, outcome: AttemptOutcome) -> None:
-    """Writes exit.json, then the final state; the files of a newer attempt, or of another run,
-    are left alone.
+    """Writes exit.json, then the final state. Tries again while the file system is in trouble. The
+    files of a newer attempt, or of another run, are left alone.
     """
     try:
         home.check()
-        write_end(home.run_dir, attempt, outcome)
+        retry_disk(lambda: write_end(home.run_dir, attempt, outcome), home)
     except (JobError, OSError) as error:
         say(f"the end of attempt {attempt} ({outcome.reason}) could not be recorded: {error}")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cluster.field_docs import WithFields, html_table
-from cluster.files import read_small, write_atomic
+from cluster.files import NO_RECORD, read_small, write_atomic
 
 LARGEST_FLOAT = 2**1023
 """Whole numbers below it can be written as a float."""
@@ -201,6 +201,23 @@ class Record:
         try:
             return cls.parsed(read_small(file))
         except OSError:
+            return None
+
+    @classmethod
+    def read_present(cls, file: Path) -> Self | None:
+        """Returns the record that a file holds, as `parsed`, or None if there is no such file.
+
+        Use it before the record is written again: `read_or_none` returns None for a file that
+        cannot be read just now, and its content would be lost.
+
+        Raises:
+            OSError: the file system is in trouble.
+        """
+        try:
+            return cls.parsed(read_small(file))
+        except OSError as error:
+            if error.errno not in NO_RECORD:
+                raise
             return None
 
     @classmethod

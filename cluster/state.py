@@ -28,18 +28,19 @@ import os
 import re
 import shlex
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from cluster.files import (
+    NO_RECORD,
     append_lines,
     is_locked,
     lock_file,
     other_owner,
     read_small,
-    unless_full,
     user_name,
 )
 from cluster.process import Process
@@ -202,8 +203,17 @@ class TakenRequest(AskedRequest):
 
 
 def read_state(run_dir: Path) -> RunState | None:
-    """Returns what state.json says, or None when it is missing or damaged."""
+    """Returns what state.json says, or None when it is missing or damaged, or cannot be read."""
     return RunState.read_or_none(run_dir / "state.json")
+
+
+def state_to_change(run_dir: Path) -> RunState | None:
+    """Returns what state.json says, for a writer, or None when it is missing or damaged.
+
+    Raises:
+        OSError: the file system is in trouble. The file may hold fields that must not be lost.
+    """
+    return RunState.read_present(run_dir / "state.json")
 
 
 def read_exit(run_dir: Path) -> ExitReport | None:
@@ -226,10 +236,11 @@ def update_state(
             and waits to be followed by one. The caller is a left-over and must end, writing
             nothing.
         ConfigError: a field is unknown or has a value of the wrong type.
+        OSError: state.json could not be read or written. It is as it was.
     """
     with locked(run_dir):
         refuse_stale(run_dir, attempt)
-        old = read_state(run_dir)
+        old = state_to_change(run_dir)
         fresh = old is None or old.attempt < attempt
         state = RunState(state=JobState.RUNNING, attempt=attempt) if old is None or fresh else old
         if changes.get("state", state.state) is not state.state:
@@ -250,7 +261,9 @@ def update_state(
 
 
 def record_event(run_dir: Path, state: RunState, lost_node: str | None = None) -> None:
-    """Appends a line to history.jsonl, if there is room: what the job does now."""
+    """Appends a line to history.jsonl: what the job does now. If that fails, because the disk is
+    full or the file system is in trouble, prints a warning, since state.json says it too.
+    """
     event = Event(
         time=time.time(),
         attempt=state.attempt,
@@ -260,15 +273,39 @@ def record_event(run_dir: Path, state: RunState, lost_node: str | None = None) -
         job_id=state.scheduler_job.id if state.scheduler_job else None,
         lost_node=lost_node,
     )
-    with unless_full():
+    try:
         append_lines(run_dir / "history.jsonl", f"{json.dumps(event.to_dict())}\n".encode())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            print(
+                f"WARNING: the state {event.state} of attempt {event.attempt} is not in"
+                f" {run_dir / 'history.jsonl'}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def read_history(run_dir: Path) -> list[Event]:
-    """Returns all changes of state, oldest first; a torn line is left out."""
+    """Returns all changes of state, oldest first, without torn lines. Returns an empty list if the
+    file is missing or cannot be read.
+    """
+    try:
+        return history_to_judge(run_dir)
+    except OSError:
+        return []
+
+
+def history_to_judge(run_dir: Path) -> list[Event]:
+    """Returns all changes of state, oldest first, for a decision about the job.
+
+    Raises:
+        OSError: the file system is in trouble, so the file may hold more.
+    """
     try:
         lines = read_small(run_dir / "history.jsonl").splitlines()
-    except OSError:
+    except OSError as error:
+        if error.errno not in NO_RECORD:
+            raise
         return []
     return [event for event in (Event.parsed(line) for line in lines) if event]
 
@@ -285,8 +322,13 @@ def write_exit(run_dir: Path, report: ExitReport) -> None:
 
 
 def last_attempt(run_dir: Path) -> int:
-    """Returns the number of the newest attempt that left a trace (state, exit, logs), or 0."""
-    found = [record.attempt for record in (read_state(run_dir), read_exit(run_dir)) if record]
+    """Returns the number of the newest attempt that left a trace (state, exit, logs), or 0.
+
+    Raises:
+        OSError: the file system is in trouble.
+    """
+    report = ExitReport.read_present(run_dir / "exit.json")
+    found = [record.attempt for record in (state_to_change(run_dir), report) if record]
     names = (re.match(r"attempt_(\d+)", file.name) for file in (run_dir / "logs").glob("attempt_*"))
     return max([0, *found, *(int(match[1]) for match in names if match)])
 
@@ -347,21 +389,24 @@ def ask(run_dir: Path, request: Request, *, by_person: bool = True) -> None:
 
 
 def read_asked(run_dir: Path, request: Request) -> AskedRequest | None:
-    """Returns a request that the trainer has not taken yet, or None."""
+    """Returns a request that the trainer has not taken yet, or None if there is none, or if it
+    cannot be read just now.
+    """
     file = run_dir / "control" / f"request_{request}"
     try:
         changed = file.stat().st_mtime
+        # A file that `touch` made describes no request, and is one.
+        return AskedRequest.read_present(file) or AskedRequest(asked_at=changed)
     except OSError:
         return None
-    # Made by `touch`: that is as good.
-    return AskedRequest.read_or_none(file) or AskedRequest(asked_at=changed)
 
 
 def take_request(run_dir: Path, request: Request, *, step: int | None = None) -> bool:
-    """Returns whether a request was waiting, and takes it, leaving a note; it waits on where there
-    is no room for one.
+    """Returns whether a request was waiting, and takes it: writes taken_REQUEST and removes the
+    request. For rank 0 of the trainer.
 
-    For rank 0, which tells the other ranks.
+    Raises:
+        OSError: the disk is full or the file system is in trouble. The request is still waiting.
     """
     asked = read_asked(run_dir, request)
     if asked is None:
@@ -369,11 +414,21 @@ def take_request(run_dir: Path, request: Request, *, step: int | None = None) ->
     taken = TakenRequest(
         asked_at=asked.asked_at, by_person=asked.by_person, taken_at=time.time(), step=step
     )
-    with unless_full():
-        taken.write(run_dir / "control" / f"taken_{request}")
-        (run_dir / "control" / f"request_{request}").unlink(missing_ok=True)
-        return True
-    return False
+    taken.write(run_dir / "control" / f"taken_{request}")
+    (run_dir / "control" / f"request_{request}").unlink(missing_ok=True)
+    return True
+
+
+def note_step(run_dir: Path, request: Request, step: int) -> None:
+    """Records in taken_REQUEST after which optimizer step the trainer acts on the request.
+
+    Raises:
+        OSError: the file could not be read or written.
+    """
+    file = run_dir / "control" / f"taken_{request}"
+    taken = TakenRequest.read_present(file)
+    if taken is not None:
+        taken.replace(step=step).write(file)
 
 
 def read_taken(run_dir: Path, request: Request) -> TakenRequest | None:
@@ -442,8 +497,10 @@ def refuse_planted_link(folder: Path) -> None:
 
 
 def refuse_stale(run_dir: Path, attempt: int) -> None:
-    """Raises StaleAttemptError if a newer attempt owns a run directory."""
-    state = read_state(run_dir)
+    """Raises StaleAttemptError if a newer attempt owns a run directory, or OSError if the file
+    system is in trouble.
+    """
+    state = state_to_change(run_dir)
     owner = state.attempt if state else last_attempt(run_dir)
     if attempt < owner:
         raise StaleAttemptError(

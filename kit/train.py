@@ -6,6 +6,7 @@ Ranks find each other by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PO
 
 import argparse
 import contextlib
+import functools
 import getpass
 import os
 import platform
@@ -15,20 +16,16 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from cluster.files import (
-    other_owner,
-    other_writers,
-    outlive_full_log,
-    unless_full,
-    write_atomic,
-)
+from cluster.files import other_owner, other_writers, outlive_log, write_atomic
 from cluster.interpreter import source_command
+from cluster.outcome import RunDirectory, retry_disk
 from cluster.record import ConfigError, counted
 from cluster.shadows import find_shadows
 from cluster.state import JobError, JobState, log_path, read_state, update_state
@@ -48,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", required=True, help="run directory")
     directory = Path(parser.parse_args(arguments).run)
-    outlive_full_log()
+    outlive_log()
     # The local part of tensor parallel logits is a view; nothing here changes it in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     # torch.compile and other libraries start Python by `python -c`, which would import modules from
@@ -124,15 +121,6 @@ def _train(run: Run, attempt: int) -> None:
     _record_phase(run, attempt, "the first step runs, which may compile kernels", has_joined=True)
     reason = trainer.train()
     if dist.get_rank() == 0:
-        is_stopped = trainer.step < run.recipe.num_steps
-        update_state(
-            run.directory,
-            attempt=attempt,
-            # The supervisor has the last word.
-            state=JobState.STOPPING if is_stopped else JobState.RUNNING,
-            reason=reason,
-            step=trainer.step,
-        )
         print(reason, flush=True)
     final_barrier()
     # NxD finishes its checkpoints, with the group, when Python ends.
@@ -149,7 +137,7 @@ def _record_phase(run: Run, attempt: int, reason: str, *, has_joined: bool = Fal
     # set its final state.
     if state is None or state.attempt != attempt or state.state is not JobState.STARTING:
         return
-    with unless_full():
+    with _continues_without(run.directory / "state.json"):
         update_state(
             run.directory,
             attempt=attempt,
@@ -157,6 +145,17 @@ def _record_phase(run: Run, attempt: int, reason: str, *, has_joined: bool = Fal
             has_joined=has_joined,
             heartbeat=time.time(),
         )
+
+
+@contextlib.contextmanager
+def _continues_without(file: Path) -> Iterator[None]:
+    """Reports that a file of the run directory could not be written, and continues: training needs
+    none of these files.
+    """
+    try:
+        yield
+    except OSError as error:
+        print(f"WARNING: {file} was not written: {error}", file=sys.stderr, flush=True)
 
 
 def _check_nodes(run: Run, device: torch.device) -> None:
@@ -170,15 +169,20 @@ def _check_nodes(run: Run, device: torch.device) -> None:
 
     report = check_nodes(device, run.plan.precision)
     if dist.get_rank() == 0:
-        record_nodes(report, run.directory)
+        with _continues_without(run.directory / "node_check.json"):
+            record_nodes(report, run.directory)
 
 
 def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
     """Writes plan and site of this attempt, and env.json: versions, host, git commit, kernels."""
     import json
 
-    run.plan.write(run.directory / f"plan.attempt_{attempt:02d}.json")
-    run.site.write(run.directory / f"site.attempt_{attempt:02d}.json")
+    home = RunDirectory(run.directory)
+    for record, name in ((run.plan, "plan"), (run.site, "site")):
+        # MFU is derived from them.
+        file = run.directory / f"{name}.attempt_{attempt:02d}.json"
+        with _continues_without(file):
+            retry_disk(functools.partial(record.write, file), home)
     # Without a lock on the index, which a rank that is killed meanwhile would leave behind.
     git = ["git", "--no-optional-locks", "describe", "--always", "--dirty"]
     try:
@@ -210,7 +214,8 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
                 " slow",
                 flush=True,
             )
-    write_atomic(run.directory / "env.json", json.dumps(facts, indent=2) + "\n")
+    with _continues_without(run.directory / "env.json"):
+        write_atomic(run.directory / "env.json", json.dumps(facts, indent=2) + "\n")
 
 
 if __name__ == "__main__":

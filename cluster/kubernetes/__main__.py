@@ -14,6 +14,7 @@ python -m cluster.kubernetes stop RUN_DIR
     requests that all ranks save and stop; run by each pod that Kubernetes ends
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from cluster.attempts import take_over
 from cluster.kubernetes import meeting
-from cluster.outcome import USELESS_TO_RETRY, AttemptOutcome, StartWatch, write_end
+from cluster.outcome import USELESS_TO_RETRY, AttemptOutcome, StartWatch, retry_disk, write_end
 from cluster.state import JobError, SchedulerJob, ask, read_asked
 
 
@@ -31,7 +32,10 @@ def main(words: list[str]) -> int:
         match words:
             case ["begin", run_dir, namespace, job_id]:
                 job = SchedulerJob(scheduler="kubernetes", id=job_id, config=f"/{namespace}")
-                print(take_over(Path(run_dir), job))
+                # The script of the pod takes what is printed for the number.
+                with contextlib.redirect_stdout(sys.stderr):
+                    number = retry_disk(lambda: take_over(Path(run_dir), job))
+                print(number)
             case ["meet", run_dir, address, port, num_pods, index, *attempt]:
                 place = (address, int(port))
                 return _meet(Path(run_dir), place, int(num_pods), int(index), attempt)
@@ -42,11 +46,9 @@ def main(words: list[str]) -> int:
                     time.sleep(1.0)
             case ["end", run_dir, attempt]:
                 end = AttemptOutcome(0, "all ranks of the first pod ended with code 0")
-                write_end(Path(run_dir), int(attempt), end)
+                retry_disk(lambda: write_end(Path(run_dir), int(attempt), end))
             case ["stop", run_dir]:
-                (Path(run_dir) / "control" / "stopped").touch()
-                if read_asked(Path(run_dir), "stop") is None:
-                    ask(Path(run_dir), "stop", by_person=False)  # whose job may go on after it
+                retry_disk(lambda: _request_stop(Path(run_dir)))
             case _:
                 print(__doc__, file=sys.stderr)
                 return 2
@@ -54,6 +56,13 @@ def main(words: list[str]) -> int:
         print(error, file=sys.stderr)
         return USELESS_TO_RETRY
     return 0
+
+
+def _request_stop(run_dir: Path) -> None:
+    """Requests that all ranks save and stop, after which the job may continue."""
+    (run_dir / "control" / "stopped").touch()
+    if read_asked(run_dir, "stop") is None:
+        ask(run_dir, "stop", by_person=False)
 
 
 def _meet(
@@ -65,7 +74,8 @@ def _meet(
     else:
         problem = meeting.host(run_dir, int(attempt[0]), place, num_pods)
         if problem:
-            write_end(run_dir, int(attempt[0]), AttemptOutcome(1, problem))
+            end = AttemptOutcome(1, problem)
+            retry_disk(lambda: write_end(run_dir, int(attempt[0]), end))
     if problem:
         print(problem, file=sys.stderr)
     return 1 if problem else 0

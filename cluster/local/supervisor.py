@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from cluster.attempts import claim_attempt, next_attempt
-from cluster.files import FULL, appending, outlive_full_log
+from cluster.files import FULL, appending, outlive_log
 from cluster.interpreter import from_source, started_module
 from cluster.job import JobSpec
 from cluster.local import STARTED
@@ -40,7 +40,7 @@ from cluster.outcome import (
     cause_order,
     ended_well,
     failed,
-    furthest_steps,
+    has_taken_steps,
     limit_retries,
     record_end,
     retry_disk,
@@ -102,7 +102,7 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
     job's return code.
     """
     become_subreaper()
-    outlive_full_log()
+    outlive_log()
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     # The caller may ignore it, and then no exit code could be read.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -147,13 +147,14 @@ def run_attempt(
     """Runs all ranks to their end and returns it; none of them is left."""
     run_dir, ranks = home.run_dir, Ranks()
     try:
-        update_state(run_dir, attempt=attempt, process=Process.current())
+        own = Process.current()
+        retry_disk(lambda: update_state(run_dir, attempt=attempt, process=own), home)
         if job.forks:
-            say_starting(run_dir, attempt, f"{started_module(job.argv)[0]} is being imported")
+            say_starting(home, attempt, f"{started_module(job.argv)[0]} is being imported")
             started()
         port = start_ranks(run_dir, job, attempt, ranks)
         say_starting(
-            run_dir,
+            home,
             attempt,
             f"{counted(job.num_processes, 'process', 'processes')} started",
         )
@@ -170,7 +171,7 @@ def run_attempt(
         # An error of the file system may pass. Before the first step it is taken for a wrong
         # configuration, and the job is not restarted.
         is_transient = isinstance(error, OSError) and error.errno not in FULL
-        fate = "restart" if is_transient and any(furthest_steps(run_dir).values()) else "end"
+        fate = "restart" if is_transient and has_taken_steps(home) else "end"
         outcome = AttemptOutcome(1, str(error) or repr(error), fate=fate)
     with contextlib.suppress(JobError, OSError):
         home.check()
@@ -181,11 +182,22 @@ def run_attempt(
     return outcome
 
 
-def say_starting(run_dir: Path, attempt: int, reason: str) -> None:
-    """Records that an attempt starts, and how far it is."""
-    update_state(
-        run_dir, attempt=attempt, state=JobState.STARTING, reason=reason, heartbeat=time.time()
-    )
+def say_starting(home: RunDirectory, attempt: int, reason: str) -> None:
+    """Records that an attempt starts, and how far it is. If the file system is in trouble, only
+    prints it.
+    """
+    try:
+        update_state(
+            home.run_dir,
+            attempt=attempt,
+            state=JobState.STARTING,
+            reason=reason,
+            heartbeat=time.time(),
+        )
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        say(f"attempt {attempt} starts: {reason} (not recorded: {error})")
 
 
 def start_ranks(run_dir: Path, job: JobSpec, attempt: int, ranks: Ranks) -> socket.socket:
@@ -257,7 +269,7 @@ def watch(
         codes = {rank: process.returncode for rank, process in ranks.items() if process.returncode}
         if codes:
             first = min(codes, key=lambda rank: (cause_order(codes[rank]), rank))
-            return failed(home.run_dir, first, codes[first], f"rank {first}")
+            return failed(home, first, codes[first], f"rank {first}")
         if all(process.returncode == 0 for process in ranks.values()):
             return AttemptOutcome(0, ended_well(len(ranks)))
         remaining_s = deadline - time.monotonic()

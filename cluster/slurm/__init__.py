@@ -16,6 +16,7 @@ from cluster.attempts import FOLLOWS
 from cluster.files import write_atomic
 from cluster.interpreter import PACKAGE_ROOT
 from cluster.job import Job, JobSpec
+from cluster.outcome import retry_disk
 from cluster.record import counted
 from cluster.render import check_fit, check_submittable
 from cluster.request import cpu_request
@@ -38,8 +39,8 @@ from cluster.state import (
     SchedulerJob,
     compile_log,
     read_history,
-    read_state,
     refuse_other_owner,
+    state_to_change,
     update_state,
 )
 from cluster.submission import submit
@@ -212,12 +213,17 @@ def begin_elsewhere(job: SchedulerJob, run_dir: Path, attempt: int) -> bool:
     except JobError as error:  # some clusters take no jobs from compute nodes
         print(f"no new job: {error}", flush=True)
         return False
+    # The new job begins without this record too, since it knows whom it follows.
     with contextlib.suppress(OSError):
-        if (state := read_state(run_dir)) and state.scheduler_job:
-            update_state(
-                run_dir, attempt=attempt, scheduler_job=state.scheduler_job.replace(id=new)
-            )
+        retry_disk(lambda: _record_successor(run_dir, attempt, new))
     return True
+
+
+def _record_successor(run_dir: Path, attempt: int, job_id: str) -> None:
+    """Writes into state.json the number of the job that takes the place of this one."""
+    state = state_to_change(run_dir)
+    if state is not None and state.scheduler_job is not None:
+        update_state(run_dir, attempt=attempt, scheduler_job=state.scheduler_job.replace(id=job_id))
 
 
 def lost_nodes(run_dir: Path) -> list[str]:

@@ -21,12 +21,15 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.files import outlive_full_log
+from cluster.files import outlive_log
 from cluster.outcome import RunDirectory
 from cluster.process import become_rank, become_subreaper, child_pids, kill_descendants
 from cluster.record import Record, field_doc
-from cluster.state import JobError, read_state
+from cluster.state import JobError, state_to_change
 
+STATE_TRIES = 10
+"""Number of times that state.json is read, one second apart, while the file system is in trouble.
+Slurm kills the job soon after the signal."""
 NOT_FOR_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -84,8 +87,15 @@ def _exist(failures: Path) -> bool:
 
 def _tell_supervisor(home: RunDirectory) -> None:
     """Passes a SIGTERM on to the supervisor, on whose node the first task runs."""
-    if (state := read_state(home.run_dir)) and state.process:
-        state.process.send_signal(signal.SIGTERM)
+    for _ in range(STATE_TRIES):
+        try:
+            state = state_to_change(home.run_dir)
+        except OSError:  # The file system is in trouble.
+            time.sleep(1.0)
+            continue
+        if state and state.process:
+            state.process.send_signal(signal.SIGTERM)
+        return
 
 
 def _record(home: RunDirectory, folder: Path, code: int) -> None:
@@ -105,5 +115,5 @@ def _become_deaf_rank(keeper_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    outlive_full_log()
+    outlive_log()
     sys.exit(run_rank(RunDirectory(Path(os.environ["KIT_RUN_DIR"])), sys.argv[1:]))

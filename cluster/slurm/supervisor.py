@@ -33,7 +33,7 @@ import time
 from pathlib import Path
 
 from cluster.attempts import take_over
-from cluster.files import outlive_full_log, unless_full
+from cluster.files import FULL, outlive_log
 from cluster.heartbeats import MANY
 from cluster.job import JobSpec
 from cluster.outcome import (
@@ -45,7 +45,7 @@ from cluster.outcome import (
     cause_order,
     ended_well,
     failed,
-    furthest_steps,
+    has_taken_steps,
     is_stop_requested,
     keep_last_lines,
     last_words,
@@ -71,6 +71,7 @@ from cluster.state import (
     read_state,
     record_event,
     refuse_stale,
+    state_to_change,
     update_state,
 )
 
@@ -107,6 +108,8 @@ class Supervisor:
         self.home, self.spec = RunDirectory(run_dir), JobSpec.read(run_dir / "job.json")
         self.attempt = self.starts = 0
         self.stop_reason: str | None = None
+        self.must_ask = False
+        """Whether the request to stop, for `stop_reason`, still has to be written."""
         self.next_state = JobState.REQUEUED
         """What the run directory says until the next attempt starts, here or elsewhere."""
         # Waited for in `_watch`. The commands of Slurm inherit this, which is as well: a requeue
@@ -130,8 +133,19 @@ class Supervisor:
             except StaleAttemptError as error:
                 say(str(error))
                 return 1
-            except (OSError, JobError) as error:  # a full disk, or no word from Slurm
+            except JobError as error:  # Slurm does not answer.
                 return self._finish(AttemptOutcome(1, str(error)))
+            except OSError as error:
+                return self._finish(self._after_disk_error(error))
+
+    def _after_disk_error(self, error: OSError) -> AttemptOutcome:
+        """Returns what follows an error of the file system: the queue if it may pass, or the end if
+        the disk is full, or if the job has taken no step, so that its configuration may be wrong.
+        """
+        is_transient = error.errno not in FULL and self.spec.max_restarts > 0
+        fate = "requeue" if is_transient and has_taken_steps(self.home) else "end"
+        outcome = AttemptOutcome(1, str(error), fate=fate)
+        return limit_retries(outcome, self.home, self.spec.max_restarts)
 
     def _check_nodes(self) -> AttemptOutcome | None:
         """Returns how it ends when the nodes do not see the same run directory, or do not
@@ -146,8 +160,7 @@ class Supervisor:
         if problem is None:
             return None
         # A job that has taken steps can run: its new nodes may be at fault.
-        has_run = any(furthest_steps(self.run_dir).values())
-        fate = "requeue" if has_run else "end"
+        fate = "requeue" if has_taken_steps(self.home) else "end"
         return AttemptOutcome(USELESS_TO_RETRY, problem, fate=fate)
 
     def _attempt(self) -> AttemptOutcome:
@@ -173,7 +186,8 @@ class Supervisor:
         ranks, nodes = counted(self.spec.num_processes, "rank"), os.environ["SLURM_JOB_NODELIST"]
         starting = f"{ranks} starting on {nodes}"
         retry_disk(functools.partial(self._note, JobState.STARTING, starting), self.home)
-        failures_of(self.run_dir, self.attempt).mkdir(parents=True, exist_ok=True)
+        failures = failures_of(self.run_dir, self.attempt)
+        retry_disk(lambda: failures.mkdir(parents=True, exist_ok=True), self.home)
         step = subprocess.Popen(
             self.command,
             env=environment,
@@ -200,6 +214,7 @@ class Supervisor:
                     return outcome
             if number in (signal.SIGUSR1, signal.SIGUSR2):
                 self._ask_to_stop("the time limit is near")
+            self._write_request()
             if lost := self.home.why_lost():
                 return AttemptOutcome(1, lost)
             if failed_at is None and self._failures():
@@ -229,7 +244,7 @@ class Supervisor:
             self.run_dir, self.attempt, rank, failure.rank, per_node, self._script_log()
         )
         who = f"rank {rank}" if ranks_per_task == 1 else "a rank"
-        return failed(self.run_dir, rank, failure.code, f"{who} on {failure.node}")
+        return failed(self.home, rank, failure.code, f"{who} on {failure.node}")
 
     def _script_log(self) -> Path:
         """Returns where this process and srun write, as the batch script has it."""
@@ -237,7 +252,7 @@ class Supervisor:
 
     def _stopped(self) -> AttemptOutcome | None:
         """Returns what follows when the trainer has saved and stopped because it was asked to."""
-        state = read_state(self.run_dir)
+        state = retry_disk(lambda: state_to_change(self.run_dir), self.home)
         if state is None or state.state is not JobState.STOPPING:
             return None
         if self.stop_reason is None or is_stop_requested(self.run_dir):
@@ -292,10 +307,25 @@ class Supervisor:
         if self.stop_reason is None and not is_stop_requested(self.run_dir):
             self.stop_reason, self.next_state = reason, next_state
             say(f"{reason}: asking the ranks to save and stop")
-            with unless_full():  # it could not save either
-                ask(self.run_dir, "stop", by_person=False)
+            self.must_ask = True
+            self._write_request()
             if (current := read_state(self.run_dir)) is not None:
                 record_event(self.run_dir, current.replace(state=JobState.STOPPING, reason=reason))
+
+    def _write_request(self) -> None:
+        """Writes the request to stop, if that is still to be done. `_watch` tries again each second
+        if the disk is full or the file system is in trouble.
+        """
+        if not self.must_ask:
+            return
+        if is_stop_requested(self.run_dir):
+            self.must_ask = False  # A person's request must not be replaced.
+            return
+        try:
+            ask(self.run_dir, "stop", by_person=False)
+            self.must_ask = False
+        except OSError as error:
+            say(f"the request to stop was not written: {error}")
 
     def _limit_retries(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """Returns an end instead of a start that would lead nowhere, and a requeue that has been
@@ -315,8 +345,9 @@ class Supervisor:
         if outcome.fate == "end":
             record_end(self.home, self.attempt, outcome)
             return outcome.rc
+        note = functools.partial(self._note, self.next_state, outcome.reason, outcome.lost_node)
         with contextlib.suppress(OSError):
-            self._note(self.next_state, outcome.reason, outcome.lost_node)
+            retry_disk(note, self.home)
         if outcome.lost_node and begin_elsewhere(self.job, self.run_dir, self.attempt):
             return outcome.rc
         return self._requeue(outcome) if outcome.fate == "requeue" else outcome.rc
@@ -377,7 +408,7 @@ def main() -> int:
     try:
         config = os.environ.get("SLURM_CONF")
         job = SchedulerJob(scheduler="slurm", id=os.environ["SLURM_JOB_ID"], config=config)
-        outlive_full_log()
+        outlive_log()
         become_subreaper()
         return Supervisor(Path(run_dir).absolute(), command, job).run()
     except (ConfigError, JobError, OSError) as error:

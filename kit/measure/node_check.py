@@ -104,9 +104,9 @@ def check_nodes(device: torch.device, dtype: str) -> NodeReport:
 
 def record_nodes(report: NodeReport, run_directory: Path) -> None:
     """Writes node_check.json into a run directory, and prints the names of slow nodes."""
-    report.write(run_directory / "node_check.json")
     for line in report.slow:
         print(f"slow node: {line}", flush=True)
+    report.write(run_directory / "node_check.json")
 
 
 def _all_reduce_bytes_per_s(device: torch.device) -> float | None:

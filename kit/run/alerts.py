@@ -1,6 +1,5 @@
 """alerts.jsonl: what deserved a look, said once, whoever saw it."""
 
-import contextlib
 import dataclasses
 import json
 from bisect import bisect_left, insort
@@ -88,18 +87,21 @@ class AlertLog(Tail):
         self.alerts: list[Alert] = []
         self._places: dict[tuple, list[float]] = defaultdict(list)
 
-    def add(self, alerts: list[Alert]) -> list[Alert]:
-        """Writes those that are new, and returns them; of somebody else's run they are only kept in
-        memory.
+    def add(self, alerts: list[Alert], *, raises: bool = False) -> list[Alert]:
+        """Writes the alerts that are new, and returns them. Alerts of another user's run are only
+        kept in memory.
 
-        Where they cannot be written, only the record is lost.
+        An alert that cannot be written is kept in memory too. With `raises`, its OSError is raised.
         """
         self.read()
         new = [alert for alert in alerts if self._take(alert)]
         lines = "".join(json.dumps(alert.to_dict()) + "\n" for alert in new).encode()
         if new and not other_owner(self.file.parent):
-            with contextlib.suppress(OSError):
+            try:
                 append_lines(self.file, lines)
+            except OSError:
+                if raises:
+                    raise
         return new
 
     def _take(self, alert: Alert) -> bool:

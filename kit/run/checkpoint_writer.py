@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 
+from cluster.outcome import retry_disk
 from cluster.state import StaleAttemptError
 from kit.errors import CheckpointError
 from kit.parallel.groups import cpu_group
-from kit.run.checkpoint import DESCRIPTION, Checkpoints, Manifest, cause, checksum
+from kit.run.checkpoint import DESCRIPTION, MANIFEST, Checkpoints, Manifest, cause, checksum
 from kit.torch_private import reusable_stager
 
 
@@ -135,19 +136,24 @@ class CheckpointWriter:
     def _complete(
         self, partial: Path, facts: dict, files: dict[str, int], checksums: dict[str, int]
     ) -> None:
-        self.checkpoints.complete(
-            partial,
-            Manifest(
-                attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
-            ),
+        manifest = Manifest(
+            attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
         )
-        final = self.checkpoints.path(facts["step"])
+        # All tensors are written: an error of the file system that passes must not lose them.
+        retry_disk(functools.partial(self._commit, partial, manifest))
+        self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
+
+    def _commit(self, partial: Path, manifest: Manifest) -> None:
+        """Makes a checkpoint complete and gives it its name. May be called again after an error."""
+        final = self.checkpoints.path(manifest.step)
+        if not os.path.lexists(partial) and (final / MANIFEST).exists():
+            return  # An earlier call renamed it before it failed.
+        self.checkpoints.complete(partial, manifest)
         if final.exists():
             # The new checkpoint is complete already, so a kill between the two renames loses none.
             # `prune` deletes the old one.
             final.rename(final.with_suffix(f".replaced-{self.attempt}"))
         partial.rename(final)
-        self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
 
 
 class SteadyPlanner(DefaultSavePlanner):

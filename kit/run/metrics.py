@@ -3,17 +3,20 @@
 No torch.
 """
 
+import contextlib
 import dataclasses
 import functools
+import io
 import itertools
 import json
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cluster.files import appending, line_break
+from cluster.files import FULL, appending, line_break
 from cluster.site import Site
 from kit.plan import Plan
 from kit.run.columns import (
@@ -26,6 +29,11 @@ from kit.run.columns import (
 )
 from kit.spec import ModelSpec
 
+MOST_WAITING = 200_000
+"""Largest number of lines that wait in memory for the disk, of about 500 bytes each. A run of one
+step per second fills it in two days."""
+WRITE_BYTES = 1 << 20
+"""Bytes of lines that are joined for one write."""
 SPEED_STEPS = 20
 """Steps of which tokens/s, MFU, HFU and time per step are the median, wherever a view shows one
 number."""
@@ -43,24 +51,73 @@ run."""
 
 
 class MetricsWriter:
-    """Appends one line per optimizer step to `metrics.jsonl`; what a full disk does not take
-    waits in memory.
+    """Appends one line per optimizer step to `metrics.jsonl`. Lines that the disk does not take
+    wait in memory.
+
+    `add` and `flush` may be called by two threads.
     """
 
     def __init__(self, file: Path) -> None:
-        self.stream = appending(file)
-        # A killed attempt's half line must not swallow our first one.
-        self.pending = bytearray(line_break(self.stream))
+        self.file = file
+        self.stream: io.FileIO | None = None
+        self.waiting = deque[bytes]()
+        """Lines of `add` that `flush` has not taken over, oldest first."""
+        self.pending = bytearray()
+        """Bytes that `flush` writes next. The beginning of its first line may be written."""
+        self.is_begun = False
+        """Whether the file was opened before."""
+        self.num_dropped = 0
+        """Number of lines that were dropped, because MOST_WAITING lines were waiting."""
 
-    def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Writes steps, visible to readers at once, after those that wait.
+    @property
+    def num_unwritten(self) -> int:
+        """Number of lines that are not in the file, with those that were dropped."""
+        return len(self.waiting) + self.pending.count(b"\n") + self.num_dropped
+
+    def add(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Adds the lines of some steps to those that wait. Never waits for the disk."""
+        for row in rows:
+            if len(self.waiting) < MOST_WAITING:
+                self.waiting.append(f"{json.dumps(row)}\n".encode())
+            else:
+                self.num_dropped += 1
+
+    def flush(self) -> None:
+        """Writes all lines that wait, visible to readers at once.
 
         Raises:
-            OSError: not all could be written; the rest waits for the next call.
+            OSError: not all could be written. The rest waits for the next call.
         """
-        self.pending += "".join(f"{json.dumps(row)}\n" for row in rows).encode()
-        while self.pending:
-            del self.pending[: self.stream.write(self.pending)]
+        if not self.waiting and not self.pending:
+            return
+        stream = self.stream or self._open()
+        try:
+            while True:
+                while self.waiting and len(self.pending) < WRITE_BYTES:
+                    self.pending += self.waiting.popleft()
+                if not self.pending:
+                    return
+                del self.pending[: stream.write(self.pending)]
+        except OSError as error:
+            if error.errno not in FULL:
+                # A handle of a network file system may be stale for good.
+                self.stream = None
+                with contextlib.suppress(OSError):
+                    stream.close()
+            raise
+
+    def write(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Writes some steps after those that wait. Raises OSError as `flush`."""
+        self.add(rows)
+        self.flush()
+
+    def _open(self) -> io.FileIO:
+        self.stream = appending(self.file)
+        if not self.is_begun:
+            # The torn last line of a killed attempt must not swallow our first line.
+            self.pending[:0] = line_break(self.stream)
+            self.is_begun = True
+        return self.stream
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

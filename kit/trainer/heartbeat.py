@@ -1,8 +1,9 @@
-"""What a rank says of itself, for those who watch the run: its heartbeat, by which the watchdog
-names the rank that hangs, and what people should know.
+"""What a rank reports to those who watch the run: its heartbeat, by which the watchdog names a rank
+that hangs, and notices for people.
 
-Each rank has a file; of more than MANY ranks, rank 0 gathers them every GATHER_EVERY_S. So no file
-system meets many ranks at once.
+Each rank has a file. In a run of more than MANY ranks, rank 0 gathers the heartbeats of all ranks
+every GATHER_EVERY_S, so that no file system gets many writes at once. The training thread only
+leaves values in memory. `kit.trainer.background` calls the methods that read or write files.
 """
 
 import os
@@ -10,12 +11,12 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from cluster.files import unless_full
 from cluster.heartbeats import (
     GATHER_EVERY_S,
     MANY,
@@ -31,22 +32,26 @@ from kit.run.alerts import Alert, AlertLog
 from kit.trainer.callback import Callback, Step
 
 BEAT_EVERY_S = 1.0
+"""Seconds between two heartbeats of a rank."""
 RECENT = 15
-"""Steps, of whose parts the medians are told: one step alone says little on a busy machine."""
+"""Number of steps over which a heartbeat gives medians, since a single step says little on a busy
+machine."""
 
 
 class Notices:
-    """What people should know of an attempt: nothing that was lost or left out goes unsaid.
+    """Notices for people about an attempt, such as a loss of data or a feature that is off.
 
-    `newest` is the last of it, on rank 0, empty if nothing happened.
+    `newest` is the last notice on rank 0, or an empty text if there was none.
     """
 
     def __init__(self, directory: Path, attempt: int) -> None:
         self.directory, self.attempt, self.newest = directory, attempt, ""
+        self.unwritten = deque[Alert]()
+        """Notices that are not in the alerts and the history yet, oldest first."""
 
     def add(self, kind: str, notice: str, step: int) -> None:
-        """Says it in the log, the history and the alerts, of rank 0; the state has it at the next
-        heartbeat.
+        """Prints a notice on rank 0. `write` adds it to the alerts and the history, and the next
+        heartbeat to the state.
         """
         if dist.get_rank() != 0:
             return
@@ -60,27 +65,45 @@ class Notices:
             step=step,
             time=time.time(),
         )
-        AlertLog(self.directory / "alerts.jsonl").add([alert])
-        state = read_state(self.directory)
-        if state is not None and state.attempt == self.attempt:
-            record_event(self.directory, state.replace(reason=notice))
+        self.unwritten.append(alert)
+
+    def write(self) -> None:
+        """Writes the notices that were added since the last call.
+
+        Raises:
+            OSError: not all could be written. The next call tries again.
+        """
+        while self.unwritten:
+            alert = self.unwritten[0]
+            AlertLog(self.directory / "alerts.jsonl").add([alert], raises=True)
+            self.unwritten.popleft()
+            state = read_state(self.directory)
+            if state is not None and state.attempt == self.attempt:
+                record_event(self.directory, state.replace(reason=alert.message))
 
 
 class Heartbeat(Callback):
-    """Says each second what a rank did last.
+    """The heartbeat of a rank: what it did last.
 
     Args:
         home: the run directory.
-        attempt: of the run.
-        group: of all ranks, on the CPU.
-        notices: of the attempt.
+        attempt: number of the attempt.
+        group: group of all ranks, on the CPU.
+        notices: notices of the attempt.
+        wake: begins the next background pass at once.
     """
 
     def __init__(
-        self, home: RunDirectory, attempt: int, group: dist.ProcessGroup, notices: Notices
+        self,
+        home: RunDirectory,
+        attempt: int,
+        group: dist.ProcessGroup,
+        notices: Notices,
+        wake: Callable[[], None],
     ) -> None:
         self.home, self.directory, self.notices = home, home.run_dir, notices
         self.group, self.num_ranks = group, dist.get_world_size()
+        self.wake = wake
         self.beat = RankHeartbeat(
             rank=dist.get_rank(),
             attempt=attempt,
@@ -89,14 +112,25 @@ class Heartbeat(Callback):
             host=os.uname().nodename,
         )
         self.is_gathered = self.num_ranks > MANY
-        self.gathered_at, self.said_at = float("-inf"), float("-inf")
+        self.gathered_at = float("-inf")
+        self.gathered: list[Any] | None = None
+        """Heartbeats of all ranks, on rank 0, until they are written."""
         self.last = dict[str, Any]()
+        """Fields of RankHeartbeat about the last step. Each step replaces the object."""
+        self.written: dict[str, Any] = self.last
+        """The `last` that is in this rank's file."""
+        self.recorded: dict[str, Any] = self.last
+        """The `last` that is in state.json."""
+        self.final: dict[str, Any] | None = None
+        """Fields of state.json at the end of training, until they are written."""
+        self.must_answer = False
+        """Whether the watchdog wants a sign that this process still runs."""
         self.recent = deque[list[float | None]](maxlen=RECENT)
         self.remembered: dict[int, float] | None = None
         """Time of each rank's heartbeat by its own clock, at the last `look_at_ranks`."""
 
     def after_step(self, step: Step) -> None:
-        """Takes note of a step, and says so if the last time is a second ago."""
+        """Keeps what the next heartbeat says about a step."""
         self.recent.append(
             [*map(step.row.get, PARTS), step.work_s if "waiting_s" in step.row else None]
         )
@@ -106,55 +140,79 @@ class Heartbeat(Callback):
             "step_time_s": step.row["step_time_s"],
             "work_s": step.work_s,
         }
-        # a wall clock that is set back must not silence a run
-        if time.monotonic() - self.said_at >= BEAT_EVERY_S:
-            self._beat()
 
-    def on_end(self) -> None:
-        """Says what the last step was."""
-        if self.last:
-            self._beat()
-
-    def _beat(self) -> None:
-        self.said_at = time.monotonic()
-        # Else nothing is written, and thousands of ranks would look.
-        if self.beat.rank == 0 or not self.is_gathered:
-            self.home.check()
-        with unless_full():
-            self.write()
-            if self.beat.rank == 0:
-                update_state(
-                    self.directory,
-                    attempt=self.beat.attempt,
-                    state=JobState.RUNNING,
-                    step=self.last["step"],
-                    heartbeat=time.time(),
-                    step_time_s=self.last["step_time_s"],
-                    notice=self.notices.newest,
-                )
+    def end(self, state: JobState, reason: str, step: int) -> None:
+        """Has the last heartbeat of rank 0 record how training ended."""
+        if self.beat.rank == 0:
+            self.final = {"state": state, "reason": reason, "step": step}
 
     def write(self) -> None:
-        """Writes that this rank answers, and what it did last; also from the thread of the
-        watchdog, and nothing into a directory that has taken the place of its own.
+        """Writes this rank's file, if there was a step since the last call.
+
+        Raises:
+            JobError: the run directory is lost.
         """
-        if not self.is_gathered and not self.home.why_lost():
+        last = self.last
+        if last is not self.written and not self.is_gathered:
+            self.home.check()
+            tell(self.directory, self._newest())
+            self.written = last
+
+    def write_state(self) -> None:
+        """Writes state.json, for rank 0, if there was a step since the last call.
+
+        Raises:
+            JobError: the run directory is lost, or belongs to a newer attempt.
+        """
+        last, final = self.last, self.final
+        if last is self.recorded and final is None:
+            return
+        self.home.check()
+        beat: dict[str, Any] = {"state": JobState.RUNNING, "notice": self.notices.newest}
+        if last:
+            beat |= {"step": last["step"], "step_time_s": last["step_time_s"]}
+            beat["heartbeat"] = time.time()
+        update_state(self.directory, attempt=self.beat.attempt, **beat | (final or {}))
+        self.recorded = last
+        if final is not None:
+            self.final = None
+
+    def answer(self) -> None:
+        """Has this rank's file say that the process still runs, while a step is late. Never waits,
+        since the watchdog calls it.
+        """
+        self.must_answer = True
+        self.wake()
+
+    def write_answer(self) -> None:
+        """Writes this rank's file with the present time, if the watchdog wants it. Writes nothing
+        into a directory that has taken the place of the run directory.
+        """
+        if self.must_answer and not self.is_gathered and not self.home.why_lost():
             tell(self.directory, self._newest().replace(time=time.time()))
+        self.must_answer = False
 
     def must_gather(self) -> bool:
-        """Whether all ranks are to call `gather` now; for rank 0, which has them agree."""
+        """Returns whether all ranks have to call `gather` now. Rank 0 decides, for all of them."""
         return self.is_gathered and time.monotonic() - self.gathered_at > GATHER_EVERY_S
 
     def gather(self) -> None:
-        """Has rank 0 write what all ranks did last; all of them call it."""
+        """Sends the heartbeats of all ranks to rank 0. All ranks must call it."""
         self.gathered_at = time.monotonic()
         lines: list[Any] | None = [None] * self.num_ranks if self.beat.rank == 0 else None
         dist.gather_object(self._newest().line, lines, dst=0, group=self.group)
-        if lines:
-            with unless_full():
-                write_all_heartbeats(self.directory, lines)
+        self.gathered = lines
+
+    def write_gathered(self) -> None:
+        """Writes the heartbeats that rank 0 has gathered since the last call."""
+        lines = self.gathered
+        if lines is not None:
+            write_all_heartbeats(self.directory, lines)
+            if self.gathered is lines:
+                self.gathered = None
 
     def _newest(self) -> RankHeartbeat:
-        columns = zip(*list(self.recent), strict=True)  # a copy: the watchdog's thread asks too
+        columns = zip(*list(self.recent), strict=True)  # A copy: training adds steps meanwhile.
         *parts_s, own_s = map(_median, columns) if self.recent else [None]
         return self.beat.replace(**self.last, parts_s=tuple(parts_s), own_s=own_s)
 

@@ -5,6 +5,7 @@ It logs raw times and tokens only; MFU is derived by the reader.
 
 import contextlib
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -13,10 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cluster.files import unless_full
 from cluster.outcome import RunDirectory
 from cluster.record import counted
-from cluster.state import take_request
+from cluster.state import JobState
 from kit.data import shares
 from kit.engines import build_engine, gpu
 from kit.engines.process_group import control_group
@@ -24,18 +24,27 @@ from kit.errors import RunError
 from kit.parallel.groups import from_rank_0
 from kit.run import Run
 from kit.run.metrics import MetricsWriter
+from kit.trainer import heartbeat
+from kit.trainer.background import Background
 from kit.trainer.batches import Batches
 from kit.trainer.callback import Callback, Step
 from kit.trainer.heartbeat import Heartbeat, Notices
 from kit.trainer.hook import Hook
 from kit.trainer.profiler import Profiler
 from kit.trainer.recovery import Recovery
+from kit.trainer.requests import Requests
 from kit.trainer.telemetry import Telemetry, busy_s
 from kit.trainer.watchdog import Watchdog, patience_s
 
 ASKED_EVERY_S, ASKED_STEPS = 0.5, 32
 """Seconds between two looks at what people ask for, and the most steps between them, of which
 any may be slow."""
+FLUSH_WAIT_S = 10.0
+"""Longest wait, in seconds, for the metrics of the steps before a checkpoint."""
+END_WAIT_S = 60.0
+"""Longest wait, in seconds, for the last metrics and the last state at the end of training."""
+FAILURE_WAIT_S = 10.0
+"""Longest wait, in seconds, for the last metrics after an error, since other ranks wait too."""
 AHEAD_ON = ("cuda",)
 """Devices that work on a step while this process launches the next, and reads only then what the
 step gave."""
@@ -60,6 +69,9 @@ class Trainer:
             document_end=dataset.eos_id if self.recipe.mask_documents else None,
         )
         self.batches = Batches(run, dataset, self.engine.data_rank, device)
+        self.background = Background(self.home, self._report_disk)
+        self.metrics = MetricsWriter(run.directory / "metrics.jsonl")
+        self.requests = Requests(run.directory)
         self.callbacks = self._make_callbacks()
         """Called in this order: each finds in a step's row what those before it have added."""
         self.step, self.samples = self.recovery.resume()
@@ -69,18 +81,18 @@ class Trainer:
         works_ahead = self.plan.engine == "native" and device.type in AHEAD_ON
         self.in_flight = 1 if works_ahead and not waits else 0
         """How many steps may be launched whose results nobody has seen."""
-        self.metrics = MetricsWriter(run.directory / "metrics.jsonl") if self.rank == 0 else None
-        self.rows: list[dict[str, Any]] = []  # of finished steps, to be written
+        self.rows: list[dict[str, Any]] = []
+        """Rows of finished steps that are not handed to the background yet."""
         self.finished_at, self.ask_at = 0.0, 0
 
     def _make_callbacks(self) -> list[Callback]:
         run, control = self.run, self.control
-        notices = Notices(run.directory, self.attempt)
-        self.heartbeat = Heartbeat(self.home, self.attempt, control, notices)
+        self.notices = notices = Notices(run.directory, self.attempt)
+        self.heartbeat = Heartbeat(self.home, self.attempt, control, notices, self.background.wake)
         self.watchdog = Watchdog(
             patience_s(self.recipe, self.plan),
             rank=self.rank,
-            alive=self.heartbeat.write,
+            alive=self.heartbeat.answer,
             look_at_ranks=self.heartbeat.look_at_ranks,
             silent_ranks=self.heartbeat.silent_ranks,
             dump=gpu.dump_flight_recorder if self.device.type == "cuda" else None,
@@ -113,6 +125,7 @@ class Trainer:
         """
         stop, last_step = False, self.recipe.num_steps
         with self._rows_of_a_failed_run_written():
+            self._start_background()
             for callback in self.callbacks:
                 callback.on_start()
             while self.step < last_step and not stop:
@@ -120,6 +133,7 @@ class Trainer:
                     callback.before_step(self.step + 1)
                 self._launch_step()  # on the next batch
                 self._finish_steps(but=self.in_flight)  # their rows, then each callback.after_step
+                self.background.check()  # raises if this attempt has lost the run directory
                 stop, save = self._requests()
                 is_last = self.step == last_step
                 save |= stop or is_last or self._is_due(self.recipe.checkpoint_every)
@@ -133,10 +147,18 @@ class Trainer:
                     self._save()
             for callback in self.callbacks:
                 callback.on_end()
-            self._write_rows()  # what waited for room, which the last checkpoint has found
+            self.background.check()
         if self.step < last_step:
-            return f"stopped by request after step {self.step}; resume continues from there"
-        return f"finished {counted(self.step, 'step')}"
+            state = JobState.STOPPING
+            reason = f"stopped by request after step {self.step}; resume continues from there"
+        else:
+            # No final state here: the supervisor writes it after all ranks have exited.
+            state = JobState.RUNNING
+            reason = f"finished {counted(self.step, 'step')}"
+        self.heartbeat.end(state, reason, self.step)
+        self._finish_background(END_WAIT_S)
+        self.background.check()
+        return reason
 
     def _launch_step(self) -> None:
         start = time.perf_counter()
@@ -197,7 +219,7 @@ class Trainer:
         }
 
     def _requests(self) -> tuple[bool, bool]:
-        """Returns whether to stop and whether to checkpoint: read by rank 0, agreed by all at this
+        """Returns whether to stop and whether to checkpoint: found by rank 0, agreed by all at this
         step boundary.
 
         Rank 0 says too after how many steps all of them ask again, so that an answer takes no more
@@ -210,8 +232,8 @@ class Trainer:
             slowest_s = max(self.watchdog.times, default=math.inf)
             asked = torch.tensor(
                 [
-                    take_request(self.run.directory, "stop", step=self.step),
-                    take_request(self.run.directory, "checkpoint", step=self.step),
+                    self.requests.take("stop", self.step),
+                    self.requests.take("checkpoint", self.step),
                     self.heartbeat.must_gather(),
                     min(ASKED_STEPS, max(1, ASKED_EVERY_S // slowest_s)),
                 ],
@@ -236,14 +258,55 @@ class Trainer:
         row["validation_s"] = round(time.perf_counter() - start, 6)
 
     def _save(self) -> None:
+        if self.rank == 0:
+            with self.watchdog.paused():
+                # A run that resumes from this checkpoint has the metrics of all steps before it.
+                self.background.flush(FLUSH_WAIT_S)
+        self.background.check()
         self.home.check()
         self.recovery.save(self.step, self.samples)
 
     def _write_rows(self) -> None:
-        if self.metrics is not None:
-            with unless_full():
-                self.metrics.write(self.rows)
+        if self.rank == 0:
+            self.metrics.add(self.rows)
         self.rows.clear()
+
+    def _start_background(self) -> None:
+        """Starts the thread that reads and writes the monitoring files of this rank."""
+        background, beat_s = self.background, heartbeat.BEAT_EVERY_S
+        if self.rank == 0:
+            background.add(self.metrics.flush)
+            background.add(self.notices.write)
+            background.add(self.requests.look)
+            background.add(self.heartbeat.write_gathered)
+        if not self.heartbeat.is_gathered:  # Else most ranks have no such file, and need no thread.
+            background.add(self.heartbeat.write, beat_s)
+            background.add(self.heartbeat.write_answer)
+        if self.rank == 0:
+            background.add(self.heartbeat.write_state, beat_s)
+        background.start()
+
+    def _finish_background(self, limit_s: float) -> None:
+        """Has the last metrics, notices and heartbeat written, for at most `limit_s` seconds."""
+        self._write_rows()
+        with self.watchdog.paused():
+            self.background.finish(limit_s)
+        if unwritten := self.metrics.num_unwritten:
+            print(
+                f"WARNING: {counted(unwritten, 'line')} of metrics.jsonl could not be written and"
+                " are lost",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _report_disk(self, problem: str) -> None:
+        """Reports that the file system fails under the monitoring files. Called in the
+        background.
+        """
+        if self.rank == 0:
+            self.notices.add("disk", problem, self.step)
+        else:
+            print(f"WARNING: rank {self.rank}: {problem}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def _rows_of_a_failed_run_written(self) -> Iterator[None]:
@@ -256,5 +319,5 @@ class Trainer:
                 with contextlib.suppress(Exception):  # a device that has failed tells nothing more
                     while self.launched:
                         self.telemetry.after_step(self._finish_step())
-            self._write_rows()
+            self._finish_background(FAILURE_WAIT_S)
             raise

@@ -3,8 +3,8 @@
 A rank that is frozen, or waits for one that is, holds up all others in their collectives, for as
 long as those have patience (ten minutes and more). Time is counted in ticks of this process, so
 neither a stepped clock nor a process that was frozen and thawed as a whole looks like a hang. A
-file system that hangs, which may be why, cannot hold it up: what is written is written by threads
-that nobody waits for.
+file system that hangs, which may be why, cannot hold it up: files are read and written by threads
+for which the watchdog does not wait.
 """
 
 import contextlib
@@ -57,7 +57,8 @@ class Watchdog(Callback):
     Args:
         limit_s: seconds without a step, at least; None: never.
         rank: of this process.
-        alive: called while a step is late: says that this process still answers.
+        alive: called each TICK_S while a step is late. It has this rank's heartbeat say that the
+            process still answers, and never waits for the file system.
         look_at_ranks: remembers the heartbeats of all ranks, for `silent_ranks`.
         silent_ranks: returns the ranks whose heartbeat has not changed since `look_at_ranks`, or
             None if that is unknown.
@@ -127,7 +128,7 @@ class Watchdog(Callback):
         self.ended.set()
 
     def _watch(self, least_s: float) -> None:
-        writing = looking = dumping = None
+        looking = dumping = None
         end_wait_s = OTHERS_WAIT_S if self.rank else DUMP_WAIT_S if self.dump else 0.0
         while not self.ended.wait(TICK_S):
             self.silent_s += TICK_S
@@ -138,8 +139,8 @@ class Watchdog(Callback):
             if self.silent_s <= TICK_S:  # a step has ended since the last tick
                 looking = None
             limit_s = max(least_s, STEPS * max(self.times, default=0.0))
-            if self.silent_s > limit_s / 2 and not (writing and writing.is_alive()):
-                writing = _start(self._write_alive)
+            if self.silent_s > limit_s / 2:
+                self.alive()
             if self.silent_s > LOOK_SHARE * limit_s and self.rank == 0 and not looking:
                 looking = _start(self.look_at_ranks)
             if self.silent_s > limit_s and self.dump and not dumping:
@@ -147,10 +148,6 @@ class Watchdog(Callback):
             if self.silent_s > limit_s + end_wait_s:
                 _start(self._report_hang).join(REPORT_WAIT_S)
                 os._exit(1)
-
-    def _write_alive(self) -> None:
-        with contextlib.suppress(OSError):
-            self.alive()
 
     def _report_hang(self) -> None:
         silent = self.silent_ranks() if self.rank == 0 else [0]

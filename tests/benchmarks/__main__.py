@@ -54,6 +54,7 @@ BENCHMARKS = {
     "conversion": Benchmark("conversion"),
     "overhead": Benchmark("overhead", reads_dataset=True),
     "beside": Benchmark("overhead", "measure_beside", reads_dataset=True),
+    "slow_disk": Benchmark("slow_disk", reads_dataset=True),
     "evaluate": Benchmark("evaluate", reads_dataset=True),
     "scale": Benchmark("scale"),
     "growth": Benchmark("growth", reads_dataset=True),

@@ -22,6 +22,7 @@ from kit.data import training_samples
 from kit.plan import Plan
 from kit.recipe import DataSource, Recipe
 from kit.show.results import Row, row
+from kit.trainer import background
 from tests.benchmarks import (
     conversion,
     data,
@@ -151,6 +152,7 @@ def test_what_is_done_beside_the_engine_is_told_by_who_does_it(
     tiny_dataset, spec, tmp_path: Path, monkeypatch, forked
 ) -> None:
     monkeypatch.setattr(overhead.heartbeat, "BEAT_EVERY_S", 0.1)
+    monkeypatch.setattr(background, "PASS_EVERY_S", 0.02)
     monkeypatch.setattr(overhead.loop, "ASKED_STEPS", 8)
     monkeypatch.setattr(overhead.loop, "ASKED_EVERY_S", 60)
     found = overhead.measure_beside(tmp_path, tiny_dataset, steps=100, spec=spec)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import local
+from cluster import local, outcome
 from cluster.attempts import claim_attempt, claimed, next_attempt
-from cluster.files import RESERVE, RESERVE_BYTES, append_lines, unless_full
+from cluster.files import RESERVE, RESERVE_BYTES, append_lines
 from cluster.job import read_status
 from cluster.outcome import AttemptOutcome, RunDirectory, record_end, write_end
 from cluster.process import Process
@@ -168,8 +168,8 @@ def test_line_that_was_cut_off_costs_no_other(run_dir, filler):
 def test_process_outlives_a_log_on_a_full_disk(run_dir, filler):
     code = f"""{FILL}
 import traceback
-from cluster.files import outlive_full_log
-outlive_full_log()
+from cluster.files import outlive_log
+outlive_log()
 print('before', flush=True)
 fill(filler)
 try: 1 / 0
@@ -186,9 +186,39 @@ print('\u00e4fter')"""
     assert text.startswith("before\n") and text.endswith("äfter\n") and text.count("lost") < 2000
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_only_want_of_room_is_put_up_with(code):
-    with unless_full():
-        raise OSError(code, "full")
-    with pytest.raises(OSError, match="broken"), unless_full():
-        raise OSError(errno.EIO, "broken")
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOSPC])
+def test_unreadable_state_is_not_overwritten(tmp_path, monkeypatch, code):
+    """A state that cannot be read just now may name a process and a scheduler job."""
+    claim_attempt(tmp_path)
+    before = (tmp_path / "state.json").read_bytes()
+    open_file = os.open
+
+    def refuse(path, flags, *more, **named):
+        if str(path).endswith("state.json"):
+            raise OSError(code, os.strerror(code), str(path))
+        return open_file(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        update_state(tmp_path, attempt=1, state=JobState.RUNNING, step=8)
+    monkeypatch.undo()
+    assert (tmp_path / "state.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_end_is_recorded_when_the_disk_returns(tmp_path, monkeypatch, code):
+    claim_attempt(tmp_path)
+    monkeypatch.setattr(outcome, "RETRY_DELAYS_S", (0.01,) * 5)
+    replace = Path.replace
+    failures = [OSError(code, os.strerror(code))] * 3
+
+    def fail_at_first(path, target):
+        if failures:
+            raise failures.pop()
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", fail_at_first)
+    record_end(RunDirectory(tmp_path), 1, AttemptOutcome(1, "rank 0 ended with code 1"))
+    report, state = read_exit(tmp_path), read_state(tmp_path)
+    assert report is not None and report.reason == "rank 0 ended with code 1"
+    assert state is not None and state.state is JobState.FAILED

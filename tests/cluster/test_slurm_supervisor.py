@@ -92,6 +92,25 @@ def test_a_person_s_request_outlives_a_requeue_by_slurm_itself(supervisor):
     assert read_asked(supervisor.run_dir, "stop") is not None
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_request_to_stop_is_repeated_until_it_is_written(supervisor, monkeypatch, code):
+    write = Mock(side_effect=[OSError(code, os.strerror(code))] * 2 + [None])
+    monkeypatch.setattr(module, "ask", write)
+    supervisor._ask_to_stop("the time limit is near")
+    assert supervisor.must_ask
+    for _ in range(4):
+        supervisor._write_request()
+    assert not supervisor.must_ask and write.call_count == 3
+
+
+@pytest.mark.parametrize(("max_restarts", "fate"), [(2, "requeue"), (0, "end")])
+def test_transient_disk_error_requeues_a_job_that_has_run(supervisor, max_restarts, fate):
+    supervisor.spec = supervisor.spec.replace(max_restarts=max_restarts)
+    outcome = supervisor._after_disk_error(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
+    assert (outcome.fate, outcome.rc) == (fate, 1)
+    assert supervisor._after_disk_error(OSError(errno.ENOSPC, "full")).fate == "end"
+
+
 @pytest.mark.parametrize("trouble", [OSError(errno.ENOSPC, "full"), JobError("no answer")])
 def test_trouble_with_the_disk_or_with_slurm_is_recorded(supervisor, monkeypatch, trouble):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")

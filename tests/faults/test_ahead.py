@@ -13,6 +13,7 @@ from cluster.state import JobState, ask, read_state, read_taken
 from kit.data import Samples
 from kit.trainer import loop
 from kit.trainer.loop import Trainer
+from kit.trainer.requests import Requests
 from tests.faults.attempts import Attempt, before_each_launch, finished, lines_of
 from tests.faults.cost import assert_same
 from tests.faults.test_bad_steps import ALONE, poison
@@ -131,19 +132,17 @@ def test_a_step_that_fails_is_told_when_its_turn_comes(prepare, sabotage):
 @pytest.mark.parametrize(
     ("every_s", "steps"), [(1e9, loop.ASKED_STEPS), (0.0, 1)], ids=["now and then", "slow steps"]
 )
-def test_requests_are_looked_for_by_all_ranks_at_the_same_steps_and_answered(
-    prepare, every_s, steps
-):
+def test_all_ranks_agree_on_requests_at_the_same_steps(prepare, every_s, steps):
     run = prepare("asked", num_steps=100_000, checkpoint_every=None)
 
     def counted(_: int) -> None:
-        loop.ASKED_EVERY_S, take = every_s, loop.take_request
+        loop.ASKED_EVERY_S, take = every_s, Requests.take
 
-        def looked(directory, request, step):
+        def looked(self, request, step):
             print(f"look for {request} after step {step}", flush=True)
-            return take(directory, request, step=step)
+            return take(self, request, step)
 
-        loop.take_request = looked
+        Requests.take = looked
 
     attempt = Attempt(run, 1, counted)
     attempt.until_step(3)

@@ -12,7 +12,7 @@ import kit
 from cluster.state import JobError, JobState, last_attempt, read_exit, read_history, read_taken
 from kit.errors import RunError
 from kit.run import Run
-from kit.trainer import heartbeat, loop
+from kit.trainer import background, heartbeat, loop
 from kit.trainer.loop import Trainer
 from tests.disks import fill
 from tests.faults.attempts import Attempt, before_each_launch, finished, lines_of
@@ -48,13 +48,15 @@ def full_between(
 
     def sabotage(rank: int) -> None:
         heartbeat.BEAT_EVERY_S = loop.ASKED_EVERY_S = 0.0
+        background.PASS_EVERY_S = 0.01
 
         def meddle(trainer: Trainer) -> None:
             if rank == 0 and trainer.step + 1 == full_at:
                 trainer.recovery.checkpoints.finish()  # else the save of an earlier step fails
+                fill(filler)
+                # Afterwards: the background would take it at once, while there is room.
                 (run.directory / "control").mkdir()
                 (run.directory / "control" / "request_checkpoint").touch()
-                fill(filler)
                 trainer.recovery.notices.add("hook", f"told on a full disk {'.' * 5000}", full_at)
             if trainer.step + 1 >= full_at:
                 print("." * 5000, flush=True)
@@ -81,8 +83,9 @@ def test_disk_that_is_full_for_a_while_costs_no_step(prepare_small, with_checkpo
     assert_each_step_is_told_once(run)
     assert_same(run, with_checkpoints)
     taken = read_taken(run.directory, "checkpoint")
-    assert taken is not None and taken.step == 18, "a request waits for room"
-    assert run.checkpoints.steps() == [18, 20, 30]
+    assert taken is not None and taken.step is not None
+    assert 18 <= taken.step <= 30, "a request waits for room"
+    assert run.checkpoints.steps() == sorted({10, 20, 30, taken.step})[-3:]
     lost, note = 30 - len(run.metrics()["step"]), "rows wait in memory; bit for bit as if unbroken"
     cost("disk full under the run for 6 steps: steps lost", lost, at_most=0, note=note)
 

@@ -14,6 +14,7 @@ from cluster.site import Site
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.export import export_table
 from kit.plan import Plan
+from kit.run import metrics
 from kit.run.metrics import Metrics, MetricsWriter
 from kit.spec import ModelSpec
 from tests.monitor.recorded import lines, recorded_run, row
@@ -45,12 +46,14 @@ class SmallDisk(io.FileIO):
     [(b"", b""), (b'{"step": 0}\n', b'{"step": 0}\n'), (b'{"step": 0, "lo', b'{"step": 0, "lo\n')],
     ids=["new", "whole", "torn"],
 )
-def test_rows_wait_for_room_and_are_written_whole(tmp_path: Path, before: bytes, ended: bytes):
+def test_rows_wait_for_room_and_are_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bytes, ended: bytes
+):
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(before)
+    disk = SmallDisk(file, "ab+")
+    monkeypatch.setattr(metrics, "appending", lambda _: disk)
     writer = MetricsWriter(file)
-    writer.stream.close()
-    writer.stream = disk = SmallDisk(file, "ab+")
     for step in range(1, 60):
         disk.room = 0 if step < 5 else step % 23  # a row takes 12 bytes, or one more
         try:
@@ -133,3 +136,17 @@ def test_lost_loss_and_norm_are_told_apart_from_unrecorded_ones(tmp_path: Path) 
     assert lost["loss"] != lost["loss"] and lost["grad_norm"] == float("inf")
     nowhere = {step: {"grad_norm": None} for step in range(40)}
     assert _metrics(tmp_path / "none.jsonl", nowhere).summary()["grad_norm"] is None  # type: ignore[arg-type]
+
+
+def test_lines_beyond_the_bound_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "MOST_WAITING", 3)
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    writer.add({"step": step} for step in range(1, 6))
+    assert writer.num_unwritten == 5
+    writer.write([{"step": 6}])
+    assert writer.stream is not None
+    writer.stream.close()
+    written = [json.loads(line)["step"] for line in writer.file.read_text().splitlines()]
+    assert written == [1, 2, 3] and writer.num_unwritten == 3

@@ -46,7 +46,6 @@ def test_ends_though_every_file_hangs(monkeypatch, tmp_path, silent, said):
     monkeypatch.setattr(watchdog, "REPORT_WAIT_S", 0.3)
     settings = {
         "limit_s": 0.2,
-        "alive": lambda: time.sleep(60),
         "silent_ranks": lambda: time.sleep(60) if silent == "hangs" else silent,
     }
     log = tmp_path / "log"

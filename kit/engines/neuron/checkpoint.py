@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from cluster.outcome import retry_disk
 from cluster.record import counted
 from kit.engines.neuron.engine import NeuronEngine
 from kit.errors import CheckpointError
@@ -87,16 +88,11 @@ class NxdCheckpoints:
         folder = self.checkpoints.path(facts["step"])
         files, checksums = self._files(folder)
         if dist.get_rank() == 0:
-            self.checkpoints.complete(
-                folder,
-                Manifest(
-                    attempt=self.attempt,
-                    time=time.time(),
-                    files=files,
-                    checksums=checksums,
-                    **facts,
-                ),
+            manifest = Manifest(
+                attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
             )
+            # All tensors are written: an error of the file system that passes must not lose them.
+            retry_disk(lambda: self.checkpoints.complete(folder, manifest))
             self.checkpoints.prune(
                 keep_last=self.recipe.keep_last, keep_every=self.recipe.keep_every
             )

@@ -1,0 +1,165 @@
+"""Work on the monitoring files of one rank, done in a thread for which training does not wait.
+
+Monitoring files are those by which people and the supervisor watch a run: metrics, heartbeats,
+alerts, the state of the job and the requests to it. A slow file system would slow every step if the
+training thread wrote them. A file system that fails for a moment would end the attempt.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from cluster.outcome import RunDirectory
+
+PASS_EVERY_S = 0.25
+"""Seconds between two passes over all work, so that a reader sees a step this much later."""
+RETRY_EVERY_S = 0.5
+"""Seconds between two tries at the end of training."""
+
+Work = Callable[[], None]
+
+
+class Background:
+    """Calls the registered work again and again in one thread.
+
+    An OSError of one piece of work changes nothing for training: it is counted, the first one is
+    reported, and the work is called again later. Any other error, such as the loss of the run
+    directory, stops the thread, and `check` raises it in the training thread.
+
+    Args:
+        home: the run directory.
+        report: called once, in the background, with a sentence that describes the first OSError.
+    """
+
+    def __init__(self, home: RunDirectory, report: Callable[[str], None]) -> None:
+        self.home = home
+        self.report = report
+        self.works: list[tuple[Work, float]] = []
+        self.called_at: dict[Work, float] = {}
+        """Time of the last call of each piece of work, by `time.monotonic`."""
+        self.thread: threading.Thread | None = None
+        self.changed = threading.Condition()
+        """Guards `wanted`, `finished`, `failure` and `is_ended`."""
+        self.wanted = 0
+        """Number of the newest pass that somebody waits for, or has asked to begin at once."""
+        self.finished = 0
+        """Number of the newest such pass that has ended."""
+        self.failure: Exception | None = None
+        self.is_ended = False
+        self.num_errors = 0
+        self.has_failed = False
+        """Whether a piece of work of the last pass has failed with an OSError."""
+
+    def add(self, work: Work, every_s: float = 0.0) -> None:
+        """Registers work, before `start`. It is called every `every_s` seconds, or in each pass if
+        `every_s` is shorter than PASS_EVERY_S. The work itself decides whether there is anything to
+        do.
+        """
+        self.works.append((work, every_s))
+
+    def start(self) -> None:
+        """Starts the thread, if there is work."""
+        if self.works and self.thread is None:
+            self.thread = threading.Thread(target=self._run, name="monitoring", daemon=True)
+            self.thread.start()
+
+    def check(self) -> None:
+        """Raises the error that stopped the thread, if any. Never waits."""
+        if self.failure is not None:
+            raise self.failure
+
+    def wake(self) -> None:
+        """Begins a pass at once. Never waits for it."""
+        with self.changed:
+            self.wanted += 1
+            self.changed.notify_all()
+
+    def flush(self, limit_s: float) -> bool:
+        """Calls all work once, from now on, and waits for that for at most `limit_s` seconds.
+        Returns whether all of it succeeded.
+        """
+        if self.thread is None:
+            return True
+        with self.changed:
+            self.wanted += 1
+            number = self.wanted
+            self.changed.notify_all()
+            is_over = self.changed.wait_for(
+                lambda: self.finished >= number or self.failure is not None, limit_s
+            )
+        return is_over and self.failure is None and not self.has_failed
+
+    def finish(self, limit_s: float) -> bool:
+        """Calls all work until all of it succeeds, for at most `limit_s` seconds, and ends the
+        thread. Returns whether all of it succeeded.
+
+        Work that hangs in the file system is left to its thread, which ends with the process.
+        """
+        deadline = time.monotonic() + limit_s
+        is_done = self.flush(limit_s)
+        while not is_done and self.failure is None and time.monotonic() < deadline:
+            time.sleep(RETRY_EVERY_S)
+            is_done = self.flush(max(0.0, deadline - time.monotonic()))
+        with self.changed:
+            self.is_ended = True
+            self.changed.notify_all()
+        if self.thread is not None and is_done:
+            self.thread.join()
+        if self.num_errors:
+            with suppress(OSError):
+                print(
+                    f"{self.num_errors} reads or writes of monitoring files failed in this attempt",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return is_done
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(
+                    lambda: self.is_ended or self.wanted > self.finished, PASS_EVERY_S
+                )
+                if self.is_ended:
+                    return
+                number = self.wanted
+                is_asked_for = number > self.finished
+            failure = self._pass(calls_all=is_asked_for)
+            with self.changed:
+                self.finished = number
+                self.failure = failure
+                self.changed.notify_all()
+            if failure is not None:
+                return
+
+    def _pass(self, *, calls_all: bool) -> Exception | None:
+        """Calls the work that is due, or all work. Returns the error that ends the thread."""
+        has_failed = False
+        try:
+            if self.has_failed:
+                # Work opens files again after an error, maybe in another directory of this name.
+                self.home.check()
+            for work, every_s in self.works:
+                now = time.monotonic()
+                if not calls_all and now - self.called_at.get(work, float("-inf")) < every_s:
+                    continue
+                self.called_at[work] = now
+                try:
+                    work()
+                except OSError as error:
+                    has_failed = True
+                    self._count(error)
+        except Exception as error:
+            return error
+        self.has_failed = has_failed
+        return None
+
+    def _count(self, error: OSError) -> None:
+        self.num_errors += 1
+        if self.num_errors == 1:
+            self.report(
+                f"a monitoring file cannot be read or written: {error}. Training continues. Each"
+                " file is tried again, and later errors of this attempt are only counted."
+            )
