@@ -78,7 +78,7 @@ def score_task(
             found: Any = evaluate(
                 lm,
                 loaded.definition,
-                limit=request.limit,
+                limit=request.limit,  # pyright: ignore[reportArgumentType]  # a fraction, too
                 log_samples=samples is not None,
                 apply_chat_template=request.apply_chat_template,
                 fewshot_as_multiturn=request.apply_chat_template,

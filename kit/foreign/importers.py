@@ -433,7 +433,7 @@ def _followed(
     """
     writer = MetricsWriter(run.directory / "metrics.jsonl")
     ended = contextlib.suppress(KeyboardInterrupt, FileNotFoundError)  # the user, or one is deleted
-    with contextlib.closing(writer.stream), ended:
+    with contextlib.closing(writer), ended:
         while not parser.done and run.directory.is_dir() and parser.file.exists():
             _tell(run, parser, recorder.last_row, report, following=True)
             idle(POLL_S)

@@ -111,6 +111,11 @@ class MetricsWriter:
         self.add(rows)
         self.flush()
 
+    def close(self) -> None:
+        """Closes the file. Lines that wait are not written."""
+        if self.stream is not None:
+            self.stream.close()
+
     def _open(self) -> io.FileIO:
         self.stream = appending(self.file)
         if not self.is_begun:

@@ -65,7 +65,7 @@ look eval MODEL --tasks TASK --limit 2 -o OUT/report.json
 look launch OUT/run --model RUN/spec.json --recipe RUN/recipe.json --data DATA --init-from MODEL
 """
 """Commands that read a Hugging Face folder."""
-SAMPLE = 30
+SAMPLE = 15
 """Number of pairs of a case and a command that run without --thorough."""
 EACH = 5
 """Number of commands that run on each case with --thorough. They are others for each kind of file,
