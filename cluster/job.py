@@ -170,20 +170,23 @@ def _size_of(file: Path) -> int:
         raise JobError(f"{file}: {error.strerror}.") from error
 
 
-def _pieces_of(file: Path) -> Iterator[str]:
-    """Yields the text of a log in pieces of at most CHUNK_BYTES bytes, up to its present end. A
-    log may be larger than the memory.
+def _pieces_of(file: Path, begin: int = 0) -> Iterator[str]:
+    """Yields the text of a log from byte `begin` to its present end, in pieces of at most
+    CHUNK_BYTES bytes. A log may be larger than the memory. Yields nothing if the log is missing.
 
     Raises:
         JobError: the log cannot be read.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    left = _size_of(file)
     try:
         with opened(file, follows=True) as stream:
+            left = os.fstat(stream.fileno()).st_size - begin
+            stream.seek(begin)
             while left > 0 and (chunk := stream.read(min(CHUNK_BYTES, left))):
                 left -= len(chunk)
                 yield decoder.decode(chunk)
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise JobError(f"{file}: {error.strerror}.") from error
     yield decoder.decode(b"", final=True)
@@ -196,12 +199,9 @@ def _end_of(file: Path) -> str:
     Raises:
         JobError: the log cannot be read.
     """
-    if (size := _size_of(file)) <= LOG_BYTES:
-        return "".join(_pieces_of(file))
-    with opened(file, follows=True) as stream:
-        stream.seek(size - LOG_BYTES)
-        text = stream.read(LOG_BYTES).decode(errors="replace")
-    return f"[the first {size - LOG_BYTES:,} bytes of {file} are left out here]\n{text}"
+    begin = max(0, _size_of(file) - LOG_BYTES)
+    text = "".join(_pieces_of(file, begin))
+    return f"[the first {begin:,} bytes of {file} are left out here]\n{text}" if begin else text
 
 
 class Job:

@@ -41,8 +41,8 @@ MESSAGE_MARK = "kit: "
 """Beginning of each line in which a script of the kit prints why it ends."""
 SUPERVISOR_LINE = re.compile(r"attempt \d{1,9} of .{1,4300} in job \S{1,99} on ")
 """First line that the supervisor of a Slurm job prints in each attempt."""
-SLURM_REMARK = re.compile(r"(srun|slurmstepd\S*): ")
-"""Beginning of a line that Slurm itself prints. Earlier output of the job explains more."""
+SLURM_REMARK = re.compile(r"(\d{1,9}: )?(srun|slurmstepd\S*): ")
+"""Beginning of a line that Slurm itself prints, with or without the task number of `--label`. Earlier output of the job explains more."""
 EMPTY_REMARK = re.compile(r'Try "\S+ --help"|srun: (launch/\S+|Terminating|Job step aborted|Force)')
 """Beginning of a line that srun prints after its error and that contains no reason."""
 ERROR_WORDS = re.compile(
@@ -224,6 +224,8 @@ def limit_retries(outcome: AttemptOutcome, home: RunDirectory, max_restarts: int
         return outcome
     elif is_stop_requested(run_dir):
         reason = f"{reason}, after a request to stop"
+    elif outcome.lost_node is not None:
+        return outcome
     elif max_restarts and (fruitless := _fruitless_starts(home)) > max_restarts:
         reason = f"{reason}; given up after {counted(fruitless, 'start')} without a new step"
     elif max_restarts or outcome.fate == "requeue":
@@ -245,10 +247,16 @@ def furthest_steps(run_dir: Path) -> dict[int, int]:
 
 
 def fruitless_starts(run_dir: Path) -> int:
-    """Returns how many of the newest attempts took no step that none had taken before."""
+    """Returns how many of the newest attempts took no step that none had taken before. Attempts
+    that a lost node ended are not counted, since no program of the job is at fault.
+    """
+    lost = {event.attempt for event in history_to_judge(run_dir) if event.lost_node}
     fruitless = best = 0
-    for _, step in sorted(furthest_steps(run_dir).items()):
-        fruitless = 0 if step > best else fruitless + 1
+    for attempt, step in sorted(furthest_steps(run_dir).items()):
+        if step > best:
+            fruitless = 0
+        elif attempt not in lost:
+            fruitless += 1
         best = max(best, step)
     return fruitless
 

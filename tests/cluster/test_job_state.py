@@ -97,10 +97,11 @@ kit: the module cuda/99 cannot be loaded
         ("kit: setup: x failed with code 1\nattempt 2 of run in job 5 on n1\nkilled\n", "killed"),
         ("0: no such device\nsrun: error: n1: task 0: Exited with code 1\n", "0: no such device"),
         ("srun: error: no step\nsrun: Terminating StepId=1.0\n", "srun: error: no step"),
+        ("0: no room\n0: slurmstepd-n1: error: *** STEP 1.0 CANCELLED ***\n", "0: no room"),
         (" \n\n", ""),
         ("", ""),
     ],
-    ids=["Lmod", "older", "task", "srun", "blank", "empty"],
+    ids=["Lmod", "older", "task", "srun", "labelled", "blank", "empty"],
 )
 def test_last_words_of_a_log(text, words):
     assert last_words(text) == words
@@ -474,6 +475,14 @@ def test_starts_without_a_new_step_are_counted(tmp_path, steps, fruitless):
         update_state(tmp_path, attempt=attempt, state="requeued")
     assert fruitless_starts(tmp_path) == fruitless
     assert any(furthest_steps(tmp_path).values()) == any(steps)
+
+
+def test_starts_that_a_lost_node_ended_are_not_counted(tmp_path):
+    lost = {2: "node2", 3: "node3"}
+    for attempt, step in ((1, 5), (2, None), (3, None), (4, None), (5, None)):
+        update_state(tmp_path, attempt=attempt, state="running", step=step)
+        update_state(tmp_path, attempt=attempt, state="requeued", lost_node=lost.get(attempt))
+    assert fruitless_starts(tmp_path) == 2
 
 
 def test_a_job_that_starts_as_it_is_cancelled_is_left_to_its_supervisor(tmp_path, monkeypatch):
