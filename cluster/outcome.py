@@ -42,7 +42,8 @@ MESSAGE_MARK = "kit: "
 SUPERVISOR_LINE = re.compile(r"attempt \d{1,9} of .{1,4300} in job \S{1,99} on ")
 """First line that the supervisor of a Slurm job prints in each attempt."""
 SLURM_REMARK = re.compile(r"(\d{1,9}: )?(srun|slurmstepd\S*): ")
-"""Beginning of a line that Slurm itself prints, with or without the task number of `--label`. Earlier output of the job explains more."""
+"""Beginning of a line that Slurm itself prints, with or without the task number of `--label`.
+Earlier output of the job explains more."""
 EMPTY_REMARK = re.compile(r'Try "\S+ --help"|srun: (launch/\S+|Terminating|Job step aborted|Force)')
 """Beginning of a line that srun prints after its error and that contains no reason."""
 ERROR_WORDS = re.compile(
