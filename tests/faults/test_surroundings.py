@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,6 +121,11 @@ def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(
     job.wait(timeout_s=30)
 
 
+def inode(file: Path) -> int:
+    """Returns the number of a file, 0 while it is missing."""
+    return file.stat().st_ino if file.exists() else 0
+
+
 @pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
 def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, replaced):
     """Without a supervisor: as a pod's ranks, or those of a node that is cut off."""
@@ -128,8 +134,8 @@ def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, repla
     attempt.until_step(5)
     # Just after a heartbeat of each: no rank is caught in the middle.
     beats = ["state.json", *(f"ranks/rank_{rank:05d}.json" for rank in range(2))]
-    waiting = {run.directory / name: (run.directory / name).stat().st_ino for name in beats}
-    while waiting := {file: old for file, old in waiting.items() if file.stat().st_ino == old}:
+    waiting = {run.directory / name: inode(run.directory / name) for name in beats}
+    while waiting := {file: old for file, old in waiting.items() if inode(file) == old}:
         time.sleep(0.001)
     run.directory.rename(run.directory.with_name("aside"))
     if replaced:
