@@ -158,7 +158,7 @@ def interrupt(seconds: float) -> None:
 
 
 FIVE = {"num_fewshot": 5}
-PART = {"num_items": 5, "limit": 5, "seed": 1234}
+PART = {"num_items": 5, "limit": 5, "seed": 1234, "has_first_items": True}
 DRAWN = {"num_samples": 20, "temperature": 0.8, "seed": 1234}
 HOT = {"num_fewshot": 5, "num_samples": 20, "temperature": 0.8}
 
@@ -177,6 +177,7 @@ def read_from(origin: Any, path: str) -> dict[str, Any]:
         (PART | {"num_fewshot": 0}, FIVE, {}, False),
         (PART, FIVE, {}, False),
         (PART, FIVE, {"limit": 5}, True),
+        (PART | {"has_first_items": False}, FIVE, {"limit": 5}, False),
         (PART, FIVE, {"limit": 5, "seed": 1}, False),
         (PART, FIVE, {"limit": 6}, False),
         ({"seed": 1234}, FIVE, {}, True),
