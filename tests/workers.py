@@ -50,17 +50,17 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 120,
     start: Callable[[], Any] = start_gloo,
+    method: str = "fork",
 ) -> list[Any]:
     """Returns `function(*args)` of every rank, in rank order; a rank's exception is raised here
     with its traceback.
 
-    `start` joins the process group.
+    `start` joins the process group. `method` is a start method of multiprocessing.
     """
     quick.refuse_many(num_ranks)
     import torch._dynamo  # noqa: F401  # every optimizer imports it: over a second of each rank otherwise
 
-    # A build for GPUs starts autograd's threads in this process, after which a fork cannot compile.
-    context = mp.get_context("fork" if torch.version.cuda is None else "spawn")
+    context = mp.get_context(method)
     queue, port = context.SimpleQueue(), free_port()
     processes = [
         context.Process(
