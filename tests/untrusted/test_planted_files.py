@@ -190,8 +190,8 @@ class Commands:
     def faults(self, case: Case, row: str) -> list[str]:
         """Returns what is wrong with one command on the run of one case."""
         self.prepare(case)
-        is_live = row.startswith("live")
-        if is_live:
+        follows = row.startswith("live") or "--follow" in row
+        if row.startswith("live"):
             try:
                 hostile.running(self.shared / "run")
             except OSError:
@@ -203,7 +203,7 @@ class Commands:
             now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30), resource.RLIM_INFINITY))
             at_first = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            said = self.kit(row, 1.0 if is_live else WALL_S)
+            said = self.kit(row, 1.0 if follows else WALL_S)
             more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - at_first
             return said, 1024 * more
 
@@ -211,7 +211,7 @@ class Commands:
             said, more = in_a_child(work, VIEWER, limit_s=2 * WALL_S)
         except TimeoutError:
             return [f"{case}: {row}: it does not end, even by Ctrl-C"]
-        found = wrong_words(said, is_live)
+        found = wrong_words(said, follows)
         found += [f"{more >> 20} MB"] if more > MORE_BYTES else []
         changed = {name for name, _ in before[1].items() ^ tree(self.shared).items()}
         if case.is_own:
@@ -224,10 +224,10 @@ class Commands:
         return [f"{case}: {row}: {fault}\n    {said.text[-1500:]}" for fault in found]
 
 
-def wrong_words(said: hostile.Said, is_live: bool) -> list[str]:
+def wrong_words(said: hostile.Said, follows: bool) -> list[str]:
     """Returns what is wrong with the exit code and the words of a command."""
     found = []
-    if said.code not in ((0, 1, 130) if is_live else (0, 1)):
+    if said.code not in ((0, 1, 130) if follows else (0, 1)):
         found.append(f"exit code {said.code}")
     if "Traceback" in said.text:
         found.append("a traceback")
