@@ -151,9 +151,9 @@ LOSSES |= {40: 3.103914260864258}
 VALIDATION = {30: 3.2845959663391113, 40: 3.1611571311950684}
 NEXT = [3.12924528, 3.08256340, 3.13108062, 3.07615685, 3.05746078, 3.16958117]
 BITS_PER_BYTE = 2.9985530035466965
-"""Of the four documents that the sample's report has, drawn at random."""
+"""Bits per byte of the four documents in the sample's report, which were drawn at random."""
 BITS_PER_BYTE_OF_ALL = 2.9820630299597894
-"""Of all eight documents, computed by the code that wrote the sample."""
+"""Bits per byte of all eight documents, computed by the code that wrote the sample."""
 FIRST_TOKENS = [48, 65, 286, 221, 21, 199, 199, 45, 89, 266, 69, 73]
 
 

@@ -1,4 +1,4 @@
-"""Which files of a folder are read as a corpus, and why the other files are not.
+"""Selects the files of a folder that are read as a corpus, and says why each other file is not.
 
 Each file that is not read is counted: `Unread` has the number, kind and size of such files.
 """

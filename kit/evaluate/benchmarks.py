@@ -174,7 +174,7 @@ def _is_batch_size(size: int | str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options(Record):
-    """How to score; the keywords of `evaluate`, `evaluate_folder` and `evaluate_model`.
+    """Options of scoring: the keywords of `evaluate`, `evaluate_folder` and `evaluate_model`.
 
     The keyword `dtype` may replace `precision`. Its values are lm-eval's names float32, bfloat16,
     float16, and auto: the precision in which the weights were saved.

@@ -82,7 +82,7 @@ class Format:
     closes: str = ""
     """Pattern of the last line of a text that spans several lines. The lines are read as one."""
     values: str = "the last step's values"
-    """Which values a line that stands for several steps prints."""
+    """Meaning of the values in a line that stands for several steps, in words."""
     counts_before: bool = False
     """Whether consumed samples leave out the samples of the line's own step."""
     times_held_out: bool = False

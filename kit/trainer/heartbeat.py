@@ -1,5 +1,5 @@
-"""What a rank reports to those who watch the run: its heartbeat, by which the watchdog names a rank
-that hangs, and notices for people.
+"""Reports of a rank: its heartbeat, by which the watchdog names a rank that hangs, and notices for
+people who watch the run.
 
 Each rank has a file. In a run of more than MANY ranks, rank 0 gathers the heartbeats of all ranks
 every GATHER_EVERY_S, so that no file system gets many writes at once. The training thread only

@@ -1,6 +1,6 @@
-"""By how much steps slow down while a metadata server takes 2 s for each rename, without
-checkpoints: one run of the demo model with short sequences, whose disk is slow in every other
-window.
+"""Slowdown of steps without checkpoints while a metadata server takes 2 s for each rename.
+
+One run of the demo model with short sequences is measured. Its disk is slow in every other window.
 """
 
 import time

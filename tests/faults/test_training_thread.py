@@ -1,4 +1,4 @@
-"""Which files the training thread opens, replaces and locks: none by which people watch the run."""
+"""The training thread opens, replaces and locks no file by which people watch the run."""
 
 import json
 import os

@@ -34,7 +34,7 @@ from tests.untrusted.hostile import finished_run, in_a_child
 
 OURS = (ConfigError, DataError, RunError, pickle.UnpicklingError)
 CPU_S, MEMORY_BYTES = 3.0, 512 << 20
-"""What a reader may take of one input: inputs have at most 200 KB."""
+"""Limits of processor time in seconds and of memory for one input of at most 200 KB."""
 
 LINE_S = 0.3
 """Longest processor time of one line of a log of 8 KiB, in seconds. It takes 0.03 s."""

@@ -220,7 +220,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def needed(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> dict[str, Path]:
-    """What the commands need, by the word that stands for it in a row."""
+    """Files and folders that the commands read, by the word for them in a row."""
     folder = tmp_path_factory.mktemp("needed")
     run = finished_run(
         folder / "runs" / "run", spec.replace(num_layers=1), str(tiny_dataset.directory)
