@@ -116,7 +116,7 @@ def test_a_crashed_attempt_starts_again_from_the_same_import(modules):
 
 def test_forked_ranks_die_with_their_supervisor(modules):
     handle = submit(job(modules, "import time; time.sleep(60)", forks=True), LAPTOP)
-    assert eventually(lambda: handle.logs(1))
+    assert eventually(lambda: handle.logs(0) and handle.logs(1))
     ranks = child_pids(supervisor(handle).pid)
     names = {Path(f"/proc/{rank}/comm").read_text().strip() for rank in ranks}
     assert names == {"rank 0", "rank 1"}
