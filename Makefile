@@ -36,7 +36,7 @@ test: system .venv/dev-installed  ## everything that CI runs: format, lint, type
 	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j4 \
 	    pytest-faults pytest-launching pytest-ranks pytest-notebooks pytest-later-notebooks pytest-rest pytest-views check
 
-# What only computes, of every room; tests/quick.py leaves the rest out. Two at a time.
+# What only computes, of every room; tests/support/quick.py leaves the rest out. Two at a time.
 MODELS := tests/cluster tests/parallel tests/engines tests/trainer tests/convert tests/evaluate tests/data tests/model tests/run tests/truth
 quick: .venv/dev-installed  ## in three minutes, while one works: format, lint, and the quick tests of every room
 	$(BIN)/ruff format --check .
@@ -84,17 +84,17 @@ gallery: .venv/notebooks-installed  ## run all notebooks and keep their pictures
 	$(BIN)/python -m tests.gallery
 
 validate: .venv/notebooks-installed  ## how far the planner is from what others measured: the whole table, kept in results/
-	$(BIN)/python -m tests.estimate.exams
+	$(BIN)/python -m tests.bench.exams
 
 bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of BENCHMARKS.md
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/python -m tests.bench
 
 # Needs no .venv, since a GPU machine may have no network. Without .venv it takes the first Python that can import torch and NumPy.
 bench-gpu:  ## measure one model on this machine's GPU beside other trainers, within 8 minutes: make bench-gpu OUT=DIR [MODEL=llama-1b] [DRY=1]
 	@test -n "$(OUT)" || { echo "OUT is missing: the folder that results are written to. Give one: make bench-gpu OUT=DIR"; exit 2; }
 	@for python in $(CURDIR)/$(BIN)/python python3 python3.14 python3.13 python3.12 python3.11; do \
 	    $$python -c 'import torch, numpy' 2>/dev/null && { \
-	    exec $$python -u -m tests.benchmarks.gpu --out "$(OUT)" $(if $(MODEL),--model $(MODEL)) $(if $(DRY),--dry-run); }; done; \
+	    exec $$python -u -m tests.bench.gpu --out "$(OUT)" $(if $(MODEL),--model $(MODEL)) $(if $(DRY),--dry-run); }; done; \
 	echo "No python3 here can import torch and numpy. Install both, or name an environment that has them on the PATH."; exit 2
 
 faults: .venv/dev-installed  ## kill, damage, starve and freeze real runs, here and on a real Slurm, and what takes longest; refreshes results/

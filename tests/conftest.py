@@ -18,7 +18,7 @@ from cluster.record import Record
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from tests import quick
+from tests.support import quick
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -92,7 +92,7 @@ def mount_memory(tmp_path):
 @pytest.fixture(scope="session")
 def reader_python(tmp_path_factory: pytest.TempPathFactory):
     """A function: the Python of an environment with the kit's wheel and what some extras name."""
-    from tests.environments import build_wheel, closure, make_environment
+    from tests.support.environments import build_wheel, closure, make_environment
 
     made: dict[tuple[str, ...], Path] = {}
     wheels: list[Path] = []
@@ -126,7 +126,7 @@ def gpt_spec() -> ModelSpec:
 @pytest.fixture(scope="session")
 def one_process():
     """A function: what a worker says of a model and a plan on one process, each called once."""
-    from tests.workers import run_ranks
+    from tests.support.workers import run_ranks
 
     made: dict[tuple, Any] = {}
 
@@ -142,7 +142,7 @@ def one_process():
 @pytest.fixture(scope="module")
 def run_standing() -> Iterator[Callable[..., list[Any]]]:
     """`run_ranks` on ranks that stay until the module's tests are done."""
-    from tests.workers import StandingRanks
+    from tests.support.workers import StandingRanks
 
     standing: dict[int, StandingRanks] = {}
 
@@ -164,7 +164,7 @@ def run_standing() -> Iterator[Callable[..., list[Any]]]:
 @pytest.fixture(scope="session")
 def native_run(one_process):
     """A function: what a few steps of a model under the native engine on one process give."""
-    from tests.parity import RECIPE, make_plan, train
+    from tests.support.parity import RECIPE, make_plan, train
 
     return lambda spec, recipe=RECIPE: one_process(train, spec, make_plan({}), recipe)
 
@@ -197,7 +197,7 @@ def unbroken(spec, recipe, tmp_path_factory: pytest.TempPathFactory):
     """A job of two processes that nobody has disturbed."""
     import kit
     from cluster.state import JobState
-    from tests.faults.cost import DP2
+    from tests.support.fault_cost import DP2
 
     folder = tmp_path_factory.mktemp("runs") / "unbroken"
     run = kit.launch(folder, spec=spec, plan=DP2, recipe=recipe)

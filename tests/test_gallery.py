@@ -190,12 +190,3 @@ def test_formulae_of_a_page_keep_their_backslashes_on_a_code_host() -> None:
     assert page == (
         "With $`a\\,b`$, $c$ and `$HOME, $X`:\n\n```math\nx\\;y\n  = \\{z\\}.\n```\n\nEnd."
     )
-
-
-@pytest.mark.parametrize(
-    "notebook", sorted(gallery.NOTEBOOKS.glob("*.ipynb")), ids=lambda notebook: notebook.stem
-)
-def test_code_in_sentences_is_as_wide_as_a_code_host_shows(notebook: Path) -> None:
-    told = [cell.source for cell in nbformat.read(notebook, as_version=4).cells]
-    blocks = re.findall(r"^```(?:python|toml)\n(.*?)^```", "\n".join(told), re.M | re.S)
-    assert [line for block in blocks for line in block.splitlines() if len(line) > 96] == []

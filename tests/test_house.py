@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources import ROOT, nodes
+from tests.support.sources import ROOT, nodes
 
 
 def rooms(package: str) -> dict[str, int]:

@@ -14,7 +14,7 @@ import pytest
 
 from cluster.record import ConfigError
 from kit.demo import REPOSITORY
-from tests.environments import outside
+from tests.support.environments import outside
 
 FOLDER = REPOSITORY / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.environments import closure
-from tests.sources import ROOT, nodes
+from tests.support.environments import closure
+from tests.support.sources import ROOT, nodes
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAMED = {"jupyterlab", "torch", "deepspeed", "ipywidgets", "wandb", "lm-eval"}
@@ -70,12 +70,6 @@ def test_constraints_pin_every_direct_dependency():
 
 def test_one_environment_for_the_notebooks_holds_what_the_project_is_named_after():
     assert closure("notebooks") >= NAMED, "and every package's own needs"
-    makefile = (ROOT / "Makefile").read_text()
-    light = re.findall(r"^(\w+): \.venv/notebooks-installed", makefile, re.MULTILINE)
-    assert light == ["demo", "lab", "gallery", "validate"]
-    extras = re.findall(r"^\.venv/(\w+)-installed: EXTRAS := (.*)", makefile, re.MULTILINE)
-    assert extras == [("notebooks", "notebooks"), ("dev", "notebooks,dev")]
-    assert makefile.count('-e ".[$(EXTRAS)]"') == 2, "by uv, else by pip"
 
 
 def imports_of(file: Path) -> set[str]:
@@ -143,28 +137,6 @@ def test_packages_come_from_this_checkout():
 def test_files_say_what_they_are_for():
     for file, (tree, *_) in nodes().items():
         assert ast.get_docstring(tree), f"{file}: say what it is for in a first docstring"
-
-
-def test_what_the_command_line_may_print_speaks_its_language():
-    """An error, or a state's reason, that names what is Python's names the option as well."""
-    python = re.compile(r"[ (`]\.[a-z]+\(|\b[A-Z]\w+\.[a-z_]+\b[ ,(]|\b[a-z_]+=(True|False|None)\b")
-    for file, node in ((file, node) for file, parts in nodes().items() for node in parts):
-        told = None
-        if isinstance(node, ast.Raise) and node.exc and "TimeoutError" not in ast.dump(node.exc):
-            told = node.exc
-        elif isinstance(node, ast.Assign | ast.AugAssign):
-            told = node.value if ast.unparse(node).startswith(("reason", "text")) else None
-        parts = [
-            each.value for each in ast.walk(told or ast.Pass()) if isinstance(each, ast.Constant)
-        ]
-        text = " ".join(part for part in parts if isinstance(part, str))
-        assert not python.search(text) or "--" in text, f"{file}: {text}"
-
-
-def test_readme_names_targets_of_make_that_exist():
-    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z]+):", makefile, flags=re.MULTILINE))
-    assert set(re.findall(r"`make ([a-z]+)`", readme)) <= targets
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.gallery import GALLERY, NOTEBOOKS
-from tests.prose import evidence, markdown, prose, unseen
+from tests.support.prose import evidence, markdown, prose, unseen
 
 SAID = {
     "20": "seconds, about; see BENCHMARKS.md",

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 SAMPLE = """
 import subprocess, sys, threading
 import pytest
-from tests.workers import run_ranks
+from tests.support.workers import run_ranks
 
 def start():
     subprocess.run([sys.executable, "-c", ""])

@@ -28,9 +28,9 @@ from kit.run import Run
 from kit.run.checkpoint_reader import CheckpointTensors
 from kit.show.terminal import PlainConsole
 from kit.train import _record_attempt
-from tests.faults.attempts import Attempt, finished, lines_of
-from tests.faults.cost import DP2
-from tests.workers import local_run
+from tests.support.attempts import Attempt, finished, lines_of
+from tests.support.fault_cost import DP2
+from tests.support.workers import local_run
 
 STEPS = 120  # of the recipe in conftest.py
 ONE = Plan(micro_batch_size=8, global_batch_size=8)

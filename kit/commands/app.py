@@ -46,36 +46,9 @@ PATHLIB = ("Symlink loop from", "Could not determine home directory")
 """How the standard library tells of two kinds of wrong paths, as errors without a type of their
 own."""
 
-WHY = "It is `kit status RUN --why` now."
-GONE = {
-    "alarm": (
-        "Write on_alert = 'COMMAND' into ~/.config/kit/config.toml: `kit watch RUN` runs it for"
-        " each alert."
-    ),
-    "alerts": "It is `kit status RUN` now.",
-    "attach": "It is `kit launch RUN --site FILE --there DIRECTORY` now.",
-    "average": "Average the folders that `kit export RUN --format hf` writes, with mergekit.",
-    "bench site": "It is `kit bench` now.",
-    "engine": (
-        "What a run's engine is told lies in its directory, as deepspeed.json or neuron.json."
-    ),
-    "eval data": "It is `kit eval-data` now.",
-    "explain": WHY,
-    "export-deepspeed": ("A checkpoint leaves by `kit export RUN --format hf`."),
-    "export-hf": "It is `kit export RUN --format hf --out FOLDER --step N` now.",
-    "figures": "It is `kit figure` without a name now, or `kit figure --out FOLDER` for all.",
-    "goodput": WHY,
-    "import-checkpoint": "It is `kit import SOURCE --out FOLDER --model MODEL` now.",
-    "profile": "Name the steps to record: `kit resume RUN --set 'recipe.profile_steps=[10, 12]'`.",
-    "rehearse": "It is `kit plan RUN --rehearse` now.",
-    "sink": "It is `kit export RUN --format wandb --follow` now.",
-    "smollm2": "In Python, kit.convert.smollm2.load_smollm2() returns the model.",
-}
-"""Commands that there were once, and what does their work now."""
-
 
 class Commands(TyperGroup):
-    """The commands, in panels; one that went is answered with what does its work now."""
+    """The commands, in the panels and the order of PANELS."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -89,13 +62,6 @@ class Commands(TyperGroup):
         """Takes `--json` wherever it stands."""
         moved = ["--json"] if "--json" in args else []
         return super().parse_args(ctx, moved + [word for word in args if word != "--json"])
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Finds the command of some words; UsageError where there is none."""
-        for name in (" ".join(args[:2]), args[0]):
-            if name in GONE:
-                ctx.fail(f"No such command {name!r}. {GONE[name]}")
-        return super().resolve_command(ctx, args)
 
 
 def _join_lines(command: Any) -> None:

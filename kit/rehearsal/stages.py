@@ -29,7 +29,7 @@ MAX_RISK = 0.05
 """Accepted probability of running out of memory, as in `kit plan`."""
 OWN_FILES, GROUP_FILES = 30, 6
 """Open files of a rank, and more for each group beside its connections: seen in `python -m
-tests.benchmarks groups`."""
+tests.bench groups`."""
 DEVICE_HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
 """Of one device: 419 unexpected interruptions of 16,384 H100 in 54 days (The Llama 3 Herd of
 Models, arXiv 2407.21783, section 3.3.4). Other machines fail at other rates: give your own."""

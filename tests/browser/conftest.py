@@ -9,7 +9,7 @@ import pytest
 from kit.monitor.curves import View
 from kit.monitor.widget import Monitor
 from kit.run import Run
-from tests.browser.lab import Lab, headless, photograph, why_not
+from tests.support.lab import Lab, headless, photograph, why_not
 
 PAGE = (Path(__file__).parent / "page.html").read_text()
 DARK = """document.body.style.setProperty('--jp-layout-color1', '#1e1e1e');

@@ -9,7 +9,15 @@ import pytest
 from cluster.site import Site
 from cluster.state import JobState, read_asked, take_request
 from kit.run import Run
-from tests.monitor.recorded import add_row, add_rows, beat, dead_process, recorded_run, say, write
+from tests.support.recorded_runs import (
+    add_row,
+    add_rows,
+    beat,
+    dead_process,
+    recorded_run,
+    say,
+    write,
+)
 
 BLUE, LIGHT_BLUE = "#0072B2", "#56B4E9"
 

@@ -1,8 +1,8 @@
 """A run directory from a stranger, in real Chromium: the dashboard and a notebook's tables."""
 
 from cluster.heartbeats import read_rank_heartbeats
-from tests.monitor.recorded import beat, recorded_run
-from tests.untrusted.hostile import SCRIPT
+from tests.support.hostile import SCRIPT
+from tests.support.recorded_runs import beat, recorded_run
 from tests.untrusted.test_words import hostile_run, pages
 
 OWNED = """() => [document.title, document.querySelectorAll('script:not([type=module])').length,

@@ -18,8 +18,8 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
-from tests.browser.lab import KERNEL, Notebook, wait_until
-from tests.environments import ROOT
+from tests.support.environments import ROOT
+from tests.support.lab import KERNEL, Notebook, wait_until
 
 pytestmark = pytest.mark.slow
 CELL = """import pathlib, time

@@ -16,8 +16,8 @@ from kit.plan import Plan
 from kit.run import Run
 from kit.show.table import Table
 from tests.browser.conftest import Screen
-from tests.environments import ROOT
-from tests.monitor.recorded import beat, looked_at, recorded_run
+from tests.support.environments import ROOT
+from tests.support.recorded_runs import beat, looked_at, recorded_run
 
 OVERLAPS = """() => {
   const seen = (e) => e.getClientRects().length && e.getBoundingClientRect().width;

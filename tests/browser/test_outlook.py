@@ -9,7 +9,7 @@ import pytest
 from cluster.state import JobState
 from kit.monitor.expected import BAND, Outlook
 from kit.run import Run
-from tests.monitor.recorded import happened, recorded_run
+from tests.support.recorded_runs import happened, recorded_run
 
 
 def _at_pace(folder: Path, times: float) -> Run:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.browser.lab import Notebook
+from tests.support.lab import Notebook
 
 pytestmark = pytest.mark.slow
 CELL = """import kit

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from kit.show.theme import DARK, GROUND
-from tests.browser.lab import Notebook
+from tests.support.lab import Notebook
 
 pytestmark = pytest.mark.slow
 CELL = """from kit.papers import paper_figure

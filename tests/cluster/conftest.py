@@ -19,7 +19,7 @@ from cluster.sandbox import START_WAIT_S, Sandbox, can_isolate, why_not
 from cluster.site import Site
 from cluster.state import JobError
 from tests.cluster.recovery import recover
-from tests.cluster.waiting import eventually
+from tests.support.waiting import eventually
 
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 

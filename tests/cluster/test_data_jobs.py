@@ -11,7 +11,7 @@ from kit.commands.app import app
 from kit.data import Dataset, build_dataset
 from kit.errors import ConfigError, DataError
 from tests.cluster.jobs import occupy
-from tests.cluster.waiting import eventually
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from cluster.state import (
 )
 from cluster.submission import submit
 from tests.cluster.jobs import LAPTOP, job_spec
-from tests.disks import fill
+from tests.support.disks import fill
 
 ROOT = Path(local.__file__).parents[2]
 
@@ -120,7 +120,7 @@ FILL = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from tests.disks import fill
+from tests.support.disks import fill
 filler = Path(sys.argv[1])
 """
 

@@ -17,7 +17,7 @@ from kit.data import build as building
 from kit.plan import Plan
 from kit.run import Run
 from tests.cluster.jobs import with_slurm
-from tests.sources import ROOT
+from tests.support.sources import ROOT
 
 NAMES = "token random queue torch tokenizers typing_extensions numpy json tests numbers".split()
 """Names of modules: of the standard library, and of packages that ranks and builds import."""

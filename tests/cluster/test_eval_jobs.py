@@ -9,7 +9,7 @@ from cluster.state import JobState
 from kit.evaluate import EvalReport
 from kit.evaluate.follow import follow_run
 from kit.plan import Plan
-from tests.cluster.waiting import eventually
+from tests.support.waiting import eventually
 
 NODES = "NodeName=node[1-4]"
 

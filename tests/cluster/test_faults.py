@@ -29,12 +29,12 @@ from kit.monitor.goodput import ledger
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.show.results import Row, row
-from tests.benchmarks.results import load_average, write_results
+from tests.bench.results import load_average, write_results
 from tests.cluster.conftest import configured
 from tests.cluster.jobs import STANDIN, job_spec, occupy, scheduler_job, standin, with_slurm
 from tests.cluster.recovery import power_off, recover
-from tests.cluster.waiting import eventually, processes
-from tests.runs import new_run
+from tests.support.runs import new_run
+from tests.support.waiting import eventually, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROWS: list[Row] = []

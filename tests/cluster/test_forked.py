@@ -12,7 +12,7 @@ from cluster.process import child_pids
 from cluster.state import JobState
 from cluster.submission import submit
 from tests.cluster.jobs import LAPTOP, job_spec, supervisor
-from tests.cluster.waiting import eventually
+from tests.support.waiting import eventually
 
 HEAVY = """
 import os

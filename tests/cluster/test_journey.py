@@ -15,9 +15,9 @@ import kit
 from cluster.site import Site
 from kit.run import Run
 from tests.browser.conftest import browser  # noqa: F401
-from tests.browser.lab import Lab, Notebook
 from tests.cluster.throttle import PLAN, SPEC, as_it_runs, slow_core
-from tests.cluster.waiting import processes
+from tests.support.lab import Lab, Notebook
+from tests.support.waiting import processes
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 SITE = """\

@@ -29,7 +29,7 @@ from cluster.state import (
 from cluster.status import read_status
 from cluster.submission import submit
 from tests.cluster.jobs import LAPTOP, job_spec, supervisor
-from tests.cluster.waiting import eventually, processes
+from tests.support.waiting import eventually, processes
 
 ROOT = Path(local.__file__).parents[2]
 SLEEP = "import time; time.sleep(600)"

@@ -34,8 +34,8 @@ from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from tests.cluster.jobs import standin, with_slurm
 from tests.cluster.shell import programs
-from tests.cluster.waiting import eventually
-from tests.monitor.recorded import recorded_run
+from tests.support.recorded_runs import recorded_run
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 DEMO = {

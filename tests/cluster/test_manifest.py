@@ -28,7 +28,7 @@ from cluster.state import (
 )
 from tests.cluster.eks import eks, training_job
 from tests.cluster.shell import hostile_text, programs, shellcheck, told
-from tests.cluster.waiting import eventually
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parent.parent.parent
 SCHEMA_VERSION = "1.33"

@@ -17,11 +17,11 @@ from cluster.site import Site
 from cluster.state import log_path
 from cluster.submission import submit
 from kit.show.results import Row, row
-from tests.benchmarks.results import load_average, write_results
+from tests.bench.results import load_average, write_results
 from tests.cluster.conftest import be_client
 from tests.cluster.jobs import STANDIN, standin
 from tests.cluster.test_faults import at_step, event, kill, supervisors
-from tests.cluster.waiting import eventually, processes
+from tests.support.waiting import eventually, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PER_NODE, LIMIT_S = 8, 40

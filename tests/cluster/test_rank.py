@@ -13,7 +13,7 @@ from cluster.outcome import keep_last_lines
 from cluster.process import Process
 from cluster.slurm.rank import Failure, failures_of
 from cluster.state import find_log, update_state
-from tests.cluster.waiting import eventually
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from cluster.slurm.preflight import ASKED
 from cluster.state import JobState, log_path, read_exit, update_state
 from cluster.submission import submit
 from tests.cluster.jobs import standin, with_slurm
-from tests.cluster.waiting import eventually
+from tests.support.waiting import eventually
 
 LISTENER = """
 import socket, sys, time

@@ -30,7 +30,7 @@ from kit.commands.app import app
 from tests.cluster.conftest import be_client
 from tests.cluster.jobs import job_spec, occupy, scheduler_job, standin, with_slurm
 from tests.cluster.shell import WORDS, programs
-from tests.cluster.waiting import eventually
+from tests.support.waiting import eventually
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_launch_jobs.ipynb"
 

@@ -10,7 +10,7 @@ from cluster.site import Site
 from kit.monitor.expected import PASSES, WAITS, Pace, pace
 from kit.run import Run
 from tests.cluster.throttle import PLAN, SPEC, as_it_runs, slow_core, slow_links
-from tests.cluster.waiting import eventually, processes
+from tests.support.waiting import eventually, processes
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 NODES, STEPS = [f"node{number}" for number in range(1, 5)], 24

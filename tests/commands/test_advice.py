@@ -23,7 +23,7 @@ from kit.errors import install_command
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from tests.sources import ROOT, nodes
+from tests.support.sources import ROOT, nodes
 
 VALUE = "VALUE"
 """Stands for what a message fills in."""

@@ -8,16 +8,15 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from kit.commands.app import GONE, app
+from kit.commands.app import app
 from kit.doctor import SLOW_IMPORT_S
 from kit.estimate.fit.published import FILE
 from kit.plan import Plan
 from kit.spec import ModelSpec
-from tests.monitor.recorded import recorded_run
+from tests.support.recorded_runs import recorded_run
 
 # In a process of its own, whose encoding is its own: `status`, and a command that fails.
 TWICE = """
@@ -30,16 +29,6 @@ for words in (["status", "run"], ["generate", "nowhere", sys.argv[1]]):
     except SystemExit as end:
         print("ended with", end.code or 0)
 """
-
-
-@pytest.mark.parametrize("name", GONE)
-def test_a_command_that_went_is_answered_with_what_does_its_work(
-    name, tmp_path, monkeypatch
-) -> None:
-    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
-    assert name not in typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
-    result = CliRunner().invoke(app, [name, "RUN", "--json"])
-    assert result.exit_code == 2 and f"No such command {name!r}. {GONE[name]}" in result.output
 
 
 def test_help_names_every_command_and_cuts_no_option_at_80_columns(monkeypatch) -> None:

@@ -19,7 +19,7 @@ from kit.commands.app import EXAMPLES, PANELS, app
 from kit.commands.runs import NEXT
 from kit.doctor import Finding
 from tests.commands.test_advice import problem
-from tests.monitor.recorded import recorded_run
+from tests.support.recorded_runs import recorded_run
 
 WHOLE = typer.main.get_command(app)
 SAID = re.compile(r"^(?P<text>[^\n]+): kit (?P<words>[^\n]+)$", re.M)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.shadows import find_shadows, python_path
-from tests.sources import ROOT
+from tests.support.sources import ROOT
 
 KIT = ["-P", "-c", "import sys; from kit.__main__ import main; sys.exit(main())"]
 OLD = "__version__ = '3.7'\n"

@@ -13,7 +13,7 @@ from kit.commands.app import app
 from kit.convert.hugging_face import whole_folder
 from kit.data import Dataset, build_dataset
 from kit.errors import ConfigError, DataError
-from tests.monitor.recorded import recorded_run, say
+from tests.support.recorded_runs import recorded_run, say
 
 PATHS = "nowhere", "file", "empty", "loop", "x" * 260, "file/inside", "~nobody-at-all/x", "a\udc80"
 COMMANDS = """

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from kit.commands.app import app
 from kit.convert.hugging_face import import_hugging_face
 from kit.errors import ConfigError, DataError
-from tests.convert.models import GPT, assert_equal, randomised
 from tests.convert.test_shards import write_megatron
+from tests.support.distinct_models import GPT, assert_equal, randomised
 
 
 def test_megatron_layers_become_a_hugging_face_folder(tmp_path: Path) -> None:

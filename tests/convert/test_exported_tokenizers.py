@@ -25,7 +25,7 @@ from kit.data.tokenizer import (
 )
 from kit.errors import DataError
 from kit.model import build_decoder
-from tests.convert import models
+from tests.support import distinct_models
 
 TEXTS = inspect.getsource(textwrap).split("\n\n")
 LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -43,7 +43,7 @@ def trained(texts: list[str] = TEXTS, **options: Any) -> SentencePieceTokenizer:
 
 def exported(tokenizer: Tokenizer, folder: Path, family: str = "llama") -> Any:
     """Returns the tokenizer of a folder, as its user loads it."""
-    spec = {"llama": models.LLAMA, "gpt": models.GPT}[family].replace(vocab_size=500)
+    spec = getattr(distinct_models, family.upper()).replace(vocab_size=500)
     export_hugging_face(build_decoder(spec), folder, tokenizer=tokenizer)
     return transformers.AutoTokenizer.from_pretrained(folder)
 

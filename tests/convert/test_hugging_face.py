@@ -15,7 +15,7 @@ from kit.convert.weights import Weights, from_theirs
 from kit.errors import ConfigError, DataError
 from kit.model import Decoder, build_decoder
 from kit.spec import RopeScaling
-from tests.convert.models import GPT, LLAMA, assert_equal, randomised
+from tests.support.distinct_models import GPT, LLAMA, assert_equal, randomised
 
 SCALING = RopeScaling(factor=4.0, original_max_position_embeddings=16)
 SPECS = {

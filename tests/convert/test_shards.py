@@ -22,7 +22,7 @@ from kit.convert.neuron import import_nxd
 from kit.convert.weights import to_theirs
 from kit.errors import ConfigError, DataError
 from kit.model import Decoder
-from tests.convert.models import GPT, LLAMA, assert_equal, randomised
+from tests.support.distinct_models import GPT, LLAMA, assert_equal, randomised
 
 
 def llama(num_kv_heads: int, num_layers: int = 2) -> Decoder:

@@ -13,7 +13,7 @@ from kit.convert import smollm2
 from kit.data.tokenizer import END_OF_TEXT
 from kit.errors import MissingPackageError
 from kit.model import Decoder, build_decoder
-from tests.convert.models import LLAMA
+from tests.support.distinct_models import LLAMA
 
 SPEC = LLAMA.replace(
     name=smollm2.NAME,

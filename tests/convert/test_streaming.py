@@ -21,10 +21,10 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.run.checkpoint_reader import TensorsOnlyReader
 from kit.spec import ModelSpec
-from tests.convert.models import assert_equal
 from tests.convert.test_shards import write_megatron, write_nxd
-from tests.untrusted.hostile import in_a_child
-from tests.workers import complete_checkpoint, local_run
+from tests.support.distinct_models import assert_equal
+from tests.support.hostile import in_a_child
+from tests.support.workers import complete_checkpoint, local_run
 
 # Saving without a process group is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kit.plan import Plan
-from tests.environments import ROOT
+from tests.support.environments import ROOT
 
 HERE = Path(__file__).parent / "fake_gpu"
 SITE = Path(torch.__file__).parents[1]

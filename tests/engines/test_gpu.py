@@ -5,7 +5,7 @@ import torch
 
 from kit.engines import gpu
 from kit.plan import Plan
-from tests.workers import run_ranks
+from tests.support.workers import run_ranks
 
 
 @pytest.mark.parametrize(

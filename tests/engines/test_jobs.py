@@ -16,7 +16,7 @@ from kit.errors import ConfigError
 from kit.plan import Plan
 from kit.spec import ModelSpec
 from tests.engines.test_neuron_recipes import PLANS, RECIPE, a_run
-from tests.sources import ROOT
+from tests.support.sources import ROOT
 
 FRONTIER_175B = Plan(
     tensor_parallel=4,

@@ -27,10 +27,10 @@ from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints
 from kit.run.checkpoint_reader import CheckpointTensors
 from kit.spec import ModelSpec
-from tests.checkpoints import facts, nxd_in
 from tests.engines.signatures import CALLS, SIGNATURES, check
-from tests.faults.attempts import Attempt, finished
-from tests.parity import (
+from tests.support.attempts import Attempt, finished
+from tests.support.checkpoints import facts, nxd_in
+from tests.support.parity import (
     BATCH,
     RECIPE,
     SAME_LEARNING,
@@ -43,7 +43,7 @@ from tests.parity import (
     overfit,
     some_thorough,
 )
-from tests.workers import local_run, run_ranks
+from tests.support.workers import local_run, run_ranks
 
 SP = {"tensor_parallel": 2, "sequence_parallel": True}
 LAYOUTS = {

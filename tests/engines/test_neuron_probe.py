@@ -13,8 +13,8 @@ from kit.engines.configuration import configuration_files
 from kit.engines.neuron.probe import SUPPORTED, NeuronError, probe, require
 from kit.plan import Plan
 from tests.engines.conftest import VERSIONS, install
-from tests.faults.attempts import Attempt
-from tests.workers import local_run
+from tests.support.attempts import Attempt
+from tests.support.workers import local_run
 
 ROOT = Path(__file__).parents[2]
 NEURON = Plan(engine="neuron", precision="bf16")

@@ -24,7 +24,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.rehearsal import rehearse
 from kit.spec import ModelSpec
-from tests.workers import local_run
+from tests.support.workers import local_run
 
 HLAT_7B = Plan(
     engine="neuron",

@@ -9,7 +9,7 @@ import pytest
 
 from tests.engines import signatures
 from tests.engines.trainium_torch import ROOT, group_calls, record, refuse_what_it_lacks
-from tests.untrusted.hostile import in_a_child
+from tests.support.hostile import in_a_child
 
 OWN = [
     *(

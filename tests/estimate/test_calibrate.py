@@ -18,7 +18,7 @@ from kit.estimate.theory.step_time import step_time
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from tests.runs import new_run
+from tests.support.runs import new_run
 
 TRUE = Coefficients().replace(
     gemm_efficiency=0.7, memory_efficiency=0.6, node_efficiency=0.6, factor=1.1

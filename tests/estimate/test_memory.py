@@ -25,7 +25,7 @@ from kit.parallel.tensor import apply_tensor_parallel, cross_entropy
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import PRESETS, ModelSpec
-from tests.estimate.exams.memory import fit_out_of_memory
+from tests.bench.exams.memory import fit_out_of_memory
 from tests.estimate.live_bytes import LiveBytes
 
 SHAPES = dict(

@@ -30,7 +30,7 @@ from kit.papers.recipes import published_recipe
 from kit.plan import Plan
 from kit.rules import SPLIT_SCHEDULES
 from kit.spec import ModelSpec
-from tests.pictures import check_figure
+from tests.support.pictures import check_figure
 
 REST = {"zero_stage": 1, "recompute": "full", "precision": "bf16", "compile": True}
 DEGREES = {"tensor_parallel": 4, "pipeline_parallel": 16, "data_parallel": 2}

@@ -26,8 +26,8 @@ from kit.estimate.theory.schedule import Simulation, simulate, simulate_plan
 from kit.estimate.theory.timeline import timeline_figure
 from kit.plan import Plan
 from kit.recipe import Recipe
-from tests.pictures import check_figure
-from tests.workers import run_ranks
+from tests.support.pictures import check_figure
+from tests.support.workers import run_ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 

@@ -9,7 +9,7 @@ from kit.estimate.choose.candidates import candidates
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from tests.workers import run_ranks
+from tests.support.workers import run_ranks
 
 BATCH = 8
 

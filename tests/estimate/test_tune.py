@@ -26,7 +26,7 @@ from kit.estimate.tuning.tune import TrialFailure, Trials, sensitivity, tune
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from tests.pictures import check_data
+from tests.support.pictures import check_data
 
 SPACE = {"tensor_parallel": (1, 2, 4, 8), "micro_batch_size": (1, 2, 4, 8), "zero_stage": (0, 1)}
 

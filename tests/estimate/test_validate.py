@@ -13,9 +13,9 @@ from kit.estimate.fit.fitting import Prior
 from kit.estimate.fit.published import FILE
 from kit.estimate.theory.hardware import GUESS, NAMES, Coefficients
 from kit.estimate.validation import validate
-from tests.estimate.exams import new_machine
-from tests.estimate.exams.everything import everything as all_rows
-from tests.estimate.exams.everything import regret
+from tests.bench.exams import new_machine
+from tests.bench.exams.everything import everything as all_rows
+from tests.bench.exams.everything import regret
 
 pytestmark = pytest.mark.slow
 

@@ -28,7 +28,7 @@ from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
-from tests.workers import complete_checkpoint, local_run
+from tests.support.workers import complete_checkpoint, local_run
 
 VOCAB_SIZE = 400
 SEQUENCE_LENGTH = 64

@@ -18,7 +18,7 @@ from kit.monitor.scores import ScoreFollower
 from kit.run import Run
 from kit.spec import ModelSpec
 from tests.evaluate.conftest import SPEC
-from tests.workers import run_ranks
+from tests.support.workers import run_ranks
 
 # Saving without a process group is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

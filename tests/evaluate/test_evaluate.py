@@ -18,8 +18,8 @@ from kit.errors import CheckpointError, ConfigError, DataError, MissingPackageEr
 from kit.evaluate import EvalReport, default_mirror, evaluate, evaluate_model, loading
 from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.explain import explain_item
-from tests.convert.models import assert_equal
 from tests.evaluate.conftest import split_file, write_rows
+from tests.support.distinct_models import assert_equal
 
 # Saving without a process group is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

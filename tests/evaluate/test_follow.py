@@ -19,7 +19,7 @@ from kit.evaluate.scoring import check_request
 from kit.monitor import eval_curve, eval_figure, run_figure, status_row
 from kit.monitor.scores import ScoreFollower, eval_reports
 from tests.evaluate.conftest import task_score
-from tests.pictures import check_data
+from tests.support.pictures import check_data
 
 # Saving without a process group is meant.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

@@ -24,7 +24,7 @@ from kit.evaluate.tasks import LoadedTask, load_task, quiet
 from kit.model import build_decoder
 from kit.parallel.gradients import local
 from tests.evaluate.conftest import OPINIONATED, asked
-from tests.workers import run_ranks
+from tests.support.workers import run_ranks
 
 LENGTH = 64
 

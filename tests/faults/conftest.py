@@ -9,10 +9,10 @@ import pytest
 
 from kit.plan import Plan
 from kit.run import Run
-from tests.benchmarks.results import load_average, write_results
-from tests.faults.attempts import finished
-from tests.faults.cost import DP2, ROWS
-from tests.workers import local_run
+from tests.bench.results import load_average, write_results
+from tests.support.attempts import finished
+from tests.support.fault_cost import DP2, ROWS
+from tests.support.workers import local_run
 
 
 @pytest.fixture(scope="package", autouse=True)

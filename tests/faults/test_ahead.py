@@ -14,9 +14,9 @@ from kit.data import Samples
 from kit.trainer import loop
 from kit.trainer.loop import Trainer
 from kit.trainer.requests import Requests
-from tests.faults.attempts import Attempt, before_each_launch, finished, lines_of
-from tests.faults.cost import assert_same
 from tests.faults.test_bad_steps import ALONE, poison
+from tests.support.attempts import Attempt, before_each_launch, finished, lines_of
+from tests.support.fault_cost import assert_same
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -19,8 +19,8 @@ from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
 from kit.trainer import heartbeat
-from tests.faults.attempts import Attempt, before_each_launch, finished
-from tests.faults.cost import DP2, cost
+from tests.support.attempts import Attempt, before_each_launch, finished
+from tests.support.fault_cost import DP2, cost
 
 pytestmark = pytest.mark.timeout(900)
 

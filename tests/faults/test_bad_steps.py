@@ -14,9 +14,9 @@ from kit.engines.native import NativeEngine
 from kit.parallel.gradients import local
 from kit.run.alerts import AlertLog
 from kit.trainer.batches import Batches
-from tests.faults.attempts import Attempt, before_each_launch, finished, lines_of
-from tests.faults.cost import DP2, assert_same, cost
-from tests.workers import local_run
+from tests.support.attempts import Attempt, before_each_launch, finished, lines_of
+from tests.support.fault_cost import DP2, assert_same, cost
+from tests.support.workers import local_run
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -14,8 +14,8 @@ from kit.errors import CheckpointError
 from kit.run import Run
 from kit.run.alerts import AlertLog
 from kit.run.checkpoint import checksum
-from tests.faults.attempts import Attempt, finished
-from tests.faults.cost import assert_same, cost
+from tests.support.attempts import Attempt, finished
+from tests.support.fault_cost import assert_same, cost
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -1,8 +1,8 @@
 """A file system that is slow or fails for some seconds under a launched run: training continues, or
 ends and can be resumed without loss.
 
-The calls of supervisor and ranks fail in the C library (`tests/failing_disk.c`), so no code of the
-kit knows of it.
+The calls of supervisor and ranks fail in the C library (`tests/support/failing_disk.c`), so no code
+of the kit knows of it.
 """
 
 import errno
@@ -21,11 +21,11 @@ from cluster.state import JobState, ask, last_attempt, read_state, read_taken
 from kit.plan import Plan
 from kit.run import Run
 from kit.run.alerts import AlertLog
-from tests.cluster.waiting import eventually, processes
-from tests.failing_disk import FailingDisk, Fault, compile_library, compiler
-from tests.faults.attempts import finished, lines_of
-from tests.faults.cost import assert_same
-from tests.workers import local_run
+from tests.support.attempts import finished, lines_of
+from tests.support.failing_disk import FailingDisk, Fault, compile_library, compiler
+from tests.support.fault_cost import assert_same
+from tests.support.waiting import eventually, processes
+from tests.support.workers import local_run
 
 pytestmark = [pytest.mark.timeout(600)]
 ONE = Plan(micro_batch_size=2, global_batch_size=2)

@@ -14,10 +14,10 @@ from kit.errors import RunError
 from kit.run import Run
 from kit.trainer import background, heartbeat, loop
 from kit.trainer.loop import Trainer
-from tests.disks import fill
-from tests.faults.attempts import Attempt, before_each_launch, finished, lines_of
-from tests.faults.cost import DP2, assert_same, cost
-from tests.workers import local_run
+from tests.support.attempts import Attempt, before_each_launch, finished, lines_of
+from tests.support.disks import fill
+from tests.support.fault_cost import DP2, assert_same, cost
+from tests.support.workers import local_run
 
 pytestmark = pytest.mark.timeout(900)
 ROOT = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def test_rows_that_wait_when_a_rank_is_killed_are_lost_as_its_steps_are(
 HOOK = """
 import time
 from pathlib import Path
-from tests.disks import fill
+from tests.support.disks import fill
 
 def on_step(state):
     if state.rank == 0 and state.step == 16 and not Path({mark!r}).exists():

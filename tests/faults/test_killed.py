@@ -18,8 +18,8 @@ import kit
 from cluster.state import read_state
 from kit import launcher
 from kit.run import Run
-from tests.faults.attempts import Attempt, size_of
-from tests.faults.cost import assert_same, cost
+from tests.support.attempts import Attempt, size_of
+from tests.support.fault_cost import assert_same, cost
 
 pytestmark = pytest.mark.timeout(900)
 SEED = 8

@@ -16,9 +16,9 @@ from kit.monitor.expected import PASSES, WAITS, pace
 from kit.run import Run
 from kit.trainer.batches import Batches
 from kit.trainer.loop import Trainer
-from tests.faults.attempts import before_each_launch, finished, lines_of
-from tests.faults.cost import DP2
-from tests.runs import new_run
+from tests.support.attempts import before_each_launch, finished, lines_of
+from tests.support.fault_cost import DP2
+from tests.support.runs import new_run
 
 pytestmark = pytest.mark.timeout(900)
 EACH, STALL_S = 10, 0.15

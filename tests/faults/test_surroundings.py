@@ -15,8 +15,8 @@ from cluster.state import JobState, read_state, update_state
 from kit.errors import RunError
 from kit.run import Run
 from kit.trainer.loop import Trainer
-from tests.faults.attempts import Attempt, before_each_launch, finished
-from tests.faults.cost import DP2, assert_same, cost
+from tests.support.attempts import Attempt, before_each_launch, finished
+from tests.support.fault_cost import DP2, assert_same, cost
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -14,8 +14,8 @@ from cluster.state import ask, read_state, read_taken
 from kit.run import Run
 from kit.trainer import heartbeat
 from kit.trainer.loop import Trainer
-from tests.cluster.waiting import eventually
-from tests.faults.attempts import Attempt
+from tests.support.attempts import Attempt
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(300)
 EVENTS = (

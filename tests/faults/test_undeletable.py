@@ -7,8 +7,8 @@ from pathlib import Path
 from cluster.state import read_state
 from kit.plan import Plan
 from kit.run.alerts import AlertLog
-from tests.faults.attempts import Attempt
-from tests.workers import local_run
+from tests.support.attempts import Attempt
+from tests.support.workers import local_run
 
 ONE_RANK = Plan(micro_batch_size=2, global_batch_size=2)
 

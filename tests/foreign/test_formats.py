@@ -12,8 +12,8 @@ from kit.commands.app import app
 from kit.errors import DataError
 from kit.monitor.text import recorded_alerts
 from kit.spec import ModelSpec
-from tests.foreign import logs
 from tests.foreign.conftest import DEGREES, assert_told
+from tests.support import foreign_logs as logs
 
 NONE = math.nan
 LENGTH = ModelSpec.preset("demo").sequence_length

@@ -27,7 +27,7 @@ from kit.monitor.sinks import scalars
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from tests.foreign.conftest import DEGREES, assert_told
-from tests.foreign.logs import (
+from tests.support.foreign_logs import (
     ARGUMENTS,
     MODERN,
     REDRAWN,
@@ -40,7 +40,7 @@ from tests.foreign.logs import (
     lumi,
     titan,
 )
-from tests.monitor.recorded import looked_at
+from tests.support.recorded_runs import looked_at
 
 NODE = DEGREES | {"global_batch_size": 8}
 

@@ -20,8 +20,8 @@ from cluster.record import ConfigError
 from kit.commands.app import app
 from kit.errors import DataError
 from kit.foreign.formats import lacks_digits, number
-from tests.foreign import logs
 from tests.foreign.conftest import DEGREES, assert_told
+from tests.support import foreign_logs as logs
 
 NONE = math.nan
 

@@ -15,7 +15,7 @@ from kit.measure.collectives import bus_factor
 from kit.measure.gemm import is_settled, measure_peak
 from kit.measure.site import best_rates, measure_site, remeasure, to_toml
 from kit.run import Run
-from tests.monitor.recorded import dead_process, recorded_run, say
+from tests.support.recorded_runs import dead_process, recorded_run, say
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch
 
 from kit.measure import node_check
 from kit.measure.node_check import NodeRate, NodeReport, check_nodes, record_nodes
-from tests.workers import run_ranks
+from tests.support.workers import run_ranks
 
 CPU = torch.device("cpu")
 

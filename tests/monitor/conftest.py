@@ -7,7 +7,7 @@ import pytest
 
 from kit.plan import Plan
 from kit.run import Run
-from tests.monitor.recorded import STEPS, lines, made, row
+from tests.support.recorded_runs import STEPS, lines, made, row
 
 
 @pytest.fixture

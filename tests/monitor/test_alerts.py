@@ -20,7 +20,7 @@ from kit.monitor.runs import runs_table
 from kit.monitor.text import recorded_alerts, status_row
 from kit.run import Run
 from kit.run.alerts import AlertLog
-from tests.monitor.recorded import add_row, add_rows, alert, beat, look, recorded_run
+from tests.support.recorded_runs import add_row, add_rows, alert, beat, look, recorded_run
 
 
 def kinds(dashboard: Dashboard) -> list[str]:

@@ -10,7 +10,7 @@ from kit.monitor.text import status_row, status_table
 from kit.plan import Plan
 from kit.run import Run
 from kit.show.terminal import as_text
-from tests.monitor.recorded import lines, made, row
+from tests.support.recorded_runs import lines, made, row
 
 CHANGE = 31
 """First step of the second attempt, which takes half the time."""

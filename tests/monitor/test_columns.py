@@ -19,7 +19,7 @@ from kit.run import columns as columns_module
 from kit.run.columns import Columns
 from kit.run.metrics import Metrics
 from kit.spec import ModelSpec
-from tests.monitor.recorded import lines, made, row, write
+from tests.support.recorded_runs import lines, made, row, write
 
 
 def line(step: int, attempt: int = 1, **values: object) -> str:

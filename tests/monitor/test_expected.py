@@ -23,7 +23,7 @@ from kit.monitor.expected import MEASURED, PASSES, Outlook, compare, pace
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
-from tests.monitor.recorded import made, row
+from tests.support.recorded_runs import made, row
 
 SITE = "selene"
 HALF = Plan(global_batch_size=64, precision="bf16")

@@ -11,7 +11,7 @@ from pyarrow import csv, parquet
 
 from kit.errors import ConfigError, RunError
 from kit.monitor.export import export
-from tests.monitor.recorded import write
+from tests.support.recorded_runs import write
 
 NUMBER = re.compile(r"-?(\d+(\.\d+)?(e[+-]?\d+)?|inf|nan)")
 

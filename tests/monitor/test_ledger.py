@@ -11,7 +11,7 @@ from kit.commands.app import app
 from kit.errors import RunError
 from kit.monitor.goodput import ledger
 from kit.run import Run
-from tests.monitor.recorded import happened, lines, looked_at, row, write
+from tests.support.recorded_runs import happened, lines, looked_at, row, write
 
 
 def step(run: Run, number: int, attempt: int, ended: float, took=1.0, **more: float) -> None:

@@ -10,8 +10,8 @@ from kit.monitor.dashboard import Dashboard
 from kit.monitor.ranks import RankTimes
 from kit.monitor.runs import runs_table
 from kit.run import Run
-from tests.benchmarks.scale import write_heartbeats
-from tests.monitor.recorded import recorded_run
+from tests.bench.scale import write_heartbeats
+from tests.support.recorded_runs import recorded_run
 
 OPENED: list[str] = []
 COUNTING = [False]

@@ -15,7 +15,15 @@ from kit.monitor.on_alert import OnAlert, on_alert_command
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.show.terminal import PlainConsole
-from tests.monitor.recorded import add_row, add_rows, alert, dead_process, look, recorded_run, say
+from tests.support.recorded_runs import (
+    add_row,
+    add_rows,
+    alert,
+    dead_process,
+    look,
+    recorded_run,
+    say,
+)
 
 
 @pytest.fixture

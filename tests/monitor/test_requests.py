@@ -9,7 +9,7 @@ import pytest
 from cluster.state import Event, JobState, TakenRequest, ask, take_request
 from kit.monitor.actions import Actions
 from kit.run import Run
-from tests.monitor.recorded import recorded_run
+from tests.support.recorded_runs import recorded_run
 
 
 @pytest.fixture

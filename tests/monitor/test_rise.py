@@ -10,7 +10,7 @@ from kit.recipe import DataPhase, DataSource
 from kit.run import Run
 from kit.run.alerts import AlertLog
 from kit.trainer.spikes import bad_start, spikes
-from tests.monitor.recorded import TOKENS, add_row, look, recorded_run
+from tests.support.recorded_runs import TOKENS, add_row, look, recorded_run
 
 STEPS = np.arange(6000)
 HEALTHY = 1.9 + 9 * (1 + STEPS / 30) ** -0.45

@@ -21,9 +21,9 @@ from kit.monitor.runs import TAIL_BYTES, compare_figure, find_runs, runs_table, 
 from kit.plan import Plan
 from kit.run import Run
 from kit.spec import ModelSpec
-from tests.foreign.logs import frontier
-from tests.monitor.recorded import lines, made, row
-from tests.pictures import check_data
+from tests.support.foreign_logs import frontier
+from tests.support.pictures import check_data
+from tests.support.recorded_runs import lines, made, row
 
 
 def make(directory, *, steps=40, step_time_s=0.5, spec: str | ModelSpec = "demo", **plan) -> Run:

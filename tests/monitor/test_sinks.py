@@ -18,9 +18,9 @@ from kit.errors import ConfigError, MissingPackageError
 from kit.evaluate.report import EvalReport, Metric
 from kit.monitor.sinks import copy_metrics
 from kit.run import Run
-from tests.cluster.waiting import eventually
 from tests.evaluate.conftest import task_score
-from tests.monitor.recorded import STEPS, lines, row, write
+from tests.support.recorded_runs import STEPS, lines, row, write
+from tests.support.waiting import eventually
 
 
 def _wandb_history(folder: Path) -> dict[str, list[dict]]:

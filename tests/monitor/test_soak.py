@@ -14,7 +14,7 @@ import pytest
 
 from cluster.state import JobState, log_path, update_state
 from kit.monitor.dashboard import Dashboard, View, log_lines
-from tests.monitor.recorded import beat, lines, look, recorded_run, row, rows, say, spoil
+from tests.support.recorded_runs import beat, lines, look, recorded_run, row, rows, say, spoil
 
 HOURS, TICK_STEPS, LOOK_TICKS = 24, 50, 4
 """A step takes a second; 50 of them come between two ticks, 200 between two looks."""

@@ -20,8 +20,8 @@ from kit.monitor.live import curve_html, view_html
 from kit.monitor.text import status_row
 from kit.plan import Plan
 from kit.run import Run, columns
-from tests.monitor.recorded import lines, made, row, say, spoil
-from tests.pictures import check_data
+from tests.support.pictures import check_data
+from tests.support.recorded_runs import lines, made, row, say, spoil
 
 
 @pytest.fixture

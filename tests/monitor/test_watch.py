@@ -30,7 +30,7 @@ from kit.monitor.text import bars
 from kit.run import Run
 from kit.run.alerts import AlertLog
 from kit.show import terminal
-from tests.monitor.recorded import alert, dead_process, recorded_run, say, spoil
+from tests.support.recorded_runs import alert, dead_process, recorded_run, say, spoil
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from cluster.state import JobState, read_asked, take_request
 from kit.data.wheels import file_sha256
 from kit.monitor.dashboard import View
 from kit.monitor.text import status_row
-from tests.cluster.waiting import eventually
-from tests.monitor.recorded import add_rows, dead_process, looked_at, recorded_run, say
+from tests.support.recorded_runs import add_rows, dead_process, looked_at, recorded_run, say
+from tests.support.waiting import eventually
 
 anywidget = pytest.importorskip("anywidget")
 from kit.monitor.widget import STATIC, CellActivity, Monitor  # noqa: E402

@@ -14,7 +14,7 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
 from tests.evaluate.conftest import task_score
-from tests.runs import new_run
+from tests.support.runs import new_run
 
 PLAN_175B: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 16, "zero_stage": 1}
 PLAN_175B |= {"recompute": "full", "precision": "bf16"}

@@ -19,7 +19,7 @@ from kit.papers import (
 )
 from kit.show.style import new_figure, save_figure
 from kit.show.themed_figure import ThemedFigure
-from tests.pictures import check_data, check_panels
+from tests.support.pictures import check_data, check_panels
 
 pytestmark = pytest.mark.slow
 

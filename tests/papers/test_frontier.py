@@ -18,7 +18,7 @@ from kit.papers.frontier_throughput import measured_relations, modelled_relation
 from kit.papers.recipes import published_recipe
 from kit.spec import ModelSpec
 from tests.papers.recorded import cluster_run, demo_study, values
-from tests.pictures import check_figure
+from tests.support.pictures import check_figure
 
 WITHOUT_RUNS = {
     "frontier-search",

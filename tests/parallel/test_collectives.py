@@ -5,7 +5,7 @@ import warnings
 import pytest
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.parity import batches, build, make_plan
+from tests.support.parity import batches, build, make_plan
 
 LAYERS = 4
 

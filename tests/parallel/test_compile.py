@@ -6,8 +6,16 @@ import warnings
 import pytest
 import torch
 
-from tests.parity import RECIPE, TOLERANCE, differences, fit, make_plan, some_thorough, train
-from tests.workers import run_ranks
+from tests.support.parity import (
+    RECIPE,
+    TOLERANCE,
+    differences,
+    fit,
+    make_plan,
+    some_thorough,
+    train,
+)
+from tests.support.workers import run_ranks
 
 LAYOUTS = {
     "recompute full": {"recompute": "full"},

@@ -28,10 +28,11 @@ from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints
 from kit.run.checkpoint_reader import CheckpointTensors
 from kit.spec import ModelSpec
-from tests import parity
-from tests.checkpoints import facts, writer_in
-from tests.faults.attempts import Attempt, finished
-from tests.parity import (
+from tests.support import parity
+from tests.support.attempts import Attempt, finished
+from tests.support.checkpoints import facts, writer_in
+from tests.support.hostile import in_a_child
+from tests.support.parity import (
     CPU,
     RECIPE,
     TOLERANCE,
@@ -41,8 +42,7 @@ from tests.parity import (
     fit,
     some_thorough,
 )
-from tests.untrusted.hostile import in_a_child
-from tests.workers import local_run, run_ranks
+from tests.support.workers import local_run, run_ranks
 
 ALL = {**parity.ALL, "zero_stage": 1}
 LAYOUTS = {

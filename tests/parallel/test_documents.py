@@ -10,7 +10,7 @@ from kit.model import Past, build_decoder, past
 from kit.model.past import DOCUMENT_ARGUMENTS, document_begins, has_document_kernel
 from kit.plan import Plan
 from kit.spec import ModelSpec
-from tests.parity import build, make_plan
+from tests.support.parity import build, make_plan
 
 END = 0
 

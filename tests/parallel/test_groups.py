@@ -16,9 +16,9 @@ from kit.parallel import groups
 from kit.parallel.groups import build_mesh
 from kit.plan import Plan
 from kit.spec import ModelSpec
-from tests.benchmarks.groups import join_lazily, use
-from tests.parity import build, make_plan
-from tests.workers import become_rank, free_port, run_ranks
+from tests.bench.groups import join_lazily, use
+from tests.support.parity import build, make_plan
+from tests.support.workers import become_rank, free_port, run_ranks
 
 GPT_1T = Plan(
     tensor_parallel=8, pipeline_parallel=64, data_parallel=6, zero_stage=1, global_batch_size=384

@@ -12,7 +12,7 @@ from kit.errors import ConfigError
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from tests.parity import (
+from tests.support.parity import (
     ALL,
     BATCH,
     RECIPE,
@@ -25,7 +25,7 @@ from tests.parity import (
     some_thorough,
     train,
 )
-from tests.workers import run_ranks
+from tests.support.workers import run_ranks
 
 PP2 = {"pipeline_parallel": 2}
 INTERLEAVED = {**PP2, "schedule": "interleaved", "virtual_stages": 2}

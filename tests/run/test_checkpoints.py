@@ -30,8 +30,8 @@ from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader
 from kit.run.checkpoint_writer import CheckpointWriter
 from kit.spec import ModelSpec
 from kit.trainer.recovery import PortableCheckpoints
-from tests.checkpoints import facts, writer_in
-from tests.workers import local_run, run_ranks
+from tests.support.checkpoints import facts, writer_in
+from tests.support.workers import local_run, run_ranks
 
 
 def mine(step: int, size: int = 5) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from kit.plan import Plan
 from kit.run import metrics
 from kit.run.metrics import Metrics, MetricsWriter
 from kit.spec import ModelSpec
-from tests.monitor.recorded import lines, recorded_run, row
+from tests.support.recorded_runs import lines, recorded_run, row
 
 
 def _metrics(file: Path, changes: dict[int, dict[str, float]], peak: bool = True) -> Metrics:

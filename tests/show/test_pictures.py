@@ -27,9 +27,9 @@ from kit.show.style import new_figure, short
 from kit.show.table import Table
 from kit.show.theme import DARK, GREY, TEXT
 from kit.spec import ModelSpec
-from tests.estimate.exams.new_machine import Met, never_met_figure
+from tests.bench.exams.new_machine import Met, never_met_figure
 from tests.evaluate.conftest import task_score
-from tests.pictures import check_data, check_figure
+from tests.support.pictures import check_data, check_figure
 
 SPECS = ("demo", "gpt-1.4b", "gpt-22b", "gpt-175b", "gpt-1t", "hlat-7b", "hlat-70b", "llama3-8b")
 

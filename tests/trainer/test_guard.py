@@ -14,8 +14,8 @@ from kit.recipe import Recipe
 from kit.spec import ModelSpec
 from kit.trainer.guard import PATIENCE, Guard, check_recipe
 from kit.trainer.spikes import WINDOW
-from tests.parity import batches, build, make_plan
-from tests.workers import run_ranks
+from tests.support.parity import batches, build, make_plan
+from tests.support.workers import run_ranks
 
 RECIPE = Recipe(data="data", num_steps=100)
 

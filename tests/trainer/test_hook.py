@@ -17,9 +17,9 @@ from kit.plan import Plan
 from kit.run import HOOK, Run
 from kit.run.alerts import AlertLog
 from kit.trainer.hook import Hook, _checked
-from tests.faults.attempts import finished, lines_of
+from tests.support.attempts import finished, lines_of
+from tests.support.workers import local_run, run_ranks
 from tests.trainer.steps import done
-from tests.workers import local_run, run_ranks
 
 STAGES = Plan(tensor_parallel=1, pipeline_parallel=2, micro_batch_size=2, global_batch_size=8)
 WEIGHTS = """

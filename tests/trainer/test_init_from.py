@@ -20,9 +20,9 @@ from kit.recipe import Recipe
 from kit.run import Run
 from kit.spec import ModelSpec
 from kit.trainer.recovery import start_from
-from tests.faults.attempts import finished
-from tests.parity import build, make_plan
-from tests.workers import local_run, run_ranks
+from tests.support.attempts import finished
+from tests.support.parity import build, make_plan
+from tests.support.workers import local_run, run_ranks
 
 BATCH = 4
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -9,8 +9,8 @@ import pytest
 from cluster.state import ask
 from kit.plan import Plan
 from kit.run import Run
-from tests.faults.attempts import Attempt
-from tests.workers import local_run
+from tests.support.attempts import Attempt
+from tests.support.workers import local_run
 
 DP2 = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=8)
 

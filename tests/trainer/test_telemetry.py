@@ -19,10 +19,10 @@ from kit.spec import ModelSpec
 from kit.trainer import telemetry
 from kit.trainer.telemetry import SpeedProbe, collect_garbage, memory_row
 from kit.trainer.watchdog import Watchdog
-from tests.monitor.recorded import recorded_run
-from tests.parity import batches, build, make_plan
+from tests.support.parity import batches, build, make_plan
+from tests.support.recorded_runs import recorded_run
+from tests.support.workers import run_ranks
 from tests.trainer.steps import done
-from tests.workers import run_ranks
 
 
 def tensors_in_cycles(spec: ModelSpec, engine_name: str, changes: dict) -> int:

@@ -8,9 +8,9 @@ from kit.engines import build_engine
 from kit.plan import Plan
 from kit.recipe import Recipe
 from kit.spec import ModelSpec
-from tests.benchmarks.contestants import theirs as transformers_model
-from tests.convert.models import GPT, LLAMA, randomised
-from tests.workers import run_ranks
+from tests.bench.contestants import theirs as transformers_model
+from tests.support.distinct_models import GPT, LLAMA, randomised
+from tests.support.workers import run_ranks
 
 # One more position than tokens to predict: transformers shifts the labels of all of them itself.
 SPECS = {spec.family: spec.replace(sequence_length=33) for spec in (LLAMA, GPT)}

@@ -32,9 +32,9 @@ from kit.monitor.scores import eval_curve
 from kit.monitor.text import recorded_alerts, status_row
 from kit.run import Run
 from tests.evaluate.conftest import task_score
-from tests.monitor.recorded import looked_at
-from tests.runs import seal
-from tests.untrusted.hostile import STEPS, finished_run, kit, running
+from tests.support.hostile import STEPS, finished_run, kit, running
+from tests.support.recorded_runs import looked_at
+from tests.support.runs import seal
 
 OURS = (ConfigError, DataError, RunError, JobError)
 CPU_S, WALL_S, MORE_BYTES = 2.0, 20.0, 300 << 20

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cluster import liveness
+from tests.support.hostile import in_a_child
 from tests.untrusted import planted
-from tests.untrusted.hostile import in_a_child
 from tests.untrusted.planted import RECORDS, SLOW, VIEWS
 
 pytestmark = pytest.mark.slow

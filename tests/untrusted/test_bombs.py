@@ -30,7 +30,7 @@ from kit.foreign.formats import FORMATS, Format, pattern_format
 from kit.foreign.logs import LONGEST_LINE, Parser
 from kit.foreign.suggest import suggested_pattern
 from kit.run.checkpoint_reader import PlainUnpickler, _MetadataUnpickler
-from tests.untrusted.hostile import finished_run, in_a_child
+from tests.support.hostile import finished_run, in_a_child
 
 OURS = (ConfigError, DataError, RunError, pickle.UnpicklingError)
 CPU_S, MEMORY_BYTES = 3.0, 512 << 20

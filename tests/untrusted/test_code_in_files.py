@@ -34,8 +34,8 @@ from kit.run import Run
 from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
 from tests.convert.test_shards import write_arguments, write_megatron
-from tests.runs import seal
-from tests.untrusted.hostile import STEPS, Payload, Reduced, finished_run, save_checkpoint
+from tests.support.hostile import STEPS, Payload, Reduced, finished_run, save_checkpoint
+from tests.support.runs import seal
 
 SPEC = ModelSpec.llama(
     name="tiny",

@@ -12,7 +12,7 @@ import kit
 from cluster import files, state
 from cluster.state import JobState, update_state
 from kit import launcher
-from tests.untrusted.hostile import STRANGER, finished_run
+from tests.support.hostile import STRANGER, finished_run
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs two users")
 

@@ -20,8 +20,8 @@ from kit.monitor.sinks import scalars
 from kit.run import Run
 from kit.show.style import plain_cell, save_figure
 from kit.show.terminal import PlainConsole, PlainStream
-from tests.monitor.recorded import recorded_run
-from tests.untrusted.hostile import ESCAPES, kit
+from tests.support.hostile import ESCAPES, kit
+from tests.support.recorded_runs import recorded_run
 from tests.untrusted.planted import whole_run
 
 ATTACK = f"=1+1{ESCAPES}\x0b\x7f\x00\r\u2066\u061c\u200f\u2028"

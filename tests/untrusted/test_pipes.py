@@ -18,7 +18,7 @@ from kit.errors import CheckpointError, DataError
 from kit.run import Run
 from kit.run.checkpoint import Manifest
 from kit.run.checkpoint_reader import CheckpointTensors
-from tests.untrusted.hostile import STEPS, finished_run, save_checkpoint
+from tests.support.hostile import STEPS, finished_run, save_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 PLANTED: dict[str, Callable[[Path], Any]] = {

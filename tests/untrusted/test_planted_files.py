@@ -19,8 +19,8 @@ import pytest
 
 from kit import launcher
 from kit.convert.hugging_face import export_run
-from tests.untrusted import hostile
-from tests.untrusted.hostile import (
+from tests.support import hostile
+from tests.support.hostile import (
     STRANGER,
     Calls,
     in_a_child,

@@ -14,8 +14,8 @@ from kit.evaluate.harness import write_samples
 from kit.papers import FIGURES
 from kit.show.style import new_figure, save_figure
 from kit.train import use_own_compile_cache
-from tests.untrusted import hostile
-from tests.untrusted.hostile import finished_run
+from tests.support import hostile
+from tests.support.hostile import finished_run
 
 PRECIOUS = b"three years of work"
 

@@ -40,9 +40,9 @@ from kit.monitor.sinks import copy_metrics
 from kit.monitor.text import recorded_alerts, status_table
 from kit.run import Run
 from kit.run.metrics import MetricsWriter
-from tests.foreign.logs import ARGUMENTS, head, line
-from tests.untrusted import hostile, planted
-from tests.untrusted.hostile import (
+from tests.support import hostile
+from tests.support.foreign_logs import ARGUMENTS, head, line
+from tests.support.hostile import (
     Calls,
     finished_run,
     leaves,
@@ -51,6 +51,7 @@ from tests.untrusted.hostile import (
     save_checkpoint,
     tree,
 )
+from tests.untrusted import planted
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),

@@ -28,9 +28,9 @@ from kit.run import Run
 from kit.run.metrics import Metrics
 from kit.show.terminal import PlainConsole, plain
 from kit.spec import ModelSpec
-from tests.monitor.recorded import dead_process, recorded_run, say
-from tests.pictures import check_figure
-from tests.untrusted.hostile import ESCAPES, MARKUP, SCRIPT
+from tests.support.hostile import ESCAPES, MARKUP, SCRIPT
+from tests.support.pictures import check_figure
+from tests.support.recorded_runs import dead_process, recorded_run, say
 
 # A site file --------------------------------------------------------------------------------------
 

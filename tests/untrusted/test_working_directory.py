@@ -21,9 +21,9 @@ from cluster.interpreter import module_command, source_command
 from kit.commands.app import app
 from kit.convert.hugging_face import export_run
 from kit.run import Run
-from tests.foreign.logs import ARGUMENTS, head, line
-from tests.sources import ROOT, nodes
-from tests.untrusted.hostile import finished_run, leaves, save_checkpoint, write_task
+from tests.support.foreign_logs import ARGUMENTS, head, line
+from tests.support.hostile import finished_run, leaves, save_checkpoint, write_task
+from tests.support.sources import ROOT, nodes
 
 pytestmark = [
     pytest.mark.slow,

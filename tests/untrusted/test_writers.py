@@ -9,8 +9,8 @@ import pytest
 
 from cluster.files import other_writers
 from kit import launcher
-from tests.untrusted import hostile
-from tests.untrusted.hostile import STRANGER, finished_run
+from tests.support import hostile
+from tests.support.hostile import STRANGER, finished_run
 
 
 @pytest.fixture

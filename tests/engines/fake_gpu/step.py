@@ -27,7 +27,7 @@ from kit.engines.native import NativeEngine
 from kit.model import Block, cross_entropy
 from kit.plan import Plan
 from kit.recipe import Recipe
-from tests.benchmarks.contestants import llama
+from tests.bench.contestants import llama
 from tests.engines.fake_gpu import triton_code
 from tests.engines.fake_gpu.h100 import outside_fake_tensors
 

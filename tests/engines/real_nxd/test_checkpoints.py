@@ -11,9 +11,9 @@ from kit.model import build_decoder
 from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints
 from kit.spec import ModelSpec
-from tests.checkpoints import facts, nxd_in
 from tests.engines.real_nxd.conftest import run_xla
-from tests.parity import RECIPE, batches, build, make_plan
+from tests.support.checkpoints import facts, nxd_in
+from tests.support.parity import RECIPE, batches, build, make_plan
 
 pytestmark = pytest.mark.neuron
 

@@ -9,8 +9,8 @@ from kit.plan import Plan
 from kit.spec import ModelSpec
 from tests.engines.real_nxd.closed import PLATFORM
 from tests.engines.real_nxd.conftest import run_xla
-from tests.parity import RECIPE, Trained, batches, build, differences, make_plan, train
-from tests.workers import run_ranks
+from tests.support.parity import RECIPE, Trained, batches, build, differences, make_plan, train
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.neuron
 

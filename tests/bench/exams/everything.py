@@ -1,0 +1,44 @@
+"""All that the planner is examined on, as one table."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kit.estimate.fit.published import PublishedRun
+from kit.estimate.theory.layouts import Array
+from kit.estimate.validation.validate import Group, machines, predictions, size_of, validate
+from kit.show.results import Row, row
+from tests.bench.exams.memory import memory_exam
+from tests.bench.exams.new_machine import new_machine
+from tests.bench.exams.search import search_exam
+
+
+def everything() -> tuple[Row, ...]:
+    """Returns errors of step times, strangers, choices and memory, and the search's speed."""
+    return (*validate(), *new_machine(machines()), *regrets(), *memory_exam(), *search_exam())
+
+
+def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tuple[float, int]:
+    """Returns (by how much the predicted best is slower, averaged over groups, their number)."""
+    lost, keys = [], [group(run) for run in runs]
+    for key in dict.fromkeys(keys):
+        members = [i for i, each in enumerate(keys) if each == key]
+        if len(members) >= 4:
+            cost = np.array([runs[i].num_devices / runs[i].plan.global_batch_size for i in members])
+            measured = cost * [runs[i].step_time_s or np.nan for i in members]
+            lost.append(measured[np.argmin(cost * predicted_s[members])] / measured.min() - 1)
+    return float(np.mean(lost)) if lost else float("nan"), len(lost)
+
+
+def regrets() -> list[Row]:
+    """Returns `regret` on the two machines of which most layouts were measured."""
+    known, predicted, rows = machines(), predictions(), []
+
+    def size_and_devices(run: PublishedRun) -> tuple:
+        return run.spec.hidden_size, run.num_devices, run.spec.sequence_length
+
+    for name, group in (("KAIST multi-node", size_of), ("Aleph Alpha", size_and_devices)):
+        lost, count = regret(known[name].runs, predicted[name][1], group)
+        note = f"{count} groups; predictions with the model size held out"
+        rows.append(row(f"layout regret, {name}", lost, "fraction", at_most=0.02, note=note))
+    return rows

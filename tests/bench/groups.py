@@ -1,0 +1,108 @@
+"""Ranks joining: descriptors, reads of the store and CPU seconds.
+
+The ranks are forked and do nothing but join, make the groups for control and checkpoints, and use
+each once. Descriptors and reads are counts; of many processes on few cores, CPU seconds are good to
+some 20 %.
+"""
+
+import datetime
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kit.engines import process_group
+from kit.parallel.groups import connect, cpu_group
+from kit.show.results import Row, row
+from tests.support.workers import run_ranks
+
+RANKS = 128
+GROUPS = 2
+"""The world's, which is control's too, and that of checkpoints."""
+c10d: Any = dist.distributed_c10d
+SEEN: dict[str, Any] = {}
+"""Of this rank's process."""
+
+
+class CountingStore(c10d.Store):
+    """Passes all calls to another store and counts the reads."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__()
+        self.store, self.reads = store, 0
+
+    def get(self, key: str) -> bytes:
+        self.reads += 1
+        return self.store.get(key)
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.store.add(key, amount)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta | None = None) -> None:
+        self.store.wait(keys, timeout) if timeout else self.store.wait(keys)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.store.check(keys)
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self.store.set_timeout(timeout)
+
+
+def join_lazily() -> None:
+    """Joins as a rank of the kit, counting."""
+    local_store = process_group.local_store
+
+    def counted(*args: Any) -> dict[str, Any]:
+        found = local_store(*args)
+        SEEN["store"] = CountingStore(found["store"])
+        return {**found, "store": SEEN["store"]}
+
+    def first(*args: Any) -> None:
+        SEEN.setdefault("reads_to_join", SEEN["store"].reads)
+        connect(*args)
+
+    process_group.local_store, process_group.connect = counted, first
+    SEEN.update(descriptors=_descriptors(), cpu=time.process_time())
+    process_group.start_process_group()
+
+
+def use(groups: int) -> dict[str, float]:
+    """Returns what one rank has seen once so many groups were made and used."""
+    for group in (dist.group.WORLD, *(cpu_group(f"group {i}") for i in range(1, groups))):
+        dist.broadcast(torch.zeros(2), src=0, group=group)
+        dist.barrier(group)
+    return {
+        "descriptors": _descriptors() - SEEN["descriptors"],
+        "reads_to_join": SEEN["reads_to_join"],
+        "reads": SEEN["store"].reads,
+        "cpu_s": time.process_time() - SEEN["cpu"],
+    }
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def measure(workplace: Path, ranks: int = RANKS) -> list[Row]:
+    """Returns what ranks that join and use their groups need, of any but the first the most;
+    nothing is written.
+    """
+    first, *others = seen = run_ranks(ranks, use, GROUPS, start=join_lazily)
+    most = {key: max(rank[key] for rank in others) for key in first}
+    note = f"{ranks} ranks, {GROUPS} groups; rank 0, with the store: "
+    cpu_s = statistics.median(rank["cpu_s"] for rank in seen)
+    opened, spent = f"{note}{first['descriptors']}", f"median; {note}{first['cpu_s']:.2f} s"
+    to_join, in_all = "lazy: reads of the store to join", "lazy: reads of the store in all"
+    return [
+        row("lazy: descriptors of a rank", most["descriptors"], at_most=40, note=opened),
+        row(to_join, most["reads_to_join"], at_most=0, note="one group"),
+        row(in_all, most["reads"], note="groups in use"),
+        row("lazy: CPU of a rank", cpu_s, "s", note=spent),
+    ]

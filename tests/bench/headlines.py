@@ -1,0 +1,153 @@
+"""What the first page says was measured: a sentence, a plan, and five rows, those that were met
+first.
+
+`python -m tests.bench.headlines` refreshes it, and the tables of BENCHMARKS.md, from
+`results/`.
+"""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from kit.show.results import Row, format_value
+from tests.bench.results import RESULTS, Results
+from tests.bench.tables import write_tables
+
+DOCUMENTS = (Path("BENCHMARKS.md"), Path("README.md"))
+"""Whose tables are refreshed, below the current directory."""
+HEADLINES = {
+    "evaluate": (
+        "kit / HFLM, SmolLM2-135M, all",
+        "scoring SmolLM2-135M, items/s over those of lm-eval's own class",
+    ),
+    "training_faults": (
+        "SIGKILL: steps lost beyond the last complete checkpoint",
+        "steps lost when ranks are killed, beyond the last complete checkpoint",
+    ),
+    "validate": (
+        "never met, 0 runs: coverage of the 90 % interval",
+        "step times inside the planner's 90 % interval, on machines that it had never met",
+    ),
+    "train_speed": (
+        "kit / plain loop, 1 thread, llama-100m",
+        "training a Llama of 110M on one thread, tokens/s over those of a plain loop",
+    ),
+    "monitor": (
+        "kernel CPU at 4 Hz, of one core",
+        "CPU of the live dashboard at four updates a second, of one core",
+    ),
+}
+"""Results by name; the row of each, and how a newcomer reads it."""
+ERROR = "published runs, their own group held out: median error"
+STRANGER = "never met, 0 runs: mean error"
+SEARCH = "Search: 1T on 3,072 devices, whole space"
+
+
+def write_headlines(directory: Path = RESULTS) -> bool:
+    """Writes `directory`/headlines.json and returns True; False where one of the five was not
+    measured here.
+
+    Raises:
+        KeyError: results have no such row.
+    """
+    found = _measured(directory)
+    if not found:
+        return False
+    rows = []
+    for name, (row, title) in HEADLINES.items():
+        picked = _row(found[name], row)
+        rows.append(dataclasses.replace(picked, name=title, note=picked.note.split(":")[0]))
+    rows.sort(key=lambda row: row.ok is False)
+    days = sorted(results.date.split()[0] for results in found.values())
+    Results(
+        name="headlines",
+        command="make bench faults validate",
+        machine=found["validate"].machine,
+        date=" to ".join(dict.fromkeys((days[0], days[-1]))),
+        load_before=max(results.load_before for results in found.values()),
+        rows=tuple(rows),
+    ).write(directory / "headlines.json")
+    return True
+
+
+def front(directory: Path = RESULTS) -> str | None:
+    """Returns the sentence of the first page, made of measured rows; None where they were not
+    measured here.
+    """
+    found = _measured(directory)
+    if not found:
+        return None
+    validated = found["validate"]
+    error, stranger, search = (_row(validated, name) for name in (ERROR, STRANGER, SEARCH))
+    kills = _row(found["training_faults"], HEADLINES["training_faults"][0])
+    sentences = (
+        (
+            f"**Measured:** the planner's median error in step time is {_value(error)} on"
+            f" {error.note};"
+        ),
+        f"on a machine of which it has seen no run, its mean error is {_value(stranger)}.",
+        f"It searches every layout of a 1T model on 3,072 devices in {_value(search)} on one core.",
+        f"Training survived {kills.note}.",
+    )
+    return textwrap.fill(" ".join(sentences), width=128)
+
+
+def plan_example(document: Path = Path("README.md")) -> str:
+    """Returns, as a code block, what `kit plan` explains about a layout: the command that
+    `document` shows, which may continue over lines, at 80 columns.
+    """
+    command = re.search(r"^\$ (kit plan (?:.*\\\n)*.*)$", document.read_text(), re.M)
+    assert command
+    terminal = {"TERM": "dumb", "NO_COLOR": "1", "FORCE_COLOR": "1", "COLUMNS": "80"}
+    told = subprocess.run(
+        [sys.executable, "-m", *command[1].replace("\\\n", " ").split()],
+        env={**os.environ, **terminal},
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    told = "\n".join(line.rstrip() for line in told.splitlines())
+    why = told[told.index("\nlayout  ") :].strip()
+    return f"```\n$ {command[1]}\n{why}\n```"
+
+
+def refresh(*documents: Path) -> Iterator[str]:
+    """Rewrites what the documents say was measured, and yields a line for each of them.
+
+    Raises:
+        ConfigError: as `write_tables`.
+    """
+    write_headlines()
+    texts = {"front": front(), "plan": plan_example()}
+    for document in documents:
+        written, kept = write_tables(document, texts=texts)
+        yield (
+            f"{document}: refreshed {', '.join(written) or 'nothing'}; kept"
+            f" {', '.join(kept) or 'nothing'}"
+        )
+
+
+def _measured(directory: Path) -> dict[str, Results]:
+    """Returns the results that the first page needs; none where one is missing."""
+    files = {name: directory / f"{name}.json" for name in HEADLINES}
+    return (
+        {n: Results.read(f) for n, f in files.items()}
+        if all(f.exists() for f in files.values())
+        else {}
+    )
+
+
+def _value(row: Row) -> str:
+    return format_value(row.value, row.unit)
+
+
+def _row(results: Results, name: str) -> Row:
+    return {row.name: row for row in results.rows}[name]
+
+
+if __name__ == "__main__":
+    print(*refresh(*DOCUMENTS), sep="\n")

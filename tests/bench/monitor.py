@@ -1,0 +1,261 @@
+"""The live dashboard on a run of a million steps, in a real JupyterLab, beside the same
+dashboard made with plotly.
+"""
+
+import contextlib
+import dataclasses
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from cluster.state import JobState
+from kit.monitor.dashboard import Dashboard, View
+from kit.run import Run
+from kit.show.results import Row, row
+from tests.bench.turns import median_row
+from tests.support import lab
+from tests.support.environments import ROOT
+from tests.support.lab import Lab, Notebook
+from tests.support.recorded_runs import recorded_run, say
+
+STEPS = 1_000_000
+RATE_HZ, FOLLOWED_S, ZOOMS = 4.0, 15.0, 5
+LINE = (
+    '{{"step": {0}, "attempt": 1, "time": {1:.3f}, "step_time_s": {2:.4f}, "tokens": 4096, "loss":'
+    ' {3:.5f}, "grad_norm": {4:.4f}, "learning_rate": {5:.3e}, "memory_bytes": 6442450944}}\n'
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """A dashboard: the cell that shows it, and how the page tells what it has drawn.
+
+    Attributes:
+        imports: what the cell needs; not timed.
+        last: script that returns the last step drawn, null before there is any.
+        detail: script that returns something which changes when the kernel's answer to a zoom is
+            drawn.
+        surface: selector of the area to drag over.
+        saved: what its notebook is saved with.
+    """
+
+    imports: str
+    cell: str
+    last: str
+    detail: str
+    surface: str
+    saved: str
+
+
+KIT = Contestant(
+    imports="import matplotlib.figure\nfrom kit.monitor import Monitor",
+    cell="view = Monitor(run)\nview",
+    last="""() => { const label = document.querySelector('.kit-plot')?.getAttribute('aria-label');
+      const m = label?.match(/at step ([\\d,]+)/); return m ? +m[1].replaceAll(',', '') : null; }""",  # noqa: E501
+    detail="() => document.querySelector('.kit-monitor').dataset.draws",
+    surface=".kit-monitor .u-over",
+    saved="with its last picture",
+)
+PLOTLY = Contestant(
+    imports=(
+        "import plotly.graph_objects, plotly.subplots\n"
+        "from tests.bench.plotly_dashboard import PlotlyDashboard"
+    ),
+    cell="view = PlotlyDashboard(run)\nview.widget",
+    last="() => document.querySelector('.js-plotly-plot')?._fullData?.[2]?.x?.at?.(-1) ?? null",
+    detail="() => document.querySelector('.js-plotly-plot')._fullData[2].x[0]",
+    surface=".js-plotly-plot .nsewdrag",
+    saved="without a picture",
+)
+FIRST_PAINT = """async ([cell, steps, last]) => {
+  const app = window.jupyterapp, notebook = app.shell.currentWidget.content;
+  const drawn = eval(last), frame = () => new Promise(r => requestAnimationFrame(r)), start = performance.now();
+  notebook.activeCellIndex = cell; notebook.deselectAll(); app.commands.execute('notebook:run-cell');
+  while (drawn() == null) await frame(); await frame(); const first = performance.now();
+  while (drawn() < steps) await frame(); await frame();
+  return [(first - start) / 1000, (performance.now() - start) / 1000]; }"""  # noqa: E501
+NOTE_DRAWS = """(last) => { const drawn = eval(last); window.seen = []; let before = drawn();
+  const look = () => { const now = drawn(); if (now !== before) { before = now; window.seen.push([now, Date.now()]); }
+    requestAnimationFrame(look); }; look(); }"""  # noqa: E501
+NOTE_ZOOM = """(detail) => { const shown = eval(detail), before = shown(); let start = null; window.took = null;
+  addEventListener('mouseup', () => { start = performance.now(); }, {capture: true, once: true});
+  const look = () => { if (start !== null && shown() !== before) window.took = (performance.now() - start) / 1000;
+    else requestAnimationFrame(look); }; look(); }"""  # noqa: E501
+STATE_SIZE = (
+    "import ipywidgets,"
+    " json\nprint(len(json.dumps(ipywidgets.Widget.get_manager_state()['state'])))"
+)
+
+
+def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
+    """Returns the rows of both dashboards; without a browser those of the kernel's side, which then
+    say so. The run takes 300 MB.
+    """
+    run = recorded_run(workplace / "run", steps=0, planned=2 * steps)
+    with (run.directory / "metrics.jsonl").open("w") as stream:
+        for first in range(1, steps + 1, 50_000):
+            stream.write(lines(first, min(steps, first + 49_999)))
+    say(run, JobState.RUNNING, step=steps)
+    kernel = _kernel_side(run, steps)
+    if missing := lab.why_not():
+        return [kernel[0].replace(note=f"the rest was not measured: {missing}"), *kernel[1:]]
+    files = workplace / "files"
+    files.mkdir()
+    # A kernel finds the other dashboard below the root.
+    server = Lab(Path(sys.executable), workplace, files, PYTHONPATH=str(ROOT))
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.stop)
+        browser = stack.enter_context(lab.headless())
+        kit = _live(browser, server, run, steps, KIT)
+        plotly = _live(browser, server, run, run.metrics().summary()["step"], PLOTLY)
+    return [*kernel, *side_by_side(kit, plotly)]
+
+
+def _live(browser: Any, server: Lab, run: Run, step: int, contestant: Contestant) -> list[Row]:
+    """Returns what a dashboard costs and how quick it is while steps come in after `step`; it has
+    a page and a kernel of its own.
+    """
+    opened = f"import kit\n{contestant.imports}\nrun = kit.Run.open({str(run.directory)!r})"
+    notebook: Any = Notebook(browser, server, [opened, contestant.cell, STATE_SIZE])
+    notebook.open()
+    notebook.run_cell(0)
+    first, whole = notebook.evaluate(FIRST_PAINT, [1, step, contestant.last])
+    page = notebook.page
+    page.wait_for_timeout(4000)  # what is done once
+    notebook.evaluate(NOTE_DRAWS, contestant.last)
+    kernel = kernel_process(server)
+    with steps_coming(run, step) as stamps:
+        page.wait_for_timeout(1000)
+        start, used, received = time.monotonic(), sum(kernel.cpu_times()[:2]), notebook.received
+        page.wait_for_timeout(1000 * FOLLOWED_S)
+        elapsed = time.monotonic() - start
+        used, received = sum(kernel.cpu_times()[:2]) - used, notebook.received - received
+    resident = kernel.memory_info().rss
+    page.wait_for_timeout(1500)
+    late = latencies(stamps, notebook.evaluate("() => window.seen"))
+    p95 = f"p95 {1000 * late[int(0.95 * len(late))]:,.0f} ms, {len(late)} steps"
+    zooms = [_zoom(notebook, contestant, 40 + 12 * i) for i in range(ZOOMS)]
+    notebook.save()
+    saved = notebook.file.stat().st_size
+    notebook.run_cell(2)
+    state = int(notebook.output(2))
+    notebook.context.close()
+    waited, fresh = statistics.median(late), "from running the cell until it is drawn"
+    return [
+        row("first picture", first, "s", at_most=0.5, note=fresh),
+        row("whole history", whole, "s", at_most=2.5),
+        row("a new step on the screen, p50 at 4 Hz", waited, "s", at_most=0.2, note=p95),
+        row("kernel CPU at 4 Hz, of one core", used / elapsed, "fraction", at_most=0.08),
+        row("memory of the kernel", resident / 1e6, "MB", at_most=400),
+        median_row("zoom answered", zooms, "s", at_most=0.1),
+        row("sent to the browser", received / elapsed / 1e3, "KB/s"),
+        row("saved notebook", saved / 1e3, "KB", at_most=200, note=contestant.saved),
+        row("its widget state, where that is saved too", state / 1e3, "KB"),
+    ]
+
+
+def side_by_side(kit: list[Row], plotly: list[Row]) -> list[Row]:
+    """Returns the rows of the live dashboards: ours with its target, the other, and their ratio."""
+    rows = []
+    for ours, theirs in zip(kit, plotly, strict=True):
+        told = f"{theirs.value / ours.value:.1f} x; {theirs.note}".removesuffix("; ")
+        rows += [ours, row(f"{ours.name}: plotly", theirs.value, ours.unit, note=told)]
+    return rows
+
+
+def kernel_process(server: Lab) -> psutil.Process:
+    """Returns the newest kernel of a server."""
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    kernels = [each for each in children if "ipykernel" in " ".join(each.cmdline())]
+    return max(kernels, key=lambda each: each.create_time())
+
+
+@contextlib.contextmanager
+def steps_coming(run: Run, step: int) -> Iterator[dict[int, float]]:
+    """Adds a step to a run now and then, as its job would; gives the time of each."""
+    stamps: dict[int, float] = {}
+    ended = threading.Event()
+
+    def append() -> None:
+        with (run.directory / "metrics.jsonl").open("a") as stream:
+            while not ended.wait(1 / RATE_HZ):
+                number = step + 1 + len(stamps)
+                stream.write(lines(number, number))
+                stream.flush()
+                stamps[number] = time.time()
+                say(run, JobState.RUNNING, step=number)
+
+    thread = threading.Thread(target=append, daemon=True)
+    thread.start()
+    try:
+        yield stamps
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _kernel_side(run: Run, steps: int) -> list[Row]:
+    """Returns what reading and picturing the run takes without any browser."""
+    start = time.perf_counter()
+    dashboard = Dashboard(run)
+    dashboard.read_all()
+    description, window = dashboard.frame(View(width=900))
+    seconds = time.perf_counter() - start
+    assert description["rows"] == steps, f"{description['rows']:,} of {steps:,} steps were read"
+    size = f"{(run.directory / 'metrics.jsonl').stat().st_size / 1e6:,.0f} MB of JSON"
+    pixels = f"{description['n']:,} pixels, whatever the length"
+    return [
+        row(f"{steps:,} steps read and pictured", seconds, "s", note=size),
+        row("one window of numbers", len(window) / 1e3, "KB", note=pixels),
+    ]
+
+
+def lines(first: int, last: int) -> str:
+    """Returns lines of `metrics.jsonl`: a falling, noisy loss with a spike now and then."""
+    step = np.arange(first, last + 1)
+    noise = np.random.default_rng(first).normal(size=(4, len(step)))
+    seconds = 1 + 0.02 * abs(noise[0])
+    loss = 1.9 + 9 * (1 + step / 200) ** -0.45 + 0.04 * noise[1] + 2 * (noise[2] > 3)
+    columns = (
+        step,
+        1.7e9 + 1.02 * step,
+        seconds,
+        loss,
+        0.35 + 0.1 * abs(noise[3]),
+        1.5e-4 / (1 + step / 1e5),
+    )
+    return "".join(map(LINE.format, *(column.tolist() for column in columns)))
+
+
+def latencies(stamps: dict[int, float], seen: list[list[float]]) -> list[float]:
+    """Returns for each step the seconds from its line in the file to the first picture that
+    holds it.
+    """
+    found = []
+    for step, written in stamps.items():
+        drawn = [when / 1000 - written for last, when in seen if last >= step]
+        if not drawn:
+            raise RuntimeError(f"Step {step} was never drawn, so there is no latency to tell.")
+        found.append(min(drawn))
+    return sorted(found)
+
+
+def _zoom(notebook: Any, contestant: Contestant, left: float) -> float:
+    """Drags over a curve; returns the seconds until the kernel's detail is drawn."""
+    notebook.evaluate(NOTE_ZOOM, contestant.detail)
+    page = notebook.page
+    box = page.locator(contestant.surface).first.bounding_box()
+    page.mouse.move(box["x"] + left, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] - 40, box["y"] + 44, steps=4)
+    page.mouse.up()
+    page.wait_for_function("() => window.took !== null")
+    page.wait_for_timeout(500)
+    return notebook.evaluate("() => window.took")

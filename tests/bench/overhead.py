@@ -1,0 +1,173 @@
+"""What recording costs a run: metrics, heartbeats, requests, asynchronous checkpoints, as a share
+of its time; and what the kit does beside its engine, by the step.
+
+The share comes from the run's own records: time outside steps is what the stamps of `metrics.jsonl`
+leave when the step times are taken off. A checkpoint also slows the steps during which it is
+written; that is the excess of the steps after it over the median step.
+"""
+
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kit.data import Dataset
+from kit.engines.process_group import keep_freed_memory
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run.metrics import Metrics
+from kit.show.results import Row, row
+from kit.spec import ModelSpec
+from kit.trainer import heartbeat, loop
+from tests.bench.alone import alone
+from tests.bench.contestants import join_alone
+from tests.bench.startup import ONE, trained
+from tests.support.workers import local_run
+
+RECORDED = {"1 process": ONE, "DP2, 2 processes": ONE.replace(data_parallel=2)}
+CHECKPOINT_EVERY = 50
+NUM_CHECKPOINTS = 5
+SLOWED_STEPS = 2
+"""Steps after a checkpoint that are taken to overlap with its writing; a demo checkpoint takes
+about one."""
+WATCHED_STEPS, WARM_STEPS = 400, 5
+DEMO = ModelSpec.preset("demo").replace(sequence_length=32)
+SHORT = Plan(global_batch_size=1)
+"""Steps so short that few are followed by a look at requests or a heartbeat, while the optimizer
+empties the caches as ever."""
+HOOK = "def on_step(state):\n    return {'one': 1.0}\n"
+REQUESTS, BEAT = "requests", "heartbeat"
+
+
+def measure(workplace: Path, dataset: Dataset) -> list[Row]:
+    """Returns, as fractions of the run time, what recording and checkpoints cost the demo model."""
+    rows, steps = [], CHECKPOINT_EVERY * (NUM_CHECKPOINTS + 1) - 1
+    for name, plan in RECORDED.items():
+        run = trained(
+            workplace / name, plan, dataset, num_steps=steps, checkpoint_every=CHECKPOINT_EVERY
+        )
+        step_s, recording_s, checkpoint_s, slowed_s = costs(run.metrics()).values()
+        checkpoint_s += slowed_s
+        share = (recording_s + checkpoint_s / CHECKPOINT_EVERY) / step_s
+        note = (
+            f"{1e3 * recording_s:.1f} ms a step; a checkpoint costs {1e3 * checkpoint_s:.0f}"
+            f" ms every {CHECKPOINT_EVERY} steps of {step_s:.2f} s"
+        )
+        told = f"metrics and checkpoints, {name}"
+        rows.append(row(told, share, "fraction", at_most=0.01, note=note))
+    return rows
+
+
+def costs(metrics: Metrics) -> dict[str, float]:
+    """Returns what recording and checkpoints cost in a run with a checkpoint every
+    `CHECKPOINT_EVERY` steps, seconds.
+
+    step_s: of one step. recording_s: between two steps, for metrics, heartbeat and requests.
+    checkpoint_s: more than that where a checkpoint starts, the copy that lets training go on.
+    slowed_s: by how much the steps during which it is written are slower. The median checkpoint
+    counts for all, so that other work in one of them does not decide.
+    """
+    step_s, stamps, steps = metrics["step_time_s"], metrics["time"], metrics["step"]
+    between_s = np.diff(stamps) - step_s[1:]
+    after = steps[1:] % CHECKPOINT_EVERY == 1
+    recording_s = float(np.median(between_s[~after]))
+    first = np.flatnonzero(after) + 1
+    slowed = [step_s[i : i + SLOWED_STEPS].sum() - SLOWED_STEPS * np.median(step_s) for i in first]
+    return {
+        "step_s": float(np.median(step_s)),
+        "recording_s": recording_s,
+        "checkpoint_s": float(np.median(between_s[after])) - recording_s,
+        "slowed_s": float(np.median(slowed)),
+    }
+
+
+def measure_beside(
+    workplace: Path, dataset: Dataset, *, steps: int = WATCHED_STEPS, spec: ModelSpec = DEMO
+) -> list[Row]:
+    """Returns the ms that are not the engine's: of each step, with a hook that does nothing, what
+    a look at requests and a heartbeat add to the step after which they come, and all of it.
+    """
+    data = str(dataset.directory.resolve())
+    found = alone(beside, workplace, data, steps, spec).found[WARM_STEPS:]
+
+    def middle(name: str, chosen: list[dict[str, float]]) -> float:
+        return 1e3 * statistics.median(each.get(name, 0.0) for each in chosen)
+
+    beats = [each for each in found if BEAT in each]
+    asked = [each for each in found if REQUESTS in each and BEAT not in each]
+    others = [each for each in found if REQUESTS not in each and BEAT not in each]
+    if not (beats and asked and others):
+        raise RuntimeError("beside: every step took half a second. Measure on a quieter machine.")
+    parts = {name: middle(name, others) for name in others[0]}
+    whole = parts.pop("all")
+    parts["row and loop"] = whole - sum(parts.values())
+    told = ", ".join(f"{name} {ms:.3f}" for name, ms in parts.items() if ms >= 0.001)
+    look = middle("all", asked) - whole
+    agreed = f"of that {middle('broadcast', asked):.3f} for all ranks to agree"
+    beat = middle("all", beats) - whole
+    files = f"its two files take another thread {middle(BEAT, beats):.3f}"
+    both = "beside the engine, a step of 0.5 s, all of it"
+    return [
+        row("beside the engine, each step", whole, "ms", at_most=0.3, note=told),
+        row("a look at requests, each half second", look, "ms", note=agreed),
+        row("a heartbeat, each second", beat, "ms", note=files),
+        row(both, whole + look + beat / 2, "ms", at_most=0.3),
+    ]
+
+
+def beside(folder: Path, data: str, steps: int, spec: ModelSpec) -> list[dict[str, float]]:
+    """Returns for each step of a model that this process trains the seconds from the engine's end
+    of the one before to its begin: of all that is done, and by who does it.
+    """
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    join_alone()
+    hook = folder / "constant.py"
+    hook.write_text(HOOK)
+    recipe = Recipe(data=data, num_steps=steps, learning_rate=1e-3, hook=str(hook))
+    run = local_run(folder / "run", spec, SHORT, recipe)
+    trainer = loop.Trainer(run, attempt=1, device=torch.device("cpu"))
+    found: list[dict[str, float]] = []
+    spent = defaultdict[str, float](float)
+
+    def watch(owner: Any, method: str, name: str) -> None:
+        call = getattr(owner, method)
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            done = call(*arguments, **named)
+            spent[name] += time.perf_counter() - start
+            return done
+
+        setattr(owner, method, timed)
+
+    for callback in trainer.callbacks:
+        # what a heartbeat does each second is told by its files, what it does each step by the rest
+        is_heartbeat = callback is trainer.heartbeat
+        name = "steps remembered" if is_heartbeat else type(callback).__name__.lower()
+        watch(callback, "before_step", name)
+        watch(callback, "after_step", name)
+    # Called by another thread, which competes for the interpreter with the steps.
+    watch(heartbeat, "tell", BEAT)
+    watch(heartbeat, "update_state", BEAT)
+    watch(trainer.batches, "at", "next batch")
+    watch(trainer.metrics, "add", "metrics")
+    watch(trainer.requests, "take", REQUESTS)
+    watch(torch.distributed, "broadcast", "broadcast")
+    begin, ended = trainer.engine.begin_step, [time.perf_counter()]
+
+    def begin_step(*arguments: Any) -> Any:
+        # A copy first: the other thread may add a name meanwhile.
+        found.append({"all": time.perf_counter() - ended[0], **spent.copy()})
+        spent.clear()
+        begun = begin(*arguments)
+        ended[0] = time.perf_counter()
+        return begun
+
+    setattr(trainer.engine, "begin_step", begin_step)  # noqa: B010 - of an instance
+    trainer.train()
+    return found

@@ -1,0 +1,77 @@
+"""What a rehearsal counts, beside what a real job of eight training ranks does, on a real Slurm of
+four nodes; nothing without Slurm.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import kit
+from cluster.sandbox import Sandbox, why_not
+from kit.data import Dataset
+from kit.rehearsal import Rehearsal, rehearse
+from kit.run import Run
+from kit.show.results import Row, row
+from kit.spec import ModelSpec
+from tests.bench.startup import at_step
+
+PLAN = kit.Plan(
+    pipeline_parallel=2, tensor_parallel=2, data_parallel=2, zero_stage=1, global_batch_size=8
+)
+
+
+def measure(workplace: Path, dataset: Dataset) -> list[Row]:
+    """Returns what was counted and what was seen, for each count that eight ranks can show."""
+    if missing := why_not():
+        print(f"rehearsal: {missing}")
+        return []
+    recipe = kit.Recipe(data=str(dataset.directory), num_steps=100_000, checkpoint_every=50)
+    spec, frontier = ModelSpec.preset("demo"), kit.Site.load("frontier")
+    with contextlib.ExitStack() as stack:
+        sandbox = Sandbox.start(workplace / "sandbox")
+        stack.callback(sandbox.stop)
+        os.environ.update(sandbox.environment)
+        site = kit.Site.load(sandbox.site_file)
+        # Step times, which the sandbox does not state, are not compared.
+        priced = site.replace(device=frontier.device, links=frontier.links)
+        told = rehearse(spec, PLAN, recipe, priced)
+        run = kit.launch(workplace / "run", spec=spec, plan=PLAN, recipe=recipe, site=site)
+        stack.callback(run.job.wait, 60)
+        stack.callback(run.job.cancel)
+        return _compare(told, at_step(run, 60))
+
+
+def _compare(told: Rehearsal, run: Run) -> list[Row]:
+    counts: dict[str, Any] = {count.what: count.value for count in told.counts}
+    newest = run.checkpoints.path(run.checkpoints.newest())
+    written = sum(file.stat().st_size for file in newest.iterdir())
+    size = counts["kept"] * 1e12 / (run.recipe.keep_last + 1)
+    files, listed = (
+        "open files of rank 0",
+        [len(os.listdir(f"/proc/{pid}/fd")) for pid in _ranks(run)],
+    )
+    return [
+        *_pair("a checkpoint", size / 1e6, written / 1e6, "MB", "names and zip archives included"),
+        *_pair(files, counts[files], max(listed), "", "the most of 8"),
+    ]
+
+
+def _pair(what: str, told: float, seen: float, unit: str, note: str) -> list[Row]:
+    return [
+        row(f"{what}, rehearsed", told, unit, note="for 8 ranks"),
+        row(f"{what}, seen", seen, unit, at_most=1.05 * told, note=note),
+    ]
+
+
+def _ranks(run: Run) -> list[int]:
+    """Returns the ranks of a job, on all nodes of the sandbox."""
+    mark, found = f"KIT_RUN_DIR={run.directory}\0", []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            environment, command = (
+                (process / file).read_text(errors="replace") for file in ("environ", "cmdline")
+            )
+            if mark in environment and "\0kit.train\0" in command:
+                found.append(int(process.name))
+    return found

@@ -1,0 +1,160 @@
+"""Scale on one machine: planner and monitor at 100,000 devices, one rank of 16,384, and ten million
+steps.
+
+Each case runs in a process of its own, so that its memory is its own. Heartbeats and metrics are
+files as a job leaves them; the ranks that would write them are not there.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats, write_all_heartbeats
+from cluster.site import Site
+from kit.estimate.choose.explain import answers
+from kit.estimate.choose.search import search
+from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.ranks import SAMPLES, slowest_rank
+from kit.plan import Plan
+from kit.show.results import Row, row
+from kit.spec import ModelSpec
+from tests.bench.alone import alone
+from tests.support.recorded_runs import recorded_run
+
+TRILLION = ModelSpec.preset("gpt-1t")
+LINE = (
+    '{{"step": {step}, "attempt": 1, "time": {time:.1f}, "step_time_s": 7.5031, "tokens": 25165824,'
+    ' "loss": 2.3512, "grad_norm": 0.41, "learning_rate": 1e-4}}\n'
+)
+
+Work = Callable[[], object]
+
+
+def measure(workplace: Path, sizes: Mapping[str, int] | None = None) -> list[Row]:
+    """Returns seconds and peak memory of each case, at other `sizes` than its own where one is
+    given; ten million steps are 1.9 GB.
+    """
+    rows, peaks = [], []
+    for name, case in CASES.items():
+        size = (sizes or {}).get(name, case.size)
+        seconds, peak_bytes, _ = alone(_seconds, case.prepare, workplace / name, size)
+        gb = peak_bytes / 1e9
+        note = f"{gb:.1f} GB at most in the process"
+        rows.append(row(case.name.format(size), seconds, "s", at_most=case.most_s, note=note))
+        if case.most_gb:
+            peaks.append(row(f"peak memory, {name}", gb, "GB", at_most=case.most_gb))
+    return rows + peaks
+
+
+def _seconds(prepare: Callable[[Path, int], Work], folder: Path, size: int) -> float:
+    work = prepare(folder, size)
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def planner(folder: Path, size: int) -> Work:
+    """The planner on so many devices."""
+    return lambda: answers(search(TRILLION, Site.load("dgx-h100"), size, 12_288), 5)
+
+
+def rank(folder: Path, size: int) -> Work:
+    """The last of so many ranks: the real cutting code, for that rank alone."""
+    from kit.parallel.simulate import view_rank
+
+    plan = Plan(
+        global_batch_size=size,
+        tensor_parallel=8,
+        pipeline_parallel=64,
+        data_parallel=size // 512,
+        zero_stage=1,
+    )
+    return lambda: view_rank(TRILLION, plan, size - 1)
+
+
+def heartbeats(folder: Path, size: int) -> Work:
+    """The heartbeats of a run directory."""
+    write_heartbeats(folder, size)
+    return lambda: read_rank_heartbeats(folder, 1)
+
+
+def monitor(folder: Path, size: int) -> Work:
+    """What the dashboard does once a second, and its picture of the ranks; a look rests after
+    it.
+    """
+    dashboard = Dashboard(recorded_run(folder, steps=200, ranks=size))
+    write_heartbeats(folder, size)
+
+    def look() -> None:
+        dashboard.look()
+        assert dashboard.ranks.samples, "no heartbeat was read"
+        dashboard.ranks.samples = dashboard.ranks.samples[:1] * SAMPLES  # as after some hours
+        dashboard.read()
+        dashboard.frame(View())
+        assert slowest_rank(dashboard.ranks.last(SAMPLES)) is not None
+        dashboard.facts()
+        dashboard.heat()
+
+    return look
+
+
+def metrics(folder: Path, size: int) -> Work:
+    """The reader that figures, exports and `kit status` share."""
+    run = recorded_run(folder, steps=0, ranks=1024)
+    with (folder / "metrics.jsonl").open("w") as stream:
+        stream.writelines(_lines(size))
+
+    def read() -> None:
+        found = run.metrics()
+        assert len(found) == size and found.summary()["step"] == size
+
+    return read
+
+
+class Case(NamedTuple):
+    """What is done, how it is called, and the most seconds and GB that it may take."""
+
+    prepare: Callable[[Path, int], Work]
+    size: int  # devices, ranks or steps
+    name: str
+    most_s: float
+    most_gb: float | None = None
+
+
+CASES = {
+    "search": Case(
+        planner,
+        98_304,
+        "plans of a trillion parameters on {:,} devices: search, five explained",
+        2.0,
+    ),
+    "rank": Case(rank, 16_384, "one rank of {:,}: check of the plan, mesh, all its shards", 5.0),
+    "heartbeats": Case(heartbeats, 10_000, "heartbeats of {:,} ranks, read once", 1.0),
+    "monitor": Case(
+        monitor, 100_000, "monitor of {:,} ranks: one look, slow ranks, picture", 10.0, 1.0
+    ),
+    "metrics": Case(metrics, 10_000_000, "metrics of {:,} steps, read with MFU", 60.0, 3.0),
+}
+
+
+def write_heartbeats(folder: Path, ranks: int) -> None:
+    """Writes the file of all heartbeats of a run's step 200; one rank in 97 is slow."""
+    folder.mkdir(parents=True, exist_ok=True)
+    beats = (
+        RankHeartbeat(
+            rank=number,
+            attempt=1,
+            step=200,
+            time=time.time(),
+            step_time_s=7.5 + (number % 97) / 1000,
+            host=f"node{number // 8:05d}",
+        )
+        for number in range(ranks)
+    )
+    write_all_heartbeats(folder, (beat.line for beat in beats))
+
+
+def _lines(steps: int) -> Iterator[str]:
+    for step in range(1, steps + 1):
+        yield LINE.format(step=step, time=1.7e9 + 7.5 * step)

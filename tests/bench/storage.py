@@ -1,0 +1,230 @@
+"""Checkpoints on this machine: saving and loading beside a plain write of as many bytes; and rank
+0's CPU seconds for planning and describing a save of gpt-1t.
+
+Saving: the stall is what `save` keeps training waiting for, the copy. Writing goes on behind it,
+and how much that slows the steps is in the table of recording.
+
+Planning: the plans of one stage's 48 ranks come from the real cutting code (fake process group,
+meta device); the other stages get copies with their own layers' names. Nothing is sent: what is
+gathered was pickled before, and is unpickled.
+"""
+
+import dataclasses
+import gc
+import multiprocessing
+import os
+import pickle
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from kit.engines import build_engine
+from kit.engines.engine import PortableEngine
+from kit.engines.process_group import keep_freed_memory
+from kit.parallel.apply import build_decoders
+from kit.parallel.groups import build_mesh
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run.checkpoint import DESCRIPTION, Checkpoints
+from kit.run.checkpoint_reader import CheckpointTensors
+from kit.run.checkpoint_writer import CheckpointWriter, SteadyPlanner, Writer
+from kit.show.results import Row, row
+from kit.spec import ModelSpec
+from tests.bench.alone import alone
+from tests.bench.contestants import join_alone, llama
+from tests.bench.turns import ratio_row
+
+SMALL = llama("checkpoint-26m")
+REPEATS = 5
+PAUSE_S = 3.0
+"""Before each write: a virtual machine gives freed memory back to its host in between, as
+between real checkpoints."""
+
+
+def measure(workplace: Path, spec: ModelSpec = SMALL, *, pause_s: float = PAUSE_S) -> list[Row]:
+    """Returns MB/s of saving, loading and of a plain write, and the stall."""
+    found = alone(times, workplace, spec, pause_s).found
+    size = found.pop("bytes") / 1e6
+    middle = {name: statistics.median(seconds) for name, seconds in found.items()}
+    rates = {name: size / seconds for name, seconds in middle.items()}
+    note, stall = f"{size:,.0f} MB, median of {REPEATS}", f"{rates['stall']:,.0f} MB/s"
+    cached = {"at_least": 500.0, "note": "files still in memory"}
+    return [
+        row("save, to the disk", rates["save"], "MB/s", note=note),
+        row("plain write of as many bytes", rates["plain"], "MB/s", note="one file, synchronised"),
+        ratio_row("save / plain write, in time", found["save"], found["plain"], at_most=1.5),
+        row("load into the engine", rates["load"], "MB/s", **cached),
+        row("stall of training by a save", 1e3 * middle["stall"], "ms", note=stall),
+    ]
+
+
+def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict[str, Any]:
+    """Returns bytes of a checkpoint, and seconds of each repeat of saving, its stall, loading
+    and a plain write.
+    """
+    keep_freed_memory()
+    join_alone()
+    plan = Plan(global_batch_size=2)
+    engine = build_engine(spec, plan, Recipe(data="none", num_steps=1), torch.device("cpu"))
+    assert isinstance(engine, PortableEngine)
+    # Makes the moments.
+    engine.train_step(torch.zeros((2, spec.sequence_length + 1), dtype=torch.long), 1e-4)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    writer = CheckpointWriter(checkpoints, attempt=1, keep_last=1, keep_every=None)
+    found: dict[str, Any] = {"save": [], "stall": [], "load": [], "plain": []}
+    for step in range(REPEATS + 1):
+        time.sleep(pause_s)
+        facts = {"step": step, "samples": step, "tokens": step, "seed": 1}
+        start = time.perf_counter()
+        writer.start(engine.state_dict(), {**facts, "spec": spec, "plan": plan})
+        # at most so long: in training a forward and a backward pass come before
+        writer.wait_for_copies()
+        found["stall"].append(time.perf_counter() - start)
+        writer.finish()
+        found["save"].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        described = checkpoints.describe(step)
+        CheckpointTensors(checkpoints, described, spec).fill_all(engine.state_dict())
+        found["load"].append(time.perf_counter() - start)
+        found["bytes"] = sum(file.stat().st_size for file in checkpoints.path(step).iterdir())
+        time.sleep(pause_s)
+        found["plain"].append(_plain_write(folder / f"plain-{step}", found["bytes"]))
+        (folder / f"plain-{step - 1}").unlink(missing_ok=True)
+    dist.destroy_process_group()
+    # 0 warms up.
+    return {name: value[1:] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _plain_write(file: Path, size: int) -> float:
+    """Returns the seconds that a new file takes, made beside the one before, as a checkpoint is."""
+    content = memoryview(bytearray(os.urandom(1 << 20)) * (size // (1 << 20)))
+    start = time.perf_counter()
+    with file.open("wb") as stream:
+        stream.write(content)
+        os.fsync(stream.fileno())
+    return time.perf_counter() - start
+
+
+# Planning
+
+TRILLION = ModelSpec.preset("gpt-1t")
+PLAN = Plan(
+    tensor_parallel=8,
+    pipeline_parallel=64,
+    data_parallel=6,
+    zero_stage=1,
+    precision="bf16",
+    global_batch_size=384,
+)
+
+
+def measure_planning(
+    workplace: Path, stages: int = 64, spec: ModelSpec = TRILLION, plan: Plan = PLAN
+) -> list[Row]:
+    """Returns rank 0's CPU seconds of a first and a later save of so many stages, 48 ranks each."""
+    found = alone(saves, workplace, stages, spec, plan).found
+    first, later = found["seconds"]
+    note = f"{found['items']:,} tensors and parts to write, .metadata of"
+    note += f" {found['files'][DESCRIPTION] / 1e6:.1f} MB"
+    ranks = f"of {found['ranks']:,} ranks"
+    return [
+        row(f"first save {ranks}", first, "s", at_most=15.0, note=note),
+        row(f"later saves {ranks}", later, "s", at_most=5.0, note="the plan is kept"),
+    ]
+
+
+def plans_of_a_stage(spec: ModelSpec, plan: Plan) -> list[Any]:
+    """Returns the plans of the ranks of the second pipeline stage, by torch's own code."""
+    size = plan.num_devices // plan.pipeline_parallel
+    ranks = range(size, 2 * size)
+    # A process each: torch keeps what it once computed of a rank's parts for every mesh of that
+    # shape.
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
+        return pool.starmap(_plan, [(spec, plan, rank) for rank in ranks], chunksize=1)
+
+
+def _plan(spec: ModelSpec, plan: Plan, rank: int) -> Any:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.num_devices)
+    mesh, device = build_mesh(plan, "cpu"), torch.device("meta")
+    (decoder,) = build_decoders(spec, plan, mesh, device=device, seed=None)
+    state = {
+        f"{kind}.{name}": parameter.detach()
+        for kind in ("model", "adamw.exp_avg", "adamw.exp_avg_sq")
+        for name, parameter in decoder.named_parameters()
+    }
+    made = create_default_local_save_plan(state, is_coordinator=False)
+    return dataclasses.replace(made, planner_data={name: (name,) for name in state})
+
+
+def of_stage(plans: list[Any], spec: ModelSpec, plan: Plan, stage: int) -> list[Any]:
+    """Returns copies of the plans of the second stage for another."""
+    layers = zip(plan.stage_layers(spec, 1), plan.stage_layers(spec, stage), strict=True)
+    names = {f".layers.{a}.": f".layers.{b}." for a, b in layers}
+
+    def renamed(name: str) -> str:
+        old = next(old for old in names if old in name)
+        return name.replace(old, names[old])
+
+    def moved(item: Any) -> Any:
+        index = dataclasses.replace(item.index, fqn=renamed(item.index.fqn))
+        return dataclasses.replace(item, index=index)
+
+    return [
+        dataclasses.replace(
+            each,
+            items=[moved(item) for item in each.items],
+            planner_data={renamed(name): (renamed(name),) for name in each.planner_data},
+        )
+        for each in plans
+    ]
+
+
+def saves(folder: Path, stages: int, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
+    """Returns rank 0's CPU seconds of two saves, and of each how many ranks, items, and bytes by
+    file there are.
+
+    Checkpoints 1 and 2 of `folder` get their description and nothing else.
+    """
+    own = plans_of_a_stage(spec, plan)
+    plans = [each for stage in range(stages) for each in of_stage(own, spec, plan, stage)]
+    sent, items = [pickle.dumps(each) for each in plans], sum(len(each.items) for each in plans)
+    del plans, own
+    planner, files = SteadyPlanner(), dict[str, int]()
+    took, results = [], []
+    for save in (1, 2):
+        path = Checkpoints(folder).path(save)
+        path.mkdir(parents=True)
+        writer = Writer(path, planner, lambda sizes, _: files.update(sizes))
+        start = time.process_time()
+        gc.disable()  # as the trainer does
+        planner.set_up_planner({}, is_coordinator=True)
+        gathered = [pickle.loads(each) for each in sent]
+        planned, described = planner.create_global_plan(gathered)
+        scattered = [pickle.dumps(each) for each in writer.prepare_global_plan(planned)]
+        paused = time.process_time()
+        results = results or [pickle.dumps(_results(pickle.loads(each))) for each in scattered]
+        resumed = time.process_time()
+        writer.finish(described, [pickle.loads(each) for each in results])
+        took.append(time.process_time() - resumed + paused - start)
+        gc.enable()
+        # What ranks whose plan has not changed send.
+        sent = [pickle.dumps(SavePlan([], usable=False))] * len(sent)
+    return {"seconds": took, "ranks": len(sent), "items": items, "files": files}
+
+
+def _results(plan: Any) -> list[Any]:
+    """Returns what a rank says that it has written."""
+    file = f"{plan.storage_data.prefix}0.distcp"
+    return [
+        WriteResult(item.index, 1000, _StorageInfo(file, 1000 * i, 1000))
+        for i, item in enumerate(plan.items)
+    ]

@@ -1,0 +1,86 @@
+"""The tables of a document, made from results.
+
+A document holds `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, each on a line of its own; what
+stands between them is replaced, so that no measured number is ever typed.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.files import write_atomic
+from cluster.record import ConfigError
+from kit.show.results import format_value
+from tests.bench.results import RESULTS, Results
+
+BETWEEN_MARKERS = re.compile(
+    r"^<!-- bench:(\w+) -->$(?:(?!<!-- /?bench:).)*^<!-- /bench:\1 -->$", flags=re.M | re.S
+)
+
+
+def write_tables(
+    document: Path, *, directory: Path = RESULTS, texts: Mapping[str, str | None] | None = None
+) -> tuple[list[str], list[str]]:
+    """Replaces the tables of `document` and returns the names written, and those kept for want of
+    results.
+
+    Args:
+        document: has the markers; it is written only if all of them, and all results, are in order.
+        directory: of the results.
+        texts: what stands between the markers of a name instead of a table; None keeps what is
+            there.
+
+    Raises:
+        ConfigError: the document is missing, a marker has no partner, or a results file is damaged.
+    """
+    if not document.is_file():
+        raise ConfigError(
+            f"{document}: no such file; expected a document with <!-- bench:NAME --> markers."
+        )
+    text = document.read_text()
+    # A lost partner would swallow text up to the next marker.
+    if lost := re.search(r"^<!-- /?bench:\w+ -->$", re.sub(BETWEEN_MARKERS, "", text), flags=re.M):
+        raise ConfigError(
+            f"{document}: marker {lost[0]!r} has no partner. Each table stands between <!--"
+            " bench:NAME --> and <!-- /bench:NAME -->, each on a line of its own, not nested."
+        )
+    written, kept, found = [], [], dict(texts or {})
+
+    def replaced(match: re.Match) -> str:
+        name, file = match[1], directory / f"{match[1]}.json"
+        if name not in found and file.exists():
+            found[name] = table(Results.read(file))
+        if found.get(name) is None:
+            kept.append(name)
+            return match[0]
+        written.append(name)
+        return f"<!-- bench:{name} -->\n{found[name]}\n<!-- /bench:{name} -->"
+
+    changed = re.sub(BETWEEN_MARKERS, replaced, text)
+    if changed != text:
+        write_atomic(document, changed)
+    return written, kept
+
+
+def table(results: Results) -> str:
+    """Returns the rows as a Markdown table, then one line with machine, date, load and command."""
+    lines = ["| | measured | target | met | |", "|---|--:|--:|:-:|---|"]
+    for item in results.rows:
+        met = {True: "yes", False: "**no**", None: ""}[item.ok]
+        cells = (item.name, format_value(item.value, item.unit), item.target, met, item.note)
+        lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+    lines += [
+        "",
+        (
+            f"{results.machine}; {results.date} UTC, load before {results.load_before:.1f};"
+            f" `{results.command}`"
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Returns text as a cell of a Markdown table: on one line, without what would end the cell
+    or begin a tag.
+    """
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,267 @@
+"""Training speed on this machine: the kit, its engines, transformers' Trainer and a plain loop,
+taking turns.
+
+Turns alternate between processes (A B C A B C ...), so that other work on the machine meets all
+alike; ratios are taken within a round, and the median round counts. A shared machine changes its
+speed by a fifth from one second to the next, so a turn is one step and the rounds are many: six
+rounds of three steps said 0.96x where sixty of one said 1.00x.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from kit.show.results import Row, row
+from tests.bench.contestants import DEMO, LARGER, SETUP, Setup
+from tests.bench.turns import median_row, ratio_row
+
+ROUNDS = 40  # half as many of the larger model, whose steps take six seconds
+EARLY_STEPS = 5
+SAME_LOSS = {"fp32": 2e-5, "bf16": 1e-3}
+"""Relative difference of losses of the first `EARLY_STEPS` up to which two loops train the same
+model.
+
+Other seeds differ by 1e-4 to 4e-3, the contestants in bf16 by 2e-5 (all measured with models below
+2M parameters)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entrant:
+    """A contestant and how its process is set up."""
+
+    name: str
+    keep_freed_memory: bool = True
+    packages: tuple[str, ...] = ()
+    """Packages that the contestant imports and that may be missing."""
+
+
+TRAINER = "transformers", "accelerate"
+AS_USED = {
+    "kit": Entrant("kit"),
+    "Trainer": Entrant("transformers", keep_freed_memory=False, packages=TRAINER),
+    "plain loop": Entrant("plain", keep_freed_memory=False),
+}
+"""Each as it runs when a user starts it: the kit's ranks change one setting of the allocator."""
+
+SAME_ALLOCATOR = {
+    "Trainer, kit's allocator setting": Entrant("transformers", packages=TRAINER),
+    "plain loop, kit's allocator setting": Entrant("plain"),
+}
+ENGINES = {
+    "native engine": Entrant("kit"),
+    "DeepSpeed, ZeRO 0": Entrant("deepspeed_zero0", packages=("deepspeed",)),
+    "DeepSpeed, ZeRO 1": Entrant("deepspeed_zero1", packages=("deepspeed",)),
+    "plain torch loop": Entrant("plain"),
+}
+
+
+UNITS = {"step_s": "tokens/s", "step_cpu_s": "tokens/CPU-s"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What contestants answered in each round, the first to warm up. The first contestant is
+    compared with the others.
+    """
+
+    setup: Setup
+    given: dict[str, list[dict]]
+    absent: dict[str, str]
+    """Those without answers, and why."""
+
+    def times(self, clock: str = "step_s") -> dict[str, list[float]]:
+        """Returns the seconds per step of each in each round."""
+        return {name: [answer[clock] for answer in given[1:]] for name, given in self.given.items()}
+
+    def unlike(self, where: str) -> dict[str, Row]:
+        """Returns a row for each whose first losses are not those of the first contestant: it does
+        not train the same model.
+        """
+        losses = {
+            name: [loss for answer in given for loss in answer["losses"]][:EARLY_STEPS]
+            for name, given in self.given.items()
+        }
+        subject, limit, rows = next(iter(losses)), SAME_LOSS[self.setup.precision], {}
+        for name, found in losses.items():
+            pairs = zip(losses[subject], found, strict=False)  # a limit may have ended one early
+            by = max(abs(theirs / ours - 1) for ours, theirs in pairs)
+            if by > limit:
+                told = f"{name}, {where}: losses differ from the {subject}'s"
+                note = "so its speed is compared with nothing"
+                rows[name] = row(told, by, "fraction", at_most=limit, note=note)
+        return rows
+
+    def missing(self, where: str) -> list[Row]:
+        """Returns a row of those that were not measured, where there are any."""
+        note = "; ".join(f"{name}: {reason}" for name, reason in self.absent.items())
+        return [row(f"not measured, {where}", len(self.absent), note=note)] if note else []
+
+
+def measure(workplace: Path) -> list[Row]:
+    """Returns tokens/s of each loop and the kit's ratio to each, on one thread and on two."""
+    both = {**AS_USED, **SAME_ALLOCATOR}
+    wanted = dict.fromkeys([*both][1:], 1.0)
+    one = take_answers(both, workplace, rounds=ROUNDS)
+    two = take_answers(AS_USED, workplace, rounds=ROUNDS, threads=2)
+    larger = take_answers(AS_USED, workplace, rounds=ROUNDS // 2, setup=LARGER)
+    return [
+        *speeds(one, "1 thread", wanted),
+        *speeds(two, "2 threads", wanted),
+        *speeds(larger, "1 thread, llama-100m", wanted),
+    ]
+
+
+def speeds(
+    answers: Answers, where: str, wanted: Mapping[str, float | None], *, clock: str = "step_s"
+) -> list[Row]:
+    """Returns tokens/s of each, by the wall or by the processor, and the first's ratio to each that
+    is in `wanted` and trains the same model.
+
+    Args:
+        answers: of the contestants.
+        where: ends the names of the rows.
+        wanted: the least ratio to each; None only informs.
+        clock: one of `UNITS`.
+    """
+    setup, times, unlike = answers.setup, answers.times(clock), answers.unlike(where)
+    tokens, subject, rows = setup.batch_size * setup.spec.sequence_length, next(iter(times)), []
+    for name, seconds in times.items():
+        rates = [tokens / each for each in seconds]
+        rows.append(median_row(f"{name}, {where}", rates, UNITS[clock]))
+        if name in unlike:
+            rows.append(unlike[name])
+        elif name in wanted:
+            ratio = f"{subject} / {name}, {where}"
+            own = times[subject]
+            rounds = min(len(seconds), len(own))
+            rows.append(ratio_row(ratio, seconds[:rounds], own[:rounds], at_least=wanted[name]))
+    return rows + answers.missing(where)
+
+
+def measure_engines(workplace: Path) -> list[Row]:
+    """Returns each engine's step time on one GPU or CPU process, and how much longer than the
+    native engine's it is, turn by turn.
+    """
+    setup = DEMO.replace(device="cuda" if torch.cuda.is_available() else "cpu")
+    answers = take_answers(ENGINES, workplace, rounds=ROUNDS, setup=setup)
+    times, unlike, rows, ratios = answers.times(), answers.unlike("1 thread"), [], []
+    native, *others = times
+    for name, seconds in times.items():
+        rows.append(median_row(f"{name}, 1 thread", [1000 * each for each in seconds], "ms"))
+        if name in others and name not in unlike:
+            ratios.append(ratio_row(f"{name} / {native}, step time", seconds, times[native]))
+    return [*rows, *ratios, *unlike.values(), *answers.missing("1 thread")]
+
+
+def take_answers(
+    entrants: dict[str, Entrant],
+    workplace: Path,
+    *,
+    rounds: int,
+    threads: int = 1,
+    steps: int = 1,
+    setup: Setup = DEMO,
+    limit_s: float = 3600.0,
+) -> Answers:
+    """Returns the answers of each entrant in each round, after one round to warm up, and the reason
+    for each entrant without answers.
+
+    All start from the kit's initial weights and take turns, so that other work on the machine slows
+    all equally. All processes are ended after `limit_s` seconds. The answers of an entrant until
+    then count if it has finished a round after the warm-up.
+
+    Raises:
+        RuntimeError: the first entrant, with which all are compared, has no answers.
+    """
+    setup.write(workplace / SETUP)
+    absent = {name: reason for name in entrants if (reason := not_installed(entrants[name]))}
+    present = [name for name in entrants if name not in absent]
+    taken: dict[str, list[dict]] = {name: [] for name in entrants}
+    end = time.monotonic() + limit_s
+    with contextlib.ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(
+                _process(entrants[name], workplace, threads, setup.device, end)
+            )
+            for name in present
+        }
+        for _ in range(rounds + 1):
+            for name in list(processes):
+                try:
+                    taken[name].append(_one_turn(processes[name], steps))
+                except EOFError:
+                    del processes[name]
+                    is_late = time.monotonic() > end
+                    if is_late and len(taken[name]) < 2:
+                        absent[name] = f"not measured within {limit_s:.0f} s"
+                    elif not is_late:
+                        absent[name] = _last_words(workplace / f"{entrants[name].name}.log")
+    if (subject := next(iter(entrants))) in absent:
+        raise RuntimeError(f"{subject} did not train {setup.spec.name}: {absent[subject]}")
+    given = {name: answers for name, answers in taken.items() if name not in absent}
+    return Answers(setup=setup, given=given, absent=absent)
+
+
+def not_installed(entrant: Entrant) -> str:
+    """Returns a text that names the packages of an entrant that are not installed. Empty if all
+    are.
+    """
+    missing = [name for name in entrant.packages if importlib.util.find_spec(name) is None]
+    return f"not installed: {', '.join(missing)}" if missing else ""
+
+
+@contextlib.contextmanager
+def _process(
+    entrant: Entrant, workplace: Path, threads: int, device: str, end: float
+) -> Iterator[subprocess.Popen]:
+    """A contestant that waits for its first turn, and is killed at `end` on the monotonic clock,
+    or when left.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", "tests.bench.contestants", entrant.name]
+    command += [str(threads), *["--keep-freed-memory"] * entrant.keep_freed_memory]
+    root = Path(__file__).parents[2]  # it works in a folder of its own
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": device,
+    }
+    with (workplace / f"{entrant.name}.log").open("w") as log:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+        process = subprocess.Popen(command, env=environment, cwd=workplace, text=True, **pipes)
+        timer = threading.Timer(max(0.0, end - time.monotonic()), process.kill)
+        timer.start()
+        try:
+            yield process
+        finally:
+            timer.cancel()
+            process.kill()
+            process.communicate()
+
+
+def _one_turn(process: subprocess.Popen, steps: int) -> dict:
+    """Returns the answer of one turn, or raises EOFError where the process has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(f"{steps}\n")
+        process.stdin.flush()
+    for line in process.stdout:
+        if line.startswith('{"step_s"'):
+            return json.loads(line)
+    raise EOFError
+
+
+def _last_words(log: Path) -> str:
+    words = log.read_text(errors="replace").strip().splitlines()
+    return words[-1][:200] if words else "it ended without a word"

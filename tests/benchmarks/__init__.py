@@ -1,8 +1,0 @@
-"""The benchmarks behind BENCHMARKS.md, and what makes its tables; `python -m tests.benchmarks` runs
-them.
-
-A benchmark is a function that measures and returns rows. It gets `workplace`, an empty folder, and
-some get `dataset`, on whose tokens, text and tokenizer the demo model trains; other arguments make
-it smaller, for tests. Where a process of its own fails, it raises RuntimeError with that one's last
-words.
-"""

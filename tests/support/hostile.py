@@ -1,0 +1,271 @@
+"""What a stranger may send: pickles that run programs, words that a shell would obey, runs."""
+
+import contextlib
+import hashlib
+import io
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cluster.attempts import claim_attempt
+from cluster.outcome import AttemptOutcome, write_end
+from cluster.process import Process
+from cluster.site import Site
+from cluster.state import JobState, RunState, log_path
+from kit import launcher
+from kit.plan import Plan
+from kit.recipe import Recipe
+from kit.run import Run
+from kit.spec import ModelSpec
+from tests.support.recorded_runs import beat, rows, spoil
+from tests.support.runs import new_run
+
+SCRIPT = (
+    "<img src=x"
+    " onerror=\"document.title='owned'\"><script>document.title='owned'</script>'\"`${7*7}"
+)
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\x1b]8;;http://evil\x1b\\click\u202e"
+MARKUP = "[link=http://evil]click[/link][bold red]x[/]"
+STEPS = 40
+"""Of a finished run."""
+STRANGER = 65534
+"""Owns nothing, and is called nobody."""
+
+
+class Reduced:
+    """Is pickled as whatever it is told."""
+
+    def __init__(self, parts: tuple) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> tuple:
+        return self.parts
+
+
+class Payload(Reduced):
+    """Unpickled by an ordinary reader, it makes the folder `canary`."""
+
+    def __init__(self, canary: Path) -> None:
+        super().__init__((os.mkdir, (str(canary),)))
+
+
+def finished_run(directory: Path, spec: ModelSpec | None = None, data: str = "data") -> Run:
+    """Returns a run that has done its 40 steps, one of them with a loss that is an alert."""
+    plan, recipe = Plan(global_batch_size=8), Recipe(data=data, num_steps=40)
+    site = Site.load("laptop").with_measured_peak("fp32", 1e12, "test")
+    spec = spec or ModelSpec.preset("demo")
+    run = new_run(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+    attempt = claim_attempt(run.directory)
+    job = launcher.job_spec(run).replace(argv=("true",))
+    for name, record in (("job", job), ("plan.attempt_01", plan), ("site.attempt_01", site)):
+        record.write(run.directory / f"{name}.json")
+    (run.directory / "metrics.jsonl").write_text("".join(rows(1, 40)))
+    spoil(run, {21: {"loss": math.nan}})
+    log = log_path(run.directory, attempt, 0)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("step 40 of 40\n")
+    beat(run, 40)
+    write_end(run.directory, attempt, AttemptOutcome(0, "the one rank ended with code 0"))
+    return run
+
+
+def running(run: Path, **changes: Any) -> None:
+    """Makes the job of a finished run one that goes on, as far as its heartbeat tells."""
+    (run / "exit.json").unlink(missing_ok=True)
+    state = {"attempt": 1, "step": 40, "heartbeat": time.time(), "step_time_s": 1.0, **changes}
+    RunState(state=JobState.RUNNING, **state).write(run / "state.json")
+
+
+def process_of(pid: int) -> Process:
+    """Returns the identity of a process of this machine, as anybody can read it there."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return Process.current().replace(pid=pid, start_ticks=int(fields[19]))
+
+
+def save_checkpoint(run: Run) -> None:
+    """Writes a whole checkpoint of the first weights, with AdamW's state, as its trainer would."""
+    import torch
+
+    from kit.model import build_decoder
+    from tests.support.workers import complete_checkpoint
+
+    state = {}
+    for name, weight in build_decoder(run.spec).named_parameters():
+        state[f"model.{name}"] = weight.detach()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[f"adamw.{moment}.{name}"] = torch.zeros_like(weight.detach())
+    complete_checkpoint(run, state, STEPS)
+
+
+def tree(folder: Path) -> dict[str, tuple]:
+    """Returns of each thing in a folder its kind and mode, size, time and content."""
+    found = {}
+    for path in [folder, *folder.rglob("*")]:
+        about, content = path.lstat(), ""
+        if path.is_symlink():
+            content = os.readlink(path)
+        elif path.is_file() and about.st_size < 2**24:
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+        name = str(path.relative_to(folder))
+        found[name] = oct(about.st_mode), about.st_size, about.st_mtime_ns, content
+    return found
+
+
+def open_to_all(folder: Path, owner: int | None = None) -> None:
+    """Lets everybody write everything in a folder, and gives it to somebody."""
+    for path in [folder, *folder.rglob("*")]:
+        if owner is not None:
+            os.chown(path, owner, owner, follow_symlinks=False)
+        if not path.is_symlink():
+            path.chmod(0o777 if path.is_dir() else 0o666)
+
+
+def in_a_child(
+    work: Callable[[], Any], user: int | None = None, limit_s: float | None = None
+) -> Any:
+    """Returns what a function returns, in a child of this process; `user`: as somebody else.
+
+    Raises:
+        AssertionError: it raises; with its traceback.
+        TimeoutError: The function has not returned after `limit_s` seconds.
+    """
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def tell() -> None:
+        try:
+            if user is not None:
+                os.setgroups([])
+                os.setresgid(user, user, user)
+                os.setresuid(user, user, user)
+            there.send((work(), None))
+        except BaseException:
+            there.send((None, traceback.format_exc()))
+
+    child = context.Process(target=tell)
+    child.start()
+    there.close()
+    try:
+        if limit_s is not None and not here.poll(limit_s):
+            raise TimeoutError
+        answer, error = here.recv()
+    finally:
+        child.kill()
+        child.join()
+    assert error is None, error
+    return answer
+
+
+class Said(NamedTuple):
+    """How a command ended: its exit code, and all that it printed."""
+
+    code: int
+    text: str
+
+
+def kit(*words: str | Path, ctrl_c_after_s: float = 60.0) -> Said:
+    """Runs a command of the kit in this process, as a shell would."""
+    from kit.commands.app import run
+
+    said, code = io.StringIO(), 0
+    thread = threading.get_ident(), signal.SIGINT
+    pressed = threading.Timer(ctrl_c_after_s, signal.pthread_kill, thread)
+    # What a shell starts in the background ignores it from the start.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    before, sys.argv = sys.argv, ["kit", *map(str, words)]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            pressed.start()
+            run()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except KeyboardInterrupt:
+            code = 130
+        except BaseException:
+            code = 1
+            traceback.print_exc(file=said)
+        finally:
+            pressed.cancel()
+            signal.signal(signal.SIGINT, handler)
+            sys.argv = before
+    return Said(code, said.getvalue())
+
+
+def leaves(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (words, command) of each command that is not a group of commands."""
+    for word, inner in getattr(command, "commands", {}).items():
+        yield from leaves(inner, f"{name} {word}".strip())
+    if not hasattr(command, "commands"):
+        yield name, command
+
+
+TASK = """
+task: mine
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {lines}}}}}
+test_split: test
+output_type: loglikelihood
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "{{{{answer}}}}"
+"""
+"""A definition of a task of lm-eval."""
+
+
+def write_task(folder: Path) -> Path:
+    """Writes a task of four items, and returns the file with its definition."""
+    items, task = folder / "items.jsonl", folder / "task.yaml"
+    items.write_text('{"text": "a b", "answer": "c"}\n' * 4)
+    task.write_text(TASK.format(lines=items))
+    return task
+
+
+FAKE = """#!/bin/sh
+echo "${{0##*/}} [$SLURM_CONF] $*" >> {calls}
+case "${{0##*/}} $1 $2" in
+squeue*) for word; do case $word in --format=*)
+    echo "${{word#--format=}}" | sed "s|%[iF]|777|; s|%T|RUNNING|; s|%N|node1|; s|%r|None|; s|%Z|$(cat {place})|
+        s|%o|$(cat {place})/submit.sh|; s|%j|run|; s|%u|$(id -un)|" ;; esac; done ;;
+scancel*) ;;
+*) echo "${{0##*/}}: refused" >&2; exit 1 ;;
+esac
+"""  # noqa: E501
+COMMANDS = "ssh scp rsync sbatch scancel srun squeue scontrol sacct sinfo".split()
+QUESTIONS = ("squeue ", "sacct ", "sinfo ", "scontrol show ", "scontrol --oneliner show ")
+
+
+class Calls:
+    """Commands that would reach another machine: fakes in a folder for the PATH, which record that
+    they were called.
+
+    Slurm's are of a cluster on which job 777 of this user runs; it was submitted in the folder
+    `place`.
+    """
+
+    def __init__(self, folder: Path, place: Path) -> None:
+        folder.mkdir()
+        self.bin, self.file, self.place = folder, folder / "calls.txt", folder / "place.txt"
+        self.place.write_text(str(place))
+        for name in COMMANDS:
+            (folder / name).write_text(FAKE.format(calls=self.file, place=self.place))
+            (folder / name).chmod(0o755)
+
+    def taken(self) -> list[str]:
+        """Returns the calls since the last time, as NAME [SLURM_CONF] WORDS."""
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        self.file.unlink(missing_ok=True)
+        return lines
+
+
+def beyond_questions(calls: Sequence[str], strange: Path) -> list[str]:
+    """Returns the calls that did more than ask the user's own Slurm."""
+    harmless = [call for call in calls if str(strange) not in call.partition("]")[0]]
+    asked = [call for call in harmless if call.replace("[] ", "", 1).startswith(QUESTIONS)]
+    return [call for call in calls if call not in asked]
