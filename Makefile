@@ -31,13 +31,13 @@ system:  ## install Slurm, Chromium and faketime, which the tests of clocks need
 # Four at a time: faults and launching mostly wait (for Slurm, and for lost nodes to be noticed), so two that compute run beside them,
 # and four when those are done. With six a test got an eighth of a core on a slow machine, and ended at limits made for hangs.
 RANKS := tests/parallel tests/engines tests/faults tests/test_train.py
-VIEWS := tests/browser tests/foreign tests/monitor tests/evaluate tests/papers
+VIEWS := tests/browser tests/interop tests/monitor tests/evaluate tests/papers
 test: system .venv/dev-installed  ## everything that CI runs: format, lint, types and all tests
 	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j4 \
 	    pytest-faults pytest-launching pytest-ranks pytest-notebooks pytest-later-notebooks pytest-rest pytest-views check
 
 # What only computes, of every room; tests/support/quick.py leaves the rest out. Two at a time.
-MODELS := tests/cluster tests/parallel tests/engines tests/trainer tests/convert tests/evaluate tests/data tests/model tests/run tests/truth
+MODELS := tests/cluster tests/parallel tests/engines tests/trainer tests/interop tests/evaluate tests/data tests/model tests/run tests/truth
 quick: .venv/dev-installed  ## in three minutes, while one works: format, lint, and the quick tests of every room
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -2,11 +2,11 @@
 
 try:
     from cluster.site import Site
+    from kit.config.plan import Plan
+    from kit.config.recipe import Recipe
+    from kit.config.spec import FlopBasis, ModelSpec
     from kit.launcher import launch, resume
-    from kit.plan import Plan
-    from kit.recipe import Recipe
     from kit.run import Run
-    from kit.spec import FlopBasis, ModelSpec
 except Exception as error:
     from cluster.shadows import explain
 

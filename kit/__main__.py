@@ -1,4 +1,4 @@
-"""The command line, as `kit` and as `python -m kit`; its commands are in `kit.commands`."""
+"""The command line, as `kit` and as `python -m kit`; its commands are in `kit.cli`."""
 
 import gc
 import io
@@ -12,7 +12,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     try:
         # here, since Ctrl-C may come while a third of a second is spent on imports.
-        from kit.commands.app import (
+        from kit.cli.app import (
             run,
         )
 

@@ -16,16 +16,16 @@ from cluster.login.submit import refuse_lacking
 from cluster.render import nodes_for
 from cluster.site import Site
 from cluster.state import refuse_other_owner
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines import check_engine, check_site, configuration
 from kit.engines.neuron.configuration import job_environment
 from kit.errors import CheckpointError, ConfigError, RunError
 from kit.measure.device import DeviceName, on_device
 from kit.measure.gemm import measured_site
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import LAUNCH_LOCK, Run
 from kit.run.checkpoint import Checkpoints
-from kit.spec import ModelSpec
 
 MAX_PADDING = 512
 """Number of vocabulary entries that count as padding, which makes the vocabulary divisible by the
@@ -287,9 +287,9 @@ def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
         ConfigError: they are of another model, or of another tokenizer than the text.
         DataError, MissingPackageError: the folder cannot be read.
     """
-    from kit.convert.hugging_face import hugging_face_weights
     from kit.data import Dataset
     from kit.data.tokenizer import load_tokenizer
+    from kit.interop.weights.hugging_face import hugging_face_weights
 
     folder = Path(str(recipe.init_from))
     hugging_face_weights(folder, spec)

@@ -9,14 +9,14 @@ from typing import Any
 
 from cluster.render import check_submittable
 from cluster.site import Site
-from kit.commands.asked import ask_for
+from kit.cli.asked import ask_for
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.data.dataset import DESCRIPTION, Dataset
 from kit.engines import check_engine
 from kit.errors import ConfigError, check_known
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.show.table import Table as Table
-from kit.spec import ModelSpec
 
 SCALES = ("demo", "cluster")
 LENGTHS = (

@@ -15,9 +15,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 
 from cluster.record import Record
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from tests.support import quick
 
 

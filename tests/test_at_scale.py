@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
 from kit.errors import ConfigError
 from kit.notebook import DEMO, Given, at_scale
-from kit.plan import Plan
-from kit.recipe import Recipe
 
 EVERY: dict[str, Any] = {"warmup_steps": 24, "validation_every": 32, "checkpoint_every": 48}
 OWN = Recipe(data="demo", num_steps=96, learning_rate=3e-3, **EVERY)

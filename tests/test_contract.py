@@ -24,14 +24,14 @@ from typer.testing import CliRunner
 
 import kit
 from cluster.state import JobState, ask, read_exit, read_taken, take_request
-from kit.commands.app import app
-from kit.convert import load_model
+from kit.cli.app import app
+from kit.config.spec import PRESETS
 from kit.data import Dataset, build_dataset
 from kit.evaluate import SUITES, EvalReport, evaluate
+from kit.interop.weights import load_model
 from kit.monitor import run_figure, status_row
 from kit.papers import FIGURES
 from kit.papers.recipes import names
-from kit.spec import PRESETS
 
 SAMPLE = Path(__file__).parent / "contract"
 
@@ -57,8 +57,8 @@ NAMES = {
         "FRONTIER FRONTIER_NOT_DRAWN HLAT HLAT_NOT_DRAWN contents frontier_demo hlat_demo"
         " paper_figure"
     ),
-    "kit.rehearsal": "rehearse",
-    "kit.spec": "FlopBasis PRESETS",
+    "kit.estimate.rehearsal": "rehearse",
+    "kit.config.spec": "FlopBasis PRESETS",
 }
 """What README.md and the notebooks import from the face of a room."""
 

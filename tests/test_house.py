@@ -100,14 +100,13 @@ def test_a_rank_imports_what_it_trains_with():
 RANK_ROOMS = {
     f"kit.{room}"
     for room in (
-        "data engines errors launcher measure model_rules parallel plan recipe rules run"
-        " spec torch_private train trainer"
+        "config data engines errors launcher measure parallel run torch_private train trainer"
     ).split()
 }
 """Rooms of the kit that `import kit.train` loads."""
 STARTED_ABOVE = {
     ("cluster.poll", "f'cluster.{scheduler}'"),
-    ("kit.commands.data", "kit"),
+    ("kit.cli.data", "kit"),
     ("kit.evaluate.benchmarks", "kit"),
     ("kit.launcher", "kit.train"),
 }

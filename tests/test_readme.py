@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.estimate.fit import published
 from kit.estimate.fit.calibrate import calibrate, published_calibration
 from kit.estimate.theory.layouts import Layouts
 from kit.papers.recipes import published_recipe
-from kit.plan import Plan
-from kit.spec import ModelSpec
 from tests.bench.headlines import plan_example
 
 README = Path(__file__).parent.parent / "README.md"

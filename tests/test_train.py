@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 
 import kit
 from cluster.state import JobState, read_state, update_state
-from kit.commands.app import app
-from kit.convert import load_model
+from kit.cli.app import app
+from kit.config.plan import Plan
+from kit.config.recipe import DataPhase, DataSource
 from kit.data import Dataset
 from kit.errors import CheckpointError
+from kit.interop.weights import load_model
 from kit.launcher import job_spec
 from kit.monitor import run_figure, status_row, status_table
-from kit.plan import Plan
-from kit.recipe import DataPhase, DataSource
 from kit.run import Run
 from kit.run.checkpoint_reader import CheckpointTensors
 from kit.show.terminal import PlainConsole

@@ -7,11 +7,11 @@ import glob
 import math
 from pathlib import Path
 
+from kit.config.recipe import DataSource, Recipe
 from kit.data.dataset import DESCRIPTION, Dataset
 from kit.data.samples import PERIOD, Samples, Turns, Windows
 from kit.data.token_file import TokenFile
 from kit.errors import DataError
-from kit.recipe import DataSource, Recipe
 
 
 def training_samples(recipe: Recipe, sequence_length: int) -> Samples:

@@ -4,11 +4,11 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines.neuron.configuration import check_platform
 from kit.errors import ConfigError
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch

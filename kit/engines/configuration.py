@@ -3,11 +3,11 @@
 import json
 import shlex
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines.deepspeed.configuration import CONFIG_FILE, deepspeed_config, megatron_arguments
 from kit.engines.neuron.configuration import nxd_arguments
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 
 DEEPSPEED, MEGATRON, NEURON = FILES = CONFIG_FILE, "megatron_deepspeed.txt", "neuron.json"
 

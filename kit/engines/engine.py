@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import Parameter
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.parallel.groups import build_mesh, data_rank
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 
 Accepts: TypeAlias = Callable[[float, float], bool]
 """Returns whether a step of this loss and gradient norm may update the weights."""

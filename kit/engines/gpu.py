@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend
 
 from cluster.files import write_atomic
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.parallel.groups import COLLECTIVE_TIMEOUT
-from kit.plan import Plan
-from kit.spec import ModelSpec
 from kit.torch_private import attention_choice, nccl_trace, set_cuda_timeouts
 
 TRACE_FILE = "TORCH_FR_DUMP_TEMP_FILE"

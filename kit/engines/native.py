@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines.engine import (
     MOMENTS,
     Accepts,
@@ -27,9 +30,6 @@ from kit.parallel.gradients import clip, global_norm, group_parameters, local, r
 from kit.parallel.groups import pipeline_rank, split_world
 from kit.parallel.pipeline import build_schedule, forward_only
 from kit.parallel.tensor import cross_entropy
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 
 
 class NativeEngine(PortableEngine):

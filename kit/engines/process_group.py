@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from cluster.record import ConfigError, counted
 from cluster.site import Site
+from kit.config.plan import EngineName
 from kit.parallel.groups import COLLECTIVE_TIMEOUT, connect, cpu_group
-from kit.plan import EngineName
 
 JOIN_S_PER_RANK = datetime.timedelta(seconds=0.5)
 """Of the limit to join: with a fixed one, every third start of 10,992 ranks failed (Megatron-LM

@@ -20,10 +20,10 @@ from cluster.record import Record, field_doc, from_one, must, suggestion
 from cluster.render import nodes_for
 from cluster.site import Site
 from cluster.state import JobState
-from kit.convert.hugging_face_config import config_of
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError, RunError, kit_command
+from kit.interop.weights.hugging_face_config import config_of
 from kit.run import Run
-from kit.spec import ModelSpec
 
 Question = tuple[str, int | None, int, float, float, bool, str]
 """(task, number of shots, programs per item, temperature, top_p, whether the chat template is

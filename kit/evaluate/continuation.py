@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kit.convert.other_trainers import check_safetensors, not_a_model
 from kit.errors import ConfigError
 from kit.evaluate.benchmarks import precision_of_dtype
+from kit.interop.weights.other_trainers import check_safetensors, not_a_model
 from kit.run import Run
 
 

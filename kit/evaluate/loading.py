@@ -27,9 +27,6 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from cluster.files import other_owner, read_small
-from kit.convert.hugging_face import export_hugging_face, export_run
-from kit.convert.hugging_face_config import Precision
-from kit.convert.other_trainers import check_safetensors, missing_weight_advice
 from kit.data.tokenizer import Tokenizer
 from kit.data.wheels import file_sha256, user_cache
 from kit.engines.process_group import start_process_group
@@ -37,6 +34,9 @@ from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import DTYPES, DeviceLayout, Options
 from kit.evaluate.packed import PackedLM
 from kit.evaluate.tasks import quiet
+from kit.interop.weights.hugging_face import export_hugging_face, export_run
+from kit.interop.weights.hugging_face_config import Precision
+from kit.interop.weights.other_trainers import check_safetensors, missing_weight_advice
 from kit.model import Decoder
 from kit.parallel.groups import final_barrier
 from kit.run import Run

@@ -6,7 +6,7 @@ from typing import Literal
 
 from cluster.record import ConfigError, counted
 from cluster.site import Device, Fact, Links, Site
-from kit.plan import Plan
+from kit.config.plan import Plan
 
 DeviceName = Literal["cpu", "cuda"]
 

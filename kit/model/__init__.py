@@ -20,11 +20,11 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from kit.config.plan import Recompute
+from kit.config.spec import ModelSpec
 from kit.model.cross_entropy import chunked_cross_entropy
 from kit.model.past import DOCUMENT_KERNELS, attend_within_documents
 from kit.model.past import Past as Past
-from kit.plan import Recompute
-from kit.spec import ModelSpec
 from kit.torch_private import ATTENTION, TENSOR_PARALLEL_SUMS
 
 TENSOR_PARALLEL_SPLIT = {

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from kit.plan import logits_at_once
+from kit.config.plan import logits_at_once
 
 
 def chunked_cross_entropy(

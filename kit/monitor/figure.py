@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from kit.config.plan import Plan
 from kit.data import mix_words
 from kit.monitor.curves import Average, View, drawable
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.expected import BAND, Band, compare
 from kit.monitor.scores import draw_scores, eval_curve
-from kit.plan import Plan
 from kit.run import Run
 from kit.run.columns import Columns
 from kit.run.metrics import Metrics, median

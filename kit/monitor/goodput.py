@@ -15,8 +15,8 @@ import numpy as np
 from cluster.record import Record, field_doc
 from cluster.site import Site
 from cluster.state import GIVEN_UP, Event, JobState, read_history, read_state
+from kit.config.plan import Plan
 from kit.errors import RunError
-from kit.plan import Plan
 from kit.run import Run
 from kit.run.columns import NAMES, parse_lines, that_count
 from kit.run.tail import Tail

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.estimate.tuning.objectives import MeasuredRate
 from kit.estimate.tuning.tune import Trials, tune
 from kit.papers.layers import WARM_UP, Runs, kept, note_load, opened, scale_of
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.spec import ModelSpec
 
 MODEL = ModelSpec.gpt(
     name="gpt-demo",

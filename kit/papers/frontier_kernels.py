@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.papers.frontier_demo import ATTENTION, run_hfu_percent
 from kit.papers.frontier_model import (
     FACTS,
@@ -32,9 +34,7 @@ from kit.papers.layers import (
     study_points,
 )
 from kit.papers.panels import legend_above, picture
-from kit.plan import Plan
 from kit.show.theme import GREY, SLATE
-from kit.spec import ModelSpec
 
 TOKENS_PER_STEP = 640 * 2048
 NAMED_AT = ((12, 20), (-44, 26), (10, -20))

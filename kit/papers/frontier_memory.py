@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kit.config.spec import ModelSpec
 from kit.estimate.theory.activations import MEGATRON, MEGATRON_DEEPSPEED
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, StageMemory, memory_by_stage
@@ -15,7 +16,6 @@ from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.frontier_model import FACTS, LUMI, MODELS, lumi_plan, paper_plan
 from kit.papers.layers import Drawn, Layer, Runs, on_clusters, table
 from kit.papers.panels import picture
-from kit.spec import ModelSpec
 
 MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
 

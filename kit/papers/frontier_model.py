@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import FlopBasis, ModelSpec
 from kit.estimate.fit import published
 from kit.estimate.fit.calibrate import (
     Calibration,
@@ -26,8 +28,6 @@ from kit.estimate.theory.layouts import Array, Layouts
 from kit.monitor.expected import sentence
 from kit.papers.facts import Facts, plain
 from kit.papers.layers import Layer
-from kit.plan import Plan
-from kit.spec import FlopBasis, ModelSpec
 
 FACTS = Facts.load("frontier")
 """What is known of the paper."""

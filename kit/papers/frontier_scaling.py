@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kit.config.spec import FlopBasis, ModelSpec
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.papers.facts import Fact
 from kit.papers.frontier_demo import MICROBATCHES, run_hfu_percent, select, tokens_per_s_and_device
@@ -28,7 +29,6 @@ from kit.papers.frontier_model import (
 from kit.papers.layers import Drawn, Layer, Runs, measured, on_clusters, scale_of
 from kit.papers.panels import legend_above, pairs, picture
 from kit.run import Run
-from kit.spec import FlopBasis, ModelSpec
 
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}
 STRONG_BATCH = 8064

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from cluster.site import Site
+from kit.config.spec import FlopBasis, ModelSpec
 from kit.estimate.choose.search import Machine
 from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.layouts import Array
@@ -23,7 +24,6 @@ from kit.papers.layers import Drawn, Layer, Runs, folders_with, study_points
 from kit.papers.panels import DEMO_COLOURS, finish, mark_demo_scale, picture
 from kit.show.style import new_figure
 from kit.show.theme import BLUE, VERMILION
-from kit.spec import FlopBasis, ModelSpec
 
 NUM_TRIALS = 60
 SPACES = read_toml("spaces")

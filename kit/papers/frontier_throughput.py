@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kit.config.spec import ModelSpec
 from kit.papers.facts import Relation, read_toml
 from kit.papers.frontier_demo import median_rate, run_hfu_percent, select, tokens_per_s_and_device
 from kit.papers.frontier_model import (
@@ -25,7 +26,6 @@ from kit.papers.frontier_model import (
 )
 from kit.papers.layers import Drawn, Layer, Runs, measured, on_clusters, opened, scale_of
 from kit.papers.panels import paper_table, picture
-from kit.spec import ModelSpec
 
 SPEC = ModelSpec.preset("gpt-22b")
 ALONE = {"data_parallel": 1, "micro_batch_size": 1}

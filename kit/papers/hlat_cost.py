@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.estimate.theory.layouts import Array
 from kit.monitor.goodput import usd_per_hour
 from kit.papers.facts import Fact, Relation
@@ -35,10 +37,8 @@ from kit.papers.hlat_model import (
 )
 from kit.papers.layers import Drawn, Layer, Runs, on_clusters, opened
 from kit.papers.panels import legend_above, name_lines, picture
-from kit.plan import Plan
 from kit.run import Run
 from kit.show.theme import GRID
-from kit.spec import ModelSpec
 
 SHORT = {TRN1: "trn1", P4D: "p4d"}
 RATIOS = {

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cluster.state import JobState
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.data.dataset import Dataset
 from kit.engines.native import NativeEngine
 from kit.errors import RunError
 from kit.papers.hlat_training import PRECISION, SPIKES, Steps
 from kit.papers.layers import kept, note_load
 from kit.parallel.gradients import local
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.spec import ModelSpec
 from kit.trainer.spikes import WINDOW, stands_out
 
 RUN = "llama-demo"

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError
 from kit.estimate.choose.search import search
 from kit.estimate.fit import published
@@ -24,8 +26,6 @@ from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.facts import Facts
-from kit.plan import Plan
-from kit.spec import ModelSpec
 
 FACTS = Facts.load("hlat")
 """What is known of the paper."""

@@ -9,6 +9,9 @@ from typing import Any, Literal
 import numpy as np
 
 from cluster.record import ConfigError, suggestion
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.out_of_memory import RESERVE
@@ -17,9 +20,6 @@ from kit.papers.facts import Known
 from kit.papers.frontier_demo import run_hfu_percent
 from kit.papers.layers import Drawn, Layer, Runs, by_scale, on_clusters, opened
 from kit.papers.panels import facts_table
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 
 PAPERS = {"frontier": frontier_model, "hlat": hlat_model}
 """Where the facts of each paper are, and how wrong the model is."""

@@ -5,14 +5,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.model import Decoder, initial_weight
 from kit.parallel.data import needs_sharding, shard, shard_ends
 from kit.parallel.gradients import local
 from kit.parallel.groups import pipeline_rank
 from kit.parallel.pipeline import stage_indices
 from kit.parallel.tensor import apply_tensor_parallel
-from kit.plan import Plan
-from kit.spec import ModelSpec
 from kit.torch_private import local_part
 
 

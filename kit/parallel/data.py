@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn import Module
 
+from kit.config.plan import Plan
 from kit.model import Decoder
-from kit.plan import Plan
 
 
 def needs_sharding(plan: Plan) -> bool:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from kit.config.plan import Plan
 from kit.errors import CheckpointError, ConfigError, DataError
-from kit.plan import Plan
 from kit.torch_private import default_store
 
 Found = TypeVar("Found")

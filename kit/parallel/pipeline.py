@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.model import Decoder
-from kit.plan import Plan
-from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.errors import RunError
 from kit.parallel.apply import build_decoders
 from kit.parallel.gradients import local
 from kit.parallel.groups import build_mesh, pipeline_rank
 from kit.parallel.pipeline import stage_indices
-from kit.plan import Plan
-from kit.spec import ModelSpec
 from kit.torch_private import fake_store
 
 

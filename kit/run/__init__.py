@@ -21,11 +21,11 @@ from cluster.job import Job
 from cluster.login.mirror import mirror_of, refresh
 from cluster.record import ConfigError, Record, html_table
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.errors import RunError, kit_command
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run.checkpoint import Checkpoints
-from kit.spec import ModelSpec
 
 if TYPE_CHECKING:
     from kit.data import Dataset

@@ -22,9 +22,9 @@ from cluster.files import file_size, opened, read_small
 from cluster.login.mirror import mirror_of
 from cluster.record import ConfigError, Record, check_file_below, field_doc
 from cluster.state import refuse_stale
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.errors import CheckpointError, DamagedCheckpointError, kit_command
-from kit.plan import Plan
-from kit.spec import ModelSpec
 
 BYTES_PER_PARAM = 12
 """fp32 weight and two fp32 Adam moments."""

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from cluster.record import check_file_name
+from kit.config.spec import ModelSpec
 from kit.errors import CheckpointError, DamagedCheckpointError, kit_command
 from kit.run.checkpoint import Checkpoints, Manifest
 from kit.run.plain_pickle import check_pickle
-from kit.spec import ModelSpec
 from kit.torch_private import StorageInfo
 
 METADATA = "torch.distributed.checkpoint.metadata"

@@ -18,7 +18,8 @@ import numpy as np
 
 from cluster.files import FULL, appending, line_break
 from cluster.site import Site
-from kit.plan import Plan
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.run.columns import (
     COLUMNS,
     NAMES,
@@ -27,7 +28,6 @@ from kit.run.columns import (
     tokens_seen,
     values_of,
 )
-from kit.spec import ModelSpec
 
 MOST_WAITING = 200_000
 """Largest number of lines that wait in memory for the disk, of about 500 bytes each. A run of one

@@ -6,9 +6,9 @@ Each returns a matplotlib figure and, where it shows data, its table.
 from collections.abc import Sequence
 from typing import Any
 
+from kit.config.spec import FlopBasis, ModelSpec
 from kit.show.style import Rows, new_figure
 from kit.show.theme import BLUE, GREY, VERMILION
-from kit.spec import FlopBasis, ModelSpec
 
 
 def tensor_split_picture() -> Any:

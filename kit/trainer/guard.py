@@ -17,10 +17,10 @@ import math
 import statistics
 from typing import Literal
 
+from kit.config.plan import Plan, refuse
+from kit.config.recipe import Recipe
+from kit.config.rules import Rule
 from kit.errors import RunError
-from kit.plan import Plan, refuse
-from kit.recipe import Recipe
-from kit.rules import Rule
 from kit.trainer.spikes import WINDOW, stands_out
 
 PATIENCE = 10

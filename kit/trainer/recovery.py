@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cluster.record import counted
+from kit.config.spec import ModelSpec
 from kit.engines.engine import Engine, PortableEngine
 from kit.errors import CheckpointError, DamagedCheckpointError, RunError
 from kit.parallel.groups import from_rank_0, raised_on_all
@@ -19,7 +20,6 @@ from kit.run import Run
 from kit.run.checkpoint import Manifest
 from kit.run.checkpoint_reader import CheckpointTensors
 from kit.run.checkpoint_writer import CheckpointWriter
-from kit.spec import ModelSpec
 from kit.trainer.callback import Callback, Step
 from kit.trainer.guard import Answer, Guard
 from kit.trainer.heartbeat import Notices
@@ -277,7 +277,9 @@ def start_from(folder: str, spec: ModelSpec, engine: Engine) -> None:
     Raises:
         ConfigError, DataError, MissingPackageError: the folder does not hold this model.
     """
-    from kit.convert.hugging_face import hugging_face_weights  # no other run needs converters
+    from kit.interop.weights.hugging_face import (
+        hugging_face_weights,  # no other run needs converters
+    )
 
     assert isinstance(engine, PortableEngine), "`check_recipe` refuses others"
     weights = hugging_face_weights(folder, spec)

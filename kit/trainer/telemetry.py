@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kit.plan import Plan
+from kit.config.plan import Plan
 from kit.trainer.callback import Callback, Step
 
 COLLECT_EVERY = 20

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from cluster.heartbeats import MANY
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
 from kit.engines import gpu
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.torch_private import on_compile
 from kit.trainer.callback import Callback, Step
 

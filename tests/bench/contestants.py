@@ -25,15 +25,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cluster.record import Record, field_doc
-from kit.convert.hugging_face_config import config_of
-from kit.convert.weights import to_theirs
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines import build_engine
 from kit.engines.engine import adamw
 from kit.engines.process_group import keep_freed_memory
+from kit.interop.weights.hugging_face_config import config_of
+from kit.interop.weights.weights import to_theirs
 from kit.model import Decoder, empty_decoder, initial_weight
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 
 NUM_BATCHES = 8
 SETUP = Path("setup.json")

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 
-from kit.convert.hugging_face import export_hugging_face, run_weights
-from kit.convert.weights import Weights, parameter_shapes
-from kit.plan import Plan
-from kit.recipe import Recipe
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
+from kit.interop.weights.hugging_face import export_hugging_face, run_weights
+from kit.interop.weights.weights import Weights, parameter_shapes
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints, Manifest
 from kit.show.results import Row, row
-from kit.spec import ModelSpec
 from tests.bench.alone import alone
 from tests.support.workers import local_run
 

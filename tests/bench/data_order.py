@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from kit.config.recipe import DataPhase, DataSource, Recipe
 from kit.data import Dataset, located, training_samples
 from kit.data.samples import permuted
 from kit.data.token_file import HEADER, MAGIC, VERSION
-from kit.recipe import DataPhase, DataSource, Recipe
 from kit.show.results import Row, row
 from tests.bench.alone import alone
 from tests.data.orders import quality

@@ -17,13 +17,13 @@ from unittest.mock import patch
 
 import torch
 
-from kit.convert.smollm2 import load_smollm2
+from kit.config.spec import ModelSpec
 from kit.data import Dataset
 from kit.data.tokenizer import Tokenizer
 from kit.evaluate.task_data import build_mirror
+from kit.interop.weights.smollm2 import load_smollm2
 from kit.model import Decoder, build_decoder
 from kit.show.results import Row
-from kit.spec import ModelSpec
 from tests.bench.turns import median_row, ratio_row, take_turns
 
 TASKS = ("piqa", "arc_easy", "winogrande")

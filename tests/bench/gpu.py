@@ -29,13 +29,13 @@ import torch
 
 from cluster.record import Record, field_doc
 from cluster.site import Site
+from kit.config.plan import Recompute
+from kit.config.spec import ModelSpec
 from kit.estimate.choose.machine import machine_of
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import memory
 from kit.measure.gemm import measure_peak
-from kit.plan import Recompute
 from kit.show.results import Row, format_value, row
-from kit.spec import ModelSpec
 from tests.bench.contestants import DEMO, LARGER, Setup, llama
 from tests.bench.results import load_average, write_results
 from tests.bench.train_speed import (

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.recipe import DataSource, Recipe
+from kit.config.spec import ModelSpec
 from kit.data import Dataset, build_dataset, training_samples
 from kit.estimate.choose.search import search
 from kit.monitor.runs import runs_table
-from kit.plan import Plan
-from kit.recipe import DataSource, Recipe
 from kit.run.checkpoint import Checkpoints, Manifest
 from kit.run.checkpoint_reader import CheckpointTensors
 from kit.show.results import Row, format_value, row
-from kit.spec import ModelSpec
 from tests.bench import data_order, scale, storage
 from tests.bench.alone import alone
 from tests.bench.contestants import llama

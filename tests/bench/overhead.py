@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.data import Dataset
 from kit.engines.process_group import keep_freed_memory
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run.metrics import Metrics
 from kit.show.results import Row, row
-from kit.spec import ModelSpec
 from kit.trainer import heartbeat, loop
 from tests.bench.alone import alone
 from tests.bench.contestants import join_alone

@@ -9,11 +9,11 @@ from typing import Any
 
 import kit
 from cluster.sandbox import Sandbox, why_not
+from kit.config.spec import ModelSpec
 from kit.data import Dataset
-from kit.rehearsal import Rehearsal, rehearse
+from kit.estimate.rehearsal import Rehearsal, rehearse
 from kit.run import Run
 from kit.show.results import Row, row
-from kit.spec import ModelSpec
 from tests.bench.startup import at_step
 
 PLAN = kit.Plan(

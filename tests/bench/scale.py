@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats, write_all_heartbeats
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.search import search
 from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.ranks import SAMPLES, slowest_rank
-from kit.plan import Plan
 from kit.show.results import Row, row
-from kit.spec import ModelSpec
 from tests.bench.alone import alone
 from tests.support.recorded_runs import recorded_run
 

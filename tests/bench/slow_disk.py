@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from kit.config.recipe import Recipe
 from kit.data import Dataset
 from kit.launcher import launch
-from kit.recipe import Recipe
 from kit.run import Run
 from kit.show.results import Row, row
 from tests.bench.overhead import DEMO

@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.data import Dataset
 from kit.errors import RunError
 from kit.launcher import launch
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
 from kit.show.results import Row, row
-from kit.spec import ModelSpec
 from tests.bench.turns import median_row
 from tests.support.environments import ROOT
 

@@ -27,18 +27,18 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines import build_engine
 from kit.engines.engine import PortableEngine
 from kit.engines.process_group import keep_freed_memory
 from kit.parallel.apply import build_decoders
 from kit.parallel.groups import build_mesh
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run.checkpoint import DESCRIPTION, Checkpoints
 from kit.run.checkpoint_reader import CheckpointTensors
 from kit.run.checkpoint_writer import CheckpointWriter, SteadyPlanner, Writer
 from kit.show.results import Row, row
-from kit.spec import ModelSpec
 from tests.bench.alone import alone
 from tests.bench.contestants import join_alone, llama
 from tests.bench.turns import ratio_row

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kit.config.plan import Plan
+from kit.config.recipe import DataSource, Recipe
 from kit.data import training_samples
-from kit.plan import Plan
-from kit.recipe import DataSource, Recipe
 from kit.show.results import Row, row
 from kit.trainer import background
 from tests.bench import (

@@ -14,10 +14,10 @@ import pytest
 import kit
 from cluster.job import read_status
 from cluster.state import JobState, read_state
-from kit.plan import Plan
-from kit.recipe import Recipe
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.run import Run
-from kit.spec import ModelSpec
 from tests.support.environments import ROOT
 from tests.support.lab import KERNEL, Notebook, wait_until
 

@@ -8,11 +8,11 @@ import re
 import numpy as np
 import pytest
 
+from kit.config.plan import Plan
 from kit.estimate import Panel
 from kit.monitor.figure import run_figure
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.widget import Monitor
-from kit.plan import Plan
 from kit.run import Run
 from kit.show.table import Table
 from tests.browser.conftest import Screen

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.state import JobError
-from kit.commands.app import app
+from kit.cli.app import app
 from kit.data import Dataset, build_dataset
 from kit.errors import ConfigError, DataError
 from tests.cluster.jobs import occupy

@@ -13,8 +13,8 @@ import pytest
 import kit
 from cluster.start import PACKAGES
 from cluster.state import JobState
+from kit.config.plan import Plan
 from kit.data import build as building
-from kit.plan import Plan
 from kit.run import Run
 from tests.cluster.jobs import with_slurm
 from tests.support.sources import ROOT

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import kit
 from cluster.state import JobState
+from kit.config.plan import Plan
 from kit.evaluate import EvalReport
 from kit.evaluate.follow import follow_run
-from kit.plan import Plan
 from tests.support.waiting import eventually
 
 NODES = "NodeName=node[1-4]"

@@ -24,10 +24,10 @@ from cluster.job import Job
 from cluster.state import Event, JobState, last_attempt, read_history, read_state
 from cluster.submission import submit
 from kit import launcher
-from kit.convert import load_model
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.interop.weights import load_model
 from kit.monitor.goodput import ledger
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.show.results import Row, row
 from tests.bench.results import load_average, write_results
 from tests.cluster.conftest import configured

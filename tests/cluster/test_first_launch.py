@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.site import Site
-from kit.commands.app import app
+from kit.cli.app import app
 from tests.cluster.shell import programs, shellcheck
 
 CONFIG = """\

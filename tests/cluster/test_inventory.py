@@ -13,8 +13,8 @@ from cluster.render import check_submittable
 from cluster.site import Site
 from cluster.slurm import inventory
 from cluster.state import JobError
-from kit.commands import machines
-from kit.commands.app import app
+from kit.cli import machines
+from kit.cli.app import app
 
 CONFIG = """\
 Configuration data as of 2026-11-23T10:00:00

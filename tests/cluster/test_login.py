@@ -25,7 +25,7 @@ from cluster.render import render
 from cluster.site import Site, There
 from cluster.state import Event, JobError, JobState
 from kit import launcher
-from kit.commands.app import app
+from kit.cli.app import app
 from kit.errors import CheckpointError, RunError
 from kit.evaluate.follow import follow_run
 from kit.monitor.dashboard import Dashboard

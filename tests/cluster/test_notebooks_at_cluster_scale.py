@@ -7,8 +7,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from kit.config.plan import Plan
 from kit.demo import REPOSITORY, execute
-from kit.plan import Plan
 from kit.run import Run
 
 PARAMETERS = """SCALE = "cluster"

@@ -26,7 +26,7 @@ from cluster.slurm import queries as slurm_queries
 from cluster.slurm.queries import slurm_command
 from cluster.state import JobError, JobState, SchedulerJob, read_exit
 from cluster.submission import submit
-from kit.commands.app import app
+from kit.cli.app import app
 from tests.cluster.conftest import be_client
 from tests.cluster.jobs import job_spec, occupy, scheduler_job, standin, with_slurm
 from tests.cluster.shell import WORDS, programs

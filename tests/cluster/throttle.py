@@ -13,10 +13,10 @@ import pytest
 
 from cluster.sandbox import Sandbox
 from cluster.site import Fact, Links, Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.monitor.expected import expectation
-from kit.plan import Plan
 from kit.run import Run
-from kit.spec import ModelSpec
 
 SPEC = ModelSpec.llama(
     name="wide",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kit.commands.app import app
+from kit.cli.app import app
 from kit.data import Corpus, Dataset, TokenFile, build_dataset
 from kit.data.tokenizer import train_tokenizer
 from kit.errors import ConfigError, DataError

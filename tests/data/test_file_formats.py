@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from kit.commands.app import app
+from kit.cli.app import app
 from kit.data import Dataset, build_dataset, readers
 from kit.data.corpus import Corpus
 from kit.data.dataset import DatasetInfo

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kit.config.recipe import DataPhase, DataSource, Recipe
 from kit.data import Dataset, located, mix_words, rounded_weights, shares, training_samples
 from kit.data.mix import source_names
 from kit.data.token_file import TokenFileWriter
 from kit.errors import ConfigError, DataError
-from kit.recipe import DataPhase, DataSource, Recipe
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kit.config.recipe import DataSource, Recipe
 from kit.data import located, training_samples
 from kit.data.token_file import TokenFile, TokenFileWriter, token_dtype
 from kit.errors import DataError
-from kit.recipe import DataSource, Recipe
 from tests.data.token_files import documents
 
 VOCAB_SIZES = [32_000, 65_536, 65_537, 131_072]

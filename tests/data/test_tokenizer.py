@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kit.data.tokenizer import END_OF_TEXT, load_tokenizer, read_tokenizer, train_tokenizer
 from kit.errors import DataError
-from tests.convert.test_exported_tokenizers import LLAMA, TEXTS
-from tests.convert.test_exported_tokenizers import trained as trained_sentencepiece
+from tests.interop.test_exported_tokenizers import LLAMA, TEXTS
+from tests.interop.test_exported_tokenizers import trained as trained_sentencepiece
 
 QUOTED = f"quoted {END_OF_TEXT} inside"
 SAMPLES = ["", "plain words", "tabs\tand\r\nlines  ", QUOTED, "日本語 é 🙂 \x00", "12 345"]

@@ -8,9 +8,9 @@ import torch
 from cluster.record import ConfigError
 from cluster.site import Site
 from kit import doctor
+from kit.config.plan import Plan
 from kit.engines.process_group import _has_gpu
 from kit.measure.device import DeviceName, on_device
-from kit.plan import Plan
 
 LAPTOP, CLUSTER = Site.load("laptop"), Site.load("perlmutter")
 

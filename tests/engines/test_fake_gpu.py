@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kit.plan import Plan
+from kit.config.plan import Plan
 from tests.support.environments import ROOT
 
 HERE = Path(__file__).parent / "fake_gpu"

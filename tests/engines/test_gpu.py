@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kit.config.plan import Plan
 from kit.engines import gpu
-from kit.plan import Plan
 from tests.support.workers import run_ranks
 
 

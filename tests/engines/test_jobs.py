@@ -11,10 +11,10 @@ from cluster.attempts import claimed
 from cluster.outcome import AttemptOutcome, write_end
 from cluster.render import render, scripts
 from kit import launcher
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.engines.deepspeed.configuration import deepspeed_config, megatron_arguments
 from kit.errors import ConfigError
-from kit.plan import Plan
-from kit.spec import ModelSpec
 from tests.engines.test_neuron_recipes import PLANS, RECIPE, a_run
 from tests.support.sources import ROOT
 

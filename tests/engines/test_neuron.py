@@ -16,17 +16,17 @@ import torch
 
 import kit
 from cluster.state import JobState, read_state
-from kit.convert import load_model
-from kit.convert.neuron import import_nxd
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.engines.neuron.checkpoint import SETTLE_STEPS
 from kit.engines.neuron.configuration import needed_environment
 from kit.engines.neuron.probe import probe
 from kit.errors import CheckpointError, ConfigError
+from kit.interop.weights import load_model
+from kit.interop.weights.neuron import import_nxd
 from kit.model import build_decoder
-from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints
 from kit.run.checkpoint_reader import CheckpointTensors
-from kit.spec import ModelSpec
 from tests.engines.signatures import CALLS, SIGNATURES, check
 from tests.support.attempts import Attempt, finished
 from tests.support.checkpoints import facts, nxd_in
@@ -281,8 +281,8 @@ def test_other_tensor_degrees_are_refused(standin, small_spec, tmp_path):
     ],
 )
 def test_shards_are_those_that_the_converter_reads(changes, copies, standin, small_spec, tmp_path):
-    """The engine cuts and orders heads by rules of its own; `kit.convert.neuron`, written apart,
-    puts them together. Without copies query, key and value are one matrix.
+    """The engine splits and orders heads by its own rules. `kit.interop.weights.neuron`, which puts
+    them together, shares no code with it. Without copies query, key and value are one matrix.
     """
     spec = small_spec.replace(**{"num_heads": 8} if copies else {"num_kv_heads": EACH})
     plan = neuron_plan(changes)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kit import doctor
+from kit.config.plan import Plan
 from kit.engines.configuration import configuration_files
 from kit.engines.neuron.probe import SUPPORTED, NeuronError, probe, require
-from kit.plan import Plan
 from tests.engines.conftest import VERSIONS, install
 from tests.support.attempts import Attempt
 from tests.support.workers import local_run

@@ -9,6 +9,9 @@ from torch.distributed.run import parse_args
 
 import kit
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines import check_site
 from kit.engines.neuron.configuration import (
     check_environment,
@@ -19,11 +22,8 @@ from kit.engines.neuron.configuration import (
 )
 from kit.errors import ConfigError
 from kit.estimate.choose.search import search
+from kit.estimate.rehearsal import rehearse
 from kit.launcher import job_spec
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.rehearsal import rehearse
-from kit.spec import ModelSpec
 from tests.support.workers import local_run
 
 HLAT_7B = Plan(

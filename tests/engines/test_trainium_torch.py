@@ -17,7 +17,7 @@ OWN = [
         for file in sorted((ROOT / "kit" / "engines" / "neuron").glob("[!_]*.py"))
     ),
     "kit.train",
-    "kit.convert.neuron",
+    "kit.interop.weights.neuron",
 ]
 
 

@@ -8,6 +8,9 @@ import pytest
 
 from cluster.record import ConfigError
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.calibrate import calibrate, propose, published_calibration
 from kit.estimate.fit.fitting import Prior, fit, sensitivity
@@ -15,9 +18,6 @@ from kit.estimate.fit.measured_rows import hardware_on, rows_of
 from kit.estimate.theory.hardware import NAMES, Coefficients, Hardware
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.step_time import step_time
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 from tests.support.runs import new_run
 
 TRUE = Coefficients().replace(

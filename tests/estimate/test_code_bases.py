@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.estimate.choose.search import search
 from kit.estimate.fit import published
 from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.activations import KIT, MEGATRON_CORE
 from kit.estimate.theory.layouts import SCHEDULES, Layouts, transformer_engine
 from kit.estimate.theory.memory import CODE_BASES, memory, memory_by_stage
-from kit.plan import Plan
-from kit.spec import ModelSpec
 
 GPT = ModelSpec.preset("gpt-22b")
 

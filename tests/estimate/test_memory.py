@@ -11,6 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import PRESETS, ModelSpec
 from kit.engines.native import NativeEngine
 from kit.errors import ConfigError
 from kit.estimate.fit.fitting import fit_reserve
@@ -22,9 +25,6 @@ from kit.estimate.theory.out_of_memory import RESERVE
 from kit.model import Block, Decoder
 from kit.parallel.simulate import view_rank
 from kit.parallel.tensor import apply_tensor_parallel, cross_entropy
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import PRESETS, ModelSpec
 from tests.bench.exams.memory import fit_out_of_memory
 from tests.estimate.live_bytes import LiveBytes
 

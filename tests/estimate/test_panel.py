@@ -12,6 +12,9 @@ from PIL import Image
 
 import kit
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.rules import SPLIT_SCHEDULES
+from kit.config.spec import ModelSpec
 from kit.estimate import (
     Layouts,
     Panel,
@@ -27,9 +30,6 @@ from kit.estimate.theory.schedule import Simulation
 from kit.estimate.theory.step_time import step_time
 from kit.papers.recipes import names as recipe_names
 from kit.papers.recipes import published_recipe
-from kit.plan import Plan
-from kit.rules import SPLIT_SCHEDULES
-from kit.spec import ModelSpec
 from tests.support.pictures import check_figure
 
 REST = {"zero_stage": 1, "recompute": "full", "precision": "bf16", "compile": True}

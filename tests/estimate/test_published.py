@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from cluster.record import ConfigError
+from kit.config.spec import FlopBasis
 from kit.estimate.fit import published
 from kit.estimate.fit.published import FILE, Basis
-from kit.spec import FlopBasis
 
 GOOD = dict(
     each.partition("=")[::2]

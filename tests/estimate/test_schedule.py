@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
 from kit.engines.native import NativeEngine
 from kit.errors import ConfigError
 from kit.estimate.theory.orders import (
@@ -24,8 +26,6 @@ from kit.estimate.theory.orders import (
 )
 from kit.estimate.theory.schedule import Simulation, simulate, simulate_plan
 from kit.estimate.theory.timeline import timeline_figure
-from kit.plan import Plan
-from kit.recipe import Recipe
 from tests.support.pictures import check_figure
 from tests.support.workers import run_ranks
 

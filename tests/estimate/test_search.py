@@ -13,7 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.site import Site
-from kit.commands.app import app
+from kit.cli.app import app
+from kit.config.plan import Plan
+from kit.config.rules import ENGINES
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import allowed, candidates
 from kit.estimate.choose.explain import answers
@@ -30,9 +33,6 @@ from kit.estimate.theory.layouts import CODES, DEGREES, EXCHANGES, RECOMPUTE, SC
 from kit.estimate.theory.memory import memory
 from kit.estimate.theory.step_time import step_time
 from kit.papers.recipes import published_recipe
-from kit.plan import Plan
-from kit.rules import ENGINES
-from kit.spec import ModelSpec
 
 FRONTIER, H100 = Site.load("frontier"), Site.load("dgx-h100")
 SHAPES = {"num_layers": 8, "hidden_size": 256, "num_heads": 8, "num_kv_heads": 4}

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines.native import NativeEngine
 from kit.estimate.choose.candidates import candidates
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 from tests.support.workers import run_ranks
 
 BATCH = 8

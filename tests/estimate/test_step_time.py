@@ -7,13 +7,13 @@ import pytest
 
 from cluster.record import ConfigError
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.estimate.fit import published
 from kit.estimate.theory.communication import Link, Links, all_gather, all_reduce, exposed
 from kit.estimate.theory.hardware import BOUNDS, NAMES, Coefficients, Hardware
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.step_time import TERMS, step_time
-from kit.plan import Plan
-from kit.spec import ModelSpec
 
 SELENE = Hardware.of(Site.load("selene"))
 COSTS = ("_s", "edge", "contention", "sharing", "launches", "bytes")

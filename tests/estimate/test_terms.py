@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import candidates, single_precision
 from kit.estimate.choose.explain import answers
@@ -24,8 +26,6 @@ from kit.estimate.theory.memory import memory_by_stage
 from kit.estimate.theory.orders import Order
 from kit.estimate.theory.schedule import simulate
 from kit.estimate.theory.step_time import exposed_trips, step_time
-from kit.plan import Plan
-from kit.spec import ModelSpec
 
 H100 = Site.load("dgx-h100")
 C = Coefficients()

@@ -14,6 +14,9 @@ import pytest
 
 import kit
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError, MissingPackageError, RunError
 from kit.estimate.choose.search import Machine
 from kit.estimate.fit.calibrate import calibrate
@@ -23,9 +26,6 @@ from kit.estimate.theory.out_of_memory import RESERVE
 from kit.estimate.tuning.figures import sensitivity_figure, trials_figure
 from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, MeasuredRate, plan_of
 from kit.estimate.tuning.tune import TrialFailure, Trials, sensitivity, tune
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 from tests.support.pictures import check_data
 
 SPACE = {"tensor_parallel": (1, 2, 4, 8), "micro_batch_size": (1, 2, 4, 8), "zero_stage": (0, 1)}

@@ -16,7 +16,10 @@ import pytest
 from lm_eval.api.instance import Instance
 from typer.testing import CliRunner
 
-from kit.commands.app import app
+from kit.cli.app import app
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.data import Dataset, build_dataset
 from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
 from kit.data.wheels import file_sha256
@@ -24,10 +27,7 @@ from kit.evaluate import follow, task_data
 from kit.evaluate.benchmarks import BENCHMARKS
 from kit.evaluate.report import Metric, TaskScore
 from kit.model import Decoder, build_decoder
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.spec import ModelSpec
 from tests.support.workers import complete_checkpoint, local_run
 
 VOCAB_SIZE = 400

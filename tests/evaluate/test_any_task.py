@@ -19,12 +19,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from kit.convert.hugging_face import export_hugging_face
 from kit.errors import ConfigError, DataError
 from kit.evaluate import Options, evaluate_folder
 from kit.evaluate.report import ANSWER_BITS
 from kit.evaluate.scoring import check_request
 from kit.evaluate.tasks import load_task, task_manager
+from kit.interop.weights.hugging_face import export_hugging_face
 from kit.model import build_decoder
 from tests.evaluate.conftest import SPEC, write_parquet
 

@@ -10,9 +10,9 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kit.convert.hugging_face import export_hugging_face
 from kit.errors import CheckpointError, ConfigError, RunError
 from kit.evaluate.continuation import continue_text
+from kit.interop.weights.hugging_face import export_hugging_face
 from kit.model import build_decoder
 from tests.evaluate.conftest import OPINIONATED, kit
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kit.convert.hugging_face import export_hugging_face, import_hugging_face
 from kit.errors import ConfigError, DataError
 from kit.evaluate import EvalReport, evaluate_model
 from kit.evaluate.task_data import mirror_table
+from kit.interop.weights.hugging_face import export_hugging_face, import_hugging_face
 from kit.model import build_decoder
 from tests.evaluate.conftest import SPEC, kit
 

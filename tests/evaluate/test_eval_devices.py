@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.site import Fact, Site
-from kit.commands.app import app
+from kit.cli.app import app
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError, RunError
 from kit.evaluate import EvalReport, Options, evaluate, report_file
 from kit.evaluate.benchmarks import HEADROOM, eval_job, layout
@@ -16,7 +17,6 @@ from kit.evaluate.scoring import check_request
 from kit.monitor import eval_curve
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
-from kit.spec import ModelSpec
 from tests.evaluate.conftest import SPEC
 from tests.support.workers import run_ranks
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from kit.convert import load_model
-from kit.convert.hugging_face import export_run, import_hugging_face
 from kit.errors import CheckpointError, ConfigError, DataError, MissingPackageError
 from kit.evaluate import EvalReport, default_mirror, evaluate, evaluate_model, loading
 from kit.evaluate.benchmarks import TaskRequest
 from kit.evaluate.explain import explain_item
+from kit.interop.weights import load_model
+from kit.interop.weights.hugging_face import export_run, import_hugging_face
 from tests.evaluate.conftest import split_file, write_rows
 from tests.support.distinct_models import assert_equal
 

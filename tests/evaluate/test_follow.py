@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from kit.commands.app import app
+from kit.cli.app import app
 from kit.errors import ConfigError
 from kit.evaluate import EvalReport, Options, evaluate, report_file
 from kit.evaluate.benchmarks import TaskRequest, eval_job

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from kit.convert.hugging_face import export_hugging_face
 from kit.data.tokenizer import END_OF_TEXT
 from kit.errors import ConfigError, DataError
 from kit.evaluate import packed
@@ -21,6 +20,7 @@ from kit.evaluate.benchmarks import DeviceLayout, Options, TaskRequest
 from kit.evaluate.harness import score_task
 from kit.evaluate.loading import joined, load_lm
 from kit.evaluate.tasks import LoadedTask, load_task, quiet
+from kit.interop.weights.hugging_face import export_hugging_face
 from kit.model import build_decoder
 from kit.parallel.gradients import local
 from tests.evaluate.conftest import OPINIONATED, asked

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from lm_eval.evaluator import evaluate
 
-from kit.convert.smollm2 import load_smollm2
 from kit.errors import DataError
 from kit.evaluate.benchmarks import Options
 from kit.evaluate.loading import decoder_lm
 from kit.evaluate.packed import HFLM, PackedLM
 from kit.evaluate.task_data import build_mirror
 from kit.evaluate.tasks import load_task, quiet
+from kit.interop.weights.smollm2 import load_smollm2
 from tests.evaluate.conftest import asked
 
 pytestmark = [pytest.mark.download, pytest.mark.slow, pytest.mark.thorough]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kit.plan import Plan
+from kit.config.plan import Plan
 from kit.run import Run
 from tests.bench.results import load_average, write_results
 from tests.support.attempts import finished

@@ -12,12 +12,12 @@ import pytest
 
 from cluster.heartbeats import read_rank_heartbeats
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.engines.native import NativeEngine
 from kit.estimate.choose.memory_advice import changes, estimated
 from kit.monitor.ranks import RankTimes
-from kit.plan import Plan
 from kit.run import Run
-from kit.spec import ModelSpec
 from kit.trainer import heartbeat
 from tests.support.attempts import Attempt, before_each_launch, finished
 from tests.support.fault_cost import DP2, cost

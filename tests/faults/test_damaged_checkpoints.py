@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cluster.state import read_history, read_state
-from kit.convert import load_model
 from kit.errors import CheckpointError
+from kit.interop.weights import load_model
 from kit.run import Run
 from kit.run.alerts import AlertLog
 from kit.run.checkpoint import checksum

@@ -18,7 +18,7 @@ import pytest
 import kit
 from cluster.process import Process
 from cluster.state import JobState, ask, last_attempt, read_state, read_taken
-from kit.plan import Plan
+from kit.config.plan import Plan
 from kit.run import Run
 from kit.run.alerts import AlertLog
 from tests.support.attempts import finished, lines_of

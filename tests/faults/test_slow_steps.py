@@ -10,7 +10,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from cluster.site import Site
-from kit.commands.app import app
+from kit.cli.app import app
 from kit.engines.native import NativeEngine
 from kit.monitor.expected import PASSES, WAITS, pace
 from kit.run import Run

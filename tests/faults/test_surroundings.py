@@ -78,7 +78,7 @@ def test_read_only_directory_is_told_before_anything_starts(spec, recipe, mount_
 LAUNCH = """
 import sys, kit
 from pathlib import Path
-from kit.recipe import Recipe
+from kit.config.recipe import Recipe
 here, plan = Path(sys.argv[1]), kit.Plan(global_batch_size=int(sys.argv[2]))
 spec, recipe = kit.ModelSpec.read(here / "spec.json"), Recipe.read(here / "recipe.json")
 print("ready", flush=True)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from cluster.state import read_state
-from kit.plan import Plan
+from kit.config.plan import Plan
 from kit.run.alerts import AlertLog
 from tests.support.attempts import Attempt
 from tests.support.workers import local_run

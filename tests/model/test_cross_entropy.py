@@ -5,10 +5,10 @@ import torch
 from torch.nn import functional as F
 
 from cluster.site import Site
+from kit.config.plan import logits_at_once
 from kit.estimate.theory.activations import KIT, engine_kernels
 from kit.model import build_decoder
 from kit.model.cross_entropy import _softmax, chunked_cross_entropy
-from kit.plan import logits_at_once
 
 N, H, V = 50, 16, 300
 

@@ -1,10 +1,10 @@
-"""The decoder in plain torch; tests/convert/test_hugging_face.py holds its logits."""
+"""The decoder in plain torch; tests/interop/test_hugging_face.py holds its logits."""
 
 import pytest
 import torch
 
+from kit.config.spec import ModelSpec
 from kit.model import Decoder, build_decoder
-from kit.spec import ModelSpec
 
 
 def test_initial_weights_follow_the_spec():

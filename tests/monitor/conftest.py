@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.plan import Plan
+from kit.config.plan import Plan
 from kit.run import Run
 from tests.support.recorded_runs import STEPS, lines, made, row
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from kit.config.plan import Plan
 from kit.monitor.curves import Curves
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.figure import snapshot
 from kit.monitor.text import status_row, status_table
-from kit.plan import Plan
 from kit.run import Run
 from kit.show.terminal import as_text
 from tests.support.recorded_runs import lines, made, row

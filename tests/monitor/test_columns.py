@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.monitor.curves import Average, Curves, View, discounted_sum, pixel_edges
-from kit.plan import Plan
 from kit.run import columns as columns_module
 from kit.run.columns import Columns
 from kit.run.metrics import Metrics
-from kit.spec import ModelSpec
 from tests.support.recorded_runs import lines, made, row, write
 
 

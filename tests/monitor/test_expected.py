@@ -14,15 +14,15 @@ from typer.testing import CliRunner
 
 from cluster.site import Site
 from cluster.state import JobState, update_state
-from kit.commands.app import app
+from kit.cli.app import app
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.errors import RunError
 from kit.estimate import Layouts, published_calibration
 from kit.estimate.fit.calibrate import Prediction
 from kit.estimate.theory.hardware import Hardware
 from kit.monitor.expected import MEASURED, PASSES, Outlook, compare, pace
-from kit.plan import Plan
 from kit.run import Run
-from kit.spec import ModelSpec
 from tests.support.recorded_runs import made, row
 
 SITE = "selene"

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from cluster.site import Fact
 from cluster.state import JobState
-from kit.commands.app import app
+from kit.cli.app import app
 from kit.errors import RunError
 from kit.monitor.goodput import ledger
 from kit.run import Run

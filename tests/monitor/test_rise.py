@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from kit.config.recipe import DataPhase, DataSource
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.rise import Rise, Rises
 from kit.monitor.text import recorded_alerts
-from kit.recipe import DataPhase, DataSource
 from kit.run import Run
 from kit.run.alerts import AlertLog
 from kit.trainer.spikes import bad_start, spikes

@@ -15,12 +15,12 @@ from cluster.login.mirror import Mirror, Seen
 from cluster.site import Site
 from cluster.state import JobState, update_state
 from cluster.submission import submit
-from kit.commands.app import app
+from kit.cli.app import app
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError, DataError, RunError
 from kit.monitor.runs import TAIL_BYTES, compare_figure, find_runs, runs_table, show
-from kit.plan import Plan
 from kit.run import Run
-from kit.spec import ModelSpec
 from tests.support.foreign_logs import frontier
 from tests.support.pictures import check_data
 from tests.support.recorded_runs import lines, made, row

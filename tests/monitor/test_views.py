@@ -12,13 +12,13 @@ from rich.console import Console
 
 from cluster.job import Job, JobSpec, JobStatus
 from cluster.state import JobState
-from kit.commands.options import strict_json
+from kit.cli.options import strict_json
+from kit.config.plan import Plan
 from kit.monitor import live, run_figure, status_table
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.figure import loss_figure
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.text import status_row
-from kit.plan import Plan
 from kit.run import Run, columns
 from tests.support.pictures import check_data
 from tests.support.recorded_runs import lines, made, row, say, spoil

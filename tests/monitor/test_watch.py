@@ -18,7 +18,7 @@ from cluster.job import JobSpec
 from cluster.site import Site
 from cluster.state import ExitReport, JobState, ask, read_asked, take_request, write_exit
 from cluster.submission import submit
-from kit.commands.app import app
+from kit.cli.app import app
 from kit.errors import RunError
 from kit.monitor import run_figure, status_row, status_table, watch
 from kit.monitor.dashboard import Dashboard

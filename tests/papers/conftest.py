@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.estimate.tuning.tune import TrialFailure, tune
 from kit.papers import PaperFigure
 from kit.papers.frontier_demo import SEARCH, SPACE
 from kit.papers.hlat_demo import PRECISIONS
 from kit.papers.hlat_model import TRN1
 from kit.papers.hlat_training import PRECISION, SPIKES
-from kit.plan import Plan
-from kit.spec import ModelSpec
 from tests.papers import recorded
 from tests.papers.recorded import PLAN_175B, cluster_run, demo_study, record, score, scored
 

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.estimate.tuning.objectives import plan_of
 from kit.evaluate.report import EvalReport, Metric, TaskScore
-from kit.foreign.importers import import_log
+from kit.interop.logs.importers import import_log
 from kit.papers.frontier_demo import MODEL, STEPS, STUDY, objective
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.spec import ModelSpec
 from tests.evaluate.conftest import task_score
 from tests.support.runs import new_run
 

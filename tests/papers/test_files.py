@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit.commands import exchange as commands
+from kit.cli import exchange as commands
 from kit.errors import ConfigError
 from kit.papers import (
     FIGURES,

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kit.commands.app import app
+from kit.cli.app import app
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError
 from kit.papers import FRONTIER, frontier_demo, frontier_model, paper_figure
 from kit.papers.frontier_kernels import flash_gains, layer_intensity
@@ -16,7 +17,6 @@ from kit.papers.frontier_model import FACTS, MODELS, recipe_plan
 from kit.papers.frontier_scaling import batch_layer, efficiency_layer, lumi_layers
 from kit.papers.frontier_throughput import measured_relations, modelled_relations
 from kit.papers.recipes import published_recipe
-from kit.spec import ModelSpec
 from tests.papers.recorded import cluster_run, demo_study, values
 from tests.support.pictures import check_figure
 

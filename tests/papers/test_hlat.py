@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.evaluate.report import EvalReport
 from kit.papers import hlat_demo, hlat_model, paper_figure
 from kit.papers.hlat_cost import cost_draws, cost_per_tokens, cost_percent, ratio_layers, relations
@@ -16,8 +18,6 @@ from kit.papers.hlat_scores import end_points
 from kit.papers.hlat_training import last_losses, worst_after
 from kit.papers.recipes import floor_step, last_step, recipe
 from kit.parallel.gradients import local
-from kit.plan import Plan
-from kit.spec import ModelSpec
 from tests.papers.recorded import imported_run, record, score, values
 
 TABLES = {"hlat-models", "hlat-hyperparameters"}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kit.commands.app import app
+from kit.cli.app import app
 from kit.errors import ConfigError
 from kit.papers import FIGURES
 from kit.papers.points import DIGITISED

@@ -18,16 +18,16 @@ import torch
 pytest.importorskip("deepspeed")
 
 import kit
-from kit.convert import load_model
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.engines import build_engine
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config
 from kit.engines.deepspeed.engine import DeepSpeedEngine
 from kit.engines.deepspeed.start import import_deepspeed
 from kit.errors import ConfigError, MissingPackageError
-from kit.plan import Plan
+from kit.interop.weights import load_model
 from kit.run.checkpoint import Checkpoints
 from kit.run.checkpoint_reader import CheckpointTensors
-from kit.spec import ModelSpec
 from tests.support import parity
 from tests.support.attempts import Attempt, finished
 from tests.support.checkpoints import facts, writer_in

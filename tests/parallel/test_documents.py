@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.engines import native
 from kit.model import Past, build_decoder, past
 from kit.model.past import DOCUMENT_ARGUMENTS, document_begins, has_document_kernel
-from kit.plan import Plan
-from kit.spec import ModelSpec
 from tests.support.parity import build, make_plan
 
 END = 0

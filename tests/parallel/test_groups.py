@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.engines.process_group import control_group, start_process_group
 from kit.parallel import groups
 from kit.parallel.groups import build_mesh
-from kit.plan import Plan
-from kit.spec import ModelSpec
 from tests.bench.groups import join_lazily, use
 from tests.support.parity import build, make_plan
 from tests.support.workers import become_rank, free_port, run_ranks

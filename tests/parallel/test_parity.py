@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines import check_engine
 from kit.engines.native import NativeEngine
 from kit.errors import ConfigError
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 from tests.support.parity import (
     ALL,
     BATCH,

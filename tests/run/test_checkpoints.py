@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from cluster.state import JobState, StaleAttemptError, update_state
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.errors import CheckpointError, DamagedCheckpointError, DataError
 from kit.parallel.groups import raised_on_all
-from kit.plan import Plan
 from kit.run import Run
 from kit.run.checkpoint import MANIFEST, Checkpoints, Manifest, checksum
 from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader
 from kit.run.checkpoint_writer import CheckpointWriter
-from kit.spec import ModelSpec
 from kit.trainer.recovery import PortableCheckpoints
 from tests.support.checkpoints import facts, writer_in
 from tests.support.workers import local_run, run_ranks

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.export import export_table
-from kit.plan import Plan
 from kit.run import metrics
 from kit.run.metrics import Metrics, MetricsWriter
-from kit.spec import ModelSpec
 from tests.support.recorded_runs import lines, recorded_run, row
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from cluster.field_docs import html_table
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.estimate.choose import figures
 from kit.estimate.choose.search import search
 from kit.estimate.theory.layouts import Layouts
@@ -21,12 +23,10 @@ from kit.estimate.tuning.figures import sensitivity_figure, trials_figure
 from kit.estimate.tuning.tune import Trial, Trials
 from kit.evaluate.figures import interval_figure, score_figure
 from kit.evaluate.report import ANSWER_BITS, EvalReport, Metric, TaskScore
-from kit.plan import Plan
 from kit.show.pictures import flop_basis_figure, stage_weights_figure, tensor_split_picture
 from kit.show.style import new_figure, short
 from kit.show.table import Table
 from kit.show.theme import DARK, GREY, TEXT
-from kit.spec import ModelSpec
 from tests.bench.exams.new_machine import Met, never_met_figure
 from tests.evaluate.conftest import task_score
 from tests.support.pictures import check_data, check_figure

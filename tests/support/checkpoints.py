@@ -4,12 +4,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines.neuron.checkpoint import NxdCheckpoints
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run.checkpoint import Checkpoints
 from kit.run.checkpoint_writer import CheckpointWriter
-from kit.spec import ModelSpec
 
 ALONE = Plan()
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from kit.config.spec import ModelSpec
 from kit.model import Decoder, build_decoder
-from kit.spec import ModelSpec
 
 SHAPE = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "sequence_length": 32}
 LLAMA = ModelSpec.llama(

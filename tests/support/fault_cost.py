@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from kit.convert import load_model
-from kit.plan import Plan
+from kit.config.plan import Plan
+from kit.interop.weights import load_model
 from kit.run import Run
 from kit.show.results import Row, row
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 def public(name: str) -> str:
     """Returns the lines of a public log."""
-    return (Path(__file__).parents[1] / "foreign" / "data" / f"{name}.log").read_text()
+    return (Path(__file__).parents[1] / "interop" / "data" / f"{name}.log").read_text()
 
 
 def arguments(words: str) -> dict[str, str]:

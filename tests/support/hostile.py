@@ -21,10 +21,10 @@ from cluster.process import Process
 from cluster.site import Site
 from cluster.state import JobState, RunState, log_path
 from kit import launcher
-from kit.plan import Plan
-from kit.recipe import Recipe
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.run import Run
-from kit.spec import ModelSpec
 from tests.support.recorded_runs import beat, rows, spoil
 from tests.support.runs import new_run
 
@@ -173,7 +173,7 @@ class Said(NamedTuple):
 
 def kit(*words: str | Path, ctrl_c_after_s: float = 60.0) -> Said:
     """Runs a command of the kit in this process, as a shell would."""
-    from kit.commands.app import run
+    from kit.cli.app import run
 
     said, code = io.StringIO(), 0
     thread = threading.get_ident(), signal.SIGINT

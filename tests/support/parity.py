@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines import build_engine
 from kit.engines.neuron.configuration import needed_environment
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 from tests.support.workers import run_ranks
 
 STEPS, BATCH, TOLERANCE = 6, 8, 1e-5

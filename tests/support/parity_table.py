@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kit.convert.neuron import import_nxd
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.engines.deepspeed.start import import_deepspeed
-from kit.plan import Plan
-from kit.spec import ModelSpec
+from kit.interop.weights.neuron import import_nxd
 from tests.engines import test_neuron
 from tests.engines.conftest import STANDIN, VERSIONS, install
 from tests.parallel import test_deepspeed, test_parity

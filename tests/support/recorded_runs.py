@@ -15,12 +15,12 @@ from cluster.job import JobSpec
 from cluster.process import Process
 from cluster.site import Site
 from cluster.state import Event, JobState, RunState, log_path
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.monitor.dashboard import Dashboard
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
 from kit.run.alerts import Alert
-from kit.spec import ModelSpec
 from tests.support.runs import new_run
 
 TOKENS = 4096

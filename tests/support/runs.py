@@ -4,11 +4,11 @@ from pathlib import Path
 
 from cluster.files import write_atomic
 from cluster.site import Site
-from kit.plan import Plan
-from kit.recipe import Recipe
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.run import Run
 from kit.run.checkpoint import Manifest
-from kit.spec import ModelSpec
 
 
 def new_run(

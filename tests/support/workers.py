@@ -18,12 +18,12 @@ from torch.distributed.checkpoint import state_dict_saver
 
 from cluster.process import become_rank as end_with
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines.process_group import start_process_group
 from kit.parallel.groups import final_barrier
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.spec import ModelSpec
 from tests.support import quick
 from tests.support.runs import new_run, seal
 

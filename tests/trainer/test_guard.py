@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError, RunError
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 from kit.trainer.guard import PATIENCE, Guard, check_recipe
 from kit.trainer.spikes import WINDOW
 from tests.support.parity import batches, build, make_plan

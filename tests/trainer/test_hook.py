@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from kit.config.plan import Plan
 from kit.errors import ConfigError
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.sinks import scalars
-from kit.plan import Plan
 from kit.run import HOOK, Run
 from kit.run.alerts import AlertLog
 from kit.trainer.hook import Hook, _checked

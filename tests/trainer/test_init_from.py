@@ -9,16 +9,16 @@ import torch
 from typer.testing import CliRunner
 
 from kit import launcher
-from kit.commands.app import app
-from kit.convert import load_model
-from kit.convert.hugging_face import export_hugging_face, import_hugging_face
-from kit.convert.hugging_face_config import load_spec
+from kit.cli.app import app
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError
+from kit.interop.weights import load_model
+from kit.interop.weights.hugging_face import export_hugging_face, import_hugging_face
+from kit.interop.weights.hugging_face_config import load_spec
 from kit.model import build_decoder
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.spec import ModelSpec
 from kit.trainer.recovery import start_from
 from tests.support.attempts import finished
 from tests.support.parity import build, make_plan
@@ -91,7 +91,7 @@ def test_first_loss_is_transformers(
 )
 def test_first_loss_of_smollm2_is_transformers(layout: dict, tmp_path: Path) -> None:
     """Its nine heads, on three keys and values, cannot be cut in two."""
-    from kit.convert.smollm2 import load_smollm2
+    from kit.interop.weights.smollm2 import load_smollm2
 
     model, tokenizer = load_smollm2()
     folder = export_hugging_face(model, tmp_path / "smollm2", tokenizer=tokenizer)

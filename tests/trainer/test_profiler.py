@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.state import ask
-from kit.plan import Plan
+from kit.config.plan import Plan
 from kit.run import Run
 from tests.support.attempts import Attempt
 from tests.support.workers import local_run

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from kit.plan import Plan
-from kit.recipe import Recipe
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
 from kit.trainer.guard import Guard
 from kit.trainer.spikes import WINDOW, bad_start, spikes, stands_out
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch._dynamo.callback import callback_handler, on_compile_end, on_compile_start
 
+from kit.config.spec import ModelSpec
 from kit.engines import gpu
-from kit.spec import ModelSpec
 from kit.trainer import telemetry
 from kit.trainer.telemetry import SpeedProbe, collect_garbage, memory_row
 from kit.trainer.watchdog import Watchdog

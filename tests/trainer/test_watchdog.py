@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kit.plan import Plan
-from kit.recipe import Recipe
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
 from kit.trainer import watchdog
 from kit.trainer.watchdog import MANY_LIMIT_S, Watchdog, patience_s
 from tests.trainer.steps import done

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import optimization
 
-from kit.recipe import Recipe
+from kit.config.recipe import Recipe
 
 PEAK, FLOOR, STEPS = 3e-4, 3e-5, 1000
 RECIPE = Recipe(

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kit.convert.weights import from_theirs
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines import build_engine
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
+from kit.interop.weights.weights import from_theirs
 from tests.bench.contestants import theirs as transformers_model
 from tests.support.distinct_models import GPT, LLAMA, randomised
 from tests.support.workers import run_ranks

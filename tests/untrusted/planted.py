@@ -19,7 +19,7 @@ from cluster.heartbeats import read_rank_heartbeats, write_all_heartbeats
 from cluster.job import Job
 from cluster.record import ConfigError
 from cluster.state import JobError, ask, log_path, take_request
-from kit.commands.options import strict_json
+from kit.cli.options import strict_json
 from kit.errors import DataError, RunError
 from kit.evaluate.report import EvalReport, Metric
 from kit.monitor.dashboard import Dashboard, View

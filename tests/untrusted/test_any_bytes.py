@@ -18,25 +18,25 @@ from cluster.heartbeats import read_rank_heartbeats
 from cluster.record import ConfigError
 from cluster.site import Site
 from cluster.state import read_exit, read_history, read_state
-from kit.convert.hugging_face import import_hugging_face
-from kit.convert.weights import SafetensorsFolder
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.data import Corpus, TokenFile, load_tokenizer
 from kit.data.dataset import DatasetInfo
 from kit.data.token_file import HEADER, MAGIC
 from kit.errors import DataError, RunError
 from kit.evaluate.report import EvalReport
-from kit.foreign.formats import FORMATS, Format
-from kit.foreign.formats import NAMES as FORMAT_NAMES
-from kit.foreign.importers import ImportReport, import_log
-from kit.foreign.logs import LONGEST_LINE, Parser
-from kit.plan import Plan
-from kit.recipe import Recipe
+from kit.interop.logs.formats import FORMATS, Format
+from kit.interop.logs.formats import NAMES as FORMAT_NAMES
+from kit.interop.logs.importers import ImportReport, import_log
+from kit.interop.logs.logs import LONGEST_LINE, Parser
+from kit.interop.weights.hugging_face import import_hugging_face
+from kit.interop.weights.weights import SafetensorsFolder
 from kit.run.alerts import AlertLog
 from kit.run.checkpoint import Manifest
 from kit.run.columns import NAMES, parse_rows
 from kit.run.metrics import Metrics, rows_to_metrics
 from kit.run.tail import Tail
-from kit.spec import ModelSpec
 
 OURS = (ConfigError, DataError, RunError)
 SPEC, SITE = ModelSpec.preset("demo"), Site.load("laptop")

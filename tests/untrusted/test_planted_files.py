@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kit import launcher
-from kit.convert.hugging_face import export_run
+from kit.interop.weights.hugging_face import export_run
 from tests.support import hostile
 from tests.support.hostile import (
     STRANGER,

@@ -28,7 +28,7 @@ from cluster.scheduler import Slurm
 from cluster.site import Fact, Site, There
 from cluster.state import JobError, JobState, SchedulerJob, update_state
 from kit import launcher
-from kit.commands.app import app
+from kit.cli.app import app
 from kit.errors import ConfigError, RunError
 from kit.evaluate import evaluate
 from kit.evaluate.follow import follow_run

@@ -18,16 +18,16 @@ from cluster.scheduler import Compilation, Kubernetes, Slurm
 from cluster.site import Fact, Site
 from cluster.slurm.queries import client_environment
 from cluster.state import ExitReport, JobError, JobState, RunState, log_path, read_state, write_exit
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.launcher import launch
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.live import curve_html, view_html
 from kit.monitor.runs import compare_figure, runs_table
 from kit.monitor.text import status_table, watch
-from kit.plan import Plan
 from kit.run import Run
 from kit.run.metrics import Metrics
 from kit.show.terminal import PlainConsole, plain
-from kit.spec import ModelSpec
 from tests.support.hostile import ESCAPES, MARKUP, SCRIPT
 from tests.support.pictures import check_figure
 from tests.support.recorded_runs import dead_process, recorded_run, say

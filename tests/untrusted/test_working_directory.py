@@ -18,8 +18,8 @@ import pytest
 import typer.main
 
 from cluster.interpreter import module_command, source_command
-from kit.commands.app import app
-from kit.convert.hugging_face import export_run
+from kit.cli.app import app
+from kit.interop.weights.hugging_face import export_run
 from kit.run import Run
 from tests.support.foreign_logs import ARGUMENTS, head, line
 from tests.support.hostile import finished_run, leaves, save_checkpoint, write_task

@@ -6,9 +6,9 @@ No torch.
 from typing import Any
 
 from cluster.record import ConfigError
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 
 CONFIG_FILE = "deepspeed.json"
 """Where `deepspeed_config` is written."""

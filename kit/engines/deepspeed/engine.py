@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config
 from kit.engines.deepspeed.start import import_deepspeed, quiet
 from kit.engines.engine import (
@@ -29,9 +32,6 @@ from kit.parallel.gradients import clip, local
 from kit.parallel.groups import data_axis
 from kit.parallel.linear import split_dim
 from kit.parallel.tensor import cross_entropy
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 
 
 class DeepSpeedEngine(PortableEngine):

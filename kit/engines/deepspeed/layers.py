@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.engines.deepspeed.start import quiet
 from kit.model import Block, Decoder, initial_weight, make_norm, rotary_table
 from kit.parallel.groups import unbound_device
 from kit.parallel.linear import copy_to_ranks, cut, split_dim, split_layers
-from kit.plan import Plan
-from kit.spec import ModelSpec
 
 TOKENS = "embedding.tokens"
 

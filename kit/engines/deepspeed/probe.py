@@ -7,12 +7,12 @@ import sys
 import torch
 import torch.distributed as dist
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines import build_engine
 from kit.engines.process_group import leave
 from kit.errors import MissingPackageError
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ the kit's manifest.
 `checkpoints/step_00000100/` is a tag of NxD: `model/` and `optim/` with one file per rank, `done`
 when whole. The kit adds its `manifest.json`, without which a checkpoint does not count, with a
 checksum of each file. HLAT saved with `use_xser`; these are the same tensors in plain files.
-`kit.convert.neuron` reads both on any machine.
+`kit.interop.weights.neuron` reads both on any machine.
 """
 
 import time
@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from cluster.outcome import retry_disk
 from cluster.record import counted
+from kit.config.plan import Plan
 from kit.engines.neuron.engine import NeuronEngine
 from kit.errors import CheckpointError
 from kit.parallel.groups import cpu_group, from_rank_0, raised_on_all
-from kit.plan import Plan
 from kit.run import Run
 from kit.run.checkpoint import Manifest, checksum
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from cluster.record import ConfigError
 from cluster.site import Site
-from kit.plan import Plan
-from kit.spec import ModelSpec
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 
 PROFILES = {0: "hlat-7b", 1: "hlat-70b"}
 """The site's set of environment variables for a ZeRO stage, with what HLAT tuned for that

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.engines.engine import Accepts, Engine, StepResult
 from kit.engines.neuron.adapter import Nxd
 from kit.engines.neuron.configuration import check_environment, check_platform, nxd_arguments
 from kit.engines.neuron.model import LEAVES, RECOMPUTED, NxdBlock, NxdLlama, weight_dtype
 from kit.engines.neuron.weights import RankWeights
-from kit.plan import Plan
-from kit.recipe import Recipe
 from kit.run import Run
-from kit.spec import ModelSpec
 
 COMPILED_STEPS = 4
 """Of github.com/awslabs/HLAT: the first steps make other graphs than those that follow."""

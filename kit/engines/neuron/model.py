@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.engines.neuron.adapter import Nxd
 from kit.engines.neuron.weights import RankWeights
 from kit.model import rotary_table, rotate
-from kit.plan import Plan
-from kit.spec import ModelSpec
 
 MASKED = -10_000.0
 """Added where a token may not look: HLAT's number; minus infinity gives NaN in some of bf16's

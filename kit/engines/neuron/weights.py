@@ -1,7 +1,8 @@
 """NxD's layers, and which part of which weight a tensor rank holds in each.
 
 NxD makes layers without memory and then asks, module by module, for their weights; so every module
-is marked with what it holds. The order of heads is Trn1's, which `kit.convert.neuron` reads back.
+is marked with what it holds. The order of heads is Trn1's, which `kit.interop.weights.neuron` reads
+back.
 """
 
 from collections.abc import Callable
@@ -9,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.engines.neuron.adapter import Nxd
 from kit.model import Decoder, initial_weight
-from kit.plan import Plan
-from kit.spec import ModelSpec
 
 
 class RankWeights:

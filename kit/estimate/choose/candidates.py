@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 
 from cluster.record import counted
+from kit.config.model_rules import MODEL_RULES
+from kit.config.plan import EngineName, Plan
+from kit.config.rules import RULES
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError
 from kit.estimate.theory.layouts import (
     EXCHANGES,
@@ -18,10 +22,6 @@ from kit.estimate.theory.layouts import (
     Array,
     Layouts,
 )
-from kit.model_rules import MODEL_RULES
-from kit.plan import EngineName, Plan
-from kit.rules import RULES
-from kit.spec import ModelSpec
 
 _FREE = {
     "tensor_parallel": "devices",

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from cluster.record import html_table
+from kit.config.plan import Plan
 from kit.errors import ConfigError
 from kit.estimate.choose.nearest import Nearest, measured_mfu, nearest_run
 from kit.estimate.choose.search import Search, describe, interval, seconds
 from kit.estimate.theory.schedule import simulate_plan
-from kit.plan import Plan
 
 SHORTLIST = 2000
 """Fastest layouts that are looked at again on a changed machine."""

@@ -8,6 +8,8 @@ import numpy as np
 
 from cluster.record import suggestion
 from cluster.site import Site
+from kit.config.plan import PLANNED_ONLY, EngineName, Plan, Precision
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import single_precision
 from kit.estimate.fit.calibrate import Calibration, calibrate
@@ -24,8 +26,6 @@ from kit.estimate.theory.memory import (
 )
 from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.theory.step_time import StepTime, exposed_trips, step_time
-from kit.plan import PLANNED_ONLY, EngineName, Plan, Precision
-from kit.spec import ModelSpec
 
 CHUNK = 16384
 """Layouts evaluated at once: so many that numpy's calls do not count, so few that a dozen float32

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 
 from cluster.site import Device
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError, kit_command
 from kit.estimate.theory.activations import engine_kernels
 from kit.estimate.theory.layouts import RECOMPUTE, Layouts
 from kit.estimate.theory.memory import STATE, memory
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.estimate.theory.state import convention_of
-from kit.plan import Plan
 from kit.run import Run
-from kit.spec import ModelSpec
 
 NO_RESERVE = RESERVE.replace(
     factor=1.0, extra_bytes=0.0, source="of a CPU the kit has no measured runs"

@@ -5,14 +5,14 @@ from functools import lru_cache
 
 import numpy as np
 
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from kit.estimate.fit import published
 from kit.estimate.fit.measured_rows import hardware_of
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import NARROW, Coefficients, Hardware
 from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.step_time import step_time
-from kit.plan import Plan
-from kit.spec import ModelSpec
 
 A100_PEAK = 312e12
 """FLOP/s of the device where a source does not say."""

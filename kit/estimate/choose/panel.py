@@ -11,6 +11,8 @@ from typing import Any, get_args
 import numpy as np
 
 from cluster.site import Site
+from kit.config.plan import EngineName, Plan, Precision, Recompute, Schedule
+from kit.config.spec import PRESETS, ModelSpec
 from kit.engines import check_site
 from kit.errors import ConfigError
 from kit.estimate.choose.figures import breakdown_figure, memory_figure
@@ -23,10 +25,8 @@ from kit.estimate.theory.memory import StageMemory, memory_by_stage
 from kit.estimate.theory.schedule import Simulation, simulate_plan
 from kit.estimate.theory.state import convention_of
 from kit.estimate.theory.timeline import timeline_figure
-from kit.plan import EngineName, Plan, Precision, Recompute, Schedule
 from kit.show.style import new_figure
 from kit.show.theme import GREY, INK
-from kit.spec import PRESETS, ModelSpec
 
 GIB, WIDTH, DPI = 2.0**30, 600, 192
 MOST_OPERATIONS = 256

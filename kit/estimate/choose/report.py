@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cluster.site import Site
-from kit.convert.hugging_face_config import training_spec
+from kit.config.plan import EngineName, Precision
 from kit.errors import ConfigError
 from kit.estimate.choose.explain import Answer, answers
 from kit.estimate.choose.search import COLUMNS, Search, cells, search
 from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.hardware import check_numbers
-from kit.plan import EngineName, Precision
+from kit.interop.weights.hugging_face_config import training_spec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

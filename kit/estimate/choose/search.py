@@ -15,6 +15,9 @@ import numpy as np
 
 from cluster.record import counted
 from cluster.site import Site
+from kit.config.plan import EngineName, Plan, Precision
+from kit.config.rules import SPLIT_SCHEDULES
+from kit.config.spec import ModelSpec
 from kit.engines import check_site
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import candidates, nearby_batches, nearby_devices
@@ -26,10 +29,7 @@ from kit.estimate.theory.hardware import check_numbers
 from kit.estimate.theory.layouts import Array, Layouts, cast_bytes
 from kit.estimate.theory.memory import CODE_BASES, Convention
 from kit.estimate.theory.state import convention_of
-from kit.plan import EngineName, Plan, Precision
-from kit.rules import SPLIT_SCHEDULES
 from kit.show.table import Table
-from kit.spec import ModelSpec
 
 NOT_OURS = " (not by the kit's engines)"
 EXACT_LAYOUTS = 2000

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from cluster.record import ConfigError, counted, suggestion
+from kit.config.plan import Plan
+from kit.config.spec import FlopBasis, ModelSpec
 from kit.estimate.fit.published_run import SYSTEMS, Basis, PublishedRun, layouts, step_times
 from kit.estimate.theory.layouts import RECOMPUTE
-from kit.plan import Plan
-from kit.spec import FlopBasis, ModelSpec
 
 __all__ = ["SYSTEMS", "Basis", "PublishedRun", "layouts", "load", "read", "step_times"]
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from cluster.record import field_doc
 from cluster.site import Site
+from kit.config.plan import Plan
+from kit.config.spec import FlopBasis, ModelSpec
 from kit.estimate.theory.layouts import Layouts, transformer_engine
-from kit.plan import Plan
-from kit.spec import FlopBasis, ModelSpec
 
 
 class Basis(enum.Enum):

@@ -30,8 +30,8 @@ import numpy as np
 
 from cluster.record import Record, field_doc
 from cluster.site import Device
+from kit.config.plan import EngineName, logits_at_once
 from kit.estimate.theory.layouts import EXCHANGES, RECOMPUTE, SCHEDULES, Array, Layouts
-from kit.plan import EngineName, logits_at_once
 
 _NONE, _FULL = RECOMPUTE.index("none"), RECOMPUTE.index("full")
 _CODE = {name: SCHEDULES.index(name) for name in SCHEDULES}

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from kit.plan import EngineName, Plan, Precision
-from kit.spec import ModelSpec
+from kit.config.plan import EngineName, Plan, Precision
+from kit.config.spec import ModelSpec
 
 RECOMPUTE = ("none", "selective", "full")
 EXCHANGES = ("ring", "all_to_all")

@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from cluster.record import ConfigError
+from kit.config.plan import Plan
 from kit.estimate.theory.orders import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -18,7 +19,6 @@ from kit.estimate.theory.orders import (
     Array,
     Order,
 )
-from kit.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

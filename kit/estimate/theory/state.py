@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from cluster.record import Record, field_doc
+from kit.config.plan import EngineName, Precision
 from kit.estimate.theory.activations import Kernels
 from kit.estimate.theory.layouts import Array, Layouts
-from kit.plan import EngineName, Precision
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

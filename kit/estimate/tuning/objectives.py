@@ -13,12 +13,12 @@ import numpy as np
 
 from cluster.record import ConfigError, counted
 from cluster.state import JobState
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
 from kit.estimate.choose.machine import Machine
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.tuning.tune import Parameters, TrialFailure
-from kit.plan import Plan
-from kit.recipe import Recipe
-from kit.spec import ModelSpec
 
 FRONTIER_SPACE: dict[str, tuple] = {
     "pipeline_parallel": (1, 2, 4, 8, 12, 16),

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from kit.config.plan import EngineName, Plan
+from kit.config.spec import ModelSpec
 from kit.errors import ConfigError
 from kit.estimate.fit import published
 from kit.estimate.fit.fitting import minimise
@@ -18,9 +20,7 @@ from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.validation.validate_rows import memory_layouts, readings, without_group
 from kit.papers.frontier_memory import frontier_stages, lumi_bytes
 from kit.papers.frontier_model import FACTS
-from kit.plan import EngineName, Plan
 from kit.show.results import Row, row
-from kit.spec import ModelSpec
 
 ALEPH_ALPHA = Kernels(
     dropout=False,

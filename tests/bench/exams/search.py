@@ -3,10 +3,10 @@
 import time
 
 from cluster.site import Site
+from kit.config.spec import ModelSpec
 from kit.estimate.choose.candidates import candidates
 from kit.estimate.choose.search import search
 from kit.show.results import Row, row
-from kit.spec import ModelSpec
 
 REPEATS = 5
 

@@ -22,11 +22,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
 from kit.engines import engine as engine_module
 from kit.engines.native import NativeEngine
 from kit.model import Block, cross_entropy
-from kit.plan import Plan
-from kit.recipe import Recipe
 from tests.bench.contestants import llama
 from tests.engines.fake_gpu import triton_code
 from tests.engines.fake_gpu.h100 import outside_fake_tensors

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from kit.spec import ModelSpec
+from kit.config.spec import ModelSpec
 from tests.support.workers import run_ranks
 
 collect_ignore_glob = [] if "tests.engines.real_nxd.closed" in sys.modules else ["test_*.py"]

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kit.convert.neuron import import_nxd
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
+from kit.interop.weights.neuron import import_nxd
 from kit.model import build_decoder
-from kit.plan import Plan
 from kit.run.checkpoint import Checkpoints
-from kit.spec import ModelSpec
 from tests.engines.real_nxd.conftest import run_xla
 from tests.support.checkpoints import facts, nxd_in
 from tests.support.parity import RECIPE, batches, build, make_plan

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from kit.plan import Plan
-from kit.spec import ModelSpec
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
 from tests.engines.real_nxd.closed import PLATFORM
 from tests.engines.real_nxd.conftest import run_xla
 from tests.support.parity import RECIPE, Trained, batches, build, differences, make_plan, train

@@ -1,0 +1,201 @@
+"""Commands on text: data build."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster.interpreter import module_command
+from cluster.job import JobSpec
+from cluster.outcome import last_words, log_tail
+from cluster.record import counted
+from cluster.site import Site
+from cluster.slurm import submit_array
+from kit.cli.options import (
+    AS_JSON,
+    OverwriteOption,
+    facts_table,
+    next_step,
+    note,
+    tell,
+)
+from kit.config.spec import ModelSpec
+from kit.errors import ConfigError
+
+app = typer.Typer()
+ALL_PARTS = "When all parts are built, train on them:"
+data_app = typer.Typer(no_args_is_help=True)
+app.add_typer(data_app, name="data", help="Build token files: data build.")
+
+
+@data_app.command("build")
+def data_build(
+    out: Annotated[Path, typer.Argument(help="Folder to make.", metavar="FOLDER")],
+    source: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text to read: .txt (one document a file, or see --separator), JSON lines or"
+            " arrays, .parquet, .arrow, or a folder of them; text and JSON also compressed (.gz,"
+            " .zst, .bz2, .xz). Can be repeated. Default: Python's own reference and library, up to"
+            " 24 MB."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokenizer: a tokenizer.json, a SentencePiece .model, or a folder"
+            " with one. Default: train one on the text."
+        ),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(help="Vocabulary size of the tokenizer that is trained. Default: 4096."),
+    ] = None,
+    max_megabytes: Annotated[
+        float | None, typer.Option(help="Read at most this much text, in MB. Default: all of it.")
+    ] = None,
+    validation_fraction: Annotated[
+        float,
+        typer.Option(
+            help="Fraction of the text to hold out for validation, in whole documents. Of a"
+            " document larger than that, the end is held out."
+        ),
+    ] = 0.02,
+    text_key: Annotated[
+        str,
+        typer.Option(
+            help="Key of a JSON object, or column of a table, that holds the text. A dot leads"
+            " into an object: meta.text."
+        ),
+    ] = "text",
+    separator: Annotated[
+        str | None,
+        typer.Option(
+            help=r"Text between the documents of a .txt file: '<|endoftext|>', or '\n\n' for blank"
+            r" lines (\n is a line end, \t a tab). Default: a file is one document; above 16 MiB,"
+            " documents of about 1 MiB.",
+        ),
+    ] = None,
+    skip_corrupt: Annotated[
+        bool,
+        typer.Option(
+            "--skip-corrupt",
+            help="Skip what cannot be read, and list it in dataset.json. Default: stop there.",
+        ),
+    ] = False,
+    allow_unread: Annotated[
+        bool,
+        typer.Option(
+            "--allow-unread",
+            help="Build although the unread files of a folder hold more bytes than the files that"
+            " are read. Default: stop and list the unread files.",
+        ),
+    ] = False,
+    overwrite: OverwriteOption = False,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Build part I of N, which holds every N-th file. With --site:"
+            " all/N, each part in a Slurm job.",
+        ),
+    ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="With --part all/N: .toml file of the cluster whose Slurm builds the parts."
+            " Default: this machine builds."
+        ),
+    ] = None,
+) -> None:
+    """Build token files for training from text. It uses all cores of this machine (`taskset`
+    limits them), or with --site and --part a Slurm node for each part.
+    """
+    from kit.data.build import build_dataset, unbuilt_parts
+
+    number, count = _part(part, site)
+    if max_megabytes is not None and not 0 < max_megabytes < 1e12:
+        raise ConfigError(f"--max-megabytes {max_megabytes:g}: not allowed. Give a number above 0.")
+    given: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "vocab_size": vocab_size,
+        "validation_fraction": validation_fraction,
+        "text_key": text_key,
+    }
+    asked = {
+        **given,
+        "sources": source,
+        "max_bytes": None if max_megabytes is None else int(max_megabytes * 1e6),
+        "seed": 1234,
+        "skip_corrupt": skip_corrupt,
+        "separator": _unescaped(separator),
+        "allow_unread": allow_unread,
+        "overwrite": overwrite,
+    }
+    if site is None:
+        each = (number, count) if part else None
+        dataset = build_dataset(out, progress=not AS_JSON.get(), part=each, **asked)
+        tell(dataset.info.to_dict(), facts_table(str(dataset.directory), dataset.facts()))
+        text, built = (ALL_PARTS, out / "part_*") if part else ("Train the demo model on it:", out)
+        is_larger = dataset.vocab_size > ModelSpec.preset("demo").vocab_size
+        wider = ("--set", f"spec.vocab_size={dataset.vocab_size}") if is_larger else ()
+        next_step(text, "launch", "runs/first", "--data", built, *wider)
+        return
+    given["max_megabytes"] = max_megabytes
+    given["separator"] = separator
+    words = [f"--source={file}" for file in source or ()]
+    words += [f"--{key.replace('_', '-')}={it}" for key, it in given.items() if it is not None]
+    words += ["--skip-corrupt"] * skip_corrupt + ["--overwrite"] * overwrite
+    words += ["--allow-unread"] * allow_unread
+    told = _submit(out, count, site, words, unbuilt_parts(out, count, **asked))
+    tell({"told": told}, told)
+    next_step(ALL_PARTS, "launch", "runs/first", "--data", out / "part_*")
+
+
+def _unescaped(separator: str | None) -> str | None:
+    r"""Returns a separator with line ends and tabs in place of `\n`, `\r` and `\t`, which are
+    easier to type in a shell.
+    """
+    if separator is None:
+        return None
+    if not separator:
+        raise ConfigError("--separator: is empty. Give the text between documents.")
+    characters = {r"\n": "\n", r"\t": "\t", r"\r": "\r", r"\\": "\\"}
+    return re.sub(r"\\[ntr\\]", lambda found: characters[found[0]], separator)
+
+
+def _part(word: str | None, site: str | None) -> tuple[int, int]:
+    """Returns the numbers of I/N, with 0 for the I of all/N; that is for --site, which needs it."""
+    found = re.fullmatch(r"(all|\d+)/([1-9]\d*)", word or "")
+    if bool(word or site) != bool(found) or bool(site) != bool(found and found[1] == "all"):
+        what = f"--part: {word!r} is not allowed"
+        raise ConfigError(f"{what}. Give I/N, such as 3/12, or all/N with --site.")
+    return (int(found[1].replace("all", "0")), int(found[2])) if found else (0, 0)
+
+
+def _submit(out: Path, count: int, name: str, words: list[str], parts: list[int]) -> str:
+    """Sends some parts of a dataset to a site, each for a node, and returns what was done."""
+    site = Site.load(name)
+    if site.scheduler != "slurm" or site.login is not None:
+        raise ConfigError(
+            f"--site {name}: parts are built on Slurm, by this command on a login node of its own. "
+            f"Elsewhere build them one by one: --part I/{count}."
+        )
+    if not parts:
+        return f"All {counted(count, 'part')} are in {out}."
+    job = JobSpec(
+        name=out.absolute().name,
+        run_dir=str(out),
+        argv=module_command("kit", "data", "build", str(out), *words, "--part"),
+        num_processes=site.devices_per_node,
+    )
+    for number in parts:
+        log = out / "logs" / f"task-{number}.log"
+        if said := last_words(log_tail(log)):
+            note(f"Part {number} was not built by an earlier job. {log} ends with: {said}")
+    array = submit_array(job, site, parts, count)
+    return (
+        f"{counted(len(parts), 'part')} of {count} sent as job {array}; logs in {out / 'logs'}. "
+        f"Give this again when it has left the queue: it sends what is still lacking."
+    )

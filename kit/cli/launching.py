@@ -1,0 +1,547 @@
+"""Commands that start jobs: launch, resume."""
+
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cluster.files import other_writers
+from cluster.login.submit import attach, first_commands
+from cluster.record import counted
+from cluster.render import scripts, to_fill_in
+from cluster.request import derived
+from cluster.scheduler import EDIT
+from cluster.shadows import find_shadows, summary
+from cluster.site import Site
+from cluster.state import JobError
+from kit import launcher
+from kit.cli.asked import Asked, as_given, ask_for
+from kit.cli.options import (
+    MODEL,
+    MinutesOption,
+    RunArgument,
+    advice,
+    hint,
+    note,
+    parse_settings,
+    tell,
+)
+from kit.config.recipe import Recipe
+from kit.engines import check_site
+from kit.errors import ConfigError, DataError, RunError
+from kit.measure.device import on_device
+from kit.run import Run
+
+app = typer.Typer()
+SELECTIVE = (
+    "Selective recomputation that is not compiled costs some 4 ms of Python a layer and "
+    "micro-batch, in which a GPU may wait. Compile it (--set plan.compile=true), or use --set "
+    "plan.recompute=full."
+)
+MAX_EPOCHS = 4
+"""Number of epochs up to which repeated text improves the model about as much as new text. Source:
+arXiv 2305.16264."""
+TOO_OFTEN = f"above {MAX_EPOCHS}, repeated text is worth less than new text: arXiv 2305.16264"
+NOT_STARTED = "Interrupted: nothing was started."
+
+
+@app.command()
+def launch(
+    run: RunArgument,
+    model: Annotated[
+        str | None, typer.Option(help=f"{MODEL} Default: the recipe's model, or demo.")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Training settings: a .toml or .json file with fields of kit.Recipe, or a"
+            " published recipe (`kit plan --list`). Default: the demo model's; other"
+            " models need one."
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help="Layout: a file written by `kit plan --out`. Default: that of the"
+            " published recipe, or of the demo."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder of token files, made by `kit data build`. Default of the demo model:"
+            r" data/demo. To mix several, give [\[sources]] in the recipe file, and [\[phases]] to"
+            " change their weights on the way."
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Optimizer steps of the whole run. Default: the recipe's; of demo, 100."),
+    ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="Machine: the name of a packaged site (`kit plan --list`) or a .toml file."
+            " Default: this machine."
+        ),
+    ] = None,
+    there: Annotated[
+        str | None,
+        typer.Option(
+            help="Join a run that was launched elsewhere instead of starting one. Give its"
+            " directory behind the login node of --site; it is mirrored in RUN."
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Peak learning rate. Default: the recipe's.")
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Sequences per optimizer step. Default: the plan's.", metavar="N"),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of weights and data order. Default: the recipe's.")
+    ] = None,
+    init_from: Annotated[
+        str | None,
+        typer.Option(
+            help="Hugging Face folder whose weights training starts from.", metavar="FOLDER"
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            "--nodes",
+            "-N",
+            help="Nodes of the job, which set the plan's data_parallel. Default: by the plan.",
+            metavar="N",
+        ),
+    ] = None,
+    partition: Annotated[
+        str | None,
+        typer.Option("--partition", "-p", help="Slurm partition, in place of the site's."),
+    ] = None,
+    account: Annotated[
+        str | None, typer.Option("--account", "-A", help="Slurm account, in place of the site's.")
+    ] = None,
+    qos: Annotated[
+        str | None,
+        typer.Option("--qos", "-q", help="Slurm quality of service, in place of the site's."),
+    ] = None,
+    minutes: MinutesOption = None,
+    time: Annotated[
+        str | None,
+        typer.Option(
+            "--time",
+            "-t",
+            help="Time limit of each job, as sbatch's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or"
+            " D-HH:MM:SS. Instead of --minutes.",
+            metavar="TIME",
+        ),
+    ] = None,
+    show: Annotated[
+        bool,
+        typer.Option(
+            "--show",
+            help="Print the job's scripts and what is still to fill in. Nothing is started.",
+        ),
+    ] = False,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Set a field of spec, plan or recipe: plan.data_parallel=8, recipe.hook=FILE,"
+            " recipe.init_from=FOLDER. Can be repeated. `python -m pydoc kit.Plan` lists those of"
+            " a plan, kit.Recipe and kit.ModelSpec the others.",
+        ),
+    ] = None,
+) -> None:
+    """Launch a training job in a new run directory. The job goes on when this command ends.
+
+    If the directory holds a run that has begun, the run is resumed, and keeps each setting that you
+    do not give.
+
+    The number of devices follows from the plan; --set plan.data_parallel=N changes it. On GPUs,
+    plans default to bf16 and torch.compile; plans from a file or a paper keep their own settings.
+    Ranks on this machine use its GPUs if there is one for each rank; an empty CUDA_VISIBLE_DEVICES
+    keeps them on CPU cores.
+    """
+    if there is not None:
+        attach(run.expanduser().absolute(), Site.load(site or "laptop"), there)
+        hint("Watch:", "watch", run)
+        return
+    begun = Run.open(run) if (run.expanduser() / "spec.json").exists() else None
+    place = begun.site if begun and site is None else Site.load(site or "laptop")
+    place = _with_slurm(place, {"partition": partition, "account": account, "qos": qos})
+    given = {"data": data, "num_steps": steps}
+    flags = {
+        "recipe.learning_rate": learning_rate,
+        "recipe.seed": seed,
+        "recipe.init_from": init_from,
+        "plan.global_batch_size": batch,
+    }
+    changes = _with_flags(parse_settings(settings), flags)
+    asked = ask_for(model, recipe, plan, given, changes, begun)
+    asked = _on_nodes(asked, nodes, place)
+    place = on_device(place, asked.plan)
+    if place.device.is_gpu:
+        asked = _on_gpus(asked)
+    if begun and not show:
+        launcher.refuse_done(begun, asked.plan, steps or begun.recipe.num_steps)
+    time_limit_s, chosen = _time_limit(minutes, time), as_given(asked.fields)
+    for text in asked.notes:
+        note(text)
+    if show:
+        is_own = site is not None and site.endswith(".toml")
+        own = site if is_own else f"a site file of your own, with base = {place.name!r}"
+        _show(run, asked, chosen, place, time_limit_s, f"in {own}")
+        return
+    if asked.lacking:
+        raise ConfigError(
+            f"{'; '.join(f'recipe.{name}: {how}' for name, how in asked.lacking.items())}."
+        )
+    if place.login is None:
+        _tell_data(asked, chosen)
+    _warn_of_shadows(place)
+    with told_if_interrupted(run):
+        started = launcher.launch(
+            run,
+            spec=asked.spec,
+            plan=asked.plan,
+            recipe=chosen,
+            site=place,
+            time_limit_s=time_limit_s,
+            measured=functools.partial(_measured, run),
+        )
+    _tell(started)
+
+
+@app.command()
+def resume(
+    run: RunArgument,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Optimizer steps of the whole run, those trained included. Default: as before."
+        ),
+    ] = None,
+    minutes: MinutesOption = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Change a field of the plan, such as plan.data_parallel=2, or"
+            " recipe.decay_steps=N. Can be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """Resume a run from its last checkpoint, on the same plan or another (--set plan.KEY=VALUE).
+
+    More steps do not move the end of the learning rate's schedule; --set recipe.decay_steps=N does.
+    """
+    changes = parse_settings(settings, allowed=("plan", "recipe"))
+    if others := changes["recipe"].keys() - {"decay_steps"}:
+        raise ConfigError(
+            f"--set recipe.{min(others)}: cannot change on a resume. Allowed: plan.KEY,"
+            " recipe.decay_steps."
+        )
+    begun = Run.open(run)
+    plan = begun.plan.replace(**changes["plan"])
+    limit_s = _seconds(minutes)
+    _warn_of_shadows(begun.site)
+    with told_if_interrupted(run):
+        started = launcher.resume(
+            run, plan=plan, num_steps=steps, **changes["recipe"], time_limit_s=limit_s
+        )
+    _tell(started)
+
+
+def _warn_of_shadows(site: Site) -> None:
+    """Warns of modules that the ranks import from folders of the user instead of this environment.
+
+    Ranks behind a login node or in a container do not get the PYTHONPATH of this process, so
+    nothing is printed for them.
+    """
+    if site.login or (site.slurm and site.slurm.is_in_container) or site.scheduler == "kubernetes":
+        return
+    if shadows := find_shadows():
+        note(f"In the ranks too, {summary(shadows)}. {shadows[0].advice} before you launch.")
+
+
+def _with_flags(
+    changes: dict[str, dict[str, Any]], flags: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Returns the changes of `--set`, with the values of command-line options added.
+
+    Args:
+        changes: changed fields of each record.
+        flags: value of each option by the `RECORD.FIELD` that it sets, None if it was not given.
+
+    Raises:
+        ConfigError: A field is given by `--set` and by an option.
+    """
+    merged = {record: dict(fields) for record, fields in changes.items()}
+    for key, value in flags.items():
+        record, _, field = key.partition(".")
+        if value is None:
+            continue
+        if field in merged[record]:
+            raise ConfigError(f"--set {key}: given by an option of its own too. Give one of them.")
+        merged[record][field] = value
+    return merged
+
+
+def _with_slurm(site: Site, given: dict[str, str | None]) -> Site:
+    """Returns a site with the given fields of its `[slurm]` table replaced.
+
+    Raises:
+        ConfigError: The site has no `[slurm]` table, or a value is not allowed.
+    """
+    fields = {name: value for name, value in given.items() if value is not None}
+    if not fields:
+        return site
+    if site.slurm is None:
+        raise ConfigError(
+            f"--{min(fields)}: the jobs of {site.name} are not sent by Slurm. Leave it out, or give"
+            " --site with a site that has a [slurm] table."
+        )
+    return site.replace(slurm=site.slurm.replace(**fields))
+
+
+def _on_nodes(asked: Asked, nodes: int | None, site: Site) -> Asked:
+    """Returns what was asked for, with the degree of data parallelism that fills `nodes` nodes.
+
+    Raises:
+        ConfigError: The devices of the nodes are not a multiple of the devices of a replica.
+    """
+    if nodes is None:
+        return asked
+    devices = nodes * site.devices_per_node
+    replica_devices = asked.plan.num_devices // asked.plan.data_parallel
+    if nodes < 1 or devices % replica_devices:
+        raise ConfigError(
+            f"--nodes {nodes}: {counted(devices, 'device')} of {site.name} cannot be shared by"
+            f" replicas of {counted(replica_devices, 'device')} each (tensor, pipeline and context"
+            " parallel ranks). Give another number, or another plan."
+        )
+    plan = asked.plan.replace(data_parallel=devices // replica_devices)
+    return dataclasses.replace(asked, plan=plan)
+
+
+def _time_limit(minutes: float | None, time: str | None) -> float | None:
+    """Returns the time limit of a job in seconds, or None if no limit is given.
+
+    Raises:
+        ConfigError: Both options are given, or a value is not a time.
+    """
+    if time is None:
+        return _seconds(minutes)
+    if minutes is not None:
+        raise ConfigError(f"--time {time}: not with --minutes {minutes:g}. Give one of them.")
+    return slurm_seconds(time)
+
+
+def slurm_seconds(text: str) -> float:
+    """Returns a time in one of the formats of sbatch's `--time` in seconds.
+
+    Raises:
+        ConfigError: The text has none of these formats, or is 0.
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if found is None:
+        raise ConfigError(
+            f"--time {text!r}: not allowed. Give minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or"
+            " D-HH:MM:SS, as for sbatch."
+        )
+    days, *rest = found.groups()
+    numbers = [int(number) for number in rest if number is not None]
+    if days is not None:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours = 0
+        minutes, seconds = (*numbers, 0)[:2]
+    total_s = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    if total_s == 0:
+        raise ConfigError(f"--time {text!r}: not allowed. Give a time above 0.")
+    return float(total_s)
+
+
+def _on_gpus(asked: Asked) -> Asked:
+    """Returns what was asked for with the plan's defaults for GPUs."""
+    plan = asked.plan.replace(**asked.unsaid)
+    if plan.recompute == "selective" and plan.engine == "native" and not plan.compile:
+        note(SELECTIVE)
+    return dataclasses.replace(asked, plan=plan)
+
+
+def _warn_of_writers(run: Run) -> None:
+    """Warns if other users may write in a run directory that holds programs.
+
+    The run directory holds a copy of the hook and the site's shell lines. They run as this user at
+    every restart, so another user who replaces one of these files runs programs as this user.
+    """
+    table = run.site.slurm or run.site.kubernetes
+    has_lines = any(getattr(table, name, ()) for name in ("setup", "task_setup"))
+    if run.site.login or not (run.recipe.hook or has_lines):
+        return
+    if writers := other_writers(run.directory):
+        programs = "hook.py" if run.recipe.hook else "the site's setup lines"
+        note(
+            f"WARNING: {writers} may write in {run.directory}, and {programs} in it runs as you at"
+            " every start: they could run programs as you. Remove the permission: `chmod -R"
+            f" go-w {shlex.quote(str(run.directory))}`, and launch with umask 022."
+        )
+
+
+def _tell(run: Run) -> None:
+    """Prints what was started, and where the schedule of its learning rate ends if that is not the
+    end of the run.
+    """
+    _warn_of_writers(run)
+    _tell_schedule(run.recipe)
+    begin = max(run.checkpoints.steps(), default=0)
+    at = f" from step {begin} on" if begin else ""
+    where = f", device: {run.site.device.name}" if run.site.scheduler == "local" else ""
+    hint(
+        f"Started {counted(run.plan.num_devices, 'process', 'processes')}{at}{where}. Watch:",
+        "watch",
+        run.directory,
+    )
+
+
+def _seconds(minutes: float | None) -> float | None:
+    """Returns a time limit in seconds; raises ConfigError for one that is no time."""
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ConfigError(f"--minutes {minutes:g}: not allowed. Give a number above 0.")
+    return None if minutes is None else 60 * minutes
+
+
+def _show(
+    run: Path, asked: Asked, recipe: Recipe, site: Site, time_limit_s: float | None, where: str
+) -> None:
+    """Prints every script to standard output, and to standard error what nobody but the user can
+    fill in.
+
+    A login node is not asked; the commands by which it would be are printed, since the site file
+    says what they run. Of such a site no script is shown before the file says all that it has to.
+    """
+    prepared = Run(
+        run.expanduser().absolute(), spec=asked.spec, plan=asked.plan, recipe=recipe, site=site
+    )
+    asked.plan.check(asked.spec)
+    check_site(asked.spec, asked.plan, site)
+    if recipe.init_from is not None and site.login is None:
+        launcher.check_weights(asked.spec, recipe)
+    job, lacking = launcher.job_spec(prepared, time_limit_s), to_fill_in(site)
+    texts = {} if site.login and lacking else scripts(job, site)
+    for name, text in texts.items():
+        print(text if len(texts) == 1 else f"#### {name} {'#' * 60}\n{text}", end="")
+    left = [
+        f"{name}, line {number}: {line.strip()}"
+        for name, text in texts.items()
+        for number, line in enumerate(text.splitlines(), start=1)
+        if re.search(rf"\b{EDIT}\b", line)
+    ]
+    left += [f"{field}: {where}" for field in lacking]
+    left += [f"recipe.{name}: {how}" for name, how in asked.lacking.items()]
+    if not asked.lacking and site.login is None:
+        try:
+            _tell_data(asked, recipe)
+        except DataError as error:
+            left.append(f"recipe.data: {error}")
+    if texts and (lines := derived(job, site)):
+        of = site.scheduler.capitalize()
+        note("\n  ".join([f"Asked of {of} where the site file says nothing:", *lines]))
+    if site.login and texts:
+        note("\n  ".join([f"A launch begins on {site.login} by:", *first_commands(site)]))
+    if left:
+        note("\n  ".join(["Still to fill in:", *left]))
+
+
+def _tell_data(asked: Asked, recipe: Recipe) -> None:
+    """Says how often each source is read, and where the recipe asks for what its data cannot
+    give exactly.
+    """
+    from kit.data import Dataset, located, rounded_weights
+
+    told = []
+    for name, epochs in launcher.check_data(asked.spec, asked.plan, recipe):
+        number = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
+        often = f" ({TOO_OFTEN})" if epochs > MAX_EPOCHS else ""
+        told.append(f"Reads {number} {'epoch' if epochs == 1 else 'epochs'} of {name}{often}")
+    told += [
+        f"{name}: {drawn:.4g} of the sequences, not {wanted:.4g}: weights are rounded to 1/65,536."
+        for name, (wanted, drawn) in rounded_weights(located(recipe)).items()
+    ]
+    dataset = Dataset.open(located(recipe).data)
+    if unused := launcher.unused_vocabulary(asked.spec, dataset.vocab_size):
+        told.append(unused)
+    there = dataset.held_out_sequences(asked.spec.sequence_length)
+    if recipe.validation_every and there < recipe.validation_sequences:
+        told.append(
+            f"Validates on all {there:,} held-out sequences, not {recipe.validation_sequences:,}."
+        )
+    note("\n".join(told))
+
+
+def _tell_schedule(recipe: Recipe) -> None:
+    """Says where the learning rate's schedule ends, unless that is where the run does."""
+    end, last = recipe.decay_steps or recipe.num_steps, recipe.num_steps
+    if recipe.schedule == "constant" or end == last:
+        return
+    then = f"and stays there to step {last:,}"
+    if last < end:
+        then = f"but the run ends before, at step {last:,} and {recipe.learning_rate_at(last):.3g}"
+    note(
+        f"The learning rate reaches {recipe.learning_rate_at(end):.3g} at step {end:,}"
+        f" (recipe.decay_steps), {then}."
+    )
+
+
+def _measured(run: Path, site: Site, dtype: str) -> Site:
+    """Returns a local site with its peak, measured if nobody has given it; another site as it
+    is.
+    """
+    from kit.measure.gemm import is_settled, measured_site
+
+    if site.scheduler != "local" or site.peak_flops_per_s(dtype) is not None:
+        return site
+    note("Measuring this machine's matrix products, for MFU ...")
+    site = measured_site(site, dtype)
+    if not is_settled(site.device.peak_flops_per_s[dtype]):
+        busy = "The peak was measured on a busy machine. For MFU, measure it again:"
+        note(advice(busy, "bench", "--apply", run))
+    return site
+
+
+@contextlib.contextmanager
+def told_if_interrupted(run: Path) -> Iterator[None]:
+    """Says after Ctrl-C whether a job runs, and how to end it; the command ends with the code
+    that a shell expects.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        try:
+            status = Run.open(run).job.status()
+        except (RunError, JobError, ConfigError):
+            status = None
+        if status is None or status.state.is_final:
+            tell({"said": NOT_STARTED}, NOT_STARTED)
+        else:
+            hint(
+                f"Interrupted, but the job runs: attempt {status.attempt} is {status.state}."
+                " End it:",
+                "stop",
+                run,
+            )
+        raise typer.Exit(130) from None

@@ -1,0 +1,420 @@
+"""Commands on machines: what this one has, how fast it is, how far the estimates of it are off,
+and first site files: doctor, bench, validate, calibrate, site init.
+"""
+
+import dataclasses
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from cluster.files import write_atomic
+from cluster.login.connection import ssh
+from cluster.record import ConfigError, counted, kit_command
+from cluster.scheduler import EDIT
+from cluster.site import Site
+from cluster.slurm import inventory
+from cluster.slurm.queries import slurm_command
+from cluster.state import JobError
+from kit.cli.options import (
+    advice,
+    facts_table,
+    next_step,
+    note,
+    refuse,
+    tell,
+)
+from kit.config.plan import Plan
+from kit.doctor import examine, examine_site
+from kit.measure.device import on_device
+from kit.measure.gemm import measured_site
+from kit.measure.site import measure_site, remeasure, to_toml
+from kit.run import Run
+from kit.show.results import format_value
+from kit.show.terminal import Table
+
+app = typer.Typer()
+site_app = typer.Typer(no_args_is_help=True)
+app.add_typer(site_app, name="site", help="Write site files: site init.")
+LEAST_BYTES = 40e9
+"""Smallest memory of a node, in bytes, for which `site init` advises a plan of a larger model than
+the demo: 1.4 billion parameters at 16 bytes each, and activations."""
+LOCAL = """\
+# This machine, as torch sees it.
+# EDIT: peaks and links, by `kit bench --out FILE.toml` or from a data sheet
+"""
+
+
+@app.command()
+def validate(
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            help="CSV of runs to check, with the columns of"
+            " kit/estimate/fit/data/published_runs.csv. Default: that file."
+        ),
+    ] = None,
+    calibrate: Annotated[
+        int | None,
+        typer.Option(
+            help="With --rows: fit the estimator first to this many runs of each machine."
+            " Default: no fit."
+        ),
+    ] = None,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="With --rows: machine on which all of them ran, a packaged site (`kit plan"
+            " --list`) or a .toml file. Default: what each row says."
+        ),
+    ] = None,
+) -> None:
+    """Print the estimator's error on published runs, each predicted without its own group, or on
+    the runs of your own CSV.
+    """
+    if rows is None and calibrate is not None:
+        raise ConfigError(
+            f"--calibrate {calibrate}: only with --rows FILE, whose machines it fits. Give both."
+        )
+    if rows is None and site is not None:
+        raise ConfigError(f"--site {site}: only with --rows FILE, which ran there. Give both.")
+    from kit.estimate.validation.validate import validate as validate_runs
+
+    found = validate_runs(rows, calibrate, site=Site.load(site) if site else None)
+    met = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text()}
+    lines = [
+        (r.name, format_value(r.value, r.unit), r.target, met[r.ok], Text(r.note, style="dim"))
+        for r in found
+    ]
+    title = "Estimates against measurements"
+    tell(
+        [item.to_dict() for item in found],
+        Table("", "found", "target", "met", "", title=title, rows=lines),
+    )
+    next_step("Fit the estimates to a run of your own:", "calibrate", "runs/first")
+
+
+@app.command()
+def calibrate(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run directories of one machine.", metavar="RUN...")
+    ],
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="Machine of the runs: a packaged site (`kit plan --list`) or a .toml file."
+            " Default: the one in their directories."
+        ),
+    ] = None,
+) -> None:
+    """Fit the estimator's efficiencies to measured runs, and say which of them the runs do not
+    determine.
+    """
+    from kit.estimate.fit.calibrate import calibrate as fit
+
+    found = fit(runs, Site.load(site) if site else None)
+    record = {
+        "coefficients": found.coefficients.to_dict(),
+        "unidentified": found.unidentified,
+        "num_runs": found.num_runs,
+        "error": found.error,
+    }
+    rows = [
+        (name, f"{value:.4g}", "no" if name in found.unidentified else "yes")
+        for name, value in record["coefficients"].items()
+    ]
+    title = f"{counted(found.num_runs, 'attempt')}, {found.error:.1%} mean error on them"
+    tell(record, Table("coefficient", "value", "determined by the runs", title=title, rows=rows))
+    next_step("Compare a run with the estimate:", "status", runs[0], "--why")
+
+
+@app.command()
+def bench(
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Site file to write, NAME.toml, for the option --site."),
+    ] = None,
+    apply: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run directory: measure only the peak again, and write it into the run's"
+            " site.json, so that its MFU follows.",
+            metavar="RUN",
+        ),
+    ] = None,
+) -> None:
+    """Measure the speed of matrix products, memory and collectives on this machine; with --apply,
+    only the peak that a run's MFU is computed from.
+    """
+    if apply is not None:
+        refuse(
+            {f"--out {out}": out}, "not with --apply, which writes into the run. Give one of them."
+        )
+        _apply_peak(apply)
+        next_step("Compare the run with the estimate:", "status", apply, "--why")
+        return
+    if out is not None and out.suffix != ".toml":
+        raise ConfigError(f"--out {out}: not a .toml file. Give a name that ends in .toml.")
+    note("Measuring matrix products, memory and collectives; up to two minutes ...")
+    # bf16 is what layouts are planned in.
+    site = measure_site(measured_site(Site.load("laptop"), "bf16"))
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(out, to_toml(site.replace(name=out.stem)))
+    facts = {
+        **{
+            f"peak {dtype}, FLOP/s": str(fact)
+            for dtype, fact in site.device.peak_flops_per_s.items()
+        },
+        "memory, bytes/s": str(site.device.memory_bytes_per_s),
+        **{
+            f"within {link.num_devices} processes, bytes/s": str(link.bytes_per_s)
+            for link in site.links.intra_node
+        },
+    }
+    tell(site.to_dict(), facts_table(site.description, facts.items()))
+    if out is None:
+        next_step("Keep it as a site file:", "bench", "--out", "mine.toml")
+    else:
+        sizes = (
+            "--devices",
+            str(site.devices_per_node),
+            "--batch",
+            str(16 * site.devices_per_node),
+        )
+        next_step("Choose a layout for this machine:", "plan", "demo", "--site", out, *sizes)
+
+
+def _apply_peak(directory: Path) -> None:
+    """Measures a run's peak again, and reads the run again with it."""
+    found = remeasure(Run.open(directory))
+    metrics = Run.open(directory).metrics()
+    mfu, why = metrics.summary().get("mfu"), metrics.why_no_mfu
+    facts = {
+        f"{dtype} peak, FLOP/s": f"{old or 'unknown'} before, {new} now"
+        for dtype, (old, new) in found.items()
+    }
+    facts["MFU, last 20 steps"] = f"none: {why or 'no step'}" if mfu is None else f"{mfu:.1%}"
+    tell(
+        {
+            "peak_flops_per_s": {dtype: new.to_dict() for dtype, (_, new) in found.items()},
+            "mfu": mfu,
+            "why_no_mfu": why,
+        },
+        facts_table(str(directory), facts.items()),
+    )
+
+
+@app.command()
+def doctor(
+    deep: Annotated[
+        bool,
+        typer.Option("--deep", help="Also train one step with DeepSpeed. Takes up to a minute."),
+    ] = False,
+    site: Annotated[
+        str | None,
+        typer.Option(
+            help="Also try the container of this site, from one of its login nodes. Name of a"
+            " packaged site (`kit plan --list`), or a .toml file."
+        ),
+    ] = None,
+) -> None:
+    """Check what is installed and works on this machine, and say how to get the rest."""
+    findings = examine(deep=deep)
+    if site is not None:
+        findings += examine_site(Site.load(site))
+    mark = {True: Text("✔", style="green"), False: Text("✖", style="red"), None: Text("–")}
+    rows = [(mark[f.ok], f.subject, f.found, Text(f.advice, style="dim")) for f in findings]
+    tell(
+        [dataclasses.asdict(finding) for finding in findings],
+        Table("", "", "found", "advice", title="This machine", rows=rows),
+    )
+    next_step("Build token files to train on:", "data", "build", "data/demo")
+    raise typer.Exit(code=1 if any(finding.ok is False for finding in findings) else 0)
+
+
+@site_app.command()
+def init(
+    out: Annotated[Path, typer.Argument(help="Site file to write, NAME.toml.", metavar="FILE")],
+    partition: Annotated[
+        str | None,
+        typer.Option(help="Slurm partition to describe. Default: one with GPUs or Trainium."),
+    ] = None,
+    node_type: Annotated[
+        str | None,
+        typer.Option(
+            help="Nodes to describe, where a partition has several kinds: a GPU type (h100), a"
+            " GRES (gpu:h100:8) or a feature. Default: nodes with GPUs, the most numerous."
+        ),
+    ] = None,
+    login: Annotated[
+        str | None,
+        typer.Option(
+            help="Login node to ask over ssh: a name in ~/.ssh/config."
+            " Default: Slurm on this machine."
+        ),
+    ] = None,
+    account: Annotated[
+        str | None,
+        typer.Option(
+            help="Slurm account that jobs are charged to. Default: EDIT, for you to fill in."
+        ),
+    ] = None,
+    local: Annotated[
+        bool,
+        typer.Option(
+            "--local",
+            help="Describe this machine instead of a cluster: its GPUs, or its CPU cores.",
+        ),
+    ] = False,
+) -> None:
+    """Write a site file from what Slurm or this machine reports. Lines marked EDIT are left for
+    you to fill in.
+    """
+    if out.suffix != ".toml" or out.exists():
+        raise ConfigError(
+            f"{out}: {'already exists' if out.exists() else 'not a .toml file'}. Give a new file,"
+            " NAME.toml."
+        )
+
+    if local:
+        refuse(
+            {
+                "--partition": partition,
+                "--node-type": node_type,
+                "--login": login,
+                "--account": account,
+            },
+            "not with --local, which asks no Slurm. Leave one of them out.",
+        )
+        here = on_device(Site.load("laptop"), Plan()).replace(
+            name=os.uname().nodename.partition(".")[0]
+        )
+        _finish(out, LOCAL + to_toml(here))
+        return
+    found = inventory.nodes_of(_ask(login, inventory.SINFO))
+    if not found:
+        raise JobError(
+            "sinfo names no nodes here. Are you on a login node of the cluster? Or give --login"
+            " NAME."
+        )
+    nodes = inventory.choose(found, partition, node_type)
+    settings = inventory.settings_of(_ask(login, inventory.CONFIG))
+    beside = inventory.others(found, nodes)
+    text = inventory.site_text(nodes, settings, login=login, account=account, beside=beside)
+    _finish(out, text, _about_nodes(found, nodes, settings))
+
+
+def _about_nodes(
+    found: Sequence[inventory.NodeType], nodes: inventory.NodeType, settings: dict[str, str]
+) -> list[str]:
+    """Returns lines on the nodes that a site file describes, on the other nodes of the cluster, and
+    on packaged sites with facts about them.
+    """
+    lines = []
+    beside = inventory.others(found, nodes)
+    if beside:
+        lines.append(f"Taken of partition {nodes.partition}: {nodes}. Its other nodes:")
+        for other in beside:
+            name = inventory.name_of(other, found)
+            how = f": --partition {other.partition} --node-type {name}" if name else ""
+            lines.append(f"  {other}{how}")
+    lines += _about_gpus(nodes)
+    partitions: dict[str, list[str]] = {}
+    for each in found:
+        if each.partition != nodes.partition:
+            kinds = partitions.setdefault(each.partition, [])
+            kinds += [each.what] * (each.what not in kinds)
+    if partitions:
+        texts = [f"{name} ({', '.join(kinds)})" for name, kinds in sorted(partitions.items())]
+        lines.append(f"Other partitions: {', '.join(texts)}.")
+    site, assumed = inventory.packaged_site(nodes)
+    if site is not None:
+        lines.append(f"Numbers of the device: those of the packaged site {site}.")
+    elif nodes.gpu or nodes.trainium:
+        lines.append(f"No packaged site has the numbers of this device ({nodes.what}).")
+    if assumed:
+        lines.append(f"To check: {assumed}.")
+    own = settings.get("ClusterName", "").lower()
+    if own in Site.names():
+        lines.append(
+            f'The kit has a site {own}. A file with base = "{own}" and your account also has its'
+            " network and modules."
+        )
+    return lines
+
+
+def _about_gpus(nodes: inventory.NodeType) -> list[str]:
+    """Returns lines on types of GPU that the nodes have but jobs do not request, and on MIG slices
+    of GPUs.
+    """
+    lines = []
+    for gpu in inventory.other_gpus(nodes):
+        lines.append(
+            f"These nodes also have {gpu}, which jobs do not request. To use it instead:"
+            f" --partition {nodes.partition} --node-type {gpu}"
+        )
+    if nodes.gpu and inventory.MIG_SLICE.search(nodes.gpu.kind.lower()):
+        lines.append(
+            f"{nodes.gpu.kind} is a MIG slice of a GPU. MIG slices have no peer-to-peer access to"
+            " each other, so NCCL may fail between them: use one device per job."
+        )
+    return lines
+
+
+def _finish(out: Path, text: str, about: Sequence[str] = ()) -> None:
+    """Writes a site file and says what is left to do."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, text)
+    left = [
+        f"  {out}, line {n}: {line}"
+        for n, line in enumerate(text.splitlines(), start=1)
+        if f"{EDIT}:" in line
+    ]
+    site = Site.load(str(out))
+    first = f"Edit {counted(len(left), 'line')} of it, as below. Then " if left else ""
+    what, words = _next_command(site, out)
+    said = first + what if left else what.capitalize()
+    tell(
+        {"said": said, "command": kit_command(*words), "left": left, "about": list(about)},
+        f"{out}: {site.description}",
+        *about,
+        advice(said, *words),
+        *left,
+    )
+
+
+def _next_command(site: Site, out: Path) -> tuple[str, list[str]]:
+    """Returns (sentence on the next step, words of its command).
+
+    For a node of accelerators the next step is to plan a layout for one node, which needs no facts
+    about the network. Otherwise it is to look at the script of a job.
+    """
+    if site.device.is_cpu or site.scheduler == "local":
+        return "look at a job of it:", ["launch", "runs/first", "--site", str(out), "--show"]
+    model = "hlat-7b" if site.engine == "neuron" else "gpt-1.4b"
+    memory = site.device.memory_bytes
+    if memory and memory.value * site.devices_per_node < LEAST_BYTES:
+        model = "demo"
+    sizes = ["--devices", str(site.devices_per_node), "--batch", "64"]
+    what = "choose a layout for one of its nodes:"
+    return what, ["plan", model, "--site", str(out), *sizes, "--out", "plan.json"]
+
+
+def _ask(login: str | None, words: Sequence[str]) -> str:
+    """Returns what a command of Slurm prints, on a login node (in a login shell, which may be what
+    finds it) or here.
+    """
+    if login is not None:
+        return ssh(login, f"bash -lc {shlex.quote(shlex.join(words))}").decode()
+    try:
+        return slurm_command([*words])
+    except JobError as error:
+        raise JobError(
+            f"{str(error).rstrip('.')}. Or give --login NAME; this machine alone is site laptop,"
+            " which needs no file, or --local, which makes one."
+        ) from error

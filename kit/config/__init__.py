@@ -1,0 +1,3 @@
+"""Configuration of a run: its model (`ModelSpec`), layout (`Plan`) and training (`Recipe`), and the
+rules of layouts.
+"""

@@ -1,0 +1,137 @@
+"""The rules of a plan and the model that it cuts; `kit.config.rules` has those of a plan alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kit.config.rules import Rule
+
+TRN1_CORES = 32
+"""NeuronCores, and so ranks of engine neuron, on a node: a trn1.32xlarge."""
+
+
+def _divided(
+    what: str,
+    degree: Callable[[Any], Any],
+    name: Callable[[Any], str],
+    count: Callable[[Any, Any], Any] | None = None,
+    more: int = 0,
+    **kwargs: Any,
+) -> Rule:
+    """Returns the rule that a degree of the plan divides a number of the model, or `more`."""
+    number = count or (lambda plan, spec: getattr(spec, what))
+
+    def sentence(plan: Any, spec: Any) -> str:
+        value = number(plan, spec)
+        allowed = [i for i in range(1, 129) if 0 in (value % i, (value + more) % i)]
+        return (
+            f"spec.{what}: {value} is not divisible by {name(plan)} = {degree(plan)}. Allowed for"
+            f" this model: {', '.join(map(str, allowed))}."
+        )
+
+    def breaks(plan: Any, spec: Any) -> Any:
+        value, parts = number(plan, spec), degree(plan)
+        return (value % parts != 0) & ((value + more) % parts != 0 if more else True)
+
+    return Rule(breaks=breaks, sentence=sentence, **kwargs)
+
+
+def _over_heads(plan: Any) -> Any:
+    """Returns over how many ranks heads are cut: those of Ulysses exchange whole heads."""
+    is_exchanged = plan.is_one_of("context_exchange", "all_to_all")
+    return plan.tensor_parallel * (1 + is_exchanged * (plan.context_parallel - 1))
+
+
+def _head_degrees(plan: Any) -> str:
+    exchanged = _over_heads(plan) > plan.tensor_parallel
+    return "tensor_parallel x context_parallel" if exchanged else "tensor_parallel"
+
+
+def _sequence_parts(plan: Any) -> Any:
+    """Returns into how many parts a sequence is cut.
+
+    Each rank of context parallelism has a part of its head and one of its tail: equal work under
+    the causal mask.
+    """
+    tensor = 1 + plan.sequence_parallel * (plan.tensor_parallel - 1)
+    return tensor * (1 + (plan.context_parallel > 1) * (2 * plan.context_parallel - 1))
+
+
+def _needs_parts(plan: Any) -> str:
+    if plan.context_parallel == 1:
+        return f"tensor_parallel = {plan.tensor_parallel}, which sequence_parallel needs"
+    tensor = " x tensor_parallel" if plan.sequence_parallel else ""
+    return f"2 x context_parallel{tensor} = {_sequence_parts(plan)}"
+
+
+def _groups_of_four(plan: Any) -> int:
+    return min(plan.num_devices, TRN1_CORES) // 4
+
+
+MODEL_RULES = (
+    Rule(
+        engines=("neuron",),
+        breaks=lambda _, spec: spec.family != "llama" or spec.bias or spec.tied_embeddings,
+        sentence=lambda _, spec: (
+            "plan.engine: 'neuron' trains Llamas without biases and tied embeddings, as HLAT did;"
+            f" {spec.name!r} is not one. Use engine 'native', or another model."
+        ),
+    ),
+    # On Trn1 NxD (0.9 to 0.18: parallel_layers/parallel_state.py) spreads each group of four over
+    # its node, side by side with others of the same pipeline stage, but adds up copied heads as if
+    # the four were neighbours.
+    Rule(
+        engines=("neuron",),
+        breaks=lambda plan, spec: (plan.tensor_parallel == 4) & (plan.kv_replication(spec) > 1),
+        sentence=lambda _, spec: (
+            "plan.tensor_parallel: 4 is not allowed with engine 'neuron' where spec.num_kv_heads"
+            f" is {spec.num_kv_heads}: NxD adds up the gradients of copied key/value heads over the"
+            f" wrong ranks. Use {spec.num_kv_heads}, or 8 and more."
+        ),
+    ),
+    # The groups of four on a node, or of all devices where these are fewer, divide the replicas.
+    Rule(
+        engines=("neuron",),
+        breaks=lambda plan, _: (
+            (plan.tensor_parallel == 4)
+            & (
+                (plan.num_devices >= TRN1_CORES) & (plan.data_parallel % (TRN1_CORES // 4) != 0)
+                | (plan.num_devices < TRN1_CORES) & (plan.num_devices > 4 * plan.data_parallel)
+            )
+        ),
+        sentence=lambda plan, _: (
+            f"plan.data_parallel: {plan.data_parallel} is not allowed with engine 'neuron',"
+            f" tensor_parallel 4 and pipeline_parallel {plan.pipeline_parallel}: NxD makes the"
+            f" {_groups_of_four(plan)} groups of four ranks on a node replicas of each other. Use a"
+            f" multiple of {TRN1_CORES // 4}, pipeline_parallel 1, or another tensor_parallel."
+        ),
+    ),
+    _divided(
+        "num_layers",
+        lambda plan: plan.num_stages,
+        lambda _: "the number of pipeline stages, nor with embedding and loss as a layer each,",
+        more=2,  # `Plan.stage_layers`
+        engines=("native",),
+    ),
+    _divided(
+        "num_layers",
+        lambda plan: plan.num_stages,
+        lambda plan: f"the number of pipeline stages, equal ones with engine {plan.engine!r},",
+        engines=("deepspeed", "neuron"),
+    ),
+    _divided("num_heads", _over_heads, _head_degrees),
+    _divided(
+        "num_kv_heads",
+        _over_heads,
+        _head_degrees,
+        lambda plan, spec: spec.num_kv_heads * plan.kv_replication(spec),
+    ),
+    _divided("ffn_hidden_size", lambda plan: plan.tensor_parallel, lambda _: "tensor_parallel"),
+    _divided("vocab_size", lambda plan: plan.tensor_parallel, lambda _: "tensor_parallel"),
+    Rule(
+        breaks=lambda plan, spec: spec.sequence_length % _sequence_parts(plan) != 0,
+        sentence=lambda plan, spec: (
+            f"spec.sequence_length: {spec.sequence_length} is not divisible by"
+            f" {_needs_parts(plan)}."
+        ),
+    ),
+)

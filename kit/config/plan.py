@@ -1,0 +1,281 @@
+"""Plan: how a ModelSpec is split over devices and how its batch is cut. No torch."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from cluster.record import ConfigError, Record, counted, field_doc, from_one, html_table, must
+from kit.config.model_rules import MODEL_RULES
+from kit.config.rules import RULES, SPLIT_SCHEDULES, Rule
+from kit.config.spec import ModelSpec
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
+ContextExchange = Literal["ring", "all_to_all"]
+EngineName = Literal["native", "deepspeed", "neuron"]
+
+MOST_DEVICES = 2**22  # more than any machine has; a view of a run takes memory in proportion
+PLANNED_ONLY = ("fp8", "mxfp8", "nvfp4")
+"""Precisions that the kit estimates and no engine of it trains."""
+
+
+def logits_at_once(gpu_bytes: float | None) -> int:
+    """Returns of how many logits the loss is computed at a time on a GPU of so much memory, or on a
+    CPU (none).
+
+    Each chunk reads the whole output projection and adds to its gradient. 8,192 tokens over a
+    vocabulary of 128,000 are 31 chunks of 2^25 logits, which costs an H100 some 65 ms (modelled
+    from its bandwidth), but 4 of 2^28. All copies of a chunk (10 bytes a logit) take at most a
+    sixteenth of the memory. A CPU gains nothing by larger ones (measured).
+    """
+    if gpu_bytes is None:
+        return 2**25
+    return min(2**28, max(2**25, 2 ** int(math.log2(gpu_bytes / 160))))
+
+
+def refuse(rules: Iterable[Rule], engine: str, *asked: Any) -> None:
+    """Raises ConfigError with the sentence of the first rule of an engine that what is asked
+    breaks.
+    """
+    for rule in rules:
+        if engine in rule.engines and rule.breaks(*asked):
+            raise ConfigError(rule.sentence(*asked))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(Record):
+    """Parallel degrees, batch and memory options of one training job."""
+
+    tensor_parallel: int = field_doc("devices that share each weight matrix", from_one, default=1)
+    pipeline_parallel: int = field_doc(
+        "devices that share the stack of layers", from_one, default=1
+    )
+    data_parallel: int = field_doc(
+        "replicas, each with its own part of the batch", from_one, default=1
+    )
+    context_parallel: int = field_doc(
+        "devices that share each sequence; planned, not trained", from_one, default=1
+    )
+    context_exchange: ContextExchange = field_doc(
+        "how attention exchanges a split sequence: keys and values around a ring, or"
+        " all-to-all between sequence and heads (Ulysses)",
+        default="ring",
+    )
+    virtual_stages: int = field_doc(
+        "pipeline stages held by each pipeline device", from_one, default=1
+    )
+    zero_stage: int = field_doc(
+        "ZeRO: 0 replicates all states; over data_parallel, 1 shards the optimizer's, 2"
+        " gradients too, 3 weights too",
+        must(lambda stage: 0 <= stage <= 3, "Allowed: 0, 1, 2, 3."),
+        default=0,
+    )
+    shard_size: int | None = field_doc(
+        "neighbouring replicas over which ZeRO shards, with copies across data_parallel /"
+        " shard_size groups (HSDP; engine native); None: all of data_parallel",
+        from_one,
+        default=None,
+    )
+    sequence_parallel: bool = field_doc(
+        "shard norms and residuals along the sequence over tensor_parallel", default=False
+    )
+    schedule: Schedule = field_doc("order of pipeline work", default="1f1b")
+    recompute: Recompute = field_doc(
+        "which activations are computed again in the backward pass", default="none"
+    )
+    recompute_layers: int | None = field_doc(
+        "how many blocks of each pipeline device recompute 'full' is for, the first ones of each"
+        " of its stages (engine native); None: all",
+        from_one,
+        default=None,
+    )
+    micro_batch_size: int = field_doc(
+        "sequences in one forward pass of one replica", from_one, default=1
+    )
+    global_batch_size: int = field_doc(
+        "sequences in one optimizer step, over all replicas", from_one, default=1
+    )
+    precision: Precision = field_doc(
+        "bf16 keeps fp32 master weights, optimizer and gradient reduction (engine neuron with"
+        " zero_stage 0: none of them, but stochastic rounding); fp16 scales the loss too (engine"
+        " deepspeed); fp8, mxfp8, nvfp4: of linear layers' products, planned and not trained",
+        default="fp32",
+    )
+    compile: bool = field_doc("torch.compile each block", default=False)
+    engine: EngineName = field_doc(
+        "what runs the steps: torch itself, DeepSpeed, or NeuronX Distributed", default="native"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_devices > MOST_DEVICES:
+            raise ConfigError(
+                f"plan: {self.num_devices:,} devices are too many. Allowed: up to {MOST_DEVICES:,}."
+            )
+        refuse(RULES, self.engine, self)
+
+    @property
+    def recomputes_whole(self) -> bool:
+        """Whether full recomputation runs a block to its end; `ModelSpec.hardware_flops_per_token`
+        has the other way.
+
+        A compiled block is one operation, which cannot stop before its end. NxD's blocks, which
+        were never counted, are taken to do the same.
+        """
+        return self.compile or self.engine == "neuron"
+
+    @property
+    def gpu_defaults(self) -> dict[str, Any]:
+        """Fields that such a plan has on GPUs where nobody has said otherwise: bf16, and compiled
+        where that pays.
+
+        Zero-bubble schedules cut each backward pass in two, and compiled blocks then run it twice:
+        half as many matrix products again, counted. For other engines than torch itself nothing is
+        assumed.
+        """
+        cut = self.pipeline_parallel > 1 and self.schedule in SPLIT_SCHEDULES
+        return {"precision": "bf16", "compile": not cut} if self.engine == "native" else {}
+
+    @property
+    def num_devices(self) -> int:
+        """tensor x context x pipeline x data: one process each."""
+        return (
+            self.tensor_parallel
+            * self.context_parallel
+            * self.pipeline_parallel
+            * self.data_parallel
+        )
+
+    @property
+    def untrained(self) -> tuple[str, ...]:
+        """What the kit plans and no engine of it trains: names of fields."""
+        found = {
+            "context_parallel": self.context_parallel > 1,
+            "precision": self.precision in PLANNED_ONLY,
+        }
+        return tuple(name for name, is_asked in found.items() if is_asked)
+
+    @property
+    def num_shards(self) -> int:
+        """Replicas that ZeRO cuts states over: 1 for stage 0."""
+        return 1 if self.zero_stage == 0 else self.shard_group
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages in all: pipeline_parallel x virtual_stages."""
+        return self.pipeline_parallel * self.virtual_stages
+
+    def stage_layers(self, spec: ModelSpec, stage: int) -> range:
+        """Returns the blocks of one pipeline stage: an equal share of consecutive layers.
+
+        Where the layers do not divide, the embedding and the loss stand for a layer each, so that
+        the first and the last stage have a block less, or none (Llama 3, arXiv 2407.21783, section
+        3.3.2: 126 layers in 128 places).
+        """
+        share = math.ceil(spec.num_layers / self.num_stages)
+        first = stage * share - (share * self.num_stages > spec.num_layers)
+        return range(max(0, first), min(spec.num_layers, first + share))
+
+    def stage_recomputed(self, spec: ModelSpec, stage: int) -> int:
+        """Returns how many blocks of one pipeline stage, its first ones, `recompute` is for.
+
+        A device's stages have equal shares of `recompute_layers`. What does not divide goes to its
+        first stages, whose activations are kept for longest.
+        """
+        layers = len(self.stage_layers(spec, stage))
+        if self.recompute_layers is None:
+            return layers
+        each, more = divmod(self.recompute_layers, self.virtual_stages)
+        return min(layers, each + (stage // self.pipeline_parallel < more))
+
+    def recomputed_layers(self, spec: ModelSpec) -> int:
+        """Returns how many blocks of the model `recompute` is for."""
+        return sum(self.stage_recomputed(spec, stage) for stage in range(self.num_stages))
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether ZeRO shards over groups of `shard_size` replicas, with copies across them."""
+        return self.shard_size is not None
+
+    @property
+    def shard_group(self) -> int:
+        """Replicas that ZeRO would shard over, whatever its stage."""
+        return self.shard_size or self.data_parallel
+
+    def is_one_of(self, field: str, *names: str) -> bool:
+        """Returns whether a field with a name has one of these, as a rule asks."""
+        return getattr(self, field) in names
+
+    def kv_replication(self, spec: ModelSpec) -> int:
+        """Returns how many tensor parallel ranks hold each key/value head: more than 1 with
+        engine neuron only.
+        """
+        copies = self.engine == "neuron" and self.tensor_parallel % spec.num_kv_heads == 0
+        return max(1, self.tensor_parallel // spec.num_kv_heads) if copies else 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches that each replica runs in one optimizer step."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
+
+    def check(self, spec: ModelSpec, num_processes: int | None = None) -> None:
+        """Returns nothing if this plan can run `spec` (on `num_processes`, if given).
+
+        Raises:
+            ConfigError: the process count is not TP x PP x DP, a shape of the model does not
+                divide, or the engine does not train such models or plans.
+        """
+        for name in self.untrained:
+            raise ConfigError(
+                f"plan.{name}: {getattr(self, name)!r} is not trained by engine {self.engine!r} or"
+                " another: the kit plans this, it does not train it. Use"
+                f" {'1' if name == 'context_parallel' else 'bf16'}."
+            )
+        self.check_shapes(spec, num_processes)
+
+    def check_shapes(self, spec: ModelSpec, num_processes: int | None = None) -> None:
+        """Returns nothing if `spec` can be cut as this plan says, whether or not the kit trains
+        such plans.
+
+        Raises:
+            ConfigError: as `check`.
+        """
+        if num_processes is not None and num_processes != self.num_devices:
+            raise ConfigError(
+                f"plan: tensor {self.tensor_parallel} x pipeline {self.pipeline_parallel} x data"
+                f" {self.data_parallel} = {self.num_devices} processes, but {num_processes} were"
+                f" started. Start {self.num_devices}, or change a degree."
+            )
+        refuse(MODEL_RULES, self.engine, self, spec)
+
+    def _repr_html_(self) -> str:
+        pipeline = (
+            f"{self.pipeline_parallel} ({self.schedule}, {counted(self.virtual_stages, 'stage')} a"
+            " device)"
+        )
+        batch = (
+            f"{self.global_batch_size} = {self.data_parallel} x {self.num_microbatches} x"
+            f" {self.micro_batch_size}"
+        )
+        over = f" over {self.shard_size}" if self.shard_size else ""
+        some = f" ({self.recompute_layers} a device)" if self.recompute_layers else ""
+        rows = [
+            ("devices", self.num_devices),
+            (
+                "tensor parallel",
+                f"{self.tensor_parallel}{' + sequence' if self.sequence_parallel else ''}",
+            ),
+            ("pipeline parallel", pipeline),
+            ("data parallel", f"{self.data_parallel} (ZeRO {self.zero_stage}{over})"),
+            *[("context parallel", f"{self.context_parallel} ({self.context_exchange})")]
+            * (self.context_parallel > 1),
+            ("batch (sequences) = replicas x micro-batches x size", batch),
+            (
+                "recompute, precision",
+                f"{self.recompute}{some}, {self.precision}{', compiled' if self.compile else ''}",
+            ),
+            ("engine", "none: planned, not trained" if self.untrained else self.engine),
+        ]
+        return html_table("Plan", rows, Plan)

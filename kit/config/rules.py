@@ -1,0 +1,265 @@
+"""The rules of a plan, each once: what it breaks on, and the sentence that refuses it.
+
+`breaks` is written on names that `Plan` has for one plan and `kit.estimate.theory.layouts.Layouts`
+as arrays for many, so the same rule refuses a plan and masks the candidates of a search. It keeps
+to comparisons, arithmetic, `&` and `|`, which mean the same for both (`~`, `and`, `or` do not).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from cluster.record import counted
+
+ENGINES = ("native", "deepspeed", "neuron")
+MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
+SPLIT_SCHEDULES = ("zero_bubble", "zbv")
+"""Their backward pass is in two halves: for the input, and for the weights."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One rule: of a plan (`RULES`), or of a plan and a model (`kit.config.model_rules`)."""
+
+    breaks: Callable[..., Any]
+    """Of (plan) or (plan, spec): bool. Of layouts in the place of the plan: their mask."""
+    sentence: Callable[..., str]
+    """Of the same: what is wrong, the value, what is allowed, what to do."""
+    engines: tuple[str, ...] = ENGINES
+
+
+def _with_engine(
+    engines: tuple[str, ...], field: str, breaks: Callable[[Any], Any], reason: str
+) -> Rule:
+    """Returns a rule of some engines; the sentence names the plan's, the field and its value."""
+    return Rule(
+        engines=engines,
+        breaks=breaks,
+        sentence=lambda plan: (
+            f"plan.{field}: {getattr(plan, field)!r} is not allowed with engine"
+            f" {plan.engine!r}: {reason}."
+        ),
+    )
+
+
+def _shards(breaks: Callable[[Any], Any], reason: Callable[[Any], str], **kwargs: Any) -> Rule:
+    """Returns a rule of plans whose ZeRO shards over fewer than all replicas."""
+    return Rule(
+        breaks=lambda plan: plan.is_hybrid & breaks(plan),
+        sentence=lambda plan: f"plan.shard_size: {plan.shard_size} is not allowed {reason(plan)}.",
+        **kwargs,
+    )
+
+
+def _piped(breaks: Callable[[Any], Any], sentence: Callable[[Any], str]) -> Rule:
+    """Returns a rule of plans with a pipeline."""
+    return Rule(breaks=lambda plan: (plan.pipeline_parallel > 1) & breaks(plan), sentence=sentence)
+
+
+def _sequences(plan: Any) -> Any:
+    return plan.micro_batch_size * plan.data_parallel
+
+
+def _some_blocks(plan: Any) -> Any:
+    return False if plan.recompute_layers is None else plan.recompute_layers > 0
+
+
+RULES = (
+    _shards(
+        lambda plan: plan.zero_stage == 0,
+        lambda _: "with zero_stage 0, which shards nothing; use zero_stage 1, 2 or 3",
+    ),
+    _shards(
+        lambda _: True,
+        lambda plan: (
+            f"with engine {plan.engine!r}, which shards over all of data_parallel; use None"
+        ),
+        engines=("deepspeed", "neuron"),
+    ),
+    _shards(
+        lambda plan: plan.context_parallel > 1,
+        lambda _: "with context_parallel, which nobody tried",
+    ),
+    _shards(
+        lambda plan: plan.data_parallel % plan.shard_group != 0,
+        lambda plan: f"with data_parallel {plan.data_parallel}, which it must divide",
+    ),
+    Rule(
+        breaks=lambda plan: plan.global_batch_size % _sequences(plan) != 0,
+        sentence=lambda plan: (
+            f"plan.global_batch_size: {counted(plan.global_batch_size, 'sequence')} cannot be"
+            f" cut into micro-batches of {plan.micro_batch_size} on"
+            f" {counted(plan.data_parallel, 'replica')}. Use a multiple of {_sequences(plan)}, for"
+            " example"
+            f" {max(1, round(plan.global_batch_size / _sequences(plan))) * _sequences(plan)}."
+        ),
+    ),
+    Rule(
+        breaks=lambda plan: (plan.virtual_stages > 1) & (plan.pipeline_parallel == 1),
+        sentence=lambda plan: (
+            f"plan.virtual_stages: {plan.virtual_stages} needs pipeline_parallel of at least 2,"
+            " got 1."
+        ),
+    ),
+    _piped(
+        lambda plan: (
+            plan.is_one_of("schedule", *MULTI_STAGE_SCHEDULES) & (plan.virtual_stages == 1)
+        ),
+        lambda plan: (
+            f"plan.virtual_stages: schedule {plan.schedule!r} needs at least 2 stages a device,"
+            " got 1."
+        ),
+    ),
+    _piped(
+        lambda plan: plan.is_one_of("schedule", "gpipe", "1f1b") & (plan.virtual_stages > 1),
+        lambda plan: (
+            f"plan.virtual_stages: schedule {plan.schedule!r} has 1 stage a device, got"
+            f" {plan.virtual_stages}. Use schedule"
+            f" {', '.join(map(repr, MULTI_STAGE_SCHEDULES))}."
+        ),
+    ),
+    _piped(
+        lambda plan: plan.is_one_of("schedule", "zbv") & (plan.virtual_stages != 2),
+        lambda plan: (
+            "plan.virtual_stages: schedule 'zbv' has exactly 2 stages a device, got"
+            f" {plan.virtual_stages}."
+        ),
+    ),
+    _piped(
+        lambda plan: (
+            plan.is_one_of("schedule", "zbv")
+            & (plan.num_microbatches < 2 * plan.pipeline_parallel - 1)
+        ),
+        lambda plan: (
+            "plan.global_batch_size: schedule 'zbv' needs at least"
+            f" {2 * plan.pipeline_parallel - 1} micro-batches, got {plan.num_microbatches}."
+            " Raise global_batch_size or lower micro_batch_size."
+        ),
+    ),
+    # This and the next measured on torch 2.13: recomputation runs once for each half of the
+    # backward pass (selective fails), and with ZeRO 3 the second half reads weights that are
+    # already dropped: gradients are silently wrong.
+    _piped(
+        lambda plan: (
+            plan.is_one_of("schedule", *SPLIT_SCHEDULES)
+            & plan.is_one_of("recompute", "selective", "full")
+        ),
+        lambda plan: (
+            f"plan.recompute: {plan.recompute!r} with schedule {plan.schedule!r} is not allowed,"
+            " since its split backward pass would recompute twice. Use recompute 'none' or"
+            " schedule '1f1b' or 'interleaved'."
+        ),
+    ),
+    _piped(
+        lambda plan: plan.is_one_of("schedule", *SPLIT_SCHEDULES) & (plan.zero_stage == 3),
+        lambda plan: (
+            f"plan.zero_stage: 3 with schedule {plan.schedule!r} is not allowed, since its split"
+            " backward pass needs weights that ZeRO 3 has dropped. Use zero_stage 2 or schedule"
+            " '1f1b' or 'interleaved'."
+        ),
+    ),
+    _piped(
+        lambda plan: (
+            plan.is_one_of("schedule", "interleaved", "zero_bubble")
+            & (plan.num_microbatches % plan.pipeline_parallel != 0)
+        ),
+        lambda plan: (
+            f"plan.global_batch_size: schedule {plan.schedule!r} needs the"
+            f" {plan.num_microbatches} micro-batches to be a multiple of pipeline_parallel"
+            f" {plan.pipeline_parallel}. Change the global or micro batch."
+        ),
+    ),
+    Rule(
+        breaks=lambda plan: plan.sequence_parallel & (plan.tensor_parallel == 1),
+        sentence=lambda _: (
+            "plan.sequence_parallel: needs tensor_parallel of at least 2, got 1. Turn it off."
+        ),
+    ),
+    Rule(
+        breaks=lambda plan: (
+            plan.is_one_of("context_exchange", "all_to_all") & (plan.context_parallel == 1)
+        ),
+        sentence=lambda plan: (
+            f"plan.context_exchange: {plan.context_exchange!r} needs context_parallel of at"
+            " least 2, got 1."
+        ),
+    ),
+    _with_engine(
+        ("native", "neuron"),
+        "precision",
+        lambda plan: plan.is_one_of("precision", "fp16"),
+        "only DeepSpeed scales the loss, without which small gradients are lost; use 'bf16', or"
+        " engine 'deepspeed'",
+    ),
+    _with_engine(
+        ("deepspeed",),
+        "zero_stage",
+        lambda plan: (plan.pipeline_parallel > 1) & (plan.zero_stage > 1),
+        "its pipeline sums gradients whole; use 0 or 1",
+    ),
+    _with_engine(
+        ("deepspeed", "neuron"),
+        "schedule",
+        lambda plan: (
+            (plan.pipeline_parallel > 1)
+            & plan.is_one_of("schedule", "gpipe", *MULTI_STAGE_SCHEDULES)
+        ),
+        "its pipeline runs 1F1B only here; use '1f1b'",
+    ),
+    _with_engine(
+        ("deepspeed",),
+        "sequence_parallel",
+        lambda plan: plan.sequence_parallel,
+        "its Frontier recipe has none; turn it off",
+    ),
+    # torch keeps and recomputes operations by their order, which gathering and dropping weights
+    # upsets.
+    _with_engine(
+        ("deepspeed",),
+        "recompute",
+        lambda plan: (plan.zero_stage == 3) & plan.is_one_of("recompute", "selective"),
+        "not with zero_stage 3; use 'full'",
+    ),
+    _with_engine(
+        ("native",),
+        "recompute_layers",
+        lambda plan: _some_blocks(plan) & plan.is_one_of("recompute", "none", "selective"),
+        "it needs recompute 'full'; use None",
+    ),
+    _with_engine(
+        ("deepspeed", "neuron"),
+        "recompute_layers",
+        _some_blocks,
+        "it recomputes all blocks or none; use None",
+    ),
+    _with_engine(
+        ("deepspeed",),
+        "compile",
+        lambda plan: plan.compile,
+        "compiled blocks were not tried under it; turn it off",
+    ),
+    # Measured with DeepSpeed 0.19.8: bf16 at stage 0 keeps no fp32 sum of gradients and strays by
+    # 8e-3.
+    _with_engine(
+        ("deepspeed",),
+        "precision",
+        lambda plan: (
+            plan.is_one_of("precision", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+            & (plan.zero_stage == 0)
+        ),
+        "stage 0 keeps sums of gradients no wider; use zero_stage 1, also with one replica",
+    ),
+    _with_engine(
+        ("neuron",),
+        "zero_stage",
+        lambda plan: plan.zero_stage > 1,
+        "NxD shards the optimizer only; use 0 or 1",
+    ),
+    _with_engine(
+        ("neuron",),
+        "compile",
+        lambda plan: plan.compile,
+        "its graphs are compiled by neuronx-cc; turn it off",
+    ),
+)
+"""In the order in which they are tried: each may rely on those before it."""

@@ -1,0 +1,1 @@
+"""Weights and logs of other projects, in and out."""

@@ -1,0 +1,168 @@
+"""Advice for a log that no known format matches: the type of the file, or a suitable pattern."""
+
+import datetime
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.files import opened
+from kit.data.detect import HEAD_BYTES, MAGIC
+from kit.errors import DataError
+from kit.interop.logs.formats import BETWEEN, Format, number, pattern_format
+from kit.interop.logs.logs import Parser, limited_time
+from kit.interop.weights.other_trainers import FORMATS
+
+LOOKED_AT = 20_000
+"""Largest number of lines of a log that are searched for a step and a loss."""
+STEP = re.compile(
+    r"(?i)(?<![a-z])((?:global[_ ]?)?steps?|iter(?:ation)?s?|it|batch|update)"
+    r"([\"']?\s{0,4}[:=\[#]?\s{0,4})(\d[\d,]*)(?![\d.eE])"
+)
+"""A step in a line: label, characters between, number."""
+BAR = re.compile(r"(\|)(\s*)(\d+)(?=/\d+ \[)")
+"""Count of a progress bar, in the groups of STEP, for lines without a step."""
+STEP_NUMBER = r"\d[\d,]*"
+"""Pattern of a step, with or without commas between thousands."""
+LOSS = re.compile(
+    r"(?i)(?<![a-z])((?:train(?:ing)?|lm|ce|total)?[_/ -]{0,2}(?:ce )?loss)"
+    r"([\"']?\s{0,4}[:=]?\s{0,4}[\"']?)(\d[^\s,|;\]})\"']*)"
+)
+"""A loss in a line: label, characters between, number."""
+SECONDS = re.compile(
+    r"(?i)(?<![a-z])((?:step|iter(?:ation)?|elapsed)?[_ ]?(?:time|dt))"
+    r"([\"']?\s{0,4}[:=]?\s{0,4})([\d.]+ ?m?s)\b"
+)
+"""The time of a step in a line: label, characters between, number with unit."""
+KINDS = (
+    (b"PK\x03\x04", "a zip archive, as torch.save writes it: a checkpoint, not a log"),
+    (b"\x80", "a pickle: a checkpoint, not a log"),
+    (b"\x89HDF", "an HDF5 file, not a log"),
+    *((magic, f"compressed by {name}. Unpack it") for magic, name in MAGIC),
+)
+"""First bytes of files that are not logs, with the type of the file."""
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".distcp", ".safetensors")
+"""Extensions of checkpoint files."""
+CONVERT = (
+    "Its weights are imported from a Hugging Face folder: write one with that trainer's own tools."
+    " For the steps, give the text that the trainer printed"
+)
+"""Advice for a file of weights."""
+TEXT_SHARE = 0.9
+"""Smallest share of printable bytes in the first bytes of a text. Damaged lines are allowed."""
+
+
+def check_text(file: Path) -> None:
+    """Raises DataError with the type of the file if a file is binary or cannot be read."""
+    try:
+        opened(file).close()
+        binary = what_it_is(file)
+    except OSError as error:
+        raise DataError(
+            f"{file}: cannot be read ({error.strerror}). Give the trainer's log file."
+        ) from error
+    if binary:
+        raise DataError(f"{file}: {binary}.")
+
+
+def what_it_is(file: Path) -> str:
+    """Returns the type of a binary file and advice, or "" for a text. Reads its first bytes."""
+    with file.open("rb") as stream:
+        head = stream.read(HEAD_BYTES)
+    kind = next((text for magic, text in KINDS if head.startswith(magic)), "")
+    printable = sum(byte >= 32 or byte in b"\t\n\r\x1b" for byte in head)
+    if not kind and len(head) >= 8 and head[8:9] == b"{" and not any(head[4:8]):
+        return f"a safetensors file: weights, not a log. {CONVERT}"
+    if not kind and printable >= TEXT_SHARE * len(head):
+        return ""
+    if known := next((what for glob, what, _ in FORMATS if file.match(glob)), ""):
+        return f"{known}, not a log. {CONVERT}"
+    if file.suffix in CHECKPOINTS or "checkpoint" in kind or "weights" in kind:
+        return f"{kind or 'a checkpoint, not a log'}. {CONVERT}"
+    return kind or "binary data, not a log. Give the text that the trainer printed"
+
+
+def suggested_pattern(file: Path, zone: datetime.tzinfo) -> str:
+    """Returns a sentence that suggests a pattern for a log, or "" if no pattern finds a loss in it.
+
+    The whole log is read with the pattern, and the sentence says how many steps it finds.
+    """
+    lines = _lines(file, zone)
+    for pattern in _patterns(lines):
+        form = pattern_form(file, pattern, zone)
+        steps = [step for step in Parser(file, form, zone).steps() if "attempt" in step]
+        losses = [step for step in steps if "loss" in step]
+        if losses:
+            first = losses[0]
+            return (
+                f" Its lines may be read by --pattern {shlex.quote(pattern)}, which finds"
+                f" {len(losses):,} steps here, first step {first['step']:.0f} with loss"
+                f" {first['loss']:g}: check that."
+            )
+    return ""
+
+
+def pattern_form(file: Path, pattern: str, zone: datetime.tzinfo) -> Format:
+    """Returns the format of a user's pattern. The format has one line per step, or several if a
+    match in the log lacks the step or the loss.
+
+    Raises:
+        ConfigError: The pattern is not allowed: see `pattern_format`.
+    """
+    form = pattern_format(pattern)
+    for line in Parser(file, form, zone).new():
+        with limited_time(len(line)):
+            matches = list(re.finditer(form.line, line))
+        for found in matches:
+            if found["step"] is None or found["loss"] is None:
+                return pattern_format(pattern, gathers=True)
+    return form
+
+
+def _lines(file: Path, zone: datetime.tzinfo) -> list[str]:
+    """Returns the first LOOKED_AT lines of a log."""
+    lines = list[str]()
+    for line in Parser(file, Format(name="", sign="", line=""), zone).new():
+        lines.append(line)
+        if len(lines) == LOOKED_AT:
+            break
+    return lines
+
+
+def _patterns(lines: list[str]) -> Iterator[str]:
+    """Yields patterns for lines with both a step and a loss. If there are none, yields a pattern
+    for lines with one of them each.
+    """
+    alone: dict[str, re.Match[str]] = {}
+    for line in lines:
+        step, loss = STEP.search(line) or BAR.search(line), LOSS.search(line)
+        if step is not None and loss is not None and number(loss[3]) is not None:
+            parts = [(step, "step", STEP_NUMBER), (loss, "loss", r"[\w.+-]+")]
+            if (seconds := SECONDS.search(line)) is not None:
+                yield _joined([*parts, (seconds, "step_time_s", r"[\d.]+ ?m?s")])
+            yield _joined(parts)
+            return
+        if step is not None:
+            alone.setdefault("step", step)
+        if loss is not None and number(loss[3]) is not None:
+            alone.setdefault("loss", loss)
+    if len(alone) == 2:
+        step = _named(alone["step"], "step", STEP_NUMBER)
+        loss = _named(alone["loss"], "loss", r"[\w.+-]+")
+        yield f"{step}|{loss}"
+
+
+def _joined(parts: list[tuple[re.Match[str], str, str]]) -> str:
+    """Returns a pattern of several values in their order in the line. A part is (match of the value
+    in the line, name of its group, pattern of the value).
+    """
+    parts = sorted(parts, key=lambda part: part[0].start())
+    return BETWEEN.join(_named(*part) for part in parts)
+
+
+def _named(found: re.Match[str], name: str, value: str) -> str:
+    """Returns a pattern of a value behind its label, with a group `name`."""
+    label = re.escape(found[1] + found[2]).replace("\\ ", " ")
+    label = re.sub(" +", " *", label)
+    before = r"(?<![A-Za-z])" if label[0].isalpha() else ""
+    return rf"{before}{label}(?P<{name}>{value})"

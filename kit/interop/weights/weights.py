@@ -1,0 +1,263 @@
+"""The weights of a model one at a time, wherever they lie, so that no conversion holds a whole
+model; and the one map between the kit's weights and those of Hugging Face's LlamaForCausalLM and
+GPT2LMHeadModel.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from cluster.record import check_file_name
+from kit.config.spec import ModelSpec
+from kit.errors import DataError, needed
+from kit.interop.weights.other_trainers import check_safetensors, missing_weight_advice, read_index
+from kit.model import Decoder, empty_decoder
+from kit.torch_private import local_part
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """The weights of one model, none of them in memory before it is asked for.
+
+    `fill` writes those that it is given tensors for, by the kit's names. A tensor has the weight's
+    shape, and any dtype and strides; of a DTensor, this rank's part is filled.
+    """
+
+    spec: ModelSpec
+    fill: Callable[[dict[str, Tensor]], object]
+
+    @classmethod
+    def read_by(cls, spec: ModelSpec, read: Callable[[str], Tensor], source: Path) -> Self:
+        """Returns weights of which `read` gives one, whole, by its name; to fill raises
+        DataError unless it fits.
+        """
+        advice = (
+            f"{source} does not hold {spec.name}; give the spec, or the config.json, that it was"
+            " trained with."
+        )
+
+        def fill(targets: dict[str, Tensor]) -> None:
+            for name, target in targets.items():
+                try:
+                    weight = read(name)
+                except RuntimeError as error:  # a merged weight cannot be cut into heads
+                    raise DataError(f"{name}: {error}. {advice}") from error
+                if weight.shape != target.shape:
+                    raise DataError(
+                        f"{name} has shape {list(weight.shape)}, expected {list(target.shape)}."
+                        f" {advice}"
+                    )
+                if isinstance(target, DTensor):
+                    # Of a file in mapped memory, this part alone is read.
+                    weight, target = local_part(weight, target), target.to_local()
+                target.copy_(weight)
+
+        return cls(spec, fill)
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> Self:
+        """Returns the weights of a whole decoder."""
+        return cls.read_by(
+            decoder.spec, lambda name: decoder.get_parameter(name).detach(), Path(decoder.spec.name)
+        )
+
+    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        """Returns the whole model on the CPU, in evaluation mode."""
+        decoder = empty_decoder(self.spec).to(dtype).eval()
+        self.fill({name: parameter.detach() for name, parameter in decoder.named_parameters()})
+        return decoder
+
+
+def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+    """Returns the shape of each weight by the kit's name, in the order of the model."""
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
+
+
+def load_tensors(file: Path) -> dict[str, Any]:
+    """Returns what a .pt file holds by name, mapped from the disk; only tensors and plain values
+    are unpickled.
+
+    A tensor alone has the name "".
+
+    Raises:
+        DataError: the file is damaged, or holds code.
+    """
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        if not isinstance(state, dict | Tensor):
+            raise TypeError(f"it holds a {type(state).__name__}")
+        return state if isinstance(state, dict) else {"": state}
+    except Exception as error:  # torch raises plain RuntimeError, UnpicklingError and others
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{file}: cannot be read as tensors ({reason}). Copy it again, or re-save the weights"
+            " alone."
+        ) from error
+
+
+def numbered_files(folder: Path, name: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
+    """Returns the .pt files of a folder whose names are of this pattern, by the numbers in them."""
+    found = ((name.fullmatch(file.name), file) for file in sorted(folder.glob("*.pt")))
+    return {tuple(map(int, match.groups())): file for match, file in found if match}
+
+
+# Safetensors -------------------------------------------------------------------------------------
+
+
+class SafetensorsFolder:
+    """Reads weights by name from `model.safetensors`, or from the shards that an index names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            self._file_of: dict[str, str] = _weight_map(index)
+            return
+        check_safetensors(folder)
+        with self._open("model.safetensors") as weights:
+            self._file_of = dict.fromkeys(weights.keys(), "model.safetensors")
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all weight files."""
+        files = (self.folder / name for name in set(self._file_of.values()))
+        return sum(file.stat().st_size for file in files if file.exists())
+
+    def require(self, name: str) -> str:
+        """Returns the name under which the folder has a weight. Folders of GPT-2 on the hub leave
+        out `transformer.` at the beginning of names.
+
+        Raises:
+            DataError: The folder has no such weight.
+        """
+        found = name if name in self._file_of else name.removeprefix("transformer.")
+        if found not in self._file_of:
+            advice = missing_weight_advice(self.folder)
+            raise DataError(f"{self.folder}: has no weight {name!r}. {advice}")
+        return found
+
+    def read(self, name: str) -> Tensor:
+        """Returns one weight.
+
+        Raises:
+            DataError: The folder has no such weight, or its file is missing or damaged.
+        """
+        name = self.require(name)
+        with self._open(self._file_of[name]) as weights:
+            return weights.get_tensor(name)
+
+    def _open(self, file: str) -> Any:
+        safetensors = safetensors_library()
+        try:
+            return safetensors.safe_open(self.folder / file, framework="pt")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise DataError(
+                f"{self.folder / file}: not a readable safetensors file ({error}). Copy it again."
+            ) from error
+
+
+def safetensors_library() -> Any:
+    """Returns the library; raises MissingPackageError where it is not installed."""
+    with needed("safetensors", "eval", "A Hugging Face folder"):
+        import safetensors.torch
+    return safetensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Returns the file of each weight: files of the same folder, whatever the index says.
+
+    Raises:
+        DataError: the index is damaged.
+        ConfigError: it names a file elsewhere.
+    """
+    try:
+        files = {str(name): str(file) for name, file in read_index(index)["weight_map"].items()}
+    except (OSError, ValueError, RecursionError, TypeError, LookupError, AttributeError) as error:
+        raise DataError(
+            f"{index}: damaged: it has no weight_map from names to files. Copy it again."
+        ) from error
+    for file in set(files.values()):
+        check_file_name(file, f"{index.name}: weight_map")
+    return files
+
+
+# Hugging Face's names -----------------------------------------------------------------------------
+
+# Joined from module and `weight` or `bias`. GPT-2 stores the matrices of its blocks transposed
+# (input features first), with query, key and value side by side in one.
+OUTSIDE = {
+    "llama": {"embedding.tokens": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
+    "gpt": {
+        "embedding.tokens": "transformer.wte",
+        "embedding.positions": "transformer.wpe",
+        "norm": "transformer.ln_f",
+        "output": "lm_head",
+    },
+}
+BLOCKS = {"llama": "model.layers", "gpt": "transformer.h"}
+IN_BLOCK = {
+    "llama": {
+        "attention_norm": "input_layernorm",
+        "feed_forward_norm": "post_attention_layernorm",
+        "attention.query": "self_attn.q_proj",
+        "attention.key": "self_attn.k_proj",
+        "attention.value": "self_attn.v_proj",
+        "attention.output": "self_attn.o_proj",
+        "feed_forward.gate": "mlp.gate_proj",
+        "feed_forward.up": "mlp.up_proj",
+        "feed_forward.down": "mlp.down_proj",
+    },
+    "gpt": {
+        "attention_norm": "ln_1",
+        "feed_forward_norm": "ln_2",
+        "attention.query": "attn.c_attn",
+        "attention.key": "attn.c_attn",
+        "attention.value": "attn.c_attn",
+        "attention.output": "attn.c_proj",
+        "feed_forward.up": "mlp.c_fc",
+        "feed_forward.down": "mlp.c_proj",
+    },
+}
+FUSED = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
+"""Which third of GPT-2's `c_attn`."""
+
+
+def their_name(spec: ModelSpec, name: str) -> str:
+    """Returns Hugging Face's name of one of our weights."""
+    module, kind = name.rsplit(".", 1)
+    if not module.startswith("layers."):
+        return f"{OUTSIDE[spec.family][module]}.{kind}"
+    _, number, inner = module.split(".", 2)
+    return f"{BLOCKS[spec.family]}.{number}.{IN_BLOCK[spec.family][inner]}.{kind}"
+
+
+def to_theirs(spec: ModelSpec, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns weights as Hugging Face names and stores them; query, key and value must come in
+    this order.
+    """
+    found: dict[str, Tensor] = {}
+    for name, weight in weights:
+        theirs = their_name(spec, name)
+        weight = weight.T if _transposed(spec, name, weight) else weight
+        found[theirs] = torch.cat((found[theirs], weight), dim=-1) if theirs in found else weight
+    return {name: weight.contiguous() for name, weight in found.items()}
+
+
+def from_theirs(spec: ModelSpec, name: str, read: Callable[[str], Tensor]) -> Tensor:
+    """Returns one of our weights, a view of what `read` gives: one of theirs by its name."""
+    weight = read(their_name(spec, name))
+    inner = name.split(".", 2)[-1].rsplit(".", 1)[0]
+    if spec.family == "gpt" and inner in FUSED:
+        weight = weight.chunk(3, dim=-1)[FUSED[inner]]
+    return weight.T if _transposed(spec, name, weight) else weight
+
+
+def _transposed(spec: ModelSpec, name: str, weight: Tensor) -> bool:
+    return spec.family == "gpt" and name.startswith("layers.") and weight.ndim == 2

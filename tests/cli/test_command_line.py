@@ -1,0 +1,93 @@
+"""The command line: mistakes are told in one sentence on standard error, and nothing is started."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import typer.main
+from typer.testing import CliRunner
+
+from kit.cli.app import app
+from kit.config.plan import Plan
+from kit.config.spec import ModelSpec
+from kit.doctor import SLOW_IMPORT_S
+from kit.estimate.fit.published import FILE
+from tests.support.recorded_runs import recorded_run
+
+# In a process of its own, whose encoding is its own: `status`, and a command that fails.
+TWICE = """
+import sys
+from kit.__main__ import main
+for words in (["status", "run"], ["generate", "nowhere", sys.argv[1]]):
+    sys.argv = ["kit", *words]
+    try:
+        main()
+    except SystemExit as end:
+        print("ended with", end.code or 0)
+"""
+
+
+def test_help_names_every_command_and_cuts_no_option_at_80_columns(monkeypatch) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+    whole = typer.main.get_command(app)
+    asked = [[name] for name in whole.commands]  # pyright: ignore[reportAttributeAccessIssue]
+    for words in [[], *asked, ["data", "build"], ["site", "init"]]:
+        text = CliRunner().invoke(app, [*words, "--help"]).stdout
+        assert "Usage" in text and "…" not in text, text
+        assert words or all(f"│ {name} " in text for [name] in asked)
+
+
+def test_brackets_in_a_table_are_text(tmp_path, monkeypatch, capsys, answer) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = ModelSpec.preset("demo").replace(name="odd [/b] name")
+    spec.write(Path("spec.json"))
+    asked = "plan spec.json --site frontier --devices 8 --batch 16 --choose 2 --out".split()
+    app([*asked, "new/below/[b]second.json"], standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "odd [/b] name on 8 devices" in said
+    assert "Layout 2 is in new/below/[b]second.json" in said
+    kept = Plan.read(Path("new/below/[b]second.json"))
+    assert kept.engine == "native" and f"DP{kept.data_parallel} ZeRO{kept.zero_stage}" in said
+    kept.check(spec, 8)
+    Path("plan.json").write_text("a run's")
+    refused = answer([*asked, "plan.json"])
+    assert refused.startswith("ConfigError: ") and "plan.json: already exists" in refused
+    assert Path("plan.json").read_text() == "a run's"
+    head, *rows = FILE.read_text().splitlines()
+    selene = next(line for line in rows if "Selene" in line).replace("Selene", "a [/b] machine")
+    Path("rows.csv").write_text(f"{head}\n{selene}\n")
+    app(["validate", "--rows", "rows.csv"], standalone_mode=False)
+    assert "a [/b] machine:" in capsys.readouterr().out
+
+
+def test_a_terminal_that_knows_only_ascii_is_told_everything(tmp_path) -> None:
+    recorded_run(tmp_path / "run", steps=40)
+    coding = {"PYTHONIOENCODING": "ascii", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    environment = {**os.environ, **coding, "LC_ALL": "C"}
+    words = [sys.executable, "-c", TWICE, "née"]
+    told = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    unicode = CliRunner().invoke(app, ["status", str(tmp_path / "run")]).stdout
+    blocks = re.findall("MFU .*", unicode)[-1]
+    assert not blocks.isascii()
+    assert blocks.encode("ascii", "backslashreplace").decode() in told.stdout
+    assert told.stdout.endswith("ended with 0\nended with 1\n")
+    assert "nowhere: no such folder" in told.stderr
+
+
+def test_doctor_finds_what_the_tests_use(tmp_path) -> None:
+    words = [sys.executable, "-m", "kit", "doctor", "--deep", "--json"]
+    told = json.loads(subprocess.run(words, cwd=tmp_path, capture_output=True).stdout)
+    found = {each["subject"]: each for each in told}
+    seconds = re.search(r"imported in ([\d.]+) s", found["torch"]["found"])
+    is_fast = float(seconds[1]) < SLOW_IMPORT_S
+    assert found["torch"]["ok"] == is_fast, "a busy machine is told that it is"
+    assert found["matrix product"]["ok"] and found["all-reduce"]["found"].startswith("right, ")
+    assert found["optuna"]["ok"]
+    if find_spec("deepspeed"):
+        assert found["deepspeed"]["ok"], found["deepspeed"]
+        assert "made a training step" in found["deepspeed"]["found"]
+    assert found["neuronx-distributed"]["ok"] is not True

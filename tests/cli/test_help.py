@@ -1,0 +1,157 @@
+"""`kit --help` and what each command says to do next."""
+
+import importlib.metadata
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from rich.text import Text
+from typer.testing import CliRunner
+
+from cluster.state import JobState
+from kit.__main__ import main
+from kit.cli.app import EXAMPLES, PANELS, app
+from kit.cli.runs import NEXT
+from kit.doctor import Finding
+from tests.cli.test_advice import problem
+from tests.support.recorded_runs import recorded_run
+
+WHOLE = typer.main.get_command(app)
+SAID = re.compile(r"^(?P<text>[^\n]+): kit (?P<words>[^\n]+)$", re.M)
+"""The line with which a command ends."""
+OF_ANOTHER = re.compile(r"\b(as|like) (`kit |--)|\bthe same(,| in)|default: the same", re.I)
+"""A help that says what another option says, instead of what this one means."""
+
+
+def helped(*words: str) -> str:
+    return CliRunner().invoke(app, [*words, "--help"]).stdout
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
+
+
+def test_every_command_is_in_exactly_one_panel() -> None:
+    listed = [name for names in PANELS.values() for name in names]
+    assert sorted(listed) == sorted(WHOLE.commands)  # pyright: ignore
+    text, found = helped(), {}
+    for panel in PANELS:
+        body = text.split(f"╭─ {panel} ─")[1].split("╰")[0]
+        found[panel] = tuple(re.findall(r"^│ (\S+) ", body, re.M))
+    assert found == PANELS
+
+
+def test_its_examples_can_be_given() -> None:
+    examples = re.findall(r"^kit (.*)$", EXAMPLES, re.M)
+    assert len(examples) == 3 and all(f" kit {each} " in helped() for each in examples)
+    assert not [each for each in examples if problem(shlex.split(each))]
+
+
+def test_it_tells_its_version(monkeypatch) -> None:
+    told = CliRunner().invoke(app, ["--version"])
+    version = importlib.metadata.version("pretraining-notebook-kit")
+    assert (told.exit_code, told.stdout) == (0, f"kit {version}\n")
+
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    assert "checkout" in CliRunner().invoke(app, ["--version"]).stdout
+
+
+def leaves(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not hasattr(command, "commands"):
+        yield words, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from leaves(inner, *words, name)
+
+
+@pytest.mark.parametrize(("words", "command"), [*leaves(WHOLE)], ids=str)
+def test_its_words_are_shown_whole(words, command, monkeypatch) -> None:
+    """A word in square brackets is no colour, and lines are as long as the terminal is wide."""
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
+    shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", helped(*words)).split())
+    for parameter in command.params:
+        if parameter.name != "help":
+            assert parameter.help.endswith("."), f"{words} {parameter.name}: {parameter.help}"
+            assert not OF_ANOTHER.search(parameter.help)
+        if text := Text.from_markup(getattr(parameter, "help", None) or "").plain:
+            assert " ".join(text.split()) in shown
+            assert not re.search(r"(?<!\\)\[[a-z]", parameter.help)
+    assert "\n" not in command.help.replace("\n\n", "")
+
+
+TABLE = """
+status done                              | eval done
+status done --why                        | eval done
+status failed                            | logs failed
+status live                              | watch live
+watch done                               | eval done
+logs done                                | status done
+runs .                                   | runs . --compare done --compare failed
+runs done                                | runs done --compare done
+figure done                              | runs FOLDER
+figure                                   | figure frontier-strong-scaling
+figure frontier-memory --out f.png       | figure frontier-memory --run runs/first
+figure frontier-memory --points-template | figure frontier-memory --points points.csv
+export done --format csv                 | figure done
+plan --list                              | plan llama3-8b --site dgx-h100 --devices 64 --batch 1024
+plan demo --site lumi --devices 8 --batch 16 | plan --out plan.json demo --site lumi --devices 8 --batch 16
+plan demo --site lumi --devices 8 --batch 16 --out a.json | launch runs/first --model demo --plan a.json --site lumi
+plan hlat-7b --site lumi --devices 64 --batch 64 --seq 2048 --out b.json | launch runs/first --model hlat-7b --plan b.json --site lumi --recipe recipe.toml --set spec.sequence_length=2048
+plan llama3-8b --site lumi --devices 64 --batch 64 --out c.json | launch runs/first --model llama3-8b --plan c.json --site lumi --recipe recipe.toml
+plan hlat-7b --rehearse --site trn1.32xlarge --set recipe.num_steps=10 | launch runs/first --recipe hlat-7b --site trn1.32xlarge --show
+data build small --source text.txt --vocab-size 270 | launch runs/first --data small
+data build part --source text.txt --tokenizer small --part 1/1 | launch runs/first --data 'part/part_*'
+doctor                                   | data build data/demo
+"""  # noqa: E501
+
+
+FOUND = [Finding(subject="torch", found="2.13", ok=ok, advice="wait") for ok in (True, None, False)]
+"""By `kit doctor`, as if it had looked; test_command_line.py lets it look."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    recorded_run(folder / "done", steps=80, state=JobState.DONE)
+    recorded_run(folder / "failed", steps=30, state=JobState.FAILED)
+    recorded_run(folder / "live", steps=30)
+    (folder / "empty").mkdir()
+    (folder / "text.txt").write_text("the model is trained on tokens of data\n" * 400)
+    return folder
+
+
+def said(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> list[str]:
+    """Returns the commands that a command says to give next."""
+    monkeypatch.setattr(sys, "argv", ["kit", *shlex.split(words)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    err = capsys.readouterr().err
+    assert end.value.code in (0, None, 1), err
+    return [found["words"] for found in SAID.finditer(err)]
+
+
+@pytest.mark.parametrize("line", TABLE.strip().splitlines(), ids=lambda line: line.split(" |")[0])
+def test_a_command_ends_with_the_next_one(line, place, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("kit.cli.machines.examine", lambda deep: FOUND)
+    words, _, wanted = (part.strip() for part in line.partition("|"))
+    assert said(words, monkeypatch, capsys)[-1:] == [wanted.replace("FOLDER", str(place))]
+    assert problem(shlex.split(wanted)) is None
+
+
+def test_json_is_all_that_is_said_where_it_is_asked_for(place, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(place)
+    assert said("runs . --json", monkeypatch, capsys) == []
+
+
+def test_every_final_state_has_a_next_step() -> None:
+    assert {*NEXT} == {state for state in JobState if state.is_final}
+    assert not [command for _, command in NEXT.values() if problem([command, "RUN"])]

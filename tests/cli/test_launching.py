@@ -1,0 +1,393 @@
+"""`kit launch`: whose recipe and layout, on how many devices; what `--show` and Ctrl-C leave."""
+
+import json
+import os
+import re
+import shlex
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import local, submission
+from cluster.job import Job
+from cluster.site import Site
+from cluster.state import JobError
+from kit import launcher
+from kit.cli import launching
+from kit.cli.app import app
+from kit.cli.asked import ask_for
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
+from kit.errors import ConfigError, DataError
+from kit.interop.weights.hugging_face_config import config_of
+from kit.papers import hlat_model
+from kit.papers.recipes import names, published_recipe
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def launch(words: str = "") -> int | None:
+    return app(["launch", "runs/new", *shlex.split(words)], standalone_mode=False)
+
+
+def asked(**changes: Any):
+    given = {"model": None, "recipe": None, "plan": None, "given": {}, "changes": {}, **changes}
+    given["changes"] = {"spec": {}, "plan": {}, "recipe": {}, **given["changes"]}
+    return ask_for(**given)
+
+
+def refused(message: str, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        launch(words)
+    assert message in str(raised.value) and not list(Path().rglob("runs"))
+
+
+@pytest.mark.parametrize("name", names())
+def test_published_recipe_is_that_of_the_paper(name) -> None:
+    published = published_recipe(name)
+    ask = asked(recipe=name, given={"data": "/d"})
+    assert ask.spec == ModelSpec.preset(published.model) and ask.plan == published.plan
+    ask.plan.check(ask.spec)
+    assert set(ask.lacking) == set(published.not_stated), "nothing else is left open"
+    left = {"num_steps": 5000, "warmup_steps": 500}
+    recipe = Recipe.from_dict({**left, **ask.fields})
+    rate = {"hlat-7b": 3e-4, "hlat-70b": 1.5e-4}.get(name, 6e-5)
+    assert recipe.learning_rate == rate
+    assert recipe.learning_rate == pytest.approx(10 * recipe.min_learning_rate)
+    assert ask.plan.global_batch_size == {"frontier-22b": 640, "frontier-175b": 640}.get(name, 1024)
+    assert ask.plan.engine == ("deepspeed" if name.startswith("frontier") else "neuron")
+    if name.startswith("hlat"):
+        assert (recipe.num_steps, recipe.warmup_steps) == (429_153, 2000)
+        assert recipe.cosine_floor == "clamped"
+        assert hlat_model.MODELS[name.partition("-")[2].upper()] == published.model
+        assert ask.plan.num_devices == 32 * Site.load("trn1.32xlarge").devices_per_node
+
+
+def test_only_the_demo_has_a_recipe_of_its_own() -> None:
+    for model in ("hlat-70b", "gpt-22b"):
+        refused(f"--recipe: '{model}' needs one", f"--model {model}")
+    ModelSpec.preset("demo").replace(num_layers=2).write(Path("spec.json"))
+    every = "frontier-22b, frontier-175b, frontier-1t, hlat-7b, hlat-70b"
+    refused(every, "--model spec.json")
+    Path("mine.toml").write_text("learning_rate = 1e-4\nwarmup_steps = 5\n")
+    refused("needs a layout and a batch", "--model spec.json --recipe mine.toml")
+    demo = asked()
+    assert demo.fields["learning_rate"] == 3e-3 and demo.lacking == {}
+    assert demo.plan.global_batch_size == 16
+
+
+def test_a_recipe_of_ones_own() -> None:
+    text = 'learning_rate = 1e-4\nwarmup_steps = 5\nbeta2 = 0.9\ndata = "EDIT"\n'
+    Path("mine.toml").write_text(text)
+    changes = {"plan": {"global_batch_size": 32}, "recipe": {"beta2": 0.99}}
+    ask = asked(model="hlat-7b", recipe="mine.toml", changes=changes)
+    assert ask.lacking == {"data": "still 'EDIT' in mine.toml", "num_steps": "--steps N"}
+    assert ask.plan.global_batch_size == 32
+    assert (ask.fields["beta2"], ask.fields["learning_rate"]) == (0.99, 1e-4)
+    refused("recipe.num_steps: --steps N", "--recipe mine.toml --data d")
+    whole = Recipe(data="/d", num_steps=7, learning_rate=2e-4)
+    whole.write(Path("recipe.json"))
+    ask = asked(recipe="recipe.json", given={"num_steps": 9})
+    assert Recipe.from_dict(ask.fields) == whole.replace(num_steps=9) and not ask.lacking
+    wrong = {
+        "learning_rat = 1": "Did you mean 'learning_rate'",
+        "x = ": "not valid TOML",
+        "": "--data",
+    }
+    for text, message in wrong.items():
+        Path("wrong.toml").write_text(text)
+        refused(message, "--recipe wrong.toml")
+
+
+def test_what_a_paper_does_not_state_must_be_given() -> None:
+    changes = {"recipe": {"warmup_steps": 3}}
+    lacking = asked(recipe="frontier-1t", given={"num_steps": 9}, changes=changes).lacking
+    assert lacking == {"data": "--data FOLDER, made by `kit data build`"}
+
+
+def test_a_plan_from_a_file() -> None:
+    plan = Plan(tensor_parallel=4, pipeline_parallel=2, global_batch_size=64)
+    plan.write(Path("plan.json"))
+    file = Path("plan.json")
+    assert asked(plan=file).plan == plan
+    assert asked(plan=file, changes={"plan": {"micro_batch_size": 2}}).plan.micro_batch_size == 2
+    own = asked(recipe="hlat-7b", plan=file).plan
+    assert own == plan, "a layout of one's own for a paper's recipe"
+
+
+def test_the_planners_choice_is_launched_as_it_is(capsys) -> None:
+    words = "plan hlat-7b --site trn1.32xlarge --devices 2048 --batch 1024 --choose 2"
+    app([*words.split(), "--out", "second.json"], standalone_mode=False)
+    kept = Plan.read(Path("second.json"))
+    assert kept.engine == "neuron" and "Layout 2 is in second.json" in capsys.readouterr().out
+    assert asked(recipe="hlat-7b", plan=Path("second.json")).plan == kept
+    launch("--recipe hlat-7b --plan second.json --site trn1.32xlarge --show")
+    said = capsys.readouterr()
+    assert "#SBATCH --nodes=64" in said.out
+    assert "plan." not in said.err, "nothing of the layout is left to fill in"
+
+
+def test_a_plan_of_another_sequence_length_says_how_to_launch_it(capsys) -> None:
+    words = "plan llama3.1-405b --site dgx-h100 --devices 2048 --batch 2048 --seq 4096"
+    words += " --out plan.json --code-base megatron-core"
+    app(words.split(), standalone_mode=False)
+    told = capsys.readouterr()
+    assert "2,048 sequences of 4,096 tokens" in told.out and "megatron-core's kernels" in told.out
+    assert "Layout 1 is in plan.json." in told.out
+    assert told.err.startswith("Launch it") and "--set spec.sequence_length=4096" in told.err
+    Plan.read(Path("plan.json")).check(ModelSpec.preset("llama3.1-405b"))
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "recipe"),
+    [(1024, None, "hlat-7b"), (64, None, "recipe.toml"), (1024, 2048, "recipe.toml")],
+)
+def test_plan_advises_a_recipe_of_its_own_batch(capsys, batch, length, recipe) -> None:
+    """What is advised launches the model, the layout, the batch and the length that were shown."""
+    words = f"plan hlat-7b --site trn1.32xlarge --devices 64 --batch {batch} --out plan.json"
+    words += f" --seq {length}" if length else ""
+    app(words.split(), standalone_mode=False)
+    said = shlex.split(capsys.readouterr().err.split("kit ")[-1])
+    options = dict(zip(said[2::2], said[3::2], strict=True))
+    assert options["--recipe"] == recipe
+    Path("recipe.toml").write_text("num_steps = 10\nlearning_rate = 1e-4\n")
+    changes = {"spec": {"sequence_length": int(length)}} if length else {}
+    found = asked(
+        model=options["--model"],
+        recipe=options["--recipe"],
+        plan=Path(options["--plan"]),
+        changes=changes,
+    )
+    assert found.plan.global_batch_size == batch and not found.notes
+    assert found.plan == Plan.read(Path("plan.json"))
+    given = options.get("--set")
+    assert given == (f"spec.sequence_length={length}" if length else None)
+
+
+def test_show_prints_every_script_and_what_is_left(capsys) -> None:
+    shown = "--recipe hlat-70b --set plan.data_parallel=8 --show --site"
+    launch(f"{shown} trn1.32xlarge")
+    said = capsys.readouterr()
+    compiling, running = said.out.split("#### submit.sh")
+    assert "#### compile.sh" in compiling and "neuron_parallel_compile" in compiling
+    assert "#SBATCH --nodes=64" in compiling and "#SBATCH --nodes=64" in running
+    lines = said.err.splitlines()
+    assert lines[0] == "Asked of Slurm where the site file says nothing:"
+    derived = lines[1 : lines.index("Still to fill in:")]
+    # The script says the same at its top.
+    assert derived and all(f"\n#   {line.strip()}\n" in running for line in derived)
+    marked = [line for line in said.out.splitlines() if "EDIT" in line]
+    assert len(marked) == sum(".sh, line" in line for line in lines) > 0
+    assert any("site.slurm.partition: in a site file of your own" in line for line in lines)
+    assert lines[-1] == "  recipe.data: --data FOLDER, made by `kit data build`"
+    assert not Path("runs").exists()
+    Path("my-trn1.toml").write_text('base = "trn1.32xlarge"\nname = "mine"\n')
+    launch(f"{shown} my-trn1.toml")
+    said = capsys.readouterr()
+    assert "site.slurm.partition: in my-trn1.toml\n" in said.err, "the reader's own already"
+
+
+def test_show_of_one_script_is_that_script(capsys) -> None:
+    launch("--recipe frontier-175b --site frontier --show")
+    said = capsys.readouterr()
+    assert said.out.startswith("#!/bin/bash\n")
+    assert "submit.sh, line " in said.err and "warmup_steps" in said.err
+    launch("--show")
+    said = capsys.readouterr()
+    assert said.out.startswith("#!/bin/bash\n") and "Build it: kit data build" in said.err
+    assert said.err.startswith("Still to fill in:\n  recipe.data: ")
+
+
+def interrupted(*given: Any) -> None:
+    """Stands for Ctrl-C, whose signal does nothing where a script runs tests in the background."""
+    raise KeyboardInterrupt
+
+
+def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) -> None:
+    start, spec = local.start, launcher.job_spec
+
+    def pressed(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        return start(*given)
+
+    words = f"--data {tiny_dataset.directory}"
+    monkeypatch.setattr(launching, "_measured", lambda run, site, dtype: site)
+    asleep = lambda *given: spec(*given).replace(argv=("sleep", "60"))  # noqa: E731
+    monkeypatch.setattr(launcher, "job_spec", asleep)
+    monkeypatch.setattr(local, "start", pressed)
+    code = launch(words)
+    said, job = capsys.readouterr().out, Job.attach("runs/new")
+    assert code == 130 and not job.state.is_final
+    assert "the job runs: attempt 1 is starting" in said and "kit stop runs/new" in said
+    job.cancel()
+    job.wait(30)
+    monkeypatch.setattr(submission, "submit", interrupted)
+    assert launch(words) == 130 and "nothing was started" in capsys.readouterr().out
+
+
+def test_epochs_of_each_source_are_told_before_anything_starts(
+    tiny_dataset, tmp_path, capsys
+) -> None:
+    data = tiny_dataset.directory
+    source = f'[[sources]]\npaths = ["{data}"]\nweight = %g\n'
+    phase = "[[phases]]\nuntil_tokens = 1e4\nweights = [1, 0]\n"
+    recipe = f'data = "{data}"\nnum_steps = 100\n{source % 1}{source % 3}{phase}'
+    Path("mix.toml").write_text(recipe)
+    launch("--recipe mix.toml --model demo --set spec.sequence_length=64 --show")
+    *told, vocabulary = capsys.readouterr().err.splitlines()
+    assert "has 4,096 tokens and the tokenizer of the data only 300: 93%" in vocabulary
+    # Of 1,600 sequences 157 are in the first phase; the rest goes 1 to 3.
+    windows = (tiny_dataset.train.num_tokens - 1) // 64
+    counts = (157 + 1443 / 4, 1443 * 3 / 4)
+    often = " (above 4, repeated text is worth less than new text: arXiv 2305.16264)"
+    assert [line.split(" of ")[1] for line in told] == [f"{data}{often}"] * 2
+    for line, count in zip(told, counts, strict=True):
+        assert float(line.split()[1]) == pytest.approx(count / windows, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tokenizer", "warns"),
+    [
+        (50_304, 50_257, False),  # GPT-2, padded
+        (152_064, 151_643, False),  # Qwen2.5
+        (128_256, 128_000, False),  # Llama 3
+        (32_000, 4_096, True),
+        (4_096, 4_096, False),
+    ],
+)
+def test_tokenizer_of_another_model_is_reported(vocabulary, tokenizer, warns) -> None:
+    spec = ModelSpec.preset("hlat-7b").replace(vocab_size=vocabulary)
+    assert (launcher.unused_vocabulary(spec, tokenizer) is not None) == warns
+
+
+def test_recipe_for_another_batch_is_reported(capsys) -> None:
+    shown = "--recipe hlat-7b --site trn1.32xlarge --show"
+    launch(shown)
+    assert "was published for batches" not in capsys.readouterr().err
+    launch(f"{shown} --set plan.global_batch_size=512")
+    said = capsys.readouterr().err
+    assert "published for batches of 1,024 sequences, and the plan has 512" in said
+
+
+def test_on_gpus_a_plan_is_bf16_and_compiled_unless_somebody_said_otherwise(tmp_path) -> None:
+    def unsaid(**plan: Any) -> dict[str, Any]:
+        return asked(changes={"plan": plan}).unsaid
+
+    assert asked().unsaid == {"precision": "bf16", "compile": True}
+    assert asked().plan.precision == "fp32", "on a CPU it is what it was"
+    assert unsaid(compile=False) == {"precision": "bf16"}
+    assert unsaid(compile=True, precision="fp32") == {}
+    assert unsaid(engine="deepspeed", zero_stage=1) == {}
+    bubble = {"pipeline_parallel": 2, "virtual_stages": 2, "schedule": "zero_bubble"}
+    assert unsaid(**bubble, global_batch_size=8) == {"precision": "bf16", "compile": False}
+    assert asked(recipe="frontier-22b").unsaid == {}
+    Plan(global_batch_size=8).write(tmp_path / "plan.json")
+    assert asked(plan=tmp_path / "plan.json").unsaid == {}
+
+
+@pytest.mark.parametrize(("words", "said"), [("", False), ("--set plan.compile=false", True)])
+def test_launch_on_gpus_advises_to_compile_what_is_recomputed(words, said, capsys) -> None:
+    launch(f"--site perlmutter --show --set plan.recompute=selective {words}")
+    assert ("--set plan.recompute=full" in capsys.readouterr().err) is said
+
+
+BEHIND = """
+name = "mine"
+description = "behind a login node"
+scheduler = "slurm"
+devices_per_node = 1
+login = "frontier"
+there = { python = "/opt/their python", folder = "/project/runs", %s }
+device = { name = "one CPU core" }
+slurm = { partition = "batch" }
+"""
+
+
+@pytest.mark.parametrize("source", ['source = "/opt/kit"', "sync = true"])
+def test_show_of_a_login_node_starts_no_ssh_and_says_what_a_launch_would(
+    source, tmp_path, monkeypatch, capsys
+) -> None:
+    Path("mine.toml").write_text(BEHIND % source)
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    kept = f"printf '%s\\0' \"${{@: -1}}\" >>{tmp_path}/asked"
+    ssh.write_text(f'#!/bin/bash\n{kept}\n[ "${{@: -1}}" != frontier ]\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    before = {*tmp_path.rglob("*")}
+    launch("--site mine.toml --data /data --show")
+    assert {*tmp_path.rglob("*")} == before, "nothing is started or written"
+    out, err = capsys.readouterr()
+    supervisor = r"exec '/opt/their python' -I -u \S+/cluster/start.py cluster.slurm.supervisor"
+    assert re.search(supervisor, out)
+    assert "KIT_RUN_DIR=/project/runs/new" in out and str(tmp_path) not in out
+    assert "cd /opt/kit ||" in out or "cd /project/runs/kit-source-" in out
+    told = [shlex.split(line) for line in err.splitlines() if line.startswith("  ssh ")]
+    assert all(words[:-1] == ["ssh", "--", "frontier"] for words in told)
+    for part in ("cd /", "their python", "cluster.login.answer"):
+        assert part in told[-1][-1]
+    with pytest.raises(JobError):
+        launch("--site mine.toml --data /data")
+    asked = (tmp_path / "asked").read_text().split("\0")
+    asked = [each for each in asked if each not in ("", "frontier")]
+    assert asked[0] == told[0][-1], "it is what a launch asks first"
+
+
+def test_slurm_options_are_those_of_sbatch(capsys) -> None:
+    """The script of a site without an account is complete with them."""
+    words = "--account abc123 --partition batch --qos debug --time 1:30:00 --nodes 16"
+    launch(f"--recipe frontier-175b --site frontier --data /d --steps 9 --show {words}")
+    script = capsys.readouterr().out
+    for line in ("--account=abc123", "--partition=batch", "--qos=debug", "--nodes=16"):
+        assert f"#SBATCH {line}" in script
+    assert "#SBATCH --time=01:30:00" in script
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400),
+        ("2:30", 150),
+        ("1:00:00", 3600),
+        ("2-03", 183_600),
+        ("1-00:30", 88_200),
+        ("1-00:00:05", 86_405),
+    ],
+)
+def test_time_limit_has_sbatch_formats(text: str, seconds: int) -> None:
+    """Expected: `man sbatch`, option --time."""
+    assert launching.slurm_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--partition gpu", "--partition: the jobs of laptop are not sent by Slurm"),
+        ("--time soon", "--time 'soon': not allowed"),
+        ("--time 10 --minutes 10", "--time 10: not with --minutes 10"),
+        ("--batch 8 --set plan.global_batch_size=8", "--set plan.global_batch_size: given by an"),
+        ("--nodes 0", "--nodes 0:"),
+    ],
+)
+def test_wrong_launch_options_are_refused(words: str, message: str) -> None:
+    refused(message, f"--show {words}")
+
+
+def test_show_refuses_weights_that_a_launch_refuses(capsys) -> None:
+    folder = Path("theirs")
+    folder.mkdir()
+    spec = ModelSpec.preset("demo")
+    (folder / "config.json").write_text(json.dumps(config_of(spec)))
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    words = "--init-from theirs --learning-rate 1e-4 --recipe mine.toml --batch 4 --steps 9"
+    Path("mine.toml").write_text("warmup_steps = 2\n")
+    with pytest.raises(DataError, match="pickled weights"):
+        launch(f"{words} --show")
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,80 @@
+import math
+import re
+
+import pytest
+
+from kit.config.recipe import Recipe
+from kit.errors import ConfigError
+
+RATES = {"learning_rate": 3e-4, "min_learning_rate": 3e-5, "warmup_steps": 2000}
+HLAT_7B = Recipe(data="x", num_steps=500_000, **RATES, cosine_floor="clamped")
+
+
+def test_warm_up_is_linear_and_ends_at_the_peak():
+    assert HLAT_7B.learning_rate_at(1) == pytest.approx(3e-4 / 2000)
+    assert HLAT_7B.learning_rate_at(1000) == pytest.approx(1.5e-4)
+    assert HLAT_7B.learning_rate_at(2000) == pytest.approx(3e-4)
+
+
+def test_clamped_cosine_meets_its_floor_where_hlats_scheduler_does():
+    """max(floor, cosine) over the steps after warm-up; HLAT's 397,994 is of one from step 0."""
+    first = next(step for step in range(390_000, 410_000) if HLAT_7B.learning_rate_at(step) == 3e-5)
+    assert first == math.ceil(2000 + 498_000 * math.acos(-0.8) / math.pi)
+    assert HLAT_7B.learning_rate_at(500_000) == 3e-5
+
+
+def test_rescaled_cosine_ends_at_its_floor_and_lies_above_the_clamped_one():
+    rescaled = HLAT_7B.replace(cosine_floor="rescaled")
+    assert rescaled.learning_rate_at(500_000) == pytest.approx(3e-5)
+    # HLAT's 1.8T tokens are 429,153 steps: a rescaled cosine would still be at 4.3e-5 there.
+    assert rescaled.learning_rate_at(429_153) == pytest.approx(4.33e-5, rel=0.01)
+    assert HLAT_7B.learning_rate_at(429_153) == 3e-5
+
+
+def test_floor_holds_after_the_decay_end():
+    recipe = HLAT_7B.replace(decay_steps=10_000, cosine_floor="rescaled")
+    assert recipe.learning_rate_at(20_000) == pytest.approx(3e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_steps": 0}, "recipe.num_steps: 0 is not allowed"),
+        ({"num_steps": 10**17}, "less than 2**53"),
+        ({"beta2": 1.0}, "recipe.beta2: 1.0 is not allowed. Give at least 0 and below 1"),
+        ({"gradient_clip": 0.0}, "recipe.gradient_clip: 0.0 is not allowed"),
+        ({"min_learning_rate": 1.0}, "1.0 is not allowed. Give at most learning_rate"),
+        ({"warmup_steps": 600_000}, "recipe.warmup_steps: 600000 is not allowed"),
+        ({"cosine_floor": "linear"}, "recipe.cosine_floor: 'linear' is not allowed"),
+        ({"profile_steps": (0, 1)}, "Give first and last of up to 100 steps"),
+        ({"profile_steps": (5, 4)}, "Give first and last of up to 100 steps"),
+        ({"profile_steps": (1, 101)}, "recipe.profile_steps: (1, 101) is not allowed"),
+        ({"decay_share": 0}, "recipe.decay_share"),
+        ({"decay_share": 1.5}, "recipe.decay_share"),
+        ({"decay_share": float("nan")}, "recipe.decay_share"),
+    ],
+)
+def test_bad_values_are_refused(change, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        HLAT_7B.replace(**change)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+def test_without_warm_up_a_curve_from_step_0_begins_at_the_peak(schedule):
+    recipe = Recipe(data="x", num_steps=9, learning_rate=1e-3, schedule=schedule)
+    assert recipe.learning_rate_at(0) == 1e-3
+
+
+def test_stable_then_straight_down():
+    """As torchtitan 0.3's `linear_warmup_stable_decay`, but for where step 1 lies in warm-up."""
+    rates = {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 100}
+    recipe = Recipe(data="x", num_steps=1000, **rates, schedule="wsd", decay_share=0.2)
+    at = recipe.learning_rate_at
+    assert at(50) == pytest.approx(5e-4) and {at(step) for step in range(100, 801)} == {1e-3}
+    assert at(900) == pytest.approx(5.5e-4) and at(1000) == at(2000) == 1e-4
+    longer = recipe.replace(num_steps=2000).learning_rate_at
+    assert all(longer(step) == at(step) for step in range(1, 801)), "no other beginning"
+    constant = recipe.replace(schedule="constant").learning_rate_at
+    assert constant(50) == pytest.approx(5e-4) and constant(5000) == 1e-3
+    late = recipe.replace(warmup_steps=990).learning_rate_at
+    assert late(990) == 1e-3 and late(995) == pytest.approx(5.5e-4), "never down before it is up"

@@ -1,0 +1,164 @@
+import re
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from kit.config.plan import Plan
+from kit.config.spec import PRESETS, FlopBasis, ModelSpec, RopeScaling
+from kit.errors import ConfigError
+from kit.model import Decoder, build_decoder
+
+# HLAT and Llama 3 by their published configurations, GPT-2 XL by its checkpoint, GPTs by name.
+PARAMS = {
+    "hlat-7b": 6_738_415_616,
+    "hlat-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "gpt2-xl": 1_557_611_200,
+    "gpt-1.4b": pytest.approx(1.4e9, rel=0.01),
+    "gpt-22b": pytest.approx(22e9, rel=0.01),
+    "gpt-175b": pytest.approx(175e9, rel=0.01),
+    "gpt-1t": pytest.approx(1008e9, rel=0.01),
+}
+SHAPES = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "vocab_size": 96}
+GPT = ModelSpec.gpt(name="g", **SHAPES, sequence_length=40)
+LLAMA = ModelSpec.llama(name="l", **SHAPES, sequence_length=40, ffn_hidden_size=176)
+ONE_SEQUENCE = torch.zeros(1, 40, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_published_parameter_counts(name):
+    assert ModelSpec.preset(name).num_params == PARAMS[name]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_counts_equal_torch(name):
+    spec = ModelSpec.preset(name)
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == spec.num_params
+
+
+@pytest.mark.parametrize("name", ["demo", "gpt2-xl", "llama3-8b"])
+def test_model_flops_equal_torch_counter(name):
+    """Forward FLOPs on the meta device, where torch counts the full attention map, times 3."""
+    spec = ModelSpec.preset(name).replace(num_layers=2)
+    with torch.device("meta"):
+        decoder = Decoder(spec)
+        tokens = torch.zeros(1, spec.sequence_length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        decoder(tokens)
+    counted = 3 * counter.get_total_flops() / spec.sequence_length
+    assert counted == pytest.approx(spec.flops_per_token(), rel=1e-6)
+
+
+def test_hlat_flops_per_sequence_equal_the_published_formula():
+    """TFLOP per sequence of 4,096 tokens, of Neuron's training library for both models."""
+    for name, tera in (("hlat-7b", 192.29), ("hlat-70b", 1828.63)):
+        spec = ModelSpec.preset(name)
+        found = spec.flops_per_token(FlopBasis.NXDT) * spec.sequence_length
+        assert found / 1e12 == pytest.approx(tera, abs=0.01)
+
+
+def test_megatron_bases_agree_with_ours_on_gpt():
+    spec = ModelSpec.preset("gpt-175b")
+    ours = spec.flops_per_token()
+    assert spec.flops_per_token(FlopBasis.MEGATRON) == pytest.approx(ours, rel=1e-3)
+    # A forward pass of the blocks more (1/3), without the output projection in both conventions.
+    again = spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
+    assert again == pytest.approx(spec.hardware_flops_per_token("full", whole=True), rel=1e-3)
+
+
+def test_frontier_cost_of_one_trillion_on_twenty_trillion_tokens():
+    """120 million exaFLOP, as the paper says, is 6 N D."""
+    spec = ModelSpec.preset("gpt-1t")
+    assert spec.flops_per_token(FlopBasis.SIX_N) * 20e12 / 1e18 == pytest.approx(120e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "layers"), [("none", None), ("selective", None), ("full", None), ("full", 1)]
+)
+@pytest.mark.parametrize("spec", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_hardware_flops_are_those_that_torch_counts_in_a_step(spec, recompute, layers):
+    """Attention written out, so that torch counts it both ways; a block that is not compiled."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        decoder = Decoder(spec, recompute=recompute, recompute_layers=layers)
+        decoder(ONE_SEQUENCE).sum().backward()
+    plan = Plan(recompute=recompute, recompute_layers=layers)
+    expected = spec.hardware_flops_per_token(
+        recompute, whole=plan.recomputes_whole, layers=plan.recomputed_layers(spec)
+    )
+    assert counter.get_total_flops() / spec.sequence_length == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_compiled_blocks_are_recomputed_whole():
+    """Products in the graphs that ran: 6 forward, 6 forward again, and 12 backward a block."""
+    ran, products = [], ("aten.mm.default", "aten.addmm.default")
+
+    def counted(graph, _):
+        def run(inputs):
+            found = graph.forward(*inputs)
+            ran.extend(node for node in graph.graph.nodes if str(node.target) in products)
+            return found
+
+        run._boxed_call = True  # takes its inputs as one list
+        return run
+
+    spec = GPT.replace(num_layers=2)
+    decoder = build_decoder(spec, recompute="full")
+    for block in decoder.layers.values():
+        block.compile(backend=aot_autograd(fw_compiler=counted, bw_compiler=counted))
+    decoder(ONE_SEQUENCE).sum().backward()
+    assert len(ran) == spec.num_layers * (6 + 6 + 12)
+    assert Plan(recompute="full", compile=True).recomputes_whole
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_layer": 3}, "spec.num_layer: unknown key. Did you mean 'num_layers'?"),
+        ({"num_layers": "four"}, "spec.num_layers: expected int, got str 'four'"),
+        ({"num_layers": 0}, "spec.num_layers: 0 is not allowed"),
+        ({"num_heads": 3}, "spec.num_heads: 3 heads do not divide hidden_size 128"),
+        ({"num_kv_heads": 3}, "spec.num_kv_heads: 3 does not divide num_heads 4"),
+        ({"norm": "batchnorm"}, "'batchnorm' is not allowed. Allowed: 'layernorm', 'rmsnorm'"),
+        ({"bias": 1}, "spec.bias: expected bool, got int 1"),
+    ],
+)
+def test_bad_values_are_named_by_their_dotted_path(change, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        ModelSpec.preset("demo").replace(**change)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("gpt-175", "'gpt-175' is unknown. Did you mean 'gpt-175b'?"),
+        ("llama3-70b", "Did you mean 'hlat-70b' or 'llama3.1-70b'?"),
+        ("llama2-7b", "Did you mean 'hlat-7b'?"),
+        ("gpt3-175B", "Did you mean 'gpt-175b'?"),
+        ("dmeo", "Did you mean 'demo'?"),
+        ("llama-13b", "None has 13B"),
+    ],
+)
+def test_an_unknown_preset_is_answered_by_one_of_its_size(name, advice):
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        ModelSpec.preset(name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_json_round_trip(name):
+    spec = ModelSpec.preset(name)
+    assert ModelSpec.from_json(spec.to_json()) == spec
+    assert f"{spec.num_params:,}" in spec._repr_html_()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"factor": 0.0}, {"low_freq_factor": 4.0}, {"original_max_position_embeddings": -1}]
+)
+def test_rope_scaling_that_makes_no_sense_is_refused(wrong):
+    with pytest.raises(ConfigError, match=r"spec\.rope_scaling: .* is not allowed"):
+        RopeScaling(**wrong)

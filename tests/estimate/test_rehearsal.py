@@ -1,0 +1,185 @@
+"""Dress rehearsals of the papers' largest jobs, and of jobs that do not fit."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.scheduler import Broadcast
+from cluster.site import Fact, Site
+from kit.cli.app import app
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
+from kit.errors import ConfigError
+from kit.estimate import Panel
+from kit.estimate.rehearsal import Rehearsal, rehearse, stages
+from kit.estimate.rehearsal.stages import cut
+from kit.papers.recipes import names, published_recipe
+
+RECIPE = Recipe(data="/nowhere", num_steps=100_000, checkpoint_every=100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cut_once() -> Iterator[None]:
+    """What the ranks of a plan hold depends on neither site nor recipe, and is asked often."""
+    known: dict[str, stages.Cut] = {}
+
+    def remembered(spec: ModelSpec, plan: Plan) -> stages.Cut:
+        key = spec.to_json() + plan.to_json()
+        return known.get(key) or known.setdefault(key, cut(spec, plan))
+
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(stages, "cut", remembered)
+        yield
+
+
+def packed_site(name: str) -> Site:
+    """Returns a site with the Python environment packed on its shared disk."""
+    site = Site.load(name)
+    assert site.slurm
+    broadcast = Broadcast(directory="/local_storage/environment", archive="/fsx/environment.tar")
+    return site.replace(slurm=site.slurm.replace(broadcast=broadcast))
+
+
+@pytest.fixture
+def packed() -> Site:
+    return packed_site("frontier")
+
+
+def of(name: str, **changes) -> tuple[ModelSpec, Plan]:
+    published = published_recipe(name)
+    return ModelSpec.preset(published.model), published.plan.replace(**changes)
+
+
+def count(found: Rehearsal, what: str) -> Any:
+    return next(count for count in found.counts if count.what.startswith(what))
+
+
+@pytest.mark.parametrize("name", names())
+def test_rehearsal_and_panel_estimate_alike(name):
+    recipe = published_recipe(name)
+    spec, plan = of(name)
+    job = stages.Job(
+        spec=spec,
+        plan=plan,
+        recipe=RECIPE,
+        site=Site.load(recipe.site),
+        hours_between_failures=None,
+    )
+    shown = Panel(recipe.model, recipe.site, plan).estimate()
+    assert job.step_time.total_s.item() == pytest.approx(shown.step_s[0], rel=1e-9)
+    assert job.used_bytes == pytest.approx(shown.used_bytes[0], rel=1e-9)
+
+
+def test_rehearsal_of_fp32_is_not_that_of_bf16():
+    """The peak in fp32 of an MI250X's GCD is a quarter of that in bf16 (AMD's data sheet)."""
+    spec, plan = of("frontier-22b", engine="native", precision="fp32")
+    jobs = [
+        stages.Job(
+            spec=spec,
+            plan=plan.replace(precision=precision),
+            recipe=RECIPE,
+            site=Site.load("frontier"),
+            hours_between_failures=None,
+        )
+        for precision in ("fp32", "bf16")
+    ]
+    wide, narrow = (job.step_time.total_s.item() for job in jobs)
+    assert wide > 1.8 * narrow and jobs[0].used_bytes > jobs[1].used_bytes
+
+
+def test_a_trillion_parameters_on_3072_devices_fit(packed):
+    spec, plan = of("frontier-1t", data_parallel=6, global_batch_size=3072)
+    found = rehearse(spec, plan, RECIPE, packed)
+    assert plan.num_devices == 3072 and found.fits, found.title
+    assert count(found, "nodes").value == 384
+    assert count(found, "weights lost or doubled by the cuts").value == 0
+    assert count(found, "kept").value == pytest.approx(3 * 12.1, rel=0.01)
+    assert 0.7 < count(found, "time that counts").value < 1
+    assert "3,072 devices" in found.never_run[0]
+
+
+def test_70b_on_8192_cores_fits():
+    spec, plan = of("hlat-70b")
+    plan = plan.replace(data_parallel=8192 // (plan.tensor_parallel * plan.pipeline_parallel))
+    plan = plan.replace(global_batch_size=1024)
+    found = rehearse(spec, plan, RECIPE, packed_site("trn1.32xlarge"))
+    assert plan.num_devices == 8192 and found.fits, found.title
+    assert "not known" in {row[3] for row in found.rows}, "what FSx gives depends on the order"
+    cost = found.rows[-1]
+    assert cost[0] == "failures" and cost[2] == "not known"
+    assert "give site.storage.read_bytes_per_s" in cost[-1], "rates not stated are not zeros"
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["counts"][-1]["value"] is None
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_the_papers_have_trained_fits_in_memory(name):
+    spec, plan = of(name)
+    site = Site.load("frontier" if name.startswith("frontier") else "trn1.32xlarge")
+    assert count(rehearse(spec, plan, RECIPE, site), "memory of the fullest device").fits
+
+
+def test_what_does_not_fit_is_named(packed):
+    spec, plan = of("frontier-1t", data_parallel=6, global_batch_size=3072)
+    tight = packed.storage.replace(quota_bytes=Fact(value=30e12, source="a smaller project"))
+    found = rehearse(spec, plan, RECIPE, packed.replace(storage=tight))
+    assert not found.fits and "does not fit: kept;" in found.title
+    unpacked = rehearse(spec, plan, RECIPE, Site.load("frontier"))
+    assert "nodes that read Python from the shared disk" in unpacked.title
+    every = RECIPE.replace(checkpoint_every=1)
+    often = rehearse(spec, plan, every, packed, hours_between_failures=0.1)
+    assert count(often, "time that counts, with a failure every 0.1 h").value < 0.7
+
+
+def test_counts_are_those_of_what_the_job_does(packed):
+    spec, plan = of("frontier-1t", data_parallel=6, global_batch_size=3072)
+    once = rehearse(spec, plan, RECIPE.replace(checkpoint_every=None), packed)
+    assert count(once, "kept").value == pytest.approx(12.1, rel=0.01), "only the last step is saved"
+    rare = rehearse(spec, plan, RECIPE.replace(checkpoint_every=300, keep_every=1000), packed)
+    both = (3 + 33) * 12.1
+    assert count(rare, "kept").value == pytest.approx(both, rel=0.01), "saved and kept"
+    site = Site.load("frontier")
+    assert site.slurm
+    contained = site.replace(slurm=site.slurm.replace(srun_options=("--container=/images/torch",)))
+    assert rehearse(spec, plan, RECIPE, contained).fits, "`kit launch` refuses no container"
+
+
+def test_a_plan_that_cannot_run_is_refused(packed):
+    spec, plan = of("frontier-1t")
+    with pytest.raises(ConfigError, match="tensor_parallel"):
+        rehearse(spec, plan.replace(tensor_parallel=7), RECIPE, packed)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layers", [6, 4, 1])
+def test_cuts_lose_no_weight(layers, tied):
+    spec = ModelSpec.preset("demo").replace(num_layers=layers, tied_embeddings=tied)
+    degrees: dict[str, Any] = {"pipeline_parallel": 3, "tensor_parallel": 2, "data_parallel": 3}
+    found = cut(spec, Plan(**degrees, zero_stage=1, global_batch_size=6))
+    assert found.num_params == spec.num_params
+    assert found.num_kinds == 12
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_the_command_says_it_in_its_exit_code():
+    def kit(*words: str) -> Any:
+        return CliRunner().invoke(app, ["plan", *words, "--rehearse"])
+
+    steps = ("--set", "recipe.num_steps=1000")
+    done = kit("frontier-1t", *steps, "--site", "frontier", "--json")
+    said = json.loads(done.stdout)
+    assert done.exit_code == 1 and not said["fits"] and said["model"] == "gpt-1t"
+    told = {found["stage"] for found in said["counts"]}
+    assert told >= {"plan", "ranks", "start", "checkpoint", "failures"}
+    sizes = ("--site", "frontier", "--devices", "8", "--batch", "8")
+    assert json.loads(kit("demo", *sizes, "--json").stdout)["model"] == "demo"
+    for message, *words in (
+        ("--site: missing", "frontier-1t"),
+        ("--devices: missing", "gpt-1t", "--site", "frontier"),
+        ("recipe.num_steps: missing", "frontier-1t", "--site", "frontier"),
+        ("--devices: frontier-1t has a layout of its own", "frontier-1t", *steps, *sizes),
+    ):
+        assert message in str(kit(*words).exception)

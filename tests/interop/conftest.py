@@ -1,0 +1,59 @@
+"""A log, and its import."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.site import Site
+from kit.config.spec import ModelSpec
+from kit.interop.logs.importers import ImportReport, import_log
+from kit.run import Run
+from kit.run.columns import NAMES
+
+DEGREES = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 8}
+Read = Callable[..., tuple[ImportReport, Run]]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "train.log"
+
+
+@pytest.fixture
+def read(log: Path) -> Read:
+    """Imports a text as a log, or the log that lies there, with changes by their names."""
+
+    def read(text=None, site="lumi", model="", **options) -> tuple[ImportReport, Run]:
+        if text is not None:
+            log.write_text(text)
+        changes = {name: options.pop(name, {}) for name in ("spec", "plan", "recipe", "import")}
+        out, spec = log.parent / "run", ModelSpec.preset(model) if model else None
+        report = import_log(log, out, site=Site.load(site), spec=spec, changes=changes, **options)
+        return report, Run.open(out)
+
+    return read
+
+
+@pytest.fixture
+def read_node(read: Read) -> Read:
+    """Imports a log that tells neither the model nor the layout, which are those of one node."""
+
+    def node(text: str, batch: int | None = 8, **options: Any) -> tuple[ImportReport, Run]:
+        plan = DEGREES | ({"global_batch_size": batch} if batch else {})
+        return read(text, "frontier", "demo", plan=plan, **options)
+
+    return node
+
+
+def assert_told(report: ImportReport, run: Run, told: dict[str, Any]) -> None:
+    """Compares facts of a run and values of all its steps, exactly unless by `pytest.approx`."""
+    metrics = run.metrics()
+    found = report.to_dict() | run.plan.to_dict() | run.recipe.to_dict()
+    found |= {name: metrics[name].tolist() for name in told.keys() & set(NAMES)}
+    found["total_tokens"] = metrics.total_tokens.tolist()
+    for name, value in told.items():
+        if isinstance(value, list):
+            value = pytest.approx(value, rel=0, abs=0, nan_ok=True)
+        assert found[name] == value, name

@@ -1,0 +1,142 @@
+"""A folder's tokenizer, as its user loads it, gives the ids of training, or is not written."""
+
+import inspect
+import io
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+import tokenizers
+import transformers
+from sentencepiece import sentencepiece_model_pb2
+
+from kit.data import load_tokenizer
+from kit.data.tokenizer import (
+    END_OF_TEXT,
+    BytePairTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    train_tokenizer,
+)
+from kit.errors import DataError
+from kit.interop.weights.hugging_face import HARD_TEXTS, export_hugging_face
+from kit.model import build_decoder
+from tests.support import distinct_models
+
+TEXTS = inspect.getsource(textwrap).split("\n\n")
+LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+"""What LLaMA's own tokenizer was trained with, and Mistral's."""
+
+
+def trained(texts: list[str] = TEXTS, **options: Any) -> SentencePieceTokenizer:
+    stream = io.BytesIO()
+    chosen = {"model_type": "bpe", "byte_fallback": True, "vocab_size": 400, "minloglevel": 2}
+    chosen |= options
+    chosen |= {"sentence_iterator": iter(texts), "model_writer": stream}
+    sentencepiece.SentencePieceTrainer.train(**chosen)
+    return SentencePieceTokenizer(stream.getvalue())
+
+
+def exported(tokenizer: Tokenizer, folder: Path, family: str = "llama") -> Any:
+    """Returns the tokenizer of a folder, as its user loads it."""
+    spec = getattr(distinct_models, family.upper()).replace(vocab_size=500)
+    export_hugging_face(build_decoder(spec), folder, tokenizer=tokenizer)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LLAMA,
+        {**LLAMA, "add_dummy_prefix": False, "user_defined_symbols": ["<sep>", "\n\n"]},
+        {**LLAMA, "byte_fallback": False},
+        {},
+    ],
+    ids=["LLaMA's", "symbols", "no bytes", "sentencepiece's own defaults"],
+)
+def test_a_sentencepiece_bpe_gives_its_own_ids(options: dict, tmp_path: Path) -> None:
+    tokenizer = trained(**options)
+    theirs = exported(tokenizer, tmp_path / "model")
+    texts = [*HARD_TEXTS, *TEXTS, "x</s>y", "<s>", "<0x0A>", "a<sep>b<sep>", "▁a ▁"]
+    assert [theirs(text)["input_ids"] for text in texts] == tokenizer.encode_batch(texts)
+    assert theirs.eos_token_id == tokenizer.eos_id
+    assert (tmp_path / "model" / "tokenizer.model").read_bytes() == tokenizer.data
+    if options is LLAMA:
+        ids = tokenizer.encode_batch(texts)
+        assert [theirs.decode(each) for each in ids] == [tokenizer.decode(each) for each in ids]
+
+
+def with_pieces(
+    tokenizer: SentencePieceTokenizer, pieces: dict[str, float]
+) -> SentencePieceTokenizer:
+    """Returns a model whose last pieces are these, with their scores."""
+    model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.data)
+    for place, (piece, score) in zip(reversed(model.pieces), pieces.items(), strict=False):
+        place.piece, place.score = piece, score
+    return SentencePieceTokenizer(model.SerializeToString())
+
+
+def test_runs_of_spaces_whose_pieces_tie_are_joined_from_the_left(tmp_path: Path) -> None:
+    """All pieces of spaces have one score in Mistral's model."""
+    spaces = {"▁" * length: -1e9 for length in (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11)}
+    tokenizer = with_pieces(trained(**LLAMA), spaces)
+    theirs = exported(tokenizer, tmp_path / "model")
+    for length in range(60):
+        text = " " * length + "x" + " " * (length // 2) + "y"
+        assert theirs(text)["input_ids"] == tokenizer.encode(text)
+
+
+def test_a_unigram_model_is_written_where_its_ties_agree(tmp_path: Path) -> None:
+    """Scores are added in another precision there: `**` and `*` may change places in stars."""
+    alphabet = [chr(code) for code in range(33, 127)]
+    lines = [line for text in TEXTS for line in text.splitlines()]
+    plain = [re.sub(r"(.)\1+", r"\1", line) for line in lines] + alphabet
+    options = {"model_type": "unigram", "vocab_size": 500, "character_coverage": 1.0}
+    tokenizer = trained(plain, **options, **LLAMA)
+    theirs = exported(tokenizer, tmp_path / "model")
+    assert [theirs(text)["input_ids"] for text in HARD_TEXTS] == tokenizer.encode_batch(HARD_TEXTS)
+    with pytest.raises(DataError, match=r"reads 'Title.n[*]+' as .* of [\d,]+ texts differ"):
+        exported(with_pieces(tokenizer, {"**": -6.61}), tmp_path / "runs")
+
+
+def test_a_tokenizer_that_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
+    tokenizer = trained(**LLAMA, user_defined_symbols=["<sep>"])
+    with pytest.raises(DataError, match=r"reads '.*<sep>.*' as \[.*without it in Python"):
+        exported(tokenizer, tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(DataError, match="a sentencepiece model of type WORD"):
+        exported(trained(model_type="word", byte_fallback=False), tmp_path / "model")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_the_kits_own_takes_no_special_token_out_of_a_text(family: str, tmp_path: Path) -> None:
+    tokenizer = train_tokenizer(TEXTS, 400)
+    theirs = exported(tokenizer, tmp_path / "model", family)
+    own = load_tokenizer(tmp_path / "model")
+    texts = [*HARD_TEXTS, f"quoted {END_OF_TEXT} inside"]
+    ids = [theirs(text)["input_ids"] for text in texts]
+    assert ids == tokenizer.encode_batch(texts) == own.encode_batch(texts)
+    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == tokenizer.data
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert theirs.eos_token_id == tokenizer.eos_id == config["eos_token_id"]
+    asked = theirs(END_OF_TEXT, split_special_tokens=False)["input_ids"]
+    assert asked == [tokenizer.eos_id], "whoever wants it"
+
+
+def test_what_a_file_would_add_or_cut_is_left_out(tmp_path: Path) -> None:
+    """The kit adds nothing to a text, so a model never saw what the file would add."""
+    trained = train_tokenizer(TEXTS, 400)
+    other = tokenizers.Tokenizer.from_str(trained.data.decode())
+    other.enable_truncation(max_length=3)
+    other.enable_padding(length=64)
+    template = {"single": f"{END_OF_TEXT} $A", "special_tokens": [(END_OF_TEXT, 0)]}
+    other.post_processor = tokenizers.processors.TemplateProcessing(**template)
+    tokenizer = BytePairTokenizer(other.to_str().encode())
+    theirs = exported(tokenizer, tmp_path / "model")
+    ids = [theirs(text)["input_ids"] for text in HARD_TEXTS]
+    assert ids == tokenizer.encode_batch(HARD_TEXTS) == trained.encode_batch(HARD_TEXTS)
+    assert json.loads((tmp_path / "model" / "tokenizer.json").read_text())["truncation"] is None
