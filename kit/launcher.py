@@ -82,7 +82,7 @@ def launch(
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does
             not fit; nothing was started.
     """
-    from kit.trainer.guard import check_recipe
+    from kit.trainer.recipe_rules import check_recipe
 
     directory = Path(directory).expanduser().resolve()
     refuse_other_owner(directory, "start a job in it")

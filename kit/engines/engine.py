@@ -145,14 +145,15 @@ class PortableEngine(Engine):
         """
 
     @abc.abstractmethod
-    def restore_optimizer(self, step: int) -> None:
-        """Prepares to be loaded: every weight gets the AdamW state of `step` steps; `state_dict`
-        is filled next.
-        """
+    def load(self, fill: Callable[[dict[str, Tensor]], None], *, num_updates: int) -> None:
+        """Replaces weights and AdamW moments. All ranks must call it.
 
-    @abc.abstractmethod
-    def after_load(self) -> None:
-        """Takes over what was loaded into `state_dict`."""
+        Args:
+            fill: is called once with the tensors that this rank needs, by the names of
+                `state_dict`. It writes the new values into them. Tensors that it leaves out keep
+                their weights, or moments of zero.
+            num_updates: updates that the moments have taken, for AdamW's bias correction.
+        """
 
     def loss_context(self) -> contextlib.AbstractContextManager[Any]:
         """Returns what the loss and its backward pass are computed in."""

@@ -2,7 +2,7 @@
 pipelining.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -147,16 +147,13 @@ class NativeEngine(PortableEngine):
                 named.setdefault("embedding.tokens.weight" if tied else name, parameter)
         return named
 
-    def restore_optimizer(self, step: int) -> None:
-        """Gives every parameter the optimizer state that it has after `step` steps, moments zero
-        (to be loaded).
-        """
+    def load(self, fill: Callable[[dict[str, Tensor]], None], *, num_updates: int) -> None:
+        """Replaces weights and AdamW moments, as `PortableEngine.load` says."""
         for parameter in self.parameters():
-            self.optimizer.state[parameter] = adamw_state(parameter, step)
-
-    def after_load(self) -> None:
-        """Brings copies of a tied weight on one rank in line after `state_dict` was filled."""
+            self.optimizer.state[parameter] = adamw_state(parameter, num_updates)
+        fill(self.state_dict())
         if self.tied is not None:
+            # A rank with the first and the last stage has two copies, of which one was filled.
             self.tied.copy_to_output(self.optimizer)
 
     # Forward and backward -------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Manifest(Record):
         "of the steps: those whose update was dropped, so AdamW has done step - skipped", default=0
     )
     recent_losses: tuple[float, ...] = field_doc(
-        "what the next losses are judged by: `kit.trainer.guard`", default=()
+        "what the next losses are judged by: `kit.trainer.bad_steps`", default=()
     )
     time: float = field_doc("unix seconds")
     spec: ModelSpec = field_doc("model")

@@ -51,7 +51,7 @@ class CheckpointWriter:
         self.pending: tuple[Any, dict] | None = None
         self.copies: Any = None  # a future: done once the newest state is copied
         self.stall_s = 0.0
-        """Seconds for which training has waited for saves, since whoever records them took them."""
+        """Seconds for which training has waited for copies since `take_stall_s` was called."""
 
     def start(self, state: dict[str, Tensor], facts: dict) -> None:
         """Begins to copy `state` and then to write it. Change no tensor of it before
@@ -97,6 +97,12 @@ class CheckpointWriter:
         start = time.perf_counter()
         wait([self.copies])
         self.stall_s += time.perf_counter() - start
+
+    def take_stall_s(self) -> float:
+        """Returns the seconds for which training has waited for copies since the last call."""
+        stall_s = self.stall_s
+        self.stall_s = 0.0
+        return stall_s
 
     def poll(self) -> None:
         """Raises as `finish` once the pending checkpoint has failed; never waits.

@@ -1,4 +1,4 @@
-"""What is done beside the steps is a callback: all are called at the same four moments."""
+"""Extensions of the training loop, and the step that they see."""
 
 import dataclasses
 from typing import Any
@@ -8,34 +8,46 @@ from kit.engines.engine import StepResult
 
 @dataclasses.dataclass(kw_only=True)
 class Step:
-    """One step of this rank, from its launch until its row is in the metrics."""
+    """One optimizer step of this rank, from its launch until its row is in the metrics."""
 
     number: int
-    samples: int  # of the run so far, with this step's
+    samples: int
+    """Samples of the run so far, with those of this step."""
     learning_rate: float
-    start: float  # of time.perf_counter
-    data_s: float  # until its batch was there
-    launch_s: float  # then, until its launch returned: on a CPU it is computed by then
-    busy_s: float  # of these, in which this thread computed or waited for a core
-    begun: StepResult  # its loss and gradient norm, once they are there
-    work_s: float | None = None  # of this rank alone, where that is known
-    row: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the metrics
+    start: float
+    """Time at which the host began the step, by `time.perf_counter`."""
+    data_s: float
+    """Seconds until the batch was there."""
+    launch_s: float
+    """Seconds until the launch returned. On a CPU the step is computed by then."""
+    busy_s: float
+    """Seconds of `launch_s` in which this thread computed or waited for a core."""
+    begun: StepResult
+    """Loss and gradient norm, once the device has them."""
+    work_s: float | None = None
+    """Seconds that this rank worked without waiting for others, or None if unknown."""
+    row: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Row of the metrics. Empty until the step is finished."""
 
 
 class Callback:
-    """Something that is done beside the steps; every rank calls it at the same moments."""
+    """An extension of the training loop. All ranks call it at the same moments."""
 
     needs_each_result = False
-    """Whether no step may be launched before it has seen what the one before gave."""
+    """Whether the result of each step must be known before the next step is launched."""
+
+    def needs_finished_steps(self, step: int) -> bool:
+        """Returns whether all results must be known before `step` is launched."""
+        return False
 
     def on_start(self) -> None:
-        """Called before the first step, once the engine has its weights."""
+        """Called before the first step, when the engine has its weights."""
 
     def before_step(self, step: int) -> None:
-        """Called before a step is launched; a GPU may still be at the step before."""
+        """Called before a step is launched. A GPU may still work on the step before."""
 
     def after_step(self, step: Step) -> None:
-        """Called once the result of a step is there; may add to its row."""
+        """Called when the result of a step is known. May add to `step.row`."""
 
     def on_end(self) -> None:
         """Called after the last step, unless an error ends training."""

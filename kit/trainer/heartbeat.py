@@ -29,7 +29,7 @@ from cluster.heartbeats import (
 from cluster.outcome import RunDirectory
 from cluster.state import JobState, read_state, record_event, update_state
 from kit.run.alerts import Alert, AlertLog
-from kit.trainer.callback import Callback, Step
+from kit.trainer.callback import Step
 
 BEAT_EVERY_S = 1.0
 """Seconds between two heartbeats of a rank."""
@@ -82,7 +82,7 @@ class Notices:
                 record_event(self.directory, state.replace(reason=alert.message))
 
 
-class Heartbeat(Callback):
+class Heartbeat:
     """The heartbeat of a rank: what it did last.
 
     Args:

@@ -1,6 +1,6 @@
 """The training loop of one rank.
 
-It logs raw times and tokens only; MFU is derived by the reader.
+`Trainer.train` is the loop. It writes raw times and tokens only. Readers derive MFU from them.
 """
 
 import contextlib
@@ -26,129 +26,313 @@ from kit.run import Run
 from kit.run.metrics import MetricsWriter
 from kit.trainer import heartbeat
 from kit.trainer.background import Background
+from kit.trainer.bad_steps import BadStepPolicy
 from kit.trainer.batches import Batches
 from kit.trainer.callback import Callback, Step
+from kit.trainer.checkpoints import CheckpointManager, load_initial_weights
 from kit.trainer.heartbeat import Heartbeat, Notices
 from kit.trainer.hook import Hook
 from kit.trainer.profiler import Profiler
-from kit.trainer.recovery import Recovery
 from kit.trainer.requests import Requests
 from kit.trainer.telemetry import Telemetry, busy_s
 from kit.trainer.watchdog import Watchdog, patience_s
 
-ASKED_EVERY_S, ASKED_STEPS = 0.5, 32
-"""Seconds between two looks at what people ask for, and the most steps between them, of which
-any may be slow."""
+REQUESTS_EVERY_S = 0.5
+"""Seconds between two agreements of the ranks on requests to stop or to save."""
+REQUESTS_MAX_STEPS = 32
+"""Most steps between two such agreements, since any of the steps may be slow."""
 FLUSH_WAIT_S = 10.0
 """Longest wait, in seconds, for the metrics of the steps before a checkpoint."""
 END_WAIT_S = 60.0
 """Longest wait, in seconds, for the last metrics and the last state at the end of training."""
 FAILURE_WAIT_S = 10.0
 """Longest wait, in seconds, for the last metrics after an error, since other ranks wait too."""
-AHEAD_ON = ("cuda",)
-"""Devices that work on a step while this process launches the next, and reads only then what the
-step gave."""
+ASYNCHRONOUS_DEVICES = ("cuda",)
+"""Device types that work on a step while the host launches the next one."""
 
 
 class Trainer:
     """One rank of one attempt of a run."""
 
     def __init__(self, run: Run, *, attempt: int, device: torch.device) -> None:
-        self.run, self.recipe, self.plan, self.attempt = run, run.recipe, run.plan, attempt
-        self.rank, self.device = dist.get_rank(), device
-        self.control, self.home = control_group(), RunDirectory(run.directory)
-        # What a killed attempt left is in order, before any rank looks for a checkpoint.
-        saved = from_rank_0(run.checkpoints.recover, self.control)
+        self.run = run
+        self.recipe = run.recipe
+        self.plan = run.plan
+        self.attempt = attempt
+        self.rank = dist.get_rank()
+        self.device = device
+        self.control = control_group()
+        """Group of all ranks, on the CPU."""
+        self.home = RunDirectory(run.directory)
+
+        # A killed attempt may have left unfinished checkpoints. They are put in order before any
+        # rank looks for the newest one.
+        has_checkpoint = from_rank_0(run.checkpoints.recover, self.control)
         dataset = run.dataset()
         self.engine = build_engine(
             run.spec,
             self.plan,
             self.recipe,
             device,
-            initialise=not saved and not self.recipe.init_from,
+            initialise=not has_checkpoint and not self.recipe.init_from,
             document_end=dataset.eos_id if self.recipe.mask_documents else None,
         )
         self.batches = Batches(run, dataset, self.engine.data_rank, device)
+
         self.background = Background(self.home, self._report_disk)
         self.metrics = MetricsWriter(run.directory / "metrics.jsonl")
         self.requests = Requests(run.directory)
-        self.callbacks = self._make_callbacks()
-        """Called in this order: each finds in a step's row what those before it have added."""
-        self.step, self.samples = self.recovery.resume()
-        """Of launched steps, which are finished but for those in `launched`."""
-        self.launched: deque[Step] = deque()  # of which the device may still be at the last
-        waits = any(callback.needs_each_result for callback in self.callbacks)
-        works_ahead = self.plan.engine == "native" and device.type in AHEAD_ON
-        self.in_flight = 1 if works_ahead and not waits else 0
-        """How many steps may be launched whose results nobody has seen."""
-        self.rows: list[dict[str, Any]] = []
-        """Rows of finished steps that are not handed to the background yet."""
-        self.finished_at, self.ask_at = 0.0, 0
-
-    def _make_callbacks(self) -> list[Callback]:
-        run, control = self.run, self.control
-        self.notices = notices = Notices(run.directory, self.attempt)
-        self.heartbeat = Heartbeat(self.home, self.attempt, control, notices, self.background.wake)
+        self.notices = Notices(run.directory, attempt)
+        self.heartbeat = Heartbeat(
+            self.home, attempt, self.control, self.notices, self.background.wake
+        )
         self.watchdog = Watchdog(
             patience_s(self.recipe, self.plan),
             rank=self.rank,
             alive=self.heartbeat.answer,
             look_at_ranks=self.heartbeat.look_at_ranks,
             silent_ranks=self.heartbeat.silent_ranks,
-            dump=gpu.dump_flight_recorder if self.device.type == "cuda" else None,
+            dump=gpu.dump_flight_recorder if device.type == "cuda" else None,
         )
-        self.recovery = Recovery(
-            run,
-            self.engine,
-            control,
-            attempt=self.attempt,
-            watchdog=self.watchdog,
-            notices=notices,
+        self.telemetry = Telemetry(self.plan, device)
+        self.checkpoints = CheckpointManager(
+            run, self.engine, self.control, attempt=attempt, notices=self.notices
         )
-        self.profiler = Profiler(run, control, self.device, self.watchdog)
-        self.telemetry = Telemetry(self.plan, self.device)
-        hook = [Hook(run, self.engine, control, notices)] if self.recipe.hook else []
-        return [
-            self.profiler,
-            self.watchdog,
-            self.telemetry,
-            self.recovery,
-            *hook,
-            self.heartbeat,
-        ]
+        self.bad_steps = BadStepPolicy(
+            run, self.checkpoints, self.control, watchdog=self.watchdog, notices=self.notices
+        )
+        self.callbacks: list[Callback] = [Profiler(run, self.control, device, self.watchdog)]
+        """Extensions of the loop. They are called in this order."""
+        if self.recipe.hook:
+            self.callbacks.append(Hook(run, self.engine, self.control, self.notices))
+
+        self.step, self.samples = self._load_state()
+        """Steps and samples of the run so far, with those of launched steps."""
+        self.launched: deque[Step] = deque()
+        """Steps whose result was not read yet, oldest first."""
+        self.max_unfinished = 0
+        """Steps that may be launched and not finished when the next one is launched."""
+        works_ahead = self.plan.engine == "native" and device.type in ASYNCHRONOUS_DEVICES
+        if works_ahead and not self._needs_each_result():
+            self.max_unfinished = 1
+        self.rows: list[dict[str, Any]] = []
+        """Metrics of finished steps that the background does not have yet."""
+        self.finished_at = 0.0
+        """Time at which the last step finished, by `time.perf_counter`."""
+        self.next_agreement = 0
+        """Step after which the ranks agree on requests again."""
+
+    def _load_state(self) -> tuple[int, int]:
+        """Fills the engine from the newest valid checkpoint, or from the weights that the recipe
+        names. Returns (steps, samples) of the run so far.
+        """
+        manifest = self.checkpoints.load_latest()
+        if manifest is None:
+            if self.recipe.init_from:
+                load_initial_weights(self.recipe.init_from, self.run.spec, self.engine)
+            return 0, 0
+        self.bad_steps.restore(manifest)
+        if self.rank == 0:
+            written_on = counted(manifest.plan.num_devices, "device")
+            print(
+                f"resumed from step {manifest.step} (written on {written_on}, now"
+                f" {self.plan.num_devices})",
+                flush=True,
+            )
+        return manifest.step, manifest.samples
+
+    def _needs_each_result(self) -> bool:
+        """Returns whether no step may be launched before the result of the one before is known."""
+        if self.bad_steps.continues_after_bad_step:
+            return True
+        return any(callback.needs_each_result for callback in self.callbacks)
 
     def train(self) -> str:
-        """Runs until the recipe's last step or a request to stop; returns why it ended.
+        """Trains until the recipe's last step or a request to stop. Returns why training ended.
 
-        A GPU is given a step before the result of the one before is looked at: there are at most
-        `in_flight` such steps, and none when a checkpoint is made or held-out text is judged.
+        On a GPU a step is launched before the result of the one before is read: at most
+        `max_unfinished` steps are without a result, and none when a checkpoint is saved or the
+        validation loss is computed.
         """
-        stop, last_step = False, self.recipe.num_steps
-        with self._rows_of_a_failed_run_written():
-            self._start_background()
-            for callback in self.callbacks:
-                callback.on_start()
-            while self.step < last_step and not stop:
+        should_stop = False
+        with self._last_rows_written():
+            self._start()
+            while self.step < self.recipe.num_steps and not should_stop:
                 for callback in self.callbacks:
                     callback.before_step(self.step + 1)
-                self._launch_step()  # on the next batch
-                self._finish_steps(but=self.in_flight)  # their rows, then each callback.after_step
+                self._launch_step()  # next batch, forward, backward, clip, optimizer
+                self._finish_steps(self.max_unfinished)  # metrics row, reaction to a bad step
                 self.background.check()  # raises if this attempt has lost the run directory
-                stop, save = self._requests()
-                is_last = self.step == last_step
-                save |= stop or is_last or self._is_due(self.recipe.checkpoint_every)
-                validate = self._is_due(self.recipe.validation_every, is_last)
-                if save or validate or self.profiler.turns_before(self.step + 1):
+
+                should_stop, should_save = self._agree_on_requests()
+                is_last = self.step == self.recipe.num_steps
+                if should_stop or is_last or self._is_due(self.recipe.checkpoint_every):
+                    should_save = True
+                should_validate = self._is_due(self.recipe.validation_every, is_last)
+                if should_save or should_validate or self._needs_finished_steps():
                     self._finish_steps()
-                if validate:
+                if should_validate:
                     self._validate()
                 self._write_rows()
-                if save:
+                if should_save:
                     self._save()
+            self._end()
+        return self._report_end()
+
+    def _start(self) -> None:
+        """Starts the threads beside the loop."""
+        self._start_background()
+        self.watchdog.start()
+        for callback in self.callbacks:
+            callback.on_start()
+
+    def _launch_step(self) -> None:
+        """Launches one optimizer step on the next batch. A GPU works on it after the return."""
+        start = time.perf_counter()
+        learning_rate = self.recipe.learning_rate_at(self.step + 1)
+        batch = self.batches.at(self.samples)
+        loaded = time.perf_counter()
+        busy_before_s = busy_s()
+        result = self.engine.begin_step(batch, learning_rate, self.bad_steps.accepts)
+        self.step += 1
+        self.samples += self.plan.global_batch_size
+        self.launched.append(
+            Step(
+                number=self.step,
+                samples=self.samples,
+                learning_rate=learning_rate,
+                start=start,
+                data_s=loaded - start,
+                launch_s=time.perf_counter() - loaded,
+                busy_s=busy_s() - busy_before_s,
+                begun=result,
+            )
+        )
+
+    def _finish_steps(self, max_unfinished: int = 0) -> None:
+        """Finishes the oldest launched steps until `max_unfinished` are left."""
+        while len(self.launched) > max_unfinished:
+            step = self._read_result()
+            self.watchdog.after_step(step)
+            self.telemetry.after_step(step)
+            if stall_s := self.checkpoints.take_stall_s():
+                step.row["checkpoint_s"] = stall_s
+            self.bad_steps.after_step(step)
+            self.checkpoints.poll(step.number)
             for callback in self.callbacks:
-                callback.on_end()
-            self.background.check()
-        if self.step < last_step:
+                callback.after_step(step)
+            self.heartbeat.after_step(step)
+
+    def _read_result(self) -> Step:
+        """Waits for the oldest launched step. Returns it with its row of the metrics, which is
+        recorded even if the reaction to the step ends the run.
+        """
+        step = self.launched.popleft()
+        step.row = self._metrics_row(step)
+        self.rows.append(step.row)
+        return step
+
+    def _metrics_row(self, step: Step) -> dict[str, Any]:
+        loss, grad_norm = step.begun.read()
+        previous_finished_at = self.finished_at
+        self.finished_at = time.perf_counter()
+        # A step that was launched early waited until the device had finished the one before.
+        begun_at = max(previous_finished_at, step.start)
+        length = self.run.spec.sequence_length
+        batch_size = self.plan.global_batch_size
+        row = {
+            "step": step.number,
+            "attempt": self.attempt,
+            "time": time.time(),
+            "step_time_s": self.finished_at - begun_at,
+            "tokens": batch_size * length,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": step.learning_rate,
+            "data_s": round(step.data_s, 6),
+        }
+        row |= step.begun.seconds()
+        row |= self.engine.loss_scaling()
+        data_mix = shares(self.recipe, length, step.samples - batch_size, batch_size)
+        for name, share in data_mix.items():
+            row[f"share/{name}"] = share
+        return row
+
+    def _agree_on_requests(self) -> tuple[bool, bool]:
+        """Returns (should stop, should save), the same on all ranks.
+
+        Rank 0 finds the requests and broadcasts them. It also chooses the number of steps until the
+        next agreement, so that a request is honoured within about a second.
+        """
+        if self.step < min(self.next_agreement, self.recipe.num_steps):
+            return False, False
+        message = torch.zeros(4)
+        if self.rank == 0:
+            slowest_step_s = max(self.watchdog.times, default=math.inf)
+            num_steps = max(1, REQUESTS_EVERY_S // slowest_step_s)
+            message = torch.tensor(
+                [
+                    self.requests.take("stop", self.step),
+                    self.requests.take("checkpoint", self.step),
+                    self.heartbeat.must_gather(),
+                    min(REQUESTS_MAX_STEPS, num_steps),
+                ],
+                dtype=message.dtype,
+            )
+        dist.broadcast(message, src=0, group=self.control)
+        should_stop, should_save, should_gather, num_steps = message.tolist()
+        if should_gather:
+            self.heartbeat.gather()
+        self.next_agreement = self.step + int(num_steps)
+        return bool(should_stop), bool(should_save)
+
+    def _is_due(self, every: int | None, is_last: bool = False) -> bool:
+        """Returns whether something that happens `every` so many steps happens after this step."""
+        if every is None:
+            return False
+        return is_last or self.step % every == 0
+
+    def _needs_finished_steps(self) -> bool:
+        """Returns whether a callback needs all results before the next step is launched."""
+        next_step = self.step + 1
+        return any(callback.needs_finished_steps(next_step) for callback in self.callbacks)
+
+    def _validate(self) -> None:
+        """Adds the validation loss, and the seconds that it took, to the row of the last step."""
+        row = self.rows[-1]
+        start = time.perf_counter()
+        with self.watchdog.paused():
+            row["validation_loss"] = self.batches.validation_loss(self.engine)
+        row["validation_s"] = round(time.perf_counter() - start, 6)
+
+    def _write_rows(self) -> None:
+        """Hands the metrics of finished steps to the background."""
+        if self.rank == 0:
+            self.metrics.add(self.rows)
+        self.rows.clear()
+
+    def _save(self) -> None:
+        """Begins to write a checkpoint of the last step."""
+        if self.rank == 0:
+            with self.watchdog.paused():
+                # A run that resumes from this checkpoint has the metrics of all steps before it.
+                self.background.flush(FLUSH_WAIT_S)
+        self.background.check()
+        self.home.check()
+        with self.watchdog.paused():
+            self.checkpoints.save(self.step, self.samples, self.bad_steps.manifest_fields())
+
+    def _end(self) -> None:
+        """Ends callbacks and threads, and waits for the last checkpoint."""
+        for callback in self.callbacks:
+            callback.on_end()
+        self.watchdog.stop()
+        self.checkpoints.end()
+        self.background.check()
+
+    def _report_end(self) -> str:
+        """Writes the last state and metrics. Returns why training ended."""
+        if self.step < self.recipe.num_steps:
             state = JobState.STOPPING
             reason = f"stopped by request after step {self.step}; resume continues from there"
         else:
@@ -160,116 +344,23 @@ class Trainer:
         self.background.check()
         return reason
 
-    def _launch_step(self) -> None:
-        start = time.perf_counter()
-        learning_rate = self.recipe.learning_rate_at(self.step + 1)
-        batch = self.batches.at(self.samples)
-        loaded, busy = time.perf_counter(), busy_s()
-        begun = self.engine.begin_step(batch, learning_rate, self.recovery.accepts)
-        self.step += 1
-        self.samples += self.plan.global_batch_size
-        self.launched.append(
-            Step(
-                number=self.step,
-                samples=self.samples,
-                learning_rate=learning_rate,
-                start=start,
-                data_s=loaded - start,
-                launch_s=time.perf_counter() - loaded,
-                busy_s=busy_s() - busy,
-                begun=begun,
-            )
-        )
+    @contextlib.contextmanager
+    def _last_rows_written(self) -> Iterator[None]:
+        """Writes the metrics of all finished steps if an error ends training."""
+        try:
+            yield
+        except Exception as error:
+            # If the run directory is lost, this is why the rest failed, on every rank.
+            self.home.check()
+            # After a bad step the results of later steps mean nothing.
+            if not isinstance(error, RunError):
+                with contextlib.suppress(Exception):  # A failed device gives no more results.
+                    while self.launched:
+                        self.telemetry.after_step(self._read_result())
+            self._finish_background(FAILURE_WAIT_S)
+            raise
 
-    def _finish_steps(self, but: int = 0) -> None:
-        """Waits for all launched steps `but` so many, and shows them to the callbacks."""
-        while len(self.launched) > but:
-            step = self._finish_step()
-            for callback in self.callbacks:
-                callback.after_step(step)
-
-    def _finish_step(self) -> Step:
-        """Returns the first launched step, once its result is there, with its row, which is in the
-        metrics also where a callback ends the run.
-        """
-        step = self.launched.popleft()
-        step.row = self._row(step)
-        self.rows.append(step.row)
-        return step
-
-    def _row(self, step: Step) -> dict[str, Any]:
-        loss, grad_norm = step.begun.read()
-        before, self.finished_at = self.finished_at, time.perf_counter()
-        length, batch = self.run.spec.sequence_length, self.plan.global_batch_size
-        mix = shares(self.recipe, length, step.samples - batch, batch)
-        return {
-            "step": step.number,
-            "attempt": self.attempt,
-            "time": time.time(),
-            # Launched early, it had to wait its turn.
-            "step_time_s": self.finished_at - max(before, step.start),
-            "tokens": batch * length,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": step.learning_rate,
-            "data_s": round(step.data_s, 6),
-            **step.begun.seconds(),
-            **self.engine.loss_scaling(),
-            **{f"share/{name}": share for name, share in mix.items()},
-        }
-
-    def _requests(self) -> tuple[bool, bool]:
-        """Returns whether to stop and whether to checkpoint: found by rank 0, agreed by all at this
-        step boundary.
-
-        Rank 0 says too after how many steps all of them ask again, so that an answer takes no more
-        than about a second.
-        """
-        if self.step < min(self.ask_at, self.recipe.num_steps):
-            return False, False
-        asked = torch.zeros(4)
-        if self.rank == 0:
-            slowest_s = max(self.watchdog.times, default=math.inf)
-            asked = torch.tensor(
-                [
-                    self.requests.take("stop", self.step),
-                    self.requests.take("checkpoint", self.step),
-                    self.heartbeat.must_gather(),
-                    min(ASKED_STEPS, max(1, ASKED_EVERY_S // slowest_s)),
-                ],
-                dtype=asked.dtype,
-            )
-        dist.broadcast(asked, src=0, group=self.control)
-        stop, save, gather, steps = asked.tolist()
-        if gather:
-            self.heartbeat.gather()
-        self.ask_at = self.step + int(steps)
-        return bool(stop), bool(save)
-
-    def _is_due(self, every: int | None, is_last: bool = False) -> bool:
-        return every is not None and (is_last or self.step % every == 0)
-
-    def _validate(self) -> None:
-        """Adds the validation loss, and the seconds that it took, to the row of the last step."""
-        row = self.rows[-1]
-        start = time.perf_counter()
-        with self.watchdog.paused():
-            row["validation_loss"] = self.batches.validation_loss(self.engine)
-        row["validation_s"] = round(time.perf_counter() - start, 6)
-
-    def _save(self) -> None:
-        if self.rank == 0:
-            with self.watchdog.paused():
-                # A run that resumes from this checkpoint has the metrics of all steps before it.
-                self.background.flush(FLUSH_WAIT_S)
-        self.background.check()
-        self.home.check()
-        self.recovery.save(self.step, self.samples)
-
-    def _write_rows(self) -> None:
-        if self.rank == 0:
-            self.metrics.add(self.rows)
-        self.rows.clear()
+    # The thread for monitoring files --------------------------------------------------------------
 
     def _start_background(self) -> None:
         """Starts the thread that reads and writes the monitoring files of this rank."""
@@ -307,17 +398,3 @@ class Trainer:
             self.notices.add("disk", problem, self.step)
         else:
             print(f"WARNING: rank {self.rank}: {problem}", file=sys.stderr, flush=True)
-
-    @contextlib.contextmanager
-    def _rows_of_a_failed_run_written(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            # where the directory is gone, that is why the rest failed, on every rank
-            self.home.check()
-            if not isinstance(error, RunError):  # else they come after a bad one
-                with contextlib.suppress(Exception):  # a device that has failed tells nothing more
-                    while self.launched:
-                        self.telemetry.after_step(self._finish_step())
-            self._finish_background(FAILURE_WAIT_S)
-            raise

@@ -36,15 +36,15 @@ class Profiler(Callback):
         self.is_on = False
         self.recording: torch.profiler.profile | None = None
 
-    def turns_before(self, step: int) -> bool:
-        """Returns whether recording begins or ends before a step, whose device must have finished
-        all others then; a run may resume among the steps to record.
+    def needs_finished_steps(self, step: int) -> bool:
+        """Returns whether recording begins or ends before `step`. A run may resume among the steps
+        to record.
         """
         return self.is_on != (self.first <= step <= self.last)
 
     def before_step(self, step: int) -> None:
         """Begins to record, or writes what was recorded until now."""
-        if self.turns_before(step):
+        if self.needs_finished_steps(step):
             with self.watchdog.paused():
                 self._end() if self.is_on else self._begin(step)
 

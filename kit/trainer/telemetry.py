@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kit.config.plan import Plan
-from kit.trainer.callback import Callback, Step
+from kit.trainer.callback import Step
 
 COLLECT_EVERY = 20
 """Steps. The model's cycles hold no tensors; an eager step with selective recomputation leaves some
@@ -25,7 +25,7 @@ PROBE_SIZE, PROBE_PRODUCTS, PROBE_PARTS = 4096, 12, 5
 """5 x 12 products of 0.14 TFLOP: some 15 ms on an H100, 50 ms on half an MI250X."""
 
 
-class Telemetry(Callback):
+class Telemetry:
     """Adds to each row the memory of this rank and, on a CPU, how long it waited for others."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.engines import gpu
 from kit.torch_private import on_compile
-from kit.trainer.callback import Callback, Step
+from kit.trainer.callback import Step
 
 TICK_S = 0.5
 STEPS, REMEMBERED = 10, 20
@@ -51,7 +51,7 @@ def patience_s(recipe: Recipe, plan: Plan) -> float | None:
     return recipe.hung_after_s if is_asked or plan.num_devices <= MANY else MANY_LIMIT_S
 
 
-class Watchdog(Callback):
+class Watchdog:
     """Watches the steps of this rank from a thread of its own.
 
     Args:
@@ -84,8 +84,8 @@ class Watchdog(Callback):
         self.pauses = 1  # until the first step is done
         self.ended = threading.Event()
 
-    def on_start(self) -> None:
-        """Begins the watch, and to hear of compilations."""
+    def start(self) -> None:
+        """Starts to watch, and to listen to torch's compiler."""
         on_compile(self.compile_begins, self.compile_ends)
         if self.limit_s is not None:
             threading.Thread(target=self._watch, args=(self.limit_s,), daemon=True).start()
@@ -123,8 +123,8 @@ class Watchdog(Callback):
         finally:
             self.pauses -= 1
 
-    def on_end(self) -> None:
-        """Ends the watch."""
+    def stop(self) -> None:
+        """Ends the thread."""
         self.ended.set()
 
     def _watch(self, least_s: float) -> None:

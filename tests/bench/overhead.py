@@ -146,11 +146,14 @@ def beside(folder: Path, data: str, steps: int, spec: ModelSpec) -> list[dict[st
         setattr(owner, method, timed)
 
     for callback in trainer.callbacks:
-        # what a heartbeat does each second is told by its files, what it does each step by the rest
-        is_heartbeat = callback is trainer.heartbeat
-        name = "steps remembered" if is_heartbeat else type(callback).__name__.lower()
+        name = type(callback).__name__.lower()
         watch(callback, "before_step", name)
         watch(callback, "after_step", name)
+    watch(trainer.watchdog, "after_step", "watchdog")
+    watch(trainer.telemetry, "after_step", "telemetry")
+    watch(trainer.bad_steps, "after_step", "recovery")
+    watch(trainer.checkpoints, "poll", "recovery")
+    watch(trainer.heartbeat, "after_step", "steps remembered")
     # Called by another thread, which competes for the interpreter with the steps.
     watch(heartbeat, "tell", BEAT)
     watch(heartbeat, "update_state", BEAT)

@@ -153,8 +153,8 @@ def test_what_is_done_beside_the_engine_is_told_by_who_does_it(
 ) -> None:
     monkeypatch.setattr(overhead.heartbeat, "BEAT_EVERY_S", 0.1)
     monkeypatch.setattr(background, "PASS_EVERY_S", 0.02)
-    monkeypatch.setattr(overhead.loop, "ASKED_STEPS", 8)
-    monkeypatch.setattr(overhead.loop, "ASKED_EVERY_S", 60)
+    monkeypatch.setattr(overhead.loop, "REQUESTS_MAX_STEPS", 8)
+    monkeypatch.setattr(overhead.loop, "REQUESTS_EVERY_S", 60)
     found = overhead.measure_beside(tmp_path, tiny_dataset, steps=100, spec=spec)
     assert {_sizeless(each.name) for each in found} == documented("beside")
     step, look, beat, whole = found

@@ -25,7 +25,7 @@ def ahead(*then: Callable[[int], None]) -> Callable[[int], None]:
     """Returns a sabotage: this CPU runs behind its process; and others."""
 
     def sabotage(rank: int) -> None:
-        loop.AHEAD_ON = ("cpu",)
+        loop.ASYNCHRONOUS_DEVICES = ("cpu",)
         launch = Trainer._launch_step
 
         def told(self):
@@ -130,13 +130,15 @@ def test_a_step_that_fails_is_told_when_its_turn_comes(prepare, sabotage):
 
 
 @pytest.mark.parametrize(
-    ("every_s", "steps"), [(1e9, loop.ASKED_STEPS), (0.0, 1)], ids=["now and then", "slow steps"]
+    ("every_s", "steps"),
+    [(1e9, loop.REQUESTS_MAX_STEPS), (0.0, 1)],
+    ids=["now and then", "slow steps"],
 )
 def test_all_ranks_agree_on_requests_at_the_same_steps(prepare, every_s, steps):
     run = prepare("asked", num_steps=100_000, checkpoint_every=None)
 
     def counted(_: int) -> None:
-        loop.ASKED_EVERY_S, take = every_s, Requests.take
+        loop.REQUESTS_EVERY_S, take = every_s, Requests.take
 
         def looked(self, request, step):
             print(f"look for {request} after step {step}", flush=True)
@@ -147,7 +149,7 @@ def test_all_ranks_agree_on_requests_at_the_same_steps(prepare, every_s, steps):
     attempt = Attempt(run, 1, counted)
     attempt.until_step(3)
     ask(run.directory, "checkpoint")
-    attempt.until_step(3 + 2 * loop.ASKED_STEPS)
+    attempt.until_step(3 + 2 * loop.REQUESTS_MAX_STEPS)
     taken = read_taken(run.directory, "checkpoint")
     ask(run.directory, "stop")
     assert attempt.wait() == [0, 0]

@@ -47,17 +47,17 @@ def full_between(
     filler = run.directory.parent / "filler"
 
     def sabotage(rank: int) -> None:
-        heartbeat.BEAT_EVERY_S = loop.ASKED_EVERY_S = 0.0
+        heartbeat.BEAT_EVERY_S = loop.REQUESTS_EVERY_S = 0.0
         background.PASS_EVERY_S = 0.01
 
         def meddle(trainer: Trainer) -> None:
             if rank == 0 and trainer.step + 1 == full_at:
-                trainer.recovery.checkpoints.finish()  # else the save of an earlier step fails
+                trainer.checkpoints.finish()  # else the save of an earlier step fails
                 fill(filler)
                 # Afterwards: the background would take it at once, while there is room.
                 (run.directory / "control").mkdir()
                 (run.directory / "control" / "request_checkpoint").touch()
-                trainer.recovery.notices.add("hook", f"told on a full disk {'.' * 5000}", full_at)
+                trainer.notices.add("hook", f"told on a full disk {'.' * 5000}", full_at)
             if trainer.step + 1 >= full_at:
                 print("." * 5000, flush=True)
                 if rank == 0:

@@ -145,11 +145,10 @@ def go_on(spec: ModelSpec, plan: Plan, directory: Path, steps: range) -> list[tu
     engine = build_engine(spec, plan, RECIPE, CPU, initialise=not steps.start)
     mine = batches(spec, plan, engine.data_rank)
     if steps.start:
-        engine.restore_optimizer(steps.start)
         checkpoints = Checkpoints(directory)
         manifest = checkpoints.describe(steps.start)
-        CheckpointTensors(checkpoints, manifest, spec).fill_all(engine.state_dict())
-        engine.after_load()
+        tensors = CheckpointTensors(checkpoints, manifest, spec)
+        engine.load(tensors.fill_all, num_updates=steps.start)
         engine.validation_loss(mine[0])  # leaves what was loaded as it is
     found = [engine.train_step(mine[step], 1e-3) for step in steps]
     writer = writer_in(directory)

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from kit.run import Run
 from kit.run.checkpoint import MANIFEST, Checkpoints, Manifest, checksum
 from kit.run.checkpoint_reader import CheckpointTensors, TensorsOnlyReader
 from kit.run.checkpoint_writer import CheckpointWriter
-from kit.trainer.recovery import PortableCheckpoints
+from kit.trainer.checkpoints import PortableCheckpoints
 from tests.support.checkpoints import facts, writer_in
 from tests.support.workers import local_run, run_ranks
 
@@ -227,14 +228,15 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
     saver.wait_for_copies = wait
     saver.save(facts(run.spec, 2))
     # Training goes on: a forward and a backward pass.
-    saver.stall_s, weight = 0.0, engine.state["weight"]
+    saver.take_stall_s()
+    weight = engine.state["weight"]
     weight.grad = torch.ones_like(weight)
     engine.optimizer.step()
     waited = may_copy.is_set() and bool((weight != 0).all())
     saver.finish()
     read = {"weight": torch.ones(2)}
     load(run.checkpoints, 2, read, run.spec)
-    return read["weight"].tolist(), waited, saver.stall_s
+    return read["weight"].tolist(), waited, saver.take_stall_s()
 
 
 def test_a_save_is_copied_beside_a_step_and_before_its_update(tmp_path, spec, recipe) -> None:
@@ -271,11 +273,8 @@ class Engine:
         self.state = {name: torch.zeros(2) for name in names}
         self.optimizer = torch.optim.SGD(list(self.state.values()), lr=1.0)
 
-    def restore_optimizer(self, step: int) -> None:
-        pass
-
-    def after_load(self) -> None:
-        pass
+    def load(self, fill: Callable[[dict[str, torch.Tensor]], None], *, num_updates: int) -> None:
+        fill(self.state)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self.state

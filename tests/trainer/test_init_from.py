@@ -19,7 +19,7 @@ from kit.interop.weights.hugging_face import export_hugging_face, import_hugging
 from kit.interop.weights.hugging_face_config import load_spec
 from kit.model import build_decoder
 from kit.run import Run
-from kit.trainer.recovery import start_from
+from kit.trainer.checkpoints import load_initial_weights
 from tests.support.attempts import finished
 from tests.support.parity import build, make_plan
 from tests.support.workers import local_run, run_ranks
@@ -62,7 +62,7 @@ def their_loss(folder: Path, samples: torch.Tensor) -> float:
 def first_losses(spec: ModelSpec, plan: Plan, folder: Path, samples: torch.Tensor) -> list[float]:
     """Returns the losses of two steps on the same samples."""
     engine = build(spec, plan, Recipe(data="none", num_steps=2), initialise=False)
-    start_from(str(folder), spec, engine)
+    load_initial_weights(str(folder), spec, engine)
     share = BATCH // plan.data_parallel
     mine = samples[engine.data_rank * share :][:share]
     return [engine.train_step(mine, 1e-2)[0] for _ in range(2)]

@@ -5,7 +5,7 @@ import pytest
 
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
-from kit.trainer.guard import Guard
+from kit.trainer.bad_steps import StepJudge
 from kit.trainer.spikes import WINDOW, bad_start, spikes, stands_out
 
 
@@ -91,15 +91,15 @@ def test_a_healthy_start_is_none(first: float, every: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_guard_and_alerts_judge_every_loss_alike(seed: int) -> None:
+def test_judge_and_alerts_judge_every_loss_alike(seed: int) -> None:
     random, loss = np.random.default_rng(seed), losses(1000, seed)
     loss[random.choice(1000, size=60)] += random.uniform(0.2, 3, size=60)
     loss[random.choice(1000, size=10)] = np.nan
     recipe, answered = Recipe(data="data", num_steps=1000, on_nan="skip", on_spike="skip"), []
-    guard = Guard(recipe, Plan())
+    judge = StepJudge(recipe, Plan())
     for row, value in enumerate(loss.tolist()):
-        answer, what = guard.judge(value, 1.0)
-        guard.note(answer, what, value)
+        answer, what = judge.judge(value, 1.0)
+        judge.record(answer, what, value)
         answered += [row] if "spike" in what else []
         assert ("spike" in what) == stands_out(value, loss[:row].tolist()[-2 * WINDOW :])
     assert answered == [row for row, _ in spikes(loss)] and len(answered) > 10

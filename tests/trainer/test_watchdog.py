@@ -32,7 +32,7 @@ def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **sett
         usual = {"rank": 0, "alive": lambda: None, "look_at_ranks": lambda: None}
         usual["silent_ranks"] = list
         dog = Watchdog(**usual | settings)
-        dog.on_start()
+        dog.start()
         act(dog)
         time.sleep(30)
         os._exit(0)

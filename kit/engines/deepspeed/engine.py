@@ -5,6 +5,7 @@ With tensor, pipeline and data parallelism and ZeRO 1 this is the Frontier paper
 2312.12705).
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,7 +83,6 @@ class DeepSpeedEngine(PortableEngine):
         if plan.zero_stage == 0:
             self.optimizer.register_step_pre_hook(self._clip)
         self.state = ShardedState(self.engine, self.optimizer)
-        self.to_load: dict[str, Tensor] | None = None
 
     def _groups(self) -> SimpleNamespace | None:
         """Returns Megatron's `mpu`, by which DeepSpeed asks for groups of ranks.
@@ -198,22 +198,21 @@ class DeepSpeedEngine(PortableEngine):
         return {name: parameter for layer in layers for name, parameter in layer.named_parameters()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns weights and moments by global name: gathered over the replicas, and each kept on
-        one of them only.
+        """Returns weights and moments by global name, gathered over the replicas. Each tensor is
+        returned by one replica only.
+        """
+        return self._gathered(of_all=False)
 
-        After `restore_optimizer`, every replica gets all of them, to be filled; `after_load` then
-        takes them over.
+    def _gathered(self, of_all: bool) -> dict[str, Tensor]:
+        """Returns weights and moments by global name, gathered over the replicas: all of them, or
+        those that this replica saves. All replicas must call it.
         """
         state: dict[str, Tensor] = {}
         for number, (name, parameter) in enumerate(self.named_parameters().items()):
             values = self.state.read(parameter)
-            if self.to_load is not None or number % self.plan.data_parallel == self.data_rank:
-                state |= {
-                    state_key(kind, name): self._whole(value, name)
-                    for kind, value in values.items()
-                }
-        if self.to_load is not None:
-            self.to_load = state
+            if of_all or number % self.plan.data_parallel == self.data_rank:
+                for kind, value in values.items():
+                    state[state_key(kind, name)] = self._whole(value, name)
         return state
 
     def _whole(self, value: Tensor, name: str) -> Tensor:
@@ -223,19 +222,13 @@ class DeepSpeedEngine(PortableEngine):
             return value
         return DTensor.from_local(value, self.tensor_mesh, (Shard(dim),), run_check=False)
 
-    def restore_optimizer(self, step: int) -> None:
-        """Gives every weight the AdamW state that it has after `step` steps; `state_dict` is to
-        be filled next.
-        """
-        self.state.allocate_moments(step)
-        self.to_load = {}
-
-    def after_load(self) -> None:
-        """Takes over what was loaded into `state_dict`."""
-        loaded, self.to_load = self.to_load, None
-        assert loaded, "restore_optimizer and state_dict come first"
+    def load(self, fill: Callable[[dict[str, Tensor]], None], *, num_updates: int) -> None:
+        """Replaces weights and AdamW moments, as `PortableEngine.load` says."""
+        self.state.allocate_moments(num_updates)
+        tensors = self._gathered(of_all=True)
+        fill(tensors)
         for name, parameter in self.named_parameters().items():
-            values = {kind: local(loaded[state_key(kind, name)]) for kind in ("weight", *MOMENTS)}
+            values = {kind: local(tensors[state_key(kind, name)]) for kind in ("weight", *MOMENTS)}
             self.state.write(parameter, values)
 
 

@@ -29,13 +29,15 @@ those that are not."""
 
 
 class NxdCheckpoints:
-    """What `kit.trainer.recovery.PortableCheckpoints` is for other engines."""
+    """Writes and reads the checkpoints of engine neuron. Other engines use
+    `kit.trainer.checkpoints.PortableCheckpoints`.
+    """
 
     def __init__(self, run: Run, engine: NeuronEngine, *, attempt: int) -> None:
         self.checkpoints, self.spec, self.engine = run.checkpoints, run.spec, engine
         self.attempt, self.recipe = attempt, run.recipe
         self.pending: dict[str, Any] | None = None  # facts of what NxD writes
-        self.stall_s, self.steps_to_settle = 0.0, 0
+        self.steps_to_settle = 0
         self.completing: Future[None] | None = None
         # To look at files behind training.
         self.thread, self.group = ThreadPoolExecutor(1), cpu_group("checkpoint")
@@ -70,6 +72,10 @@ class NxdCheckpoints:
                 self._begin_to_complete(self.pending)
         elif self.completing is not None and self.completing.done():
             self.finish()
+
+    def take_stall_s(self) -> float:
+        """Returns 0, since training waits for NxD within `save` only."""
+        return 0.0
 
     def finish(self) -> None:
         """Waits until the pending checkpoint, if any, is complete."""

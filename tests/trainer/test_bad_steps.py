@@ -12,7 +12,8 @@ from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.errors import ConfigError, RunError
-from kit.trainer.guard import PATIENCE, Guard, check_recipe
+from kit.trainer.bad_steps import MAX_BAD_STEPS, StepJudge
+from kit.trainer.recipe_rules import check_recipe
 from kit.trainer.spikes import WINDOW
 from tests.support.parity import batches, build, make_plan
 from tests.support.workers import run_ranks
@@ -21,29 +22,29 @@ RECIPE = Recipe(data="data", num_steps=100)
 
 
 def test_what_is_not_finite_is_answered_as_the_recipe_says():
-    guard = Guard(RECIPE.replace(on_nan="skip"), Plan())
-    assert guard.judge(2.0, 1.0) == ("go on", "")
-    assert guard.judge(math.nan, 1.0) == ("skip", "the loss is nan")
-    assert guard.judge(2.0, math.inf) == ("skip", "the gradient norm is inf")
+    judge = StepJudge(RECIPE.replace(on_nan="skip"), Plan())
+    assert judge.judge(2.0, 1.0) == ("go on", "")
+    assert judge.judge(math.nan, 1.0) == ("skip", "the loss is nan")
+    assert judge.judge(2.0, math.inf) == ("skip", "the gradient norm is inf")
 
 
 def test_gradients_that_overflow_in_fp16_are_the_engines_own_affair():
-    guard = Guard(RECIPE, Plan(engine="deepspeed", precision="fp16", zero_stage=1))
-    assert guard.judge(2.0, math.inf)[0] == "go on"
-    assert guard.judge(math.nan, 1.0)[0] == "stop"
+    judge = StepJudge(RECIPE, Plan(engine="deepspeed", precision="fp16", zero_stage=1))
+    assert judge.judge(2.0, math.inf)[0] == "go on"
+    assert judge.judge(math.nan, 1.0)[0] == "stop"
 
 
 def test_spike_is_seen_only_beside_enough_losses_and_patience_ends():
-    guard = Guard(RECIPE.replace(on_spike="skip"), Plan())
+    judge = StepJudge(RECIPE.replace(on_spike="skip"), Plan())
     for i in range(WINDOW):
-        assert guard.judge(100.0, 1.0)[0] == "go on", "too few losses to judge by"
-        guard.note("go on", "", 2.0 + 0.01 * (i % 5))
-    answer, what = guard.judge(3.0, 1.0)
-    assert answer == "skip" and "spike" in what and guard.judge(2.04, 1.0)[0] == "go on"
-    for _ in range(PATIENCE - 1):
-        guard.note(answer, what, 3.0)
+        assert judge.judge(100.0, 1.0)[0] == "go on", "too few losses to judge by"
+        judge.record("go on", "", 2.0 + 0.01 * (i % 5))
+    answer, what = judge.judge(3.0, 1.0)
+    assert answer == "skip" and "spike" in what and judge.judge(2.04, 1.0)[0] == "go on"
+    for _ in range(MAX_BAD_STEPS - 1):
+        judge.record(answer, what, 3.0)
     with pytest.raises(RunError, match="skip does not help"):
-        guard.note(answer, what, 3.0)
+        judge.record(answer, what, 3.0)
 
 
 PROFILED = {"profile_steps": (1, 2)}

@@ -1,0 +1,210 @@
+"""The reaction to a bad step: a loss or gradient norm that is not finite, or a loss spike.
+
+The recipe chooses one of three reactions.
+
+stop        nothing is written after the bad step, so the newest checkpoint is from before it. A GPU
+            has the next step already, and nobody reads its result.
+skip        the update is dropped and training continues with the next batch (native engine)
+roll_back   weights and optimizer return to the newest checkpoint, and the data since then is left
+            out (native engine)
+
+The number of steps grows in each case: every step reads a batch of its own and has its line in the
+metrics, with the number of dropped updates in `skipped`. AdamW counts the applied updates only,
+step - skipped. Rolling back and leaving out data is what PaLM did (arXiv 2204.02311, section 5.1).
+For `skip` and `roll_back` the host waits for the GPU after each step.
+"""
+
+import math
+import statistics
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from cluster.record import counted
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.errors import RunError
+from kit.run import Run
+from kit.run.checkpoint import Manifest
+from kit.trainer.callback import Step
+from kit.trainer.checkpoints import CheckpointManager
+from kit.trainer.heartbeat import Notices
+from kit.trainer.spikes import WINDOW, stands_out
+from kit.trainer.watchdog import Watchdog
+
+MAX_BAD_STEPS = 10
+"""Bad steps in a row after which training ends, since skipping and rolling back did not help."""
+
+Reaction = Literal["go on", "stop", "skip", "roll_back"]
+"""Reactions to a step, the mildest first."""
+REACTIONS: tuple[Reaction, ...] = get_args(Reaction)
+
+
+class StepJudge:
+    """Judges the steps of one attempt by their loss and gradient norm.
+
+    All ranks see the same losses, so all come to the same result unless a fault is local to a rank.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan) -> None:
+        self.recipe = recipe
+        self.recent: tuple[float, ...] = ()
+        """Finite losses that the next loss is compared with (`kit.trainer.spikes`), oldest first,
+        without repetitions."""
+        self.bad_in_a_row = 0
+        # In fp16 an overflow of the gradient is the engine's sign to lower the loss scale. The
+        # engine skips that step itself.
+        self.judges_gradient_norm = plan.precision != "fp16"
+
+    def judge(self, loss: float, grad_norm: float) -> tuple[Reaction, str]:
+        """Returns (reaction, what is wrong with the step). Changes nothing."""
+        if not math.isfinite(loss):
+            return self.recipe.on_nan, f"the loss is {loss}"
+        if self.judges_gradient_norm and not math.isfinite(grad_norm):
+            return self.recipe.on_nan, f"the gradient norm is {grad_norm}"
+        if self.recipe.on_spike != "ignore" and stands_out(loss, self.recent):
+            median = statistics.median(self.recent)
+            problem = f"the loss of {loss:.4g} is a spike (median before {median:.4g})"
+            return self.recipe.on_spike, problem
+        return "go on", ""
+
+    def record(self, reaction: Reaction, problem: str, loss: float) -> None:
+        """Takes a judged step into account for the next ones.
+
+        Raises:
+            RunError: MAX_BAD_STEPS steps in a row were bad.
+        """
+        if math.isfinite(loss) and loss not in self.recent[-1:]:
+            self.recent = (*self.recent, loss)[-WINDOW:]
+        if reaction == "go on":
+            self.bad_in_a_row = 0
+            return
+        self.bad_in_a_row += 1
+        if self.bad_in_a_row >= MAX_BAD_STEPS:
+            raise RunError(
+                f"{self.bad_in_a_row} bad steps in a row, the last because {problem}: {reaction}"
+                " does not help. The newest checkpoint is from before them or holds none of their"
+                " updates. Lower recipe.learning_rate, or look at the data."
+            )
+
+
+class BadStepPolicy:
+    """One rank's part in the reaction to bad steps.
+
+    Args:
+        run: the run that is trained.
+        checkpoints: loads the checkpoint that is rolled back to.
+        group: group of all ranks, on the CPU.
+        watchdog: is paused while a checkpoint is loaded.
+        notices: where skipped steps are reported.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        checkpoints: CheckpointManager,
+        group: Any,
+        *,
+        watchdog: Watchdog,
+        notices: Notices,
+    ) -> None:
+        self.run = run
+        self.checkpoints = checkpoints
+        self.group = group
+        self.watchdog = watchdog
+        self.notices = notices
+        self.judge = StepJudge(run.recipe, run.plan)
+        self.skipped = 0
+        """Steps so far whose update was dropped."""
+        self.verdict: tuple[Reaction, str] | None = None
+        """Verdict on the step that the engine works on, if it was judged before its update."""
+        reactions = {run.recipe.on_nan, run.recipe.on_spike}
+        self.continues_after_bad_step = bool(reactions & {"skip", "roll_back"})
+        """Whether training may continue after a bad step. All ranks must agree on it then."""
+        self.accepts = self._accepts if "skip" in reactions else None
+        """Function that the engine asks before each update, or None if no update can be dropped."""
+
+    def restore(self, manifest: Manifest) -> None:
+        """Continues from the state that `manifest_fields` gave when a checkpoint was saved."""
+        self.judge.recent = manifest.recent_losses
+        self.skipped = manifest.skipped
+
+    def manifest_fields(self) -> dict[str, Any]:
+        """Returns the fields of a checkpoint's manifest that `restore` needs."""
+        return {"skipped": self.skipped, "recent_losses": self.judge.recent}
+
+    def after_step(self, step: Step) -> None:
+        """Reacts to a bad step as the recipe says. Adds to its row `skipped`, the number of updates
+        that were dropped. All ranks must call it.
+
+        Raises:
+            RunError: the recipe says to stop, or there is no checkpoint to roll back to.
+        """
+        loss = step.row["loss"]
+        # If updates can be dropped, the ranks agreed on the verdict before the update.
+        verdict = self.verdict or self._agree(loss, step.row["grad_norm"])
+        self.verdict = None
+        reaction, problem = verdict
+        if reaction != "go on":
+            with self.watchdog.paused():
+                self._react(reaction, problem, step)
+        self.judge.record(reaction, problem, loss)
+
+    def _react(self, reaction: Reaction, problem: str, step: Step) -> None:
+        if reaction == "stop":
+            self.checkpoints.finish()
+            raise RunError(_stop_message(self.run, step.number, problem))
+        skipped_before = self.skipped
+        if reaction == "roll_back":
+            result = self._roll_back(step.number)
+        else:
+            self.skipped += 1
+            result = "its update was dropped"
+        step.row["skipped"] = self.skipped - skipped_before
+        self.notices.add("guard", f"step {step.number}: {problem}; {result}", step.number)
+
+    def _roll_back(self, step: int) -> str:
+        """Loads the newest checkpoint. Returns what was done, for people."""
+        self.checkpoints.finish()
+        manifest = self.checkpoints.load_latest()
+        if manifest is None:
+            raise RunError(
+                f"step {step} is bad and there is no checkpoint to roll back to. Set"
+                " recipe.checkpoint_every."
+            )
+        self.restore(manifest)
+        left_out = step - manifest.step
+        self.skipped += left_out
+        return (
+            f"rolled back to the checkpoint of step {manifest.step}, the data of"
+            f" {counted(left_out, 'step')} is left out"
+        )
+
+    def _accepts(self, loss: float, grad_norm: float) -> bool:
+        """Returns whether a step may update the weights."""
+        self.verdict = self._agree(loss, grad_norm)
+        return self.verdict[0] != "skip"
+
+    def _agree(self, loss: float, grad_norm: float) -> tuple[Reaction, str]:
+        """Returns (reaction, problem), the strongest reaction of all ranks."""
+        reaction, problem = self.judge.judge(loss, grad_norm)
+        if self.continues_after_bad_step:
+            # A fault may be seen by one rank alone.
+            strongest = torch.tensor([REACTIONS.index(reaction)])
+            dist.all_reduce(strongest, dist.ReduceOp.MAX, group=self.group)
+            reaction = REACTIONS[int(strongest)]
+            problem = problem or "another rank says so"
+        return reaction, problem
+
+
+def _stop_message(run: Run, step: int, problem: str) -> str:
+    newest = max(run.checkpoints.steps(), default=None)
+    checkpoint = "There is no checkpoint yet"
+    if newest:
+        checkpoint = f"The checkpoint of step {newest} is from before it"
+    return (
+        f"stopped at step {step}: {problem}. {checkpoint}; nothing was overwritten. Look at data"
+        " and learning rate; to go on past it, launch again with recipe.on_nan or on_spike 'skip'"
+        " or 'roll_back' (engine native)."
+    )
