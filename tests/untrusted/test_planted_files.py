@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from cluster import liveness
 from kit import launcher
 from kit.interop.weights.hugging_face import export_run
 from tests.support import hostile
@@ -62,10 +63,10 @@ live logs RUN --follow
 OF_A_MODEL = """
 look generate MODEL a --tokens 1
 look eval MODEL --tasks TASK --limit 2 -o OUT/report.json
-look launch OUT/run --model RUN/spec.json --recipe RUN/recipe.json --data DATA --init-from MODEL
+look launch OUT/run --model RUN/spec.json --plan RUN/plan.json --recipe RUN/recipe.json --data DATA --init-from MODEL
 """
 """Commands that read a Hugging Face folder."""
-SAMPLE = 15
+SAMPLE = 60
 """Number of pairs of a case and a command that run without --thorough."""
 EACH = 5
 """Number of commands that run on each case with --thorough. They are others for each kind of file,
@@ -159,7 +160,7 @@ class Commands:
         """
         for row in sorted(set(rows)):
             self.prepare(None)
-            self.kit(row, ctrl_c_after_s=1.0 if row.startswith("live") else 60.0)
+            self.kit(row, ctrl_c_after_s=1.0 if follows(row) else 60.0)
 
     def kit(self, row: str, ctrl_c_after_s: float) -> hostile.Said:
         """Runs a command in this process."""
@@ -190,7 +191,6 @@ class Commands:
     def faults(self, case: Case, row: str) -> list[str]:
         """Returns what is wrong with one command on the run of one case."""
         self.prepare(case)
-        follows = row.startswith("live") or "--follow" in row
         if row.startswith("live"):
             try:
                 hostile.running(self.shared / "run")
@@ -203,7 +203,7 @@ class Commands:
             now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30), resource.RLIM_INFINITY))
             at_first = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            said = self.kit(row, 1.0 if follows else WALL_S)
+            said = self.kit(row, 1.0 if follows(row) else WALL_S)
             more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - at_first
             return said, 1024 * more
 
@@ -211,7 +211,7 @@ class Commands:
             said, more = in_a_child(work, VIEWER, limit_s=2 * WALL_S)
         except TimeoutError:
             return [f"{case}: {row}: it does not end, even by Ctrl-C"]
-        found = wrong_words(said, follows)
+        found = wrong_words(said, follows(row))
         found += [f"{more >> 20} MB"] if more > MORE_BYTES else []
         changed = {name for name, _ in before[1].items() ^ tree(self.shared).items()}
         if case.is_own:
@@ -224,10 +224,17 @@ class Commands:
         return [f"{case}: {row}: {fault}\n    {said.text[-1500:]}" for fault in found]
 
 
-def wrong_words(said: hostile.Said, follows: bool) -> list[str]:
-    """Returns what is wrong with the exit code and the words of a command."""
+def follows(row: str) -> bool:
+    """Returns whether a command runs until Ctrl-C while the job of its run lives."""
+    return row.startswith("live") or "--follow" in row or "watch RUN" in row
+
+
+def wrong_words(said: hostile.Said, is_ended: bool) -> list[str]:
+    """Returns what is wrong with the exit code and the words of a command. `is_ended` says whether
+    Ctrl-C may have ended it.
+    """
     found = []
-    if said.code not in ((0, 1, 130) if follows else (0, 1)):
+    if said.code not in ((0, 1, 130) if is_ended else (0, 1)):
         found.append(f"exit code {said.code}")
     if "Traceback" in said.text:
         found.append("a traceback")
@@ -262,6 +269,8 @@ def commands(tmp_path: Path, template: Path, tiny_dataset, monkeypatch) -> Comma
     monkeypatch.setenv("PATH", f"{calls.bin}:{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.setattr(launcher, "submit", lambda run, limit_s=None: run)
+    # A silent heartbeat counts as old without being watched for 5 s. tests/cluster tests that.
+    monkeypatch.setattr(liveness, "_enough_s", lambda state: 0.0)
     return Commands(tmp_path, template, calls, tiny_dataset)
 
 
