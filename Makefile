@@ -86,7 +86,7 @@ gallery: .venv/notebooks-installed  ## run all notebooks and keep their pictures
 validate: .venv/notebooks-installed  ## how far the planner is from what others measured: the whole table, kept in results/
 	$(BIN)/python -m tests.bench.exams
 
-bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of BENCHMARKS.md
+bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of docs/benchmarks.md
 	$(BIN)/python -m tests.bench
 
 # Needs no .venv, since a GPU machine may have no network. Without .venv it takes the first Python that can import torch and NumPy.
