@@ -4,18 +4,11 @@ FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
     $$name -c '$(FITS)' 2>/dev/null && { command -v $$name; break; }; done)
 BIN := .venv/bin
-# Of 24,000 modules an eighth is ever imported, and compiled then (9 s of a core): all of them would be 46 s.
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c .venv/constraints.txt
-# uv installs the same packages in less than half of pip's time. It reads none of pip's settings, so where pip looks is handed on; what
-# uv cannot reach (an index behind a password that only pip has) pip installs.
-UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --index-strategy unsafe-best-match -c .venv/constraints.txt
-PLACES = $(BIN)/pip config list | sed -nE "s/\\\\n/ /g; s/^.*\.(find-links|index-url|extra-index-url)='(.*)'$$/\1 \2/p" \
-    | awk '{ for (i = 2; i <= NF; i++) print "--" $$1, $$i }'
 export OMP_NUM_THREADS ?= 1
 
 SLURM := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 openssh-server rsync slurmdbd slurm-wlm-mysql-plugin mariadb-server
 
-.PHONY: demo quick quick-models quick-rest test system check pytest-ranks pytest-views pytest-rest pytest-faults pytest-notebooks pytest-later-notebooks pytest-launching lab gallery validate bench bench-gpu faults test-nxd nxd-source test-torch clean
+.PHONY: demo quick test system check lab gallery validate bench bench-gpu faults test-nxd nxd-source test-torch clean
 
 demo: .venv/notebooks-installed  ## train, resume and score a small model: executed notebook, figure and run directory in build/
 	$(BIN)/python -m kit.demo
@@ -28,49 +21,13 @@ system:  ## install Slurm, Chromium and faketime, which the tests of clocks need
 	    && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(SLURM) chromium faketime; \
 	else echo "Slurm, Chromium or faketime is missing, and it cannot be installed without root and apt-get: its tests will be skipped"; fi
 
-# Four at a time: faults and launching mostly wait (for Slurm, and for lost nodes to be noticed), so two that compute run beside them,
-# and four when those are done. With six a test got an eighth of a core on a slow machine, and ended at limits made for hangs.
-RANKS := tests/parallel tests/engines tests/faults tests/test_train.py
-VIEWS := tests/browser tests/interop tests/monitor tests/evaluate tests/papers
-test: system .venv/dev-installed  ## everything that CI runs: format, lint, types and all tests
-	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j4 \
-	    pytest-faults pytest-launching pytest-ranks pytest-notebooks pytest-later-notebooks pytest-rest pytest-views check
+test: system .venv/dev-installed  ## everything that CI runs: format, lint, types and all tests, in groups of tests/support/groups.py
+	$(BIN)/python -m tests.support.groups test
 
-# What only computes, of every room; tests/support/quick.py leaves the rest out. Two at a time.
-MODELS := tests/cluster tests/parallel tests/engines tests/trainer tests/interop tests/evaluate tests/data tests/model tests/run tests/truth
 quick: .venv/dev-installed  ## in three minutes, while one works: format, lint, and the quick tests of every room
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	+$(MAKE) --no-print-directory --output-sync=target --keep-going -j2 quick-models quick-rest
-
-quick-models:
-	$(BIN)/python -m pytest -q --quick --durations=5 $(MODELS)
-
-quick-rest:
-	$(BIN)/python -m pytest -q --quick --durations=5 $(MODELS:%=--ignore=%)
-
-pytest-ranks:
-	$(BIN)/python -m pytest -q --durations=25 $(RANKS)
-
-pytest-rest:
-	$(BIN)/python -m pytest -q --durations=25 --ignore tests/cluster --ignore tests/test_notebooks.py --ignore tests/test_readme.py \
-	    $(RANKS:%=--ignore=%) $(VIEWS:%=--ignore=%)
-
-pytest-views:
-	$(BIN)/python -m pytest -q --durations=25 $(VIEWS)
-
-pytest-faults:
-	$(BIN)/python -m pytest -q --durations=10 tests/cluster/test_faults.py
-
-LATER := 04_ or 05_ or 06_ or 07_
-pytest-notebooks:
-	$(BIN)/python -m pytest -q --durations=10 tests/test_readme.py tests/test_notebooks.py -k "not ($(LATER))"
-
-pytest-later-notebooks:
-	$(BIN)/python -m pytest -q --durations=10 tests/test_notebooks.py -k "$(LATER)"
-
-pytest-launching:
-	$(BIN)/python -m pytest -q --durations=10 --ignore tests/cluster/test_faults.py tests/cluster
+	$(BIN)/python -m tests.support.groups quick
 
 check: .venv/dev-installed  ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -86,7 +43,7 @@ gallery: .venv/notebooks-installed  ## run all notebooks and keep their pictures
 validate: .venv/notebooks-installed  ## how far the planner is from what others measured: the whole table, kept in results/
 	$(BIN)/python -m tests.bench.exams
 
-bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of BENCHMARKS.md
+bench: .venv/dev-installed  ## measure side by side on this machine; refreshes the tables of docs/benchmarks.md
 	$(BIN)/python -m tests.bench
 
 # Needs no .venv, since a GPU machine may have no network. Without .venv it takes the first Python that can import torch and NumPy.
@@ -133,14 +90,8 @@ $(BIN)/python:
 	    "https://www.python.org/downloads; one elsewhere is named so: make demo PYTHON=/path/to/python3"; exit 2; }
 	$(PYTHON) -m venv .venv
 
-# On a machine that offers a CPU build of torch (PIP_FIND_LINKS, or an index of its own) it is taken; else the CUDA one.
-# A torch that is in .venv already is kept: its release replaces the pinned one in .venv/constraints.txt.
-OWN_TORCH = ls -d .venv/lib/python3*/site-packages/torch-*.dist-info 2>/dev/null | sed -nE 's/.*\/torch-(.*)\.dist-info$$/\1/p'
 .venv/notebooks-installed: EXTRAS := notebooks
 .venv/dev-installed: EXTRAS := notebooks,dev
 .venv/notebooks-installed .venv/dev-installed: pyproject.toml constraints.txt | $(BIN)/python
-	@own=$$($(OWN_TORCH)); sed "$${own:+s/^torch==.*/torch==$$own/}" constraints.txt > .venv/constraints.txt
-	$(PIP) uv
-	@echo "$(UV) -e '.[$(EXTRAS)]'"
-	@$(UV) $$($(PLACES)) -e ".[$(EXTRAS)]" || $(PIP) -e ".[$(EXTRAS)]"
+	sh requirements/install.sh $(EXTRAS)
 	touch .venv/notebooks-installed $@

@@ -44,8 +44,9 @@ def test_environment_yml_equals_pyproject():
 
 @pytest.mark.parametrize("own", [None, "2.10.0+rocm7.1"])
 def test_make_keeps_an_installed_torch(own, tmp_path):
-    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "requirements").mkdir()
+    for name in ("Makefile", "constraints.txt", "pyproject.toml", "requirements/install.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").touch()
     if own:

@@ -6,7 +6,7 @@ from tests.gallery import GALLERY, NOTEBOOKS
 from tests.support.prose import evidence, markdown, prose, unseen
 
 SAID = {
-    "20": "seconds, about; see BENCHMARKS.md",
+    "20": "seconds, about; see docs/benchmarks.md",
     "1.5": "of make validate",
     "22": "of make validate",
     "1.2": "of make validate",

@@ -7,8 +7,8 @@ their number times their height counts. The noise is what second differences of 
 apart are made of, which neither a steady fall nor a rise is.
 
 A learning rate that rises again, after which a loss rises for a while, and new data begin the
-comparison anew. What it finds, how late, and on which healthy runs it was tried stands in LOG.md.
-No torch.
+comparison anew. What it finds, how late, and on which healthy runs it was tried is in
+`docs/decisions/024-spikes-and-rises-of-the-loss.md`. No torch.
 """
 
 import statistics
@@ -26,8 +26,8 @@ LAG = 2
 """Blocks between the levels of a second difference; lines for more steps than a block are
 compared with the next."""
 NOISES, LEAST_RISE = 7.0, 0.015
-"""Above the lowest level: standard deviations of a level, and share of it. See LOG.md for what
-less of it gives."""
+"""Above the lowest level: standard deviations of a level, and share of it. What less of it gives is
+in `docs/decisions/024-spikes-and-rises-of-the-loss.md`."""
 LONGEST_LINE = 10_000
 RATE_RISE = 1.01
 

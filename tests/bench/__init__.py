@@ -1,4 +1,4 @@
-"""The benchmarks behind BENCHMARKS.md, and what makes its tables; `python -m tests.bench` runs
+"""The benchmarks behind docs/benchmarks.md, and what makes its tables; `python -m tests.bench` runs
 them.
 
 A benchmark is a function that measures and returns rows. It gets `workplace`, an empty folder, and

@@ -1,5 +1,5 @@
 """`python -m tests.bench [NAME ...]`: measures side by side here; the tables go into
-BENCHMARKS.md.
+`docs/benchmarks.md`.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """What the first page says was measured: a sentence, a plan, and five rows, those that were met
 first.
 
-`python -m tests.bench.headlines` refreshes it, and the tables of BENCHMARKS.md, from
+`python -m tests.bench.headlines` refreshes it, and the tables of `docs/benchmarks.md`, from
 `results/`.
 """
 
@@ -18,7 +18,7 @@ from kit.show.results import Row, format_value
 from tests.bench.results import RESULTS, Results
 from tests.bench.tables import write_tables
 
-DOCUMENTS = (Path("BENCHMARKS.md"), Path("README.md"))
+DOCUMENTS = (Path("docs/benchmarks.md"), Path("README.md"))
 """Whose tables are refreshed, below the current directory."""
 HEADLINES = {
     "evaluate": (

@@ -1,5 +1,5 @@
-"""The benchmarks at sizes that are quick: they measure the rows that BENCHMARKS.md shows, like is
-compared with like, and costs are read from records correctly.
+"""The benchmarks at sizes that are quick: they measure the rows that `docs/benchmarks.md` shows,
+like is compared with like, and costs are read from records correctly.
 """
 
 import importlib
@@ -46,7 +46,7 @@ from tests.bench.results import Results
 from tests.support import lab
 from tests.support.environments import ROOT
 
-DOCUMENT = (ROOT / "BENCHMARKS.md").read_text()
+DOCUMENT = (ROOT / "docs/benchmarks.md").read_text()
 PLAN = Plan(
     tensor_parallel=2, pipeline_parallel=4, data_parallel=2, zero_stage=1, global_batch_size=4
 )

@@ -70,7 +70,7 @@ def test_results_round_trip(tmp_path: Path) -> None:
 
 
 def test_the_first_lines_of_the_benchmarks_are_rows_of_its_tables_and_name_all_that_is_missed():
-    lead, _, tables = (ROOT / "BENCHMARKS.md").read_text().partition("\n## ")
+    lead, _, tables = (ROOT / "docs/benchmarks.md").read_text().partition("\n## ")
     rows = [line for line in lead.splitlines() if re.search(r" \| [\d,.]+ .* \|$", line)]
     assert len(rows) >= 8 and [row for row in rows if row not in tables] == []
     missed = re.findall(r"^\| ([^|]+) \| .*\*\*no\*\*", tables, re.MULTILINE)

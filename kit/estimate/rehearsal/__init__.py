@@ -2,7 +2,7 @@
 pays for it.
 
 The cutting code of every kind of rank runs; all else is counted from what the parts of the kit do,
-or modelled. BENCHMARKS.md compares counts with a small real job; what was never run is said
+or modelled. `docs/benchmarks.md` compares counts with a small real job; what was never run is said
 (`Rehearsal.never_run`).
 """
 

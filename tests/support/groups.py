@@ -1,0 +1,171 @@
+"""Runs the tests in groups, several at a time: `python -m tests.support.groups test`, or `quick`.
+
+The output of a group is printed when the group has ended. After a failure the other groups go on.
+Names of groups after `test` or `quick` select some of them.
+"""
+
+import argparse
+import dataclasses
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+POLL_S = 0.2
+"""Seconds between two looks at the groups that run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Tests that one pytest runs."""
+
+    paths: tuple[str, ...] = ("tests",)
+    ignored: tuple[str, ...] = ()
+    keywords: str = ""
+    """Expression of pytest's option `-k`."""
+
+    def command(self, *options: str) -> list[str]:
+        """Returns the command that runs the group."""
+        command = [sys.executable, "-m", "pytest", "-q", *options, *self.paths]
+        command += [f"--ignore={path}" for path in self.ignored]
+        if self.keywords:
+            command += ["-k", self.keywords]
+        return command
+
+
+FAULTS = ("tests/cluster/test_faults.py",)
+RANKS = ("tests/parallel", "tests/engines", "tests/faults", "tests/test_train.py")
+VIEWS = ("tests/browser", "tests/interop", "tests/monitor", "tests/evaluate", "tests/papers")
+NOTEBOOKS = ("tests/test_notebooks.py",)
+README = ("tests/test_readme.py",)
+LATER_NOTEBOOKS = "04_ or 05_ or 06_ or 07_"
+"""Notebooks that take as long as the others and the README together."""
+TEST = {
+    "faults": Group(FAULTS),
+    "launching": Group(("tests/cluster",), FAULTS),
+    "ranks": Group(RANKS),
+    "notebooks": Group(README + NOTEBOOKS, keywords=f"not ({LATER_NOTEBOOKS})"),
+    "later-notebooks": Group(NOTEBOOKS, keywords=LATER_NOTEBOOKS),
+    "rest": Group(ignored=("tests/cluster", *README, *NOTEBOOKS, *RANKS, *VIEWS)),
+    "views": Group(VIEWS),
+}
+"""Groups of `make test`, in the order of their start."""
+TEST_AT_A_TIME = 4
+"""Number of groups at a time. Faults and launching mostly wait, for Slurm and for lost nodes to be
+noticed, so two that compute run beside them. With six a test got an eighth of a core on a slow
+machine, and ended at limits made for hangs."""
+MODELS = (
+    "tests/cluster",
+    "tests/parallel",
+    "tests/engines",
+    "tests/trainer",
+    "tests/interop",
+    "tests/evaluate",
+    "tests/data",
+    "tests/model",
+    "tests/run",
+    "tests/truth",
+)
+QUICK = {"models": Group(MODELS), "rest": Group(ignored=MODELS)}
+"""Groups of `make quick`. `tests/support/quick.py` leaves out what does not only compute."""
+QUICK_AT_A_TIME = 2
+CHECK = ["make", "--no-print-directory", "check"]
+"""Command that checks format, lint and types."""
+
+
+@dataclasses.dataclass
+class Running:
+    """A command that runs, its output so far, and the time of its start."""
+
+    process: subprocess.Popen[bytes]
+    output: IO[Any]
+    began: float
+
+
+def run_groups(commands: Mapping[str, Sequence[str]], at_a_time: int) -> list[str]:
+    """Runs commands by name, at most `at_a_time` together, and returns the names that failed.
+
+    If this process is ended by SIGTERM or an error, the commands that run are ended too. A Ctrl-C
+    reaches them from the terminal, so they are only waited for.
+    """
+    waiting = dict(commands)
+    running: dict[str, Running] = {}
+    failed = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_a_time:
+                name = next(iter(waiting))
+                running[name] = _started(waiting.pop(name))
+            time.sleep(POLL_S)
+            for name, group in list(running.items()):
+                code = group.process.poll()
+                if code is None:
+                    continue
+                del running[name]
+                _print_ended(name, group, code)
+                if code != 0:
+                    failed.append(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        for group in running.values():
+            group.process.terminate()
+        raise
+    finally:
+        for group in running.values():
+            group.process.wait()
+    return failed
+
+
+def _started(command: Sequence[str]) -> Running:
+    output = tempfile.TemporaryFile()
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    return Running(process, output, time.monotonic())
+
+
+def _print_ended(name: str, group: Running, code: int) -> None:
+    """Prints the name, result, time and output of a group that has ended."""
+    result = "passed" if code == 0 else f"failed with exit code {code}"
+    print(f"==== {name}: {result} after {time.monotonic() - group.began:.0f} s", flush=True)
+    with group.output:
+        group.output.seek(0)
+        sys.stdout.buffer.write(group.output.read())
+    sys.stdout.flush()
+
+
+def main() -> int:
+    """Runs the groups that the command line names and returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.groups")
+    parser.add_argument("tests", choices=("test", "quick"), help="set of tests")
+    parser.add_argument("names", nargs="*", metavar="GROUP", help="groups of the set; default: all")
+    options = parser.parse_args()
+    if options.tests == "test":
+        commands = {name: group.command("--durations=25") for name, group in TEST.items()}
+        commands["check"] = CHECK
+        at_a_time = TEST_AT_A_TIME
+    else:
+        commands = {
+            name: group.command("--quick", "--durations=5") for name, group in QUICK.items()
+        }
+        at_a_time = QUICK_AT_A_TIME
+    if unknown := [name for name in options.names if name not in commands]:
+        parser.error(f"{', '.join(unknown)}: unknown. Groups: {', '.join(commands)}.")
+    if options.names:
+        commands = {name: commands[name] for name in options.names}
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    failed = run_groups(commands, at_a_time)
+    if failed:
+        print(f"Failed: {', '.join(failed)}.")
+        return 1
+    print(f"Passed: {', '.join(commands)}.")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
