@@ -19,7 +19,8 @@ from cluster.state import refuse_other_owner
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.engines import check_engine, check_site, configuration
+from kit.engines import configuration
+from kit.engines.build import check_engine, check_site
 from kit.engines.neuron.configuration import job_environment
 from kit.errors import CheckpointError, ConfigError, RunError
 from kit.measure.device import DeviceName, on_device
@@ -199,10 +200,11 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
     ranks alone.
     """
     argv = module_command("kit.train", "--run", str(run.directory))
+    is_trainium = run.plan.capabilities.runs_on_trainium
     num_processes, is_local = run.plan.num_devices, run.site.scheduler == "local"
     if is_local:
         local.check_count(num_processes)  # a torchrun would count as one
-    if is_local and run.plan.engine == "neuron" and num_processes > 1:
+    if is_local and is_trainium and num_processes > 1:
         agent = module_command(
             "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"
         )
@@ -215,7 +217,7 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
         num_processes=num_processes,
         num_nodes=1 if is_local else nodes_for(run.plan.num_devices, run.site),
         forks=is_local and num_processes > 1,
-        environment=job_environment(run.plan, run.site) if run.plan.engine == "neuron" else {},
+        environment=job_environment(run.plan, run.site) if is_trainium else {},
         time_limit_s=time_limit_s,
     )
 

@@ -14,7 +14,7 @@ from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.data.dataset import DESCRIPTION, Dataset
-from kit.engines import check_engine
+from kit.engines.build import check_engine
 from kit.errors import ConfigError, check_known
 from kit.show.table import Table as Table
 

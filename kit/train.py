@@ -98,7 +98,7 @@ def _train(run: Run, attempt: int) -> None:
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     # Set by `neuron_parallel_compile`, which compiles the graphs of the command that it runs.
     # That is no attempt of the run: it writes nothing into the run directory.
-    is_compiling = run.plan.engine == "neuron" and bool(
+    is_compiling = run.plan.capabilities.runs_on_trainium and bool(
         os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY")
     )
     if not is_compiling:
@@ -115,7 +115,7 @@ def _train(run: Run, attempt: int) -> None:
     if dist.get_rank() == 0:
         _record_attempt(run, attempt, device)
     # there, every size of a matrix product would be compiled first.
-    if run.plan.engine != "neuron":
+    if not run.plan.capabilities.runs_on_trainium:
         _check_nodes(run, device)
     trainer = Trainer(run, attempt=attempt, device=device)
     _record_phase(run, attempt, "the first step runs, which may compile kernels", has_joined=True)
@@ -124,7 +124,7 @@ def _train(run: Run, attempt: int) -> None:
         print(reason, flush=True)
     final_barrier()
     # NxD finishes its checkpoints, with the group, when Python ends.
-    if run.plan.engine != "neuron":
+    if not run.plan.capabilities.runs_on_trainium:
         dist.destroy_process_group()
 
 
@@ -206,7 +206,7 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
         "shadowed_modules": {shadow.name: shadow.folder for shadow in find_shadows()},
         "accelerator": torch.cuda.get_device_name() if device.type == "cuda" else None,
     }
-    if run.plan.engine != "neuron":
+    if not run.plan.capabilities.runs_on_trainium:
         facts |= gpu.chosen_kernels(run.spec, run.plan, device)
         if device.type == "cuda" and facts["attention"] == "MATH":
             print(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kit.engines.capabilities import ENGINES
 from tests.support.sources import ROOT, nodes
 
 
@@ -100,7 +101,8 @@ def test_a_rank_imports_what_it_trains_with():
 RANK_ROOMS = {
     f"kit.{room}"
     for room in (
-        "config data engines errors launcher measure parallel run torch_private train trainer"
+        "config data engines engines.capabilities errors launcher measure parallel run"
+        " torch_private train trainer"
     ).split()
 }
 """Rooms of the kit that `import kit.train` loads."""
@@ -195,3 +197,24 @@ def test_private_names_of_torch_are_in_one_file():
             if any(private.fullmatch(name) for name in names):
                 found.add(str(file.relative_to(ROOT)))
     assert found == {"kit/torch_private.py"}
+
+
+def test_engine_names_are_compared_in_engines_only():
+    """Elsewhere code asks `kit.engines.capabilities` what an engine can do."""
+    wrong = []
+    for file, parts in nodes().items():
+        path = str(file.relative_to(ROOT))
+        if not path.startswith("kit/") or path.startswith("kit/engines/"):
+            continue
+        for node in parts:
+            operands: list[ast.expr] = []
+            if isinstance(node, ast.Compare) and "engine" in ast.unparse(node):
+                operands = [node.left, *node.comparators]
+            elif isinstance(node, ast.Tuple):
+                operands = node.elts
+            elif isinstance(node, ast.Dict):
+                operands = [key for key in node.keys if key is not None]
+            names = [each.value for each in operands if isinstance(each, ast.Constant)]
+            if {*names} & {*ENGINES} and (isinstance(node, ast.Compare) or {*names} <= {*ENGINES}):
+                wrong.append(f"{path}: {ast.unparse(node)}")
+    assert wrong == []

@@ -34,7 +34,7 @@ from kit.cli.options import (
     tell,
 )
 from kit.config.recipe import Recipe
-from kit.engines import check_site
+from kit.engines.build import check_site
 from kit.errors import ConfigError, DataError, RunError
 from kit.measure.device import on_device
 from kit.run import Run
@@ -378,7 +378,7 @@ def slurm_seconds(text: str) -> float:
 def _on_gpus(asked: Asked) -> Asked:
     """Returns what was asked for with the plan's defaults for GPUs."""
     plan = asked.plan.replace(**asked.unsaid)
-    if plan.recompute == "selective" and plan.engine == "native" and not plan.compile:
+    if plan.recompute == "selective" and plan.capabilities.compiles_blocks and not plan.compile:
         note(SELECTIVE)
     return dataclasses.replace(asked, plan=plan)
 

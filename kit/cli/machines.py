@@ -30,6 +30,7 @@ from kit.cli.options import (
 )
 from kit.config.plan import Plan
 from kit.doctor import examine, examine_site
+from kit.engines.capabilities import capabilities_of
 from kit.measure.device import on_device
 from kit.measure.gemm import measured_site
 from kit.measure.site import measure_site, remeasure, to_toml
@@ -396,7 +397,7 @@ def _next_command(site: Site, out: Path) -> tuple[str, list[str]]:
     """
     if site.device.is_cpu or site.scheduler == "local":
         return "look at a job of it:", ["launch", "runs/first", "--site", str(out), "--show"]
-    model = "hlat-7b" if site.engine == "neuron" else "gpt-1.4b"
+    model = "hlat-7b" if capabilities_of(site.engine).runs_on_trainium else "gpt-1.4b"
     memory = site.device.memory_bytes
     if memory and memory.value * site.devices_per_node < LEAST_BYTES:
         model = "demo"

@@ -69,7 +69,7 @@ def _groups_of_four(plan: Any) -> int:
 
 MODEL_RULES = (
     Rule(
-        engines=("neuron",),
+        applies_to=lambda engine: engine.only_plain_llama,
         breaks=lambda _, spec: spec.family != "llama" or spec.bias or spec.tied_embeddings,
         sentence=lambda _, spec: (
             "plan.engine: 'neuron' trains Llamas without biases and tied embeddings, as HLAT did;"
@@ -80,7 +80,7 @@ MODEL_RULES = (
     # its node, side by side with others of the same pipeline stage, but adds up copied heads as if
     # the four were neighbours.
     Rule(
-        engines=("neuron",),
+        applies_to=lambda engine: engine.copies_kv_heads,
         breaks=lambda plan, spec: (plan.tensor_parallel == 4) & (plan.kv_replication(spec) > 1),
         sentence=lambda _, spec: (
             "plan.tensor_parallel: 4 is not allowed with engine 'neuron' where spec.num_kv_heads"
@@ -90,7 +90,7 @@ MODEL_RULES = (
     ),
     # The groups of four on a node, or of all devices where these are fewer, divide the replicas.
     Rule(
-        engines=("neuron",),
+        applies_to=lambda engine: engine.copies_kv_heads,
         breaks=lambda plan, _: (
             (plan.tensor_parallel == 4)
             & (
@@ -110,13 +110,13 @@ MODEL_RULES = (
         lambda plan: plan.num_stages,
         lambda _: "the number of pipeline stages, nor with embedding and loss as a layer each,",
         more=2,  # `Plan.stage_layers`
-        engines=("native",),
+        applies_to=lambda engine: engine.splits_ends_of_model,
     ),
     _divided(
         "num_layers",
         lambda plan: plan.num_stages,
         lambda plan: f"the number of pipeline stages, equal ones with engine {plan.engine!r},",
-        engines=("deepspeed", "neuron"),
+        applies_to=lambda engine: not engine.splits_ends_of_model,
     ),
     _divided("num_heads", _over_heads, _head_degrees),
     _divided(

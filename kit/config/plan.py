@@ -9,12 +9,12 @@ from cluster.record import ConfigError, Record, counted, field_doc, from_one, ht
 from kit.config.model_rules import MODEL_RULES
 from kit.config.rules import RULES, SPLIT_SCHEDULES, Rule
 from kit.config.spec import ModelSpec
+from kit.engines.capabilities import DEFAULT_ENGINE, Capabilities, EngineName, capabilities_of
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 ContextExchange = Literal["ring", "all_to_all"]
-EngineName = Literal["native", "deepspeed", "neuron"]
 
 MOST_DEVICES = 2**22  # more than any machine has; a view of a run takes memory in proportion
 PLANNED_ONLY = ("fp8", "mxfp8", "nvfp4")
@@ -35,12 +35,12 @@ def logits_at_once(gpu_bytes: float | None) -> int:
     return min(2**28, max(2**25, 2 ** int(math.log2(gpu_bytes / 160))))
 
 
-def refuse(rules: Iterable[Rule], engine: str, *asked: Any) -> None:
+def refuse(rules: Iterable[Rule], capabilities: Capabilities, *asked: Any) -> None:
     """Raises ConfigError with the sentence of the first rule of an engine that what is asked
     breaks.
     """
     for rule in rules:
-        if engine in rule.engines and rule.breaks(*asked):
+        if rule.applies_to(capabilities) and rule.breaks(*asked):
             raise ConfigError(rule.sentence(*asked))
 
 
@@ -105,7 +105,8 @@ class Plan(Record):
     )
     compile: bool = field_doc("torch.compile each block", default=False)
     engine: EngineName = field_doc(
-        "what runs the steps: torch itself, DeepSpeed, or NeuronX Distributed", default="native"
+        "what runs the steps: torch itself, DeepSpeed, or NeuronX Distributed",
+        default=DEFAULT_ENGINE,
     )
 
     def __post_init__(self) -> None:
@@ -114,7 +115,12 @@ class Plan(Record):
             raise ConfigError(
                 f"plan: {self.num_devices:,} devices are too many. Allowed: up to {MOST_DEVICES:,}."
             )
-        refuse(RULES, self.engine, self)
+        refuse(RULES, self.capabilities, self)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the plan's engine can do."""
+        return capabilities_of(self.engine)
 
     @property
     def recomputes_whole(self) -> bool:
@@ -124,7 +130,7 @@ class Plan(Record):
         A compiled block is one operation, which cannot stop before its end. NxD's blocks, which
         were never counted, are taken to do the same.
         """
-        return self.compile or self.engine == "neuron"
+        return self.compile or self.capabilities.runs_on_trainium
 
     @property
     def gpu_defaults(self) -> dict[str, Any]:
@@ -136,7 +142,9 @@ class Plan(Record):
         assumed.
         """
         cut = self.pipeline_parallel > 1 and self.schedule in SPLIT_SCHEDULES
-        return {"precision": "bf16", "compile": not cut} if self.engine == "native" else {}
+        if not self.capabilities.compiles_blocks:
+            return {}
+        return {"precision": "bf16", "compile": not cut}
 
     @property
     def num_devices(self) -> int:
@@ -212,7 +220,7 @@ class Plan(Record):
         """Returns how many tensor parallel ranks hold each key/value head: more than 1 with
         engine neuron only.
         """
-        copies = self.engine == "neuron" and self.tensor_parallel % spec.num_kv_heads == 0
+        copies = self.capabilities.copies_kv_heads and self.tensor_parallel % spec.num_kv_heads == 0
         return max(1, self.tensor_parallel // spec.num_kv_heads) if copies else 1
 
     @property
@@ -248,7 +256,7 @@ class Plan(Record):
                 f" {self.data_parallel} = {self.num_devices} processes, but {num_processes} were"
                 f" started. Start {self.num_devices}, or change a degree."
             )
-        refuse(MODEL_RULES, self.engine, self, spec)
+        refuse(MODEL_RULES, self.capabilities, self, spec)
 
     def _repr_html_(self) -> str:
         pipeline = (

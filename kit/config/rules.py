@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.record import counted
+from kit.engines.capabilities import Capabilities
 
-ENGINES = ("native", "deepspeed", "neuron")
 MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
 SPLIT_SCHEDULES = ("zero_bubble", "zbv")
 """Their backward pass is in two halves: for the input, and for the weights."""
@@ -25,15 +25,19 @@ class Rule:
     """Of (plan) or (plan, spec): bool. Of layouts in the place of the plan: their mask."""
     sentence: Callable[..., str]
     """Of the same: what is wrong, the value, what is allowed, what to do."""
-    engines: tuple[str, ...] = ENGINES
+    applies_to: Callable[[Capabilities], bool] = lambda _: True
+    """Returns whether the rule holds for an engine."""
 
 
 def _with_engine(
-    engines: tuple[str, ...], field: str, breaks: Callable[[Any], Any], reason: str
+    applies_to: Callable[[Capabilities], bool],
+    field: str,
+    breaks: Callable[[Any], Any],
+    reason: str,
 ) -> Rule:
-    """Returns a rule of some engines; the sentence names the plan's, the field and its value."""
+    """Returns a rule of some engines. Its sentence names the engine, the field and its value."""
     return Rule(
-        engines=engines,
+        applies_to=applies_to,
         breaks=breaks,
         sentence=lambda plan: (
             f"plan.{field}: {getattr(plan, field)!r} is not allowed with engine"
@@ -74,7 +78,7 @@ RULES = (
         lambda plan: (
             f"with engine {plan.engine!r}, which shards over all of data_parallel; use None"
         ),
-        engines=("deepspeed", "neuron"),
+        applies_to=lambda engine: not engine.shards_within_groups,
     ),
     _shards(
         lambda plan: plan.context_parallel > 1,
@@ -185,20 +189,20 @@ RULES = (
         ),
     ),
     _with_engine(
-        ("native", "neuron"),
+        lambda engine: not engine.scales_loss,
         "precision",
         lambda plan: plan.is_one_of("precision", "fp16"),
         "only DeepSpeed scales the loss, without which small gradients are lost; use 'bf16', or"
         " engine 'deepspeed'",
     ),
     _with_engine(
-        ("deepspeed",),
+        lambda engine: engine.max_zero_stage_with_pipeline == 1,
         "zero_stage",
         lambda plan: (plan.pipeline_parallel > 1) & (plan.zero_stage > 1),
         "its pipeline sums gradients whole; use 0 or 1",
     ),
     _with_engine(
-        ("deepspeed", "neuron"),
+        lambda engine: not engine.schedules_other_than_1f1b,
         "schedule",
         lambda plan: (
             (plan.pipeline_parallel > 1)
@@ -207,7 +211,7 @@ RULES = (
         "its pipeline runs 1F1B only here; use '1f1b'",
     ),
     _with_engine(
-        ("deepspeed",),
+        lambda engine: not engine.sequence_parallel,
         "sequence_parallel",
         lambda plan: plan.sequence_parallel,
         "its Frontier recipe has none; turn it off",
@@ -215,25 +219,25 @@ RULES = (
     # torch keeps and recomputes operations by their order, which gathering and dropping weights
     # upsets.
     _with_engine(
-        ("deepspeed",),
+        lambda engine: not engine.selective_recompute_with_zero_3,
         "recompute",
         lambda plan: (plan.zero_stage == 3) & plan.is_one_of("recompute", "selective"),
         "not with zero_stage 3; use 'full'",
     ),
     _with_engine(
-        ("native",),
+        lambda engine: engine.recomputes_some_blocks,
         "recompute_layers",
         lambda plan: _some_blocks(plan) & plan.is_one_of("recompute", "none", "selective"),
         "it needs recompute 'full'; use None",
     ),
     _with_engine(
-        ("deepspeed", "neuron"),
+        lambda engine: not engine.recomputes_some_blocks,
         "recompute_layers",
         _some_blocks,
         "it recomputes all blocks or none; use None",
     ),
     _with_engine(
-        ("deepspeed",),
+        lambda engine: not engine.compiles_blocks and not engine.runs_on_trainium,
         "compile",
         lambda plan: plan.compile,
         "compiled blocks were not tried under it; turn it off",
@@ -241,7 +245,7 @@ RULES = (
     # Measured with DeepSpeed 0.19.8: bf16 at stage 0 keeps no fp32 sum of gradients and strays by
     # 8e-3.
     _with_engine(
-        ("deepspeed",),
+        lambda engine: not engine.bf16_without_zero,
         "precision",
         lambda plan: (
             plan.is_one_of("precision", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
@@ -250,13 +254,13 @@ RULES = (
         "stage 0 keeps sums of gradients no wider; use zero_stage 1, also with one replica",
     ),
     _with_engine(
-        ("neuron",),
+        lambda engine: engine.max_zero_stage == 1,
         "zero_stage",
         lambda plan: plan.zero_stage > 1,
         "NxD shards the optimizer only; use 0 or 1",
     ),
     _with_engine(
-        ("neuron",),
+        lambda engine: engine.runs_on_trainium,
         "compile",
         lambda plan: plan.compile,
         "its graphs are compiled by neuronx-cc; turn it off",

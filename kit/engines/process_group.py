@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from cluster.record import ConfigError, counted
 from cluster.site import Site
-from kit.config.plan import EngineName
+from kit.engines.capabilities import EngineName
 from kit.parallel.groups import COLLECTIVE_TIMEOUT, connect, cpu_group
 
 JOIN_S_PER_RANK = datetime.timedelta(seconds=0.5)

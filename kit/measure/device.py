@@ -27,7 +27,8 @@ def on_device(site: Site, plan: Plan, device: DeviceName | None = None) -> Site:
     Raises:
         ConfigError: the site is not this machine, or this machine has fewer GPUs than ranks.
     """
-    ranks, is_here = plan.num_devices, site.scheduler == "local" and plan.engine != "neuron"
+    ranks = plan.num_devices
+    is_here = site.scheduler == "local" and not plan.capabilities.runs_on_trainium
     if device not in (None, "cpu", "cuda"):
         raise ConfigError(f"device: {device!r} is not allowed. Give cpu or cuda.")
     if device is not None and not is_here:

@@ -64,7 +64,7 @@ class CheckpointTensors:
         manifest, description = described
         self.path = checkpoints.path(manifest.step)
         checkpoints.check_model(manifest, spec)
-        if manifest.plan.engine == "neuron":
+        if not manifest.plan.capabilities.portable_checkpoints:
             weights = kit_command(
                 "export",
                 checkpoints.directory.parent,

@@ -57,7 +57,7 @@ class Batches:
         # ones, and what it adds is taken off again. NxD's pipeline takes whole batches only.
         unit = (
             plan.global_batch_size
-            if plan.engine == "neuron"
+            if plan.capabilities.validates_whole_batches
             else plan.data_parallel * plan.micro_batch_size
         )
         filling = -count % unit

@@ -18,7 +18,8 @@ from cluster.outcome import RunDirectory
 from cluster.record import counted
 from cluster.state import JobState
 from kit.data import shares
-from kit.engines import build_engine, gpu
+from kit.engines import gpu
+from kit.engines.build import build_engine
 from kit.engines.process_group import control_group
 from kit.errors import RunError
 from kit.parallel.groups import from_rank_0
@@ -112,7 +113,7 @@ class Trainer:
         """Steps whose result was not read yet, oldest first."""
         self.max_unfinished = 0
         """Steps that may be launched and not finished when the next one is launched."""
-        works_ahead = self.plan.engine == "native" and device.type in ASYNCHRONOUS_DEVICES
+        works_ahead = self.plan.capabilities.works_ahead and device.type in ASYNCHRONOUS_DEVICES
         if works_ahead and not self._needs_each_result():
             self.max_unfinished = 1
         self.rows: list[dict[str, Any]] = []

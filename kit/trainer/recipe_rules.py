@@ -8,7 +8,7 @@ from kit.config.rules import Rule
 def _only_native_takes_back(name: str, allowed: str) -> Rule:
     """Returns the rule for one field of the recipe: only engine native can take back a step."""
     return Rule(
-        engines=("deepspeed", "neuron"),
+        applies_to=lambda engine: not engine.can_drop_update,
         breaks=lambda recipe, _: getattr(recipe, name) in ("skip", "roll_back"),
         sentence=lambda recipe, plan: (
             f"recipe.{name}: {getattr(recipe, name)!r} is not allowed with plan.engine"
@@ -20,7 +20,7 @@ def _only_native_takes_back(name: str, allowed: str) -> Rule:
 
 RULES = (
     Rule(
-        engines=("neuron",),
+        applies_to=lambda engine: not engine.starts_from_weights,
         breaks=lambda recipe, _: recipe.init_from is not None,
         sentence=lambda recipe, _: (
             f"recipe.init_from: {recipe.init_from!r} is not allowed with plan.engine 'neuron',"
@@ -28,7 +28,7 @@ RULES = (
         ),
     ),
     Rule(
-        engines=("neuron",),
+        applies_to=lambda engine: not engine.torch_profiler,
         breaks=lambda recipe, _: recipe.profile_steps is not None,
         sentence=lambda recipe, _: (
             f"recipe.profile_steps: {recipe.profile_steps} is not allowed with plan.engine"
@@ -51,7 +51,8 @@ RULES = (
     ),
     Rule(
         breaks=lambda recipe, plan: (
-            recipe.mask_documents and (plan.engine != "native" or plan.pipeline_parallel > 1)
+            recipe.mask_documents
+            and (not plan.capabilities.masks_documents or plan.pipeline_parallel > 1)
         ),
         sentence=lambda _, plan: (
             f"recipe.mask_documents: true is not allowed with plan.engine {plan.engine!r} and"
@@ -68,4 +69,4 @@ cannot load a checkpoint twice. Documents end at tokens that only the first pipe
 
 def check_recipe(recipe: Recipe, plan: Plan) -> None:
     """Raises ConfigError if the recipe asks for what the plan's engine or layout cannot do."""
-    refuse(RULES, plan.engine, recipe, plan)
+    refuse(RULES, plan.capabilities, recipe, plan)

@@ -31,7 +31,7 @@ class Telemetry:
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.device = device
         self.probe = SpeedProbe(device) if device.type == "cuda" else None
-        self.collects = plan.engine != "neuron"  # whose cycles may hold tensors
+        self.collects = not plan.capabilities.runs_on_trainium  # whose cycles may hold tensors
 
     def after_step(self, step: Step) -> None:
         """Looks at memory and work, and collects garbage when it is time."""

@@ -45,7 +45,7 @@ def patience_s(recipe: Recipe, plan: Plan) -> float | None:
     a restart of thousands of ranks costs more than a wait.
     """
     # There any step may compile, for longer than anyone would wait for a hung rank.
-    if plan.engine == "neuron":
+    if plan.capabilities.runs_on_trainium:
         return None
     is_asked = recipe.hung_after_s != Recipe.hung_after_s
     return recipe.hung_after_s if is_asked or plan.num_devices <= MANY else MANY_LIMIT_S

@@ -28,7 +28,7 @@ from cluster.record import Record, field_doc
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.engines import build_engine
+from kit.engines.build import build_engine
 from kit.engines.engine import adamw
 from kit.engines.process_group import keep_freed_memory
 from kit.interop.weights.hugging_face_config import config_of

@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.engines import build_engine
+from kit.engines.build import build_engine
 from kit.engines.engine import PortableEngine
 from kit.engines.process_group import keep_freed_memory
 from kit.parallel.apply import build_decoders

@@ -6,7 +6,7 @@ import pytest
 
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
-from kit.engines import check_engine
+from kit.engines.build import check_engine
 from kit.errors import ConfigError
 
 DEMO = ModelSpec.preset("demo")

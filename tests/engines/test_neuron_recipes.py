@@ -12,7 +12,7 @@ from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.engines import check_site
+from kit.engines.build import check_site
 from kit.engines.neuron.configuration import (
     check_environment,
     check_platform,

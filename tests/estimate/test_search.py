@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from cluster.site import Site
 from kit.cli.app import app
 from kit.config.plan import Plan
-from kit.config.rules import ENGINES
 from kit.config.spec import ModelSpec
+from kit.engines.capabilities import ENGINES
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import allowed, candidates
 from kit.estimate.choose.explain import answers

@@ -20,7 +20,7 @@ pytest.importorskip("deepspeed")
 import kit
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
-from kit.engines import build_engine
+from kit.engines.build import build_engine
 from kit.engines.deepspeed.configuration import check_batch, deepspeed_config
 from kit.engines.deepspeed.engine import DeepSpeedEngine
 from kit.engines.deepspeed.start import import_deepspeed

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.engines import check_engine
+from kit.engines.build import check_engine
 from kit.engines.native import NativeEngine
 from kit.errors import ConfigError
 from tests.support.parity import (

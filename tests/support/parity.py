@@ -14,7 +14,7 @@ import torch
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.engines import build_engine
+from kit.engines.build import build_engine
 from kit.engines.neuron.configuration import needed_environment
 from tests.support.workers import run_ranks
 

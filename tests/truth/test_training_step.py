@@ -6,7 +6,7 @@ import torch
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.engines import build_engine
+from kit.engines.build import build_engine
 from kit.interop.weights.weights import from_theirs
 from tests.bench.contestants import theirs as transformers_model
 from tests.support.distinct_models import GPT, LLAMA, randomised

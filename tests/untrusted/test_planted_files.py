@@ -64,7 +64,7 @@ OF_A_MODEL = """
 look generate MODEL a --tokens 1
 look eval MODEL --tasks TASK --limit 2 -o OUT/report.json
 look launch OUT/run --model RUN/spec.json --plan RUN/plan.json --recipe RUN/recipe.json --data DATA --init-from MODEL
-"""
+"""  # noqa: E501
 """Commands that read a Hugging Face folder."""
 SAMPLE = 60
 """Number of pairs of a case and a command that run without --thorough."""

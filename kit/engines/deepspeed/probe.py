@@ -10,7 +10,7 @@ import torch.distributed as dist
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.engines import build_engine
+from kit.engines.build import build_engine
 from kit.engines.process_group import leave
 from kit.errors import MissingPackageError
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from cluster.record import counted
 from kit.config.model_rules import MODEL_RULES
-from kit.config.plan import EngineName, Plan
+from kit.config.plan import Plan
 from kit.config.rules import RULES
 from kit.config.spec import ModelSpec
+from kit.engines.capabilities import DEFAULT_ENGINE, EngineName, capabilities_of
 from kit.errors import ConfigError
 from kit.estimate.theory.layouts import (
     EXCHANGES,
@@ -44,7 +45,7 @@ def candidates(
     num_devices: int,
     global_batch_size: int,
     *,
-    engine: EngineName = "native",
+    engine: EngineName = DEFAULT_ENGINE,
     only: Mapping[str, Iterable[Any]] | None = None,
     node_devices: int = 0,
     **kernels: Any,
@@ -70,7 +71,8 @@ def candidates(
     shapes = _shapes(spec, num_devices, global_batch_size, limits, engine)
     if not len(shapes["tensor_parallel"]):
         raise ConfigError(_why_none(spec, num_devices, global_batch_size, limits, engine))
-    modes = _modes(limits, engine, hybrid=engine == "native" and 0 < node_devices < num_devices)
+    hybrid = capabilities_of(engine).shards_within_groups and 0 < node_devices < num_devices
+    modes = _modes(limits, engine, hybrid=hybrid)
     if "recompute_layers" not in limits:  # of all layouts the same: faster as one number
         del modes["recompute_layers"]
     columns = {name: values[:, None] for name, values in shapes.items()} | modes
@@ -78,12 +80,12 @@ def candidates(
     if (is_hybrid := columns.pop("hybrid")).any():
         inside = node_devices / columns["tensor_parallel"]
         columns["shard_size"] = np.where(is_hybrid, inside, 0.0)
-    if engine == "neuron":  # a rank holds at least one key/value head
+    if capabilities_of(engine).copies_kv_heads:  # a rank holds at least one key/value head
         columns["num_kv_heads"] = np.maximum(spec.num_kv_heads, columns["tensor_parallel"])
     grid = dataclasses.replace(Layouts.of(spec, [Plan(engine=engine)], **kernels), **columns)
     mask = allowed(grid, spec, engine)
     if not mask.any():
-        others = grid.select(allowed(grid, spec, "native"))
+        others = grid.select(allowed(grid, spec, DEFAULT_ENGINE))
         if len(others):
             others.plan(0, engine).check_shapes(spec)  # which raises what the engine refuses
     mask &= _once(grid, mask, node_devices)
@@ -95,9 +97,10 @@ def candidates(
 def allowed(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
     """Returns which layouts break no rule of a plan for this model and engine, bool."""
     broken = np.zeros(layouts.shape, bool)
+    capabilities = capabilities_of(engine)
     for rules, given in ((RULES, (layouts,)), (MODEL_RULES, (layouts, spec))):
         for rule in rules:
-            if engine in rule.engines:
+            if rule.applies_to(capabilities):
                 broken |= rule.breaks(*given)
     return ~broken
 
@@ -176,7 +179,9 @@ def _stages_of_one(spec: ModelSpec, devices: int, engine: EngineName) -> list[in
     """Returns how many stages a device of so long a pipeline may hold: `Plan.stage_layers`."""
     if devices == 1:
         return [1]
-    places = {spec.num_layers, spec.num_layers + 2 * (engine == "native")}
+    places = {spec.num_layers}
+    if capabilities_of(engine).splits_ends_of_model:
+        places.add(spec.num_layers + 2)
     return sorted(
         {v for count in places if count % devices == 0 for v in divisors(count // devices)}
     )
@@ -195,9 +200,7 @@ def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[s
     """
     schedules = [SCHEDULES.index(name) for name in _choice(limits, "schedule", SCHEDULES)]
     recompute = [RECOMPUTE.index(name) for name in _choice(limits, "recompute", RECOMPUTE)]
-    # With ZeRO 0 engine neuron has no fp32 master weights: another precision, which is chosen and
-    # not searched for.
-    stages = (1,) if engine == "neuron" and "zero_stage" not in limits else range(4)
+    stages = range(4) if "zero_stage" in limits else capabilities_of(engine).searched_zero_stages
     zero = [float(stage) for stage in _choice(limits, "zero_stage", stages)]
     sequence = _choice(limits, "sequence_parallel", (False, True))
     exchanges = (

@@ -8,8 +8,9 @@ import numpy as np
 
 from cluster.record import suggestion
 from cluster.site import Site
-from kit.config.plan import PLANNED_ONLY, EngineName, Plan, Precision
+from kit.config.plan import PLANNED_ONLY, Plan, Precision
 from kit.config.spec import ModelSpec
+from kit.engines.capabilities import EngineName
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import single_precision
 from kit.estimate.fit.calibrate import Calibration, calibrate

@@ -11,9 +11,10 @@ from typing import Any, get_args
 import numpy as np
 
 from cluster.site import Site
-from kit.config.plan import EngineName, Plan, Precision, Recompute, Schedule
+from kit.config.plan import Plan, Precision, Recompute, Schedule
 from kit.config.spec import PRESETS, ModelSpec
-from kit.engines import check_site
+from kit.engines.build import check_site
+from kit.engines.capabilities import EngineName
 from kit.errors import ConfigError
 from kit.estimate.choose.figures import breakdown_figure, memory_figure
 from kit.estimate.choose.machine import Machine, machine_of

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cluster.site import Site
-from kit.config.plan import EngineName, Precision
+from kit.config.plan import Precision
+from kit.engines.capabilities import EngineName
 from kit.errors import ConfigError
 from kit.estimate.choose.explain import Answer, answers
 from kit.estimate.choose.search import COLUMNS, Search, cells, search

@@ -15,10 +15,11 @@ import numpy as np
 
 from cluster.record import counted
 from cluster.site import Site
-from kit.config.plan import EngineName, Plan, Precision
+from kit.config.plan import Plan, Precision
 from kit.config.rules import SPLIT_SCHEDULES
 from kit.config.spec import ModelSpec
-from kit.engines import check_site
+from kit.engines.build import check_site
+from kit.engines.capabilities import EngineName, capabilities_of
 from kit.errors import ConfigError
 from kit.estimate.choose.candidates import candidates, nearby_batches, nearby_devices
 from kit.estimate.choose.machine import Machine, machine_of
@@ -256,7 +257,9 @@ def search(
     engine = engine or site.engine
     check_site(spec, Plan(engine=engine), site)
     base = CODE_BASES.get(code_base)
-    ours = kernels is None and base is None and engine == "native" and site.device.is_gpu
+    can_recompute_some = capabilities_of(engine).recomputes_some_blocks
+    is_native = capabilities_of(engine).is_torch_native
+    ours = kernels is None and base is None and is_native and site.device.is_gpu
     kept: Mapping[str, Iterable[Any]] = {"schedule": base.schedules} if base else {}
     columns = {"native": ours, "cast_bytes": cast_bytes(precision, ours)}
     if base:
@@ -284,7 +287,7 @@ def search(
                 layouts, compiled=~(cut & (layouts.pipeline_parallel > 1))
             )
         evaluated = layouts, *machine.evaluate(layouts)
-        if engine == "native" and not {"recompute", "recompute_layers"} & only.keys():
+        if can_recompute_some and not {"recompute", "recompute_layers"} & only.keys():
             most_bytes, alike = machine.most_bytes(max_risk), base is not None
             evaluated = with_some_recomputed(*evaluated, machine.evaluate, most_bytes, alike)
         layouts, time_s, used_bytes = evaluated
@@ -321,10 +324,10 @@ def _convention(engine: EngineName, only: Mapping[str, Iterable[Any]]) -> Conven
     """
     allowed = only.get("zero_stage", ())
     stages = {allowed} if isinstance(allowed, int) else set(allowed)
-    if engine == "neuron" and 0 in stages and len(stages) > 1:
+    if capabilities_of(engine).pure_bf16_without_zero and 0 in stages and len(stages) > 1:
         raise ConfigError(
-            f"search.only.zero_stage: {tuple(sorted(stages))} is not allowed with engine 'neuron',"
-            " which keeps no fp32 master weights at stage 0. Name stage 0 or the others."
+            f"search.only.zero_stage: {tuple(sorted(stages))} is not allowed with"
+            f" engine {engine!r}, which keeps no fp32 master weights at stage 0. Name stage 0 or the others."
         )
     return convention_of("bf16", engine, min(stages, default=1))
 

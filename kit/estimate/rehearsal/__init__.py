@@ -14,7 +14,7 @@ from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.engines import check_site
+from kit.engines.build import check_site
 from kit.estimate.rehearsal.stages import Count, Job, checkpoints, failures, ranks, start
 from kit.estimate.rehearsal.stages import plan as plan_stage
 from kit.estimate.theory.hardware import check_numbers

@@ -174,7 +174,7 @@ def plan(job: Job) -> list[Count]:
 
 def ranks(job: Job) -> list[Count]:
     """What each kind of rank holds, and the files that the one with most connections opens."""
-    if job.plan.engine == "neuron":
+    if job.plan.capabilities.runs_on_trainium:
         told = "NxD splits the model on the devices, which is not yet tested"
         return [Count(stage="ranks", what="kinds of ranks cut", value=0, note=told)]
     plan, found = job.plan, cut(job.spec, job.plan)

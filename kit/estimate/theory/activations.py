@@ -30,7 +30,8 @@ import numpy as np
 
 from cluster.record import Record, field_doc
 from cluster.site import Device
-from kit.config.plan import EngineName, logits_at_once
+from kit.config.plan import logits_at_once
+from kit.engines.capabilities import EngineName, capabilities_of
 from kit.estimate.theory.layouts import EXCHANGES, RECOMPUTE, SCHEDULES, Array, Layouts
 
 _NONE, _FULL = RECOMPUTE.index("none"), RECOMPUTE.index("full")
@@ -126,17 +127,14 @@ DEEPSPEED = KIT.replace(
 """The kit's decoder in DeepSpeed 0.19.8, counted: ZeRO 1 (`BF16_Optimizer`) and 2 keep bf16
 gradients beside their fp32 sums; ZeRO 1 casts all sums to bf16 at once to reduce them
 (`allreduce_bucket`); `reduce_bucket_size` is 5e8 numbers."""
-ENGINE_KERNELS: dict[EngineName, Kernels] = {
-    "native": KIT,
-    "deepspeed": DEEPSPEED,
-    "neuron": MEGATRON,
-}
-"""NxD's layers are made after Megatron-LM's."""
+KERNELS_BY_MODEL = {"torch": KIT, "deepspeed": DEEPSPEED, "megatron": MEGATRON}
+"""Kernels by `Capabilities.memory_model`."""
 
 
 def engine_kernels(engine: EngineName, device: Device | None = None) -> Kernels:
     """Returns what an engine keeps, on a CPU unless the device is a GPU."""
-    kernels, memory = ENGINE_KERNELS[engine], device and device.is_gpu and device.memory_bytes
+    kernels = KERNELS_BY_MODEL[capabilities_of(engine).memory_model]
+    memory = device and device.is_gpu and device.memory_bytes
     return (
         kernels.replace(chunk_logits=logits_at_once(memory.value))
         if memory and kernels.chunk_logits

@@ -13,8 +13,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from kit.config.plan import EngineName, Plan, Precision
+from kit.config.plan import Plan, Precision
 from kit.config.spec import ModelSpec
+from kit.engines.capabilities import DEFAULT_ENGINE, EngineName
 
 RECOMPUTE = ("none", "selective", "full")
 EXCHANGES = ("ring", "all_to_all")
@@ -136,9 +137,11 @@ class Layouts(Columns):
             for name in OPTIONAL
         }
         own = {
-            "flash_attention": [FLASH_ATTENTION[plan.engine] for plan in plans],
+            "flash_attention": [plan.capabilities.flash_attention for plan in plans],
             "compiled": [plan.compile for plan in plans],
-            "native": [plan.engine == "native" and plan.precision != "fp32" for plan in plans],
+            "native": [
+                plan.capabilities.is_torch_native and plan.precision != "fp32" for plan in plans
+            ],
         }
         own["cast_bytes"] = [
             cast_bytes(plan.precision, is_native)
@@ -262,7 +265,7 @@ class Layouts(Columns):
         names = [field.name for field in dataclasses.fields(self)]
         return dataclasses.replace(self, **{name: joined(name) for name in names})
 
-    def plan(self, index: int, engine: EngineName = "native") -> Plan:
+    def plan(self, index: int, engine: EngineName = DEFAULT_ENGINE) -> Plan:
         """Returns one layout as a Plan (bf16) for an engine.
 
         Raises:
@@ -302,8 +305,6 @@ DEGREES = (
 )
 OPTIONAL = ("shard_size", "recompute_layers")
 """Fields that may be None, which 0 stands for."""
-FLASH_ATTENTION: dict[EngineName, int] = {"native": 2, "deepspeed": 2, "neuron": 0}
-"""Which generation of fused attention an engine runs: NxD writes scores out, as HLAT did."""
 KERNELS: dict[str, Any] = {
     "flash_attention": 2,
     "fused_norm": True,

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from cluster.record import Record, field_doc
-from kit.config.plan import EngineName, Precision
+from kit.config.plan import Precision
+from kit.engines.capabilities import EngineName, capabilities_of
 from kit.estimate.theory.activations import Kernels
 from kit.estimate.theory.layouts import Array, Layouts
 
@@ -66,7 +67,9 @@ def convention_of(precision: Precision, engine: EngineName, zero_stage: int) -> 
     """
     if precision == "fp32":
         return CONVENTIONS["fp32"]
-    is_pure = engine == "neuron" and precision == "bf16" and zero_stage == 0
+    is_pure = (
+        capabilities_of(engine).pure_bf16_without_zero and precision == "bf16" and zero_stage == 0
+    )
     return CONVENTIONS["pure_bf16" if is_pure else "mixed_precision"]
 
 

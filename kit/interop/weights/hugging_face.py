@@ -52,7 +52,7 @@ def run_weights(run: Run, step: int | None = None) -> Weights:
             it is damaged.
     """
     known = run.checkpoints.describe(run.checkpoints.step_or_newest(step))
-    if known[0].plan.engine == "neuron":
+    if not known[0].plan.capabilities.portable_checkpoints:
         return import_nxd(run.checkpoints.path(known[0].step), run.spec)
     tensors = CheckpointTensors(run.checkpoints, known, run.spec)
     return Weights(

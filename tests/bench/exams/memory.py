@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kit.config.plan import EngineName, Plan
+from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
+from kit.engines.capabilities import EngineName
 from kit.errors import ConfigError
 from kit.estimate.fit import published
 from kit.estimate.fit.fitting import minimise
