@@ -327,7 +327,8 @@ def _convention(engine: EngineName, only: Mapping[str, Iterable[Any]]) -> Conven
     if capabilities_of(engine).pure_bf16_without_zero and 0 in stages and len(stages) > 1:
         raise ConfigError(
             f"search.only.zero_stage: {tuple(sorted(stages))} is not allowed with"
-            f" engine {engine!r}, which keeps no fp32 master weights at stage 0. Name stage 0 or the others."
+            f" engine {engine!r}, which keeps no fp32 master weights at stage 0. Name stage 0 or"
+            " the others."
         )
     return convention_of("bf16", engine, min(stages, default=1))
 
