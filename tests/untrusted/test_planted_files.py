@@ -261,7 +261,7 @@ def commands(tmp_path: Path, template: Path, tiny_dataset, monkeypatch) -> Comma
     calls = Calls(tmp_path / "bin", tmp_path)
     monkeypatch.setenv("PATH", f"{calls.bin}:{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_CONF", raising=False)
-    monkeypatch.setattr(launcher, "submit", lambda run, limit_s=None: run)
+    monkeypatch.setattr(launcher, "submit", lambda prepared: prepared.run)
     return Commands(tmp_path, template, calls, tiny_dataset)
 
 
