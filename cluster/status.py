@@ -60,8 +60,8 @@ def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
     the heartbeat is watched first, since the clock here may be wrong. With `waits` false such a job
     is not yet taken for stalled.
     """
-    if mirror.mirror_of(run_dir):
-        return _mirrored(run_dir)
+    if run := mirror.mirror_of(run_dir):
+        return _mirrored(run)
     state, answer = _newest(run_dir, waits)
     alive = is_alive(state)
     attempt = state.attempt if state else last_attempt(run_dir)
@@ -155,14 +155,14 @@ def _report(run_dir: Path, attempt: int) -> ExitReport | None:
     return report if report and report.attempt == attempt else None
 
 
-def _mirrored(run_dir: Path) -> JobStatus:
+def _mirrored(run: mirror.MirroredRun) -> JobStatus:
     """Returns what was last heard of a run elsewhere, and how old that is unless it is fresh."""
-    seen = mirror.refresh(run_dir)
+    seen = run.refresh()
     if not seen.time:
         return JobStatus(
             state=JobState.QUEUED,
             reason=seen.trouble or "nothing heard yet",
-            attempt=last_attempt(run_dir),
+            attempt=last_attempt(run.run_dir),
         )
     status, age_s = JobStatus.from_dict(seen.status), seen.age_s
     if status.heartbeat_age_s is not None and not status.state.is_final:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from cluster.attempts import Files, claimed, hand_over
 from cluster.job import Job, JobSpec
+from cluster.ownership import refuse_other_owner
 from cluster.poll import backend
-from cluster.render import check_submittable, scripts
+from cluster.render import check_fit, check_submittable, scripts
 from cluster.site import Site
-from cluster.state import JobError, refuse_other_owner
+from cluster.state import JobError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,13 +41,24 @@ def prepare(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob
         ConfigError: the job cannot run there.
         JobError: the run directory is somebody else's.
     """
-    refuse_other_owner(Path(job.run_dir), "start a job in it")
-    if site.login is None:
-        check_submittable(site)
+    check_startable(job, site)
     prepared = draft(job, site, files)
     if site.login is None:
         backend(site.scheduler).check(job, site)
     return prepared
+
+
+def check_startable(job: JobSpec, site: Site) -> None:
+    """Raises an error if the run directory or the site of a job forbids to start it.
+
+    Raises:
+        ConfigError: the site file is not filled in, or the job does not fit the site.
+        JobError: the run directory is somebody else's.
+    """
+    refuse_other_owner(Path(job.run_dir), "start a job in it")
+    if site.login is None:
+        check_submittable(site)
+        check_fit(job, site)
 
 
 def draft(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob:

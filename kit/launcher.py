@@ -17,9 +17,9 @@ from cluster.files import is_locked, lock_file
 from cluster.interpreter import module_command
 from cluster.job import JobSpec
 from cluster.login.submit import refuse_lacking
+from cluster.ownership import refuse_other_owner
 from cluster.render import nodes_for
 from cluster.site import Site
-from cluster.state import refuse_other_owner
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec

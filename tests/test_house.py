@@ -6,6 +6,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,31 @@ def test_private_names_of_torch_are_in_one_file():
             if any(private.fullmatch(name) for name in names):
                 found.add(str(file.relative_to(ROOT)))
     assert found == {"kit/torch_private.py"}
+
+
+ENTRIES = {
+    "cluster/attempts.py",  # a supervisor that somebody starts by hand
+    "cluster/submission.py",
+    "kit/cli/options.py",  # an output beside the files of a run
+    "kit/interop/logs/importers.py",
+    "kit/launcher.py",
+}
+"""Files that ask for the owner of a run directory by its path, once each. Other code has an object
+that holds the directory, and asks that: see `cluster.ownership.Owned`."""
+FILES_OF_OTHERS = {"cluster/files.py", "cluster/ownership.py", "kit/monitor/sinks.py"}
+"""Files that ask whose a file is. `sinks.py` asks it of wandb's settings."""
+
+
+def test_ownership_of_run_is_asked_at_entries():
+    assert Counter(uses("refuse_other_owner")) == Counter([*ENTRIES, "cluster/ownership.py"])
+    assert set(uses("other_owner")) == FILES_OF_OTHERS
+
+
+def uses(function: str) -> list[str]:
+    """Returns the file of each use of a function by its name, imports apart."""
+    return [
+        str(file.relative_to(ROOT))
+        for file, parts in nodes().items()
+        for node in parts
+        if isinstance(node, ast.Name) and node.id == function
+    ]

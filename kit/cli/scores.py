@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from cluster.files import other_owner
 from cluster.login.mirror import mirror_of
 from kit.cli.options import (
     FollowOption,
@@ -281,7 +280,7 @@ def _run(
     # Of the ranks of a job, one speaks.
     if os.environ.get("RANK", "0") == "0":
         _print(report, asked)
-        if owner := other_owner(directory):
+        if owner := opened.other_owner:
             note(f"Not kept: the run is {owner}'s. `--json > FILE` keeps the scores.")
         next_step(READ, "generate", directory)
 

@@ -13,7 +13,7 @@ from cluster import submission
 from cluster.job import Job
 from cluster.outcome import last_words
 from cluster.record import Record, field_doc
-from cluster.state import JobError, refuse_other_owner
+from cluster.state import JobError
 from kit.data.wheels import file_sha256
 from kit.errors import CheckpointError, ConfigError, DataError, RunError, kit_command
 from kit.evaluate.benchmarks import Options, TaskRequest, eval_job, layout
@@ -75,7 +75,7 @@ def follow_run(
             f"{run.directory}: its checkpoints are behind a login node, and are scored by jobs"
             f" there: `{kit_command('eval', run.directory, '--follow', '--submit')}`."
         )
-    refuse_other_owner(run.directory, "keep scores in it")
+    run.check_writable("keep scores in it")
     chosen, tasks = Options.of(options), absolute_files(tasks)
     requests = check_request(tasks, chosen.include_path)
     layout(run.spec, run.site, chosen)

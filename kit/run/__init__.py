@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cluster.job import Job
 from cluster.login.mirror import mirror_of, refresh
+from cluster.ownership import Owned
 from cluster.record import ConfigError, Record, html_table
 from cluster.site import Site
 from kit.config.plan import Plan
@@ -43,7 +44,7 @@ POLICY = ("on_nan", "on_spike", "hung_after_s", "hook", "profile_steps", "profil
 change a step."""
 
 
-class Run:
+class Run(Owned):
     """One training run, as recorded in its directory, while it trains and afterwards.
 
     Example, on a run made by `kit.launch`:
@@ -128,8 +129,7 @@ class Run:
             RunError: there is none.
         """
         directory = Path(directory).expanduser().resolve()
-        if mirror_of(directory):
-            refresh(directory)
+        refresh(directory)
         if not (directory / "spec.json").exists():
             raise RunError(
                 f"{directory} is not a run directory (no spec.json). Make one with `kit launch`."
@@ -141,6 +141,10 @@ class Run:
             recipe=Recipe.read(directory / "recipe.json"),
             site=Site.read(directory / "site.json"),
         )
+
+    @property
+    def owned_folder(self) -> Path:
+        return self.directory
 
     @property
     def name(self) -> str:

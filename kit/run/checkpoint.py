@@ -139,10 +139,10 @@ class Checkpoints:
             CheckpointError: this directory mirrors a run elsewhere, where checkpoints stay.
         """
         path = self.path(step)
-        if mirror := mirror_of(self.directory.parent):
+        if remote := mirror_of(self.directory.parent):
             raise CheckpointError(
-                f"The checkpoint of step {step} stays on {mirror.login}: {mirror.directory}. Use it"
-                " there."
+                f"The checkpoint of step {step} stays on {remote.mirror.login}:"
+                f" {remote.mirror.directory}. Use it there."
             )
         try:
             manifest = Manifest.read(path / MANIFEST)
