@@ -204,6 +204,16 @@ def _end_of(file: Path) -> str:
     return f"[the first {begin:,} bytes of {file} are left out here]\n{text}" if begin else text
 
 
+def log_file(
+    run_dir: Path, attempt: int, rank: int, ranks_per_node: int, *, waits: bool = False
+) -> Path:
+    """Returns the log that holds what a rank has printed.
+
+    A log on another machine is copied here. `waits` is whether to wait for its content.
+    """
+    return mirror.fetch_log(run_dir, attempt, rank, ranks_per_node, waits)
+
+
 class Job(Owned):
     """A submitted job: look at it, read its logs, end it.
 
@@ -435,7 +445,7 @@ class Job(Owned):
         if attempt is not None and not 1 <= attempt <= newest:
             raise JobError(f"{self.run_dir}: no attempt {attempt}. Allowed: 1 to {newest}.")
         per_node = self.spec.num_processes // self.spec.num_nodes
-        return mirror.fetch_log(self.run_dir, attempt or newest, rank, per_node, waits=True)
+        return log_file(self.run_dir, attempt or newest, rank, per_node, waits=True)
 
     def __repr__(self) -> str:
         return f"Job({self.spec.name!r}, {self.status().state}, {str(self.run_dir)!r})"

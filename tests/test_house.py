@@ -216,6 +216,17 @@ def test_ownership_of_run_is_asked_at_entries():
     assert set(uses("other_owner")) == FILES_OF_OTHERS
 
 
+def test_mirror_of_run_is_known_to_few_places():
+    """`Run.open` brings a mirror up to date, and the job acts where it runs."""
+    importers = {module for module, names in imports().items() if "cluster.login.mirror" in names}
+    assert {name for name in importers if name.startswith("kit.")} == KNOW_MIRRORS
+    found = [*uses("mirror_of"), *uses("refresh")]
+    assert len([file for file in found if file.startswith("kit/")]) <= 5
+
+
+KNOW_MIRRORS = {"kit.cli.options", "kit.run", "kit.run.checkpoint"}
+
+
 def uses(function: str) -> list[str]:
     """Returns the file of each use of a function by its name, imports apart."""
     return [

@@ -160,11 +160,15 @@ class Seen(Record):
     @property
     def age(self) -> str:
         """The same for people."""
-        seconds = self.age_s
-        for unit, size, least in (("d", 86400, 2), ("h", 3600, 2), ("min", 60, 2)):
-            if seconds >= least * size:
-                return f"{seconds / size:.0f} {unit}"
-        return f"{seconds:.0f} s"
+        return age_text(self.age_s)
+
+
+def age_text(seconds: float) -> str:
+    """Returns an age for people, in the largest unit of which it has at least two."""
+    for unit, size, least in (("d", 86400, 2), ("h", 3600, 2), ("min", 60, 2)):
+        if seconds >= least * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 class MirroredRun(Owned):
@@ -265,14 +269,6 @@ def mirror_of(run_dir: Path) -> MirroredRun | None:
 def seen_of(run_dir: Path) -> Seen:
     """Returns what was last heard of a run elsewhere; of one that is here, nothing ever."""
     return Seen.read_or_none(run_dir / SEEN) or Seen()
-
-
-def unheard(run_dir: Path) -> str | None:
-    """Returns how old what is known of a run elsewhere is, if polls fail to tell; None
-    otherwise, and of one here.
-    """
-    seen = seen_of(run_dir)
-    return seen.age if seen.time and seen.age_s > LATE_S else None
 
 
 def refresh(run_dir: Path) -> None:

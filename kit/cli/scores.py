@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from cluster.login.mirror import mirror_of
 from kit.cli.options import (
     FollowOption,
     StepOption,
@@ -21,6 +20,7 @@ from kit.cli.options import (
 from kit.errors import ConfigError
 from kit.interop.weights.other_trainers import not_a_model
 from kit.run import Run
+from kit.run.checkpoint import refuse_elsewhere
 from kit.show.terminal import Table, plain
 
 if TYPE_CHECKING:
@@ -261,11 +261,8 @@ def _run(
         raise ConfigError(
             "--submit: only with --follow. Give both, or neither to score here and now."
         )
-    if mirror_of(directory) and not submit:
-        raise ConfigError(
-            f"{directory}: its checkpoints are behind a login node. Add --follow --submit: jobs"
-            " score them."
-        )
+    if not submit:
+        refuse_elsewhere(directory, ". Add --follow --submit: jobs score them.")
     run_there(directory)
     opened, tasks = Run.open(directory), "default" if asked is None else asked
     if follow:
@@ -387,10 +384,7 @@ def generate(
     """
     from kit.evaluate.continuation import continued_texts
 
-    if mirror_of(Path(model).expanduser()):
-        raise ConfigError(
-            f"{model}: its checkpoints are behind a login node. Run this command there."
-        )
+    refuse_elsewhere(Path(model).expanduser(), ". Run this command there.")
     # As it was typed, whatever the locale makes of it.
     prompt = os.fsencode(prompt).decode(errors="replace")
     # The prompt of a text is printed with its first piece, when the model is loaded.

@@ -114,7 +114,7 @@ class Run(Owned):
             try:
                 return {HOOK: Path(hook).read_text(encoding="utf-8"), **texts}
             except (OSError, UnicodeDecodeError) as error:
-                has_copy = self.is_mirror or (self.directory / HOOK).exists()
+                has_copy = self.is_elsewhere or (self.directory / HOOK).exists()
                 if not has_copy or Recipe.read(self.directory / "recipe.json").hook != hook:
                     raise RunError(
                         f"recipe.hook: {hook!r} cannot be read ({error}). Give a Python file."
@@ -166,9 +166,11 @@ class Run(Owned):
         return (self.directory / "import.json").exists()
 
     @property
-    def is_mirror(self) -> bool:
-        """Whether the run itself lies on a cluster, behind its site's login node."""
-        return mirror_of(self.directory) is not None
+    def is_elsewhere(self) -> bool:
+        """Whether checkpoints and disk of the run are out of reach: behind its site's login node,
+        or with the trainer from whose log it was imported.
+        """
+        return self.is_imported or mirror_of(self.directory) is not None
 
     def differing(self, name: str, wanted: Record) -> dict[str, tuple[Any, Any]]:
         """Returns by dotted key what of this run's spec, plan or recipe is not as in another:

@@ -35,6 +35,14 @@ LEFT_OVER = re.compile(r"step_\d+\.(partial-\d+|replaced-\d+|deleting(-[0-9a-f]+
 `step_00000100.best`, are the user's and are never touched."""
 
 
+def refuse_elsewhere(run_dir: Path, advice: str) -> None:
+    """Raises ConfigError, which ends with `advice`, if the checkpoints of a run are behind a login
+    node.
+    """
+    if mirror_of(run_dir):
+        raise ConfigError(f"{run_dir}: its checkpoints are behind a login node{advice}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest(Record):
     """What a complete checkpoint is of, and which files it must consist of."""
