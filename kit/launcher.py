@@ -1,7 +1,7 @@
 """From spec, plan and recipe to a running job.
 
-`prepare` checks all that can be checked before a job starts, and returns all that the launch writes
-and sends. `submit` writes it and starts the job. `launch` is both, under a lock.
+`prepare` checks all that can be checked before a job starts, and gives all that the launch writes
+and sends. `submit` writes it and starts the job. `launch` is both.
 """
 
 import contextlib
@@ -115,17 +115,16 @@ def launch(
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does
             not fit; nothing was started.
     """
-    with launch_lock(directory):
-        prepared = prepare(
-            directory,
-            spec=spec,
-            plan=plan,
-            recipe=recipe,
-            site=site,
-            device=device,
-            time_limit_s=time_limit_s,
-            measured=measured,
-        )
+    with prepare(
+        directory,
+        spec=spec,
+        plan=plan,
+        recipe=recipe,
+        site=site,
+        device=device,
+        time_limit_s=time_limit_s,
+        measured=measured,
+    ) as prepared:
         return submit(prepared)
 
 
@@ -168,36 +167,6 @@ def resume(
 
 
 @contextlib.contextmanager
-def launch_lock(directory: str | Path) -> Iterator[None]:
-    """Lets one launch at a time check and write a run directory.
-
-    Makes the directory if it is missing. If the block raises, a new and empty directory is removed.
-
-    Raises:
-        JobError: the directory belongs to another user.
-        RunError: the directory cannot be written, or another launch has the lock.
-    """
-    directory = Path(directory).expanduser().resolve()
-    refuse_other_owner(directory, "start a job in it")
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(new_folders(directory))
-            lock = stack.enter_context(lock_file(directory / LAUNCH_LOCK))
-        except OSError as error:
-            raise RunError(
-                f"{directory} cannot be written: {error.strerror}. Use another run directory."
-            ) from error
-        # On a file system without locks, `claim_attempt` lets only one launch continue. A lock
-        # file without links was removed by a launch that has just ended, so it protects nothing.
-        if not is_locked(lock, 0.0) or not os.fstat(lock.fileno()).st_nlink:
-            raise RunError(
-                f"{directory} is being launched by another process. Use that run, or another run"
-                " directory."
-            )
-        stack.callback((directory / LAUNCH_LOCK).unlink, missing_ok=True)
-        yield
-
-
 def prepare(
     directory: str | Path,
     *,
@@ -208,11 +177,13 @@ def prepare(
     device: DeviceName | None = None,
     time_limit_s: float | None = None,
     measured: Callable[[Site, str], Site] | None = None,
-) -> Prepared:
-    """Returns a checked launch with everything that `submit` needs. Writes nothing.
+) -> Iterator[Prepared]:
+    """Within the context, a launch is checked and complete, and `submit` may start it.
 
-    The caller holds the `launch_lock` of the directory until `submit` returns, so that what was
-    checked stays true. Arguments are those of `launch`.
+    Checks the records, the data and the weights first, which writes nothing. Then takes the lock of
+    the run directory, makes the directory if it is missing, and checks what it holds. The context
+    keeps the lock, so that no other launch changes what was checked. If the block raises, a new and
+    empty directory is removed. Arguments are those of `launch`.
 
     Raises:
         As `launch`.
@@ -220,6 +191,7 @@ def prepare(
     from kit.trainer.guard import check_recipe
 
     directory = Path(directory).expanduser().resolve()
+    refuse_other_owner(directory, "start a job in it")
     if (directory / "import.json").exists():
         raise RunError(
             f"{directory}: it was imported from a log, so there is no checkpoint to go on from. "
@@ -234,17 +206,20 @@ def prepare(
     check_recipe(recipe, plan)
     begins = not Checkpoints(directory / "checkpoints").steps()
     notes = _check_inputs(spec, plan, recipe, site, begins)
-    run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
-    refuse_done(run, plan, recipe.num_steps)
-    if site.login is None:
-        run.checkpoints.check_space(spec)
-    job = submission.prepare(job_spec(run, time_limit_s), site, _files(run))
-    prepared = Prepared(run=run, job=job, notes=notes)
-    return prepared if measured is None else prepared.on(measured(site, plan.precision))
+    with _launch_lock(directory):
+        run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+        refuse_done(run, plan, recipe.num_steps)
+        if site.login is None:
+            run.checkpoints.check_space(spec)
+        job = submission.prepare(job_spec(run, time_limit_s), site, _files(run))
+        prepared = Prepared(run=run, job=job, notes=notes)
+        if measured is not None:
+            prepared = prepared.on(measured(site, plan.precision))
+        yield prepared
 
 
 def draft(run: Run, time_limit_s: float | None = None) -> Prepared:
-    """Returns what `prepare` returns, for a run that may lack something: its data may be missing,
+    """Returns what `prepare` gives, for a run that may lack something: its data may be missing,
     and fields of its site may still say EDIT.
 
     Raises:
@@ -268,6 +243,34 @@ def submit(prepared: Prepared) -> Run:
     """
     submission.submit_prepared(prepared.job)
     return prepared.run
+
+
+@contextlib.contextmanager
+def _launch_lock(directory: Path) -> Iterator[None]:
+    """Lets one launch at a time check and write a run directory.
+
+    Makes the directory if it is missing. If the block raises, a new and empty directory is removed.
+
+    Raises:
+        RunError: the directory cannot be written, or another launch has the lock.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(new_folders(directory))
+            lock = stack.enter_context(lock_file(directory / LAUNCH_LOCK))
+        except OSError as error:
+            raise RunError(
+                f"{directory} cannot be written: {error.strerror}. Use another run directory."
+            ) from error
+        # On a file system without locks, `claim_attempt` lets only one launch continue. A lock
+        # file without links was removed by a launch that has just ended, so it protects nothing.
+        if not is_locked(lock, 0.0) or not os.fstat(lock.fileno()).st_nlink:
+            raise RunError(
+                f"{directory} is being launched by another process. Use that run, or another run"
+                " directory."
+            )
+        stack.callback((directory / LAUNCH_LOCK).unlink, missing_ok=True)
+        yield
 
 
 def _files(run: Run) -> Files:

@@ -205,16 +205,16 @@ def launch(
         raise ConfigError(
             f"{'; '.join(f'recipe.{name}: {how}' for name, how in asked.lacking.items())}."
         )
-    with told_if_interrupted(run), launcher.launch_lock(run):
-        prepared = launcher.prepare(
-            run,
-            spec=asked.spec,
-            plan=asked.plan,
-            recipe=chosen,
-            site=place,
-            time_limit_s=time_limit_s,
-            measured=functools.partial(_measured, run),
-        )
+    prepare = launcher.prepare(
+        run,
+        spec=asked.spec,
+        plan=asked.plan,
+        recipe=chosen,
+        site=place,
+        time_limit_s=time_limit_s,
+        measured=functools.partial(_measured, run),
+    )
+    with told_if_interrupted(run), prepare as prepared:
         if prepared.notes:
             note("\n".join(prepared.notes))
         _warn_of_shadows(place)
