@@ -13,6 +13,7 @@ from typing import Any
 
 from cluster.files import RESERVE, RESERVE_BYTES, opened, write_atomic
 from cluster.outcome import is_stop_requested
+from cluster.ownership import refuse_other_owner
 from cluster.process import Process
 from cluster.record import kit_command
 from cluster.state import (
@@ -26,7 +27,6 @@ from cluster.state import (
     log_path,
     read_state,
     record_event,
-    refuse_other_owner,
     refuse_planted_links,
     refuse_stale,
     state_to_change,

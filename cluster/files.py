@@ -231,6 +231,13 @@ def other_owner(folder: Path) -> str | None:
     return user_name(owner)
 
 
+def is_private(folder: Path) -> bool:
+    """Returns whether a path is a folder, no link, in which only this user may write."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return not other_owner(folder) and not other_writers(folder)
+
+
 def user_name(number: int) -> str:
     """Returns the login name of a user id, or 'user NUMBER' if the system has no name for it."""
     try:

@@ -22,6 +22,7 @@ from cluster import poll
 from cluster.files import opened
 from cluster.login import mirror
 from cluster.outcome import AttemptOutcome, write_end
+from cluster.ownership import Owned
 from cluster.record import (
     ConfigError,
     Record,
@@ -43,7 +44,6 @@ from cluster.state import (
     last_attempt,
     read_history,
     read_state,
-    refuse_other_owner,
 )
 from cluster.status import JobStatus as JobStatus
 from cluster.status import is_alive, why_unknown
@@ -204,7 +204,17 @@ def _end_of(file: Path) -> str:
     return f"[the first {begin:,} bytes of {file} are left out here]\n{text}" if begin else text
 
 
-class Job:
+def log_file(
+    run_dir: Path, attempt: int, rank: int, ranks_per_node: int, *, waits: bool = False
+) -> Path:
+    """Returns the log that holds what a rank has printed.
+
+    A log on another machine is copied here. `waits` is whether to wait for its content.
+    """
+    return mirror.fetch_log(run_dir, attempt, rank, ranks_per_node, waits)
+
+
+class Job(Owned):
     """A submitted job: look at it, read its logs, end it.
 
     Made by a launcher's `submit`, or by `Job.attach`.
@@ -213,6 +223,10 @@ class Job:
     def __init__(self, run_dir: Path, spec: JobSpec) -> None:
         self.run_dir = run_dir
         self.spec = spec
+
+    @property
+    def owned_folder(self) -> Path:
+        return self.run_dir
 
     @classmethod
     def attach(cls, run_dir: str | os.PathLike[str]) -> Self:
@@ -370,7 +384,7 @@ class Job:
             JobError: the job runs where no signal of ours can reach it, or its scheduler refuses;
                 or the process or the scheduler's job that the directory names is not this run's.
         """
-        refuse_other_owner(self.run_dir, "end it")
+        self.check_writable("end it")
         if mirror.forward(self.run_dir, "cancel"):
             return
         state, status = read_state(self.run_dir), self.status()
@@ -399,7 +413,7 @@ class Job:
             state.process.send_signal(signal.SIGTERM)
 
     def _ask(self, request: Request) -> None:
-        refuse_other_owner(self.run_dir, f"ask for a {request}")
+        self.check_writable(f"ask for a {request}")
         if mirror.forward(self.run_dir, request):
             return
         if not self.status().state.is_final:
@@ -413,7 +427,7 @@ class Job:
             ConfigError: the job cannot be started again; nothing was ended.
             JobError: the running attempt does not end, or the scheduler refuses.
         """
-        refuse_other_owner(self.run_dir, "start it again")
+        self.check_writable("start it again")
         if mirror.forward(self.run_dir, "requeue"):
             return
         state = read_state(self.run_dir)
@@ -431,7 +445,7 @@ class Job:
         if attempt is not None and not 1 <= attempt <= newest:
             raise JobError(f"{self.run_dir}: no attempt {attempt}. Allowed: 1 to {newest}.")
         per_node = self.spec.num_processes // self.spec.num_nodes
-        return mirror.fetch_log(self.run_dir, attempt or newest, rank, per_node, waits=True)
+        return log_file(self.run_dir, attempt or newest, rank, per_node, waits=True)
 
     def __repr__(self) -> str:
         return f"Job({self.spec.name!r}, {self.status().state}, {str(self.run_dir)!r})"

@@ -39,7 +39,6 @@ from cluster.files import (
     append_lines,
     is_locked,
     lock_file,
-    other_owner,
     read_small,
     user_name,
 )
@@ -448,17 +447,6 @@ def locked(run_dir: Path) -> Iterator[None]:
         if not is_locked(stream, LOCK_WAIT_S) and os.fstat(stream.fileno()).st_nlink:
             (run_dir / ".state.lock").unlink(missing_ok=True)
         yield
-
-
-def refuse_other_owner(run_dir: Path, what: str) -> None:
-    """Raises JobError if a run directory, or a folder of runs, belongs to another user. Such a
-    folder is only read, whatever its modes allow.
-    """
-    if owner := other_owner(run_dir):
-        raise JobError(
-            f"{run_dir}: you may not {what}: it belongs to {owner}. Ask {owner}, or do it as"
-            f" {owner}."
-        )
 
 
 def refuse_planted_links(run_dir: Path) -> None:

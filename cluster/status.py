@@ -50,6 +50,28 @@ class JobStatus(AttemptState):
     has_joined: bool = field_doc(
         "whether all ranks of this attempt have found each other", default=False
     )
+    heard_at: float | None = field_doc(
+        "unix time at which the machine that runs the job said this; none: it is this machine, or"
+        " nothing was heard yet",
+        default=None,
+    )
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the machine that runs the job said this, or None if it is this machine."""
+        return None if self.heard_at is None else max(0.0, time.time() - self.heard_at)
+
+    @property
+    def age(self) -> str | None:
+        """The same for people."""
+        return None if self.age_s is None else mirror.age_text(self.age_s)
+
+    @property
+    def late_age(self) -> str | None:
+        """Age of this status for people, if the machine that runs the job should have said more
+        since. None if it is fresh.
+        """
+        return self.age if self.age_s is not None and self.age_s > mirror.LATE_S else None
 
 
 def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
@@ -60,8 +82,8 @@ def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
     the heartbeat is watched first, since the clock here may be wrong. With `waits` false such a job
     is not yet taken for stalled.
     """
-    if mirror.mirror_of(run_dir):
-        return _mirrored(run_dir)
+    if run := mirror.mirror_of(run_dir):
+        return _mirrored(run)
     state, answer = _newest(run_dir, waits)
     alive = is_alive(state)
     attempt = state.attempt if state else last_attempt(run_dir)
@@ -155,16 +177,17 @@ def _report(run_dir: Path, attempt: int) -> ExitReport | None:
     return report if report and report.attempt == attempt else None
 
 
-def _mirrored(run_dir: Path) -> JobStatus:
+def _mirrored(run: mirror.MirroredRun) -> JobStatus:
     """Returns what was last heard of a run elsewhere, and how old that is unless it is fresh."""
-    seen = mirror.refresh(run_dir)
+    seen = run.refresh()
     if not seen.time:
         return JobStatus(
             state=JobState.QUEUED,
             reason=seen.trouble or "nothing heard yet",
-            attempt=last_attempt(run_dir),
+            attempt=last_attempt(run.run_dir),
         )
-    status, age_s = JobStatus.from_dict(seen.status), seen.age_s
+    age_s = seen.age_s
+    status = JobStatus.from_dict(seen.status).replace(heard_at=seen.time)
     if status.heartbeat_age_s is not None and not status.state.is_final:
         status = status.replace(heartbeat_age_s=status.heartbeat_age_s + age_s)
     if not seen.trouble and age_s < 3 * mirror.INTERVAL_S:

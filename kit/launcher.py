@@ -1,21 +1,25 @@
-"""launch: from spec, plan and recipe to a running job, after checking all that can be checked
-before it starts.
+"""From spec, plan and recipe to a running job.
+
+`prepare` checks all that can be checked before a job starts, and gives all that the launch writes
+and sends. `submit` writes it and starts the job. `launch` is both.
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 from cluster import local, submission
-from cluster.attempts import new_folders, refuse_live
+from cluster.attempts import Files, new_folders, refuse_live
 from cluster.files import is_locked, lock_file
 from cluster.interpreter import module_command
 from cluster.job import JobSpec
 from cluster.login.submit import refuse_lacking
+from cluster.ownership import refuse_other_owner
 from cluster.render import nodes_for
 from cluster.site import Site
-from cluster.state import refuse_other_owner
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
@@ -34,6 +38,35 @@ tensor-parallel degree."""
 PADDING_SHARE = 0.02
 """Largest share of a vocabulary that counts as padding and reserved tokens. Qwen's models have
 0.3 %."""
+MAX_EPOCHS = 4
+"""Number of epochs up to which repeated text improves the model about as much as new text. Source:
+arXiv 2305.16264."""
+TOO_OFTEN = f"above {MAX_EPOCHS}, repeated text is worth less than new text: arXiv 2305.16264"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A launch with everything that its submission writes and sends."""
+
+    run: Run
+    """Run directory, spec, plan, recipe and site."""
+    job: submission.PreparedJob
+    """Job, scripts, and the files that are written before the job is submitted."""
+    notes: tuple[str, ...] = ()
+    """What the user is told about the data before the job starts."""
+
+    def on(self, site: Site) -> Self:
+        """Returns the same launch on its site with a measured peak."""
+        run = Run(
+            self.run.directory,
+            spec=self.run.spec,
+            plan=self.run.plan,
+            recipe=self.run.recipe,
+            site=site,
+        )
+        files = {**self.job.files, "site.json": site.to_json()}
+        job = dataclasses.replace(self.job, site=site, files=files)
+        return dataclasses.replace(self, run=run, job=job)
 
 
 def launch(
@@ -83,65 +116,17 @@ def launch(
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does
             not fit; nothing was started.
     """
-    from kit.trainer.recipe_rules import check_recipe
-
-    directory = Path(directory).expanduser().resolve()
-    refuse_other_owner(directory, "start a job in it")
-    if (directory / "import.json").exists():
-        raise RunError(
-            f"{directory}: it was imported from a log, so there is no checkpoint to go on from. "
-            "Launch a run of its model and plan in another directory."
-        )
-    site = Site.load(site) if isinstance(site, str) else site
-    recipe = _with_whole_paths(recipe, site)
-    plan.check(spec)
-    site = on_device(site, plan, device)
-    check_site(spec, plan, site)
-    check_engine(plan)
-    check_recipe(recipe, plan)
-    begins = not Checkpoints(directory / "checkpoints").steps()
-    _check_inputs(spec, plan, recipe, site, begins)
-    with _alone(directory):
-        run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
-        refuse_done(run, plan, recipe.num_steps)  # or one in which a job is live
-        run.asked()  # whatever of it cannot be read is found now
-        if site.login is None:
-            run.checkpoints.check_space(spec)
-        job_spec(run, time_limit_s)  # which refuses what no machine can hold
-        if measured is not None:
-            run.site = measured(site, plan.precision)
-        submit(run, time_limit_s)
-    return run
-
-
-def _with_whole_paths(recipe: Recipe, site: Site) -> Recipe:
-    """Returns a recipe whose paths mean the same to a job that starts in another directory: data
-    where the job runs here, and the hook, which is read here wherever the job runs.
-    """
-    from kit.data import located  # with it NumPy, which `import kit` does without
-
-    if site.login is None:
-        recipe = located(recipe)
-    if recipe.hook is not None:
-        recipe = recipe.replace(hook=str(Path(recipe.hook).expanduser().resolve()))
-    return recipe
-
-
-def _check_inputs(spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, begins: bool) -> None:
-    """Raises unless the data, and the weights that a run which `begins` starts from, are where the
-    job runs, and fit.
-
-    Raises:
-        ConfigError, DataError, MissingPackageError, JobError: what does not fit, or is not there.
-    """
-    weights = [str(recipe.init_from)] if begins and recipe.init_from is not None else []
-    if site.login is not None:
-        data = [recipe.data, *(path for source in recipe.sources for path in source.paths)]
-        refuse_lacking(site, [*data, *weights], "torch")
-    else:
-        check_data(spec, plan, recipe)
-        if weights:
-            check_weights(spec, recipe)
+    with prepare(
+        directory,
+        spec=spec,
+        plan=plan,
+        recipe=recipe,
+        site=site,
+        device=device,
+        time_limit_s=time_limit_s,
+        measured=measured,
+    ) as prepared:
+        return submit(prepared)
 
 
 def resume(
@@ -164,6 +149,7 @@ def resume(
     """
     run = Run.open(directory)
     plan = plan or run.plan
+    # Before the recipe is changed, since fewer steps than its warm-up are an error of another kind.
     refuse_done(run, plan, num_steps or run.recipe.num_steps)
     lengths = {"num_steps": num_steps, "decay_steps": decay_steps}
     recipe = run.recipe.replace(
@@ -181,16 +167,153 @@ def resume(
     )
 
 
-def submit(run: Run, time_limit_s: float | None = None) -> Run:
-    """Starts the job of a prepared run on its site and returns the run; what was asked is
-    written with the job.
+@contextlib.contextmanager
+def prepare(
+    directory: str | Path,
+    *,
+    spec: ModelSpec,
+    plan: Plan,
+    recipe: Recipe,
+    site: Site | str = "laptop",
+    device: DeviceName | None = None,
+    time_limit_s: float | None = None,
+    measured: Callable[[Site, str], Site] | None = None,
+) -> Iterator[Prepared]:
+    """Within the context, a launch is checked and complete, and `submit` may start it.
+
+    Checks the records, the data and the weights first, which writes nothing. Then takes the lock of
+    the run directory, makes the directory if it is missing, and checks what it holds. The context
+    keeps the lock, so that no other launch changes what was checked. If the block raises, a new and
+    empty directory is removed. Arguments are those of `launch`.
+
+    Raises:
+        As `launch`.
     """
-    told = configuration.configuration_files(run.spec, run.plan, run.recipe)
-    of_any_engine = dict.fromkeys(configuration.FILES)  # those that an earlier plan had go
-    submission.submit(
-        job_spec(run, time_limit_s), run.site, {**of_any_engine, **told, **run.asked()}
+    from kit.trainer.recipe_rules import check_recipe
+
+    directory = Path(directory).expanduser().resolve()
+    refuse_other_owner(directory, "start a job in it")
+    if (directory / "import.json").exists():
+        raise RunError(
+            f"{directory}: it was imported from a log, so there is no checkpoint to go on from. "
+            "Launch a run of its model and plan in another directory."
+        )
+    site = Site.load(site) if isinstance(site, str) else site
+    recipe = _with_whole_paths(recipe, site)
+    plan.check(spec)
+    site = on_device(site, plan, device)
+    check_site(spec, plan, site)
+    check_engine(plan)
+    check_recipe(recipe, plan)
+    begins = not Checkpoints(directory / "checkpoints").steps()
+    notes = _check_inputs(spec, plan, recipe, site, begins)
+    with _launch_lock(directory):
+        run = Run.prepare(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+        refuse_done(run, plan, recipe.num_steps)
+        if site.login is None:
+            run.checkpoints.check_space(spec)
+        job = submission.prepare(job_spec(run, time_limit_s), site, _files(run))
+        prepared = Prepared(run=run, job=job, notes=notes)
+        if measured is not None:
+            prepared = prepared.on(measured(site, plan.precision))
+        yield prepared
+
+
+def draft(run: Run, time_limit_s: float | None = None) -> Prepared:
+    """Returns what `prepare` gives, for a run that may lack something: its data may be missing,
+    and fields of its site may still say EDIT.
+
+    Raises:
+        ConfigError: plan, model and site do not fit each other.
+        RunError: the hook's file cannot be read.
+    """
+    return Prepared(
+        run=run, job=submission.draft(job_spec(run, time_limit_s), run.site, _files(run))
     )
-    return run
+
+
+def submit(prepared: Prepared) -> Run:
+    """Starts the job of a launch that `prepare` has checked, and returns its run.
+
+    `cluster.submission.submit_prepared` lists what is written before the job is submitted. The
+    files of the caller in that list are those of `_files`.
+
+    Raises:
+        JobError: a job is live in the directory, or the scheduler refuses. The directory is as it
+            was before.
+    """
+    submission.submit_prepared(prepared.job)
+    return prepared.run
+
+
+@contextlib.contextmanager
+def _launch_lock(directory: Path) -> Iterator[None]:
+    """Lets one launch at a time check and write a run directory.
+
+    Makes the directory if it is missing. If the block raises, a new and empty directory is removed.
+
+    Raises:
+        RunError: the directory cannot be written, or another launch has the lock.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(new_folders(directory))
+            lock = stack.enter_context(lock_file(directory / LAUNCH_LOCK))
+        except OSError as error:
+            raise RunError(
+                f"{directory} cannot be written: {error.strerror}. Use another run directory."
+            ) from error
+        # On a file system without locks, `claim_attempt` lets only one launch continue. A lock
+        # file without links was removed by a launch that has just ended, so it protects nothing.
+        if not is_locked(lock, 0.0) or not os.fstat(lock.fileno()).st_nlink:
+            raise RunError(
+                f"{directory} is being launched by another process. Use that run, or another run"
+                " directory."
+            )
+        stack.callback((directory / LAUNCH_LOCK).unlink, missing_ok=True)
+        yield
+
+
+def _files(run: Run) -> Files:
+    """Returns the files of a launch by name, in the order in which they are written: those of the
+    engine, then what the run was asked for. Files of another engine have the value None.
+    """
+    of_any_engine = dict.fromkeys(configuration.FILES)
+    of_its_engine = configuration.configuration_files(run.spec, run.plan, run.recipe)
+    return {**of_any_engine, **of_its_engine, **run.asked()}
+
+
+def _with_whole_paths(recipe: Recipe, site: Site) -> Recipe:
+    """Returns a recipe whose paths mean the same to a job that starts in another directory: data
+    where the job runs here, and the hook, which is read here wherever the job runs.
+    """
+    from kit.data import located  # with it NumPy, which `import kit` does without
+
+    if site.login is None:
+        recipe = located(recipe)
+    if recipe.hook is not None:
+        recipe = recipe.replace(hook=str(Path(recipe.hook).expanduser().resolve()))
+    return recipe
+
+
+def _check_inputs(
+    spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, begins: bool
+) -> tuple[str, ...]:
+    """Returns notes on the data, if the data, and the weights that a run which `begins` starts
+    from, are where the job runs, and fit. Data behind a login node has no notes.
+
+    Raises:
+        ConfigError, DataError, MissingPackageError, JobError: what does not fit, or is not there.
+    """
+    weights = [str(recipe.init_from)] if begins and recipe.init_from is not None else []
+    if site.login is not None:
+        data = [recipe.data, *(path for source in recipe.sources for path in source.paths)]
+        refuse_lacking(site, [*data, *weights], "torch")
+        return ()
+    notes = data_notes(spec, plan, recipe)
+    if weights:
+        check_weights(spec, recipe)
+    return notes
 
 
 def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
@@ -222,38 +345,12 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
     )
 
 
-@contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Lets one launch at a time write to a run directory.
-
-    Raises:
-        RunError: the directory cannot be written, or another launch is at it.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(new_folders(directory))
-            lock = stack.enter_context(lock_file(directory / LAUNCH_LOCK))
-        except OSError as error:
-            raise RunError(
-                f"{directory} cannot be written: {error.strerror}. Use another run directory."
-            ) from error
-        # On a file system without locks, `claim_attempt` lets only one launch continue. A lock
-        # file without links was removed by a launch that has just ended, so it protects nothing.
-        if not is_locked(lock, 0.0) or not os.fstat(lock.fileno()).st_nlink:
-            raise RunError(
-                f"{directory} is being launched by another process. Use that run, or another run"
-                " directory."
-            )
-        stack.callback((directory / LAUNCH_LOCK).unlink, missing_ok=True)
-        yield
-
-
 def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
     """Raises unless a run that is asked for so many steps has some left to do; the error says how
     to go on, on a plan.
 
     Raises:
-        JobError: a job is live in its directory.
+        JobError: a job is live in its directory, or the directory is somebody else's.
         RunError: it has been at that step. CheckpointError: it has checkpoints, but none is whole.
     """
     if (run.directory / "state.json").exists():
@@ -321,6 +418,36 @@ def unused_vocabulary(spec: ModelSpec, tokenizer_size: int) -> str | None:
         " Is it this model's tokenizer? Build the data with `--tokenizer FOLDER`, or give"
         f" --set spec.vocab_size={tokenizer_size}."
     )
+
+
+def data_notes(spec: ModelSpec, plan: Plan, recipe: Recipe) -> tuple[str, ...]:
+    """Returns how often each source is read, and where the recipe asks for what its data cannot
+    give exactly.
+
+    Raises:
+        As `check_data`.
+    """
+    from kit.data import Dataset, located, rounded_weights
+
+    notes = []
+    for name, epochs in check_data(spec, plan, recipe):
+        number = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
+        often = f" ({TOO_OFTEN})" if epochs > MAX_EPOCHS else ""
+        notes.append(f"Reads {number} {'epoch' if epochs == 1 else 'epochs'} of {name}{often}")
+    for name, (wanted, drawn) in rounded_weights(located(recipe)).items():
+        notes.append(
+            f"{name}: {drawn:.4g} of the sequences, not {wanted:.4g}: weights are rounded to"
+            " 1/65,536."
+        )
+    dataset = Dataset.open(Path(located(recipe).data))
+    if unused := unused_vocabulary(spec, dataset.vocab_size):
+        notes.append(unused)
+    there = dataset.held_out_sequences(spec.sequence_length)
+    if recipe.validation_every and there < recipe.validation_sequences:
+        notes.append(
+            f"Validates on all {there:,} held-out sequences, not {recipe.validation_sequences:,}."
+        )
+    return tuple(notes)
 
 
 def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, float]]:

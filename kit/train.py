@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cluster.files import other_owner, other_writers, outlive_log, write_atomic
+from cluster.files import is_private, outlive_log, write_atomic
 from cluster.interpreter import source_command
 from cluster.outcome import RunDirectory, retry_disk
 from cluster.record import ConfigError, counted
@@ -85,7 +85,7 @@ def use_own_compile_cache() -> None:
     folder = Path(tempfile.gettempdir(), f"torchinductor_{user}")
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o700)
-    if folder.is_symlink() or not folder.is_dir() or other_owner(folder) or other_writers(folder):
+    if not is_private(folder):
         folder = Path(tempfile.mkdtemp(prefix="torchinductor_"))
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 

@@ -6,6 +6,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,42 @@ def test_engine_names_are_compared_in_engines_only():
             if {*names} & {*ENGINES} and (isinstance(node, ast.Compare) or {*names} <= {*ENGINES}):
                 wrong.append(f"{path}: {ast.unparse(node)}")
     assert wrong == []
+
+
+ENTRIES = {
+    "cluster/attempts.py",  # a supervisor that somebody starts by hand
+    "cluster/submission.py",
+    "kit/cli/options.py",  # an output beside the files of a run
+    "kit/interop/logs/importers.py",
+    "kit/launcher.py",
+}
+"""Files that ask for the owner of a run directory by its path, once each. Other code has an object
+that holds the directory, and asks that: see `cluster.ownership.Owned`."""
+FILES_OF_OTHERS = {"cluster/files.py", "cluster/ownership.py", "kit/monitor/sinks.py"}
+"""Files that ask whose a file is. `sinks.py` asks it of wandb's settings."""
+
+
+def test_ownership_of_run_is_asked_at_entries():
+    assert Counter(uses("refuse_other_owner")) == Counter([*ENTRIES, "cluster/ownership.py"])
+    assert set(uses("other_owner")) == FILES_OF_OTHERS
+
+
+def test_mirror_of_run_is_known_to_few_places():
+    """`Run.open` brings a mirror up to date, and the job acts where it runs."""
+    importers = {module for module, names in imports().items() if "cluster.login.mirror" in names}
+    assert {name for name in importers if name.startswith("kit.")} == KNOW_MIRRORS
+    found = [*uses("mirror_of"), *uses("refresh")]
+    assert len([file for file in found if file.startswith("kit/")]) <= 5
+
+
+KNOW_MIRRORS = {"kit.cli.options", "kit.run", "kit.run.checkpoint"}
+
+
+def uses(function: str) -> list[str]:
+    """Returns the file of each use of a function by its name, imports apart."""
+    return [
+        str(file.relative_to(ROOT))
+        for file, parts in nodes().items()
+        for node in parts
+        if isinstance(node, ast.Name) and node.id == function
+    ]

@@ -22,7 +22,7 @@ from kit.config.recipe import DataPhase, DataSource
 from kit.data import Dataset
 from kit.errors import CheckpointError
 from kit.interop.weights import load_model
-from kit.launcher import job_spec
+from kit.launcher import draft, job_spec, submit
 from kit.monitor import run_figure, status_row, status_table
 from kit.run import Run
 from kit.run.checkpoint_reader import CheckpointTensors
@@ -46,7 +46,8 @@ def assert_done(run: Run) -> None:
 def forked(monkeypatch) -> None:
     """Ranks of runs that are launched or resumed are forked, and have ended at the return."""
 
-    def submit(run: Run, time_limit_s: float | None = None) -> Run:
+    def submit(prepared: kit.launcher.Prepared) -> Run:
+        run = prepared.run
         for name, text in run.asked().items():
             (run.directory / name).write_text(text)
         state = read_state(run.directory)
@@ -235,7 +236,7 @@ def test_stop_writes_a_checkpoint_and_resume_goes_on(unbroken, spec, recipe, tmp
 
 def test_a_failing_rank_is_reported_with_its_own_words(spec, recipe, tmp_path, tiny_dataset):
     gone = recipe.replace(data=str(tmp_path / "absent"))
-    run = kit.launcher.submit(local_run(tmp_path / "broken", spec, DP2, gone))
+    run = submit(draft(local_run(tmp_path / "broken", spec, DP2, gone)))
     status = run.job.wait(timeout_s=PATIENCE_S)
     assert status.state is JobState.FAILED
     # Not rank 0's log: where the other failed first, rank 0 was ended before it could say a word.

@@ -7,6 +7,7 @@ again. Standard library only.
 import contextlib
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.job import Job, JobSpec
@@ -22,10 +23,9 @@ from cluster.kubernetes.manifest import texts as texts
 from cluster.outcome import last_words
 from cluster.poll import POLLER, SchedulerAnswer, run_command
 from cluster.record import cut
-from cluster.render import check_submittable, scripts
 from cluster.site import Site
 from cluster.state import JobError, JobState, SchedulerJob
-from cluster.submission import submit
+from cluster.submission import prepare, submit_prepared
 
 TIMEOUT_S, GONE_WAIT_S = 20.0, 900.0
 OUTPUT_LINES, OUTPUT_BYTES = 100_000, 64 << 20
@@ -36,7 +36,7 @@ def check(job: JobSpec, site: Site) -> None:
     """Refuses nothing: only the cluster knows what it would refuse."""
 
 
-def start(job: JobSpec, site: Site, attempt: int, texts: dict[str, str]) -> SchedulerJob:
+def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> SchedulerJob:
     """Sends `submit.json` to the cluster of the current context and returns the name of the job
     there.
 
@@ -185,12 +185,10 @@ def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
         ConfigError: the job cannot run on its site; nothing was ended.
         JobError: the cluster refuses or does not answer, or the pods do not end.
     """
-    site = Site.read(job.run_dir / "site.json")
-    check_submittable(site)
-    scripts(job.spec, site)
+    prepared = prepare(job.spec, Site.read(job.run_dir / "site.json"))
     cancel(scheduler_job, job.run_dir, waits=True)
     POLLER.forget(scheduler_job)
-    submit(job.spec, site)
+    submit_prepared(prepared)
 
 
 def answer_from(item: dict | None) -> SchedulerAnswer:

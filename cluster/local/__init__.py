@@ -5,6 +5,7 @@ submitted it.
 import json
 import shlex
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.files import appending
@@ -14,14 +15,14 @@ from cluster.outcome import log_tail
 from cluster.record import ConfigError, counted
 from cluster.site import Site
 from cluster.state import JobError, read_exit
-from cluster.submission import submit
+from cluster.submission import prepare, submit_prepared
 
 MAX_PROCESSES, END_WAIT_S = 256, 60.0
 STARTED = b"started\n"
 """What a supervisor tells whoever has submitted its job."""
 
 
-def start(job: JobSpec, site: Site, attempt: int, texts: dict[str, str]) -> None:
+def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> None:
     """Returns as soon as all ranks are started under a supervisor that does not depend on the
     caller; `cluster.local.supervisor` says what they find in their environment.
 
@@ -80,14 +81,13 @@ def requeue(job: Job, scheduled: None) -> None:
         ConfigError: the job cannot be started again; nothing was ended.
         JobError: the running attempt does not end.
     """
-    site = Site.read(job.run_dir / "site.json")
-    check(job.spec, site)
+    prepared = prepare(job.spec, Site.read(job.run_dir / "site.json"))
     job.cancel()
     try:
         job.wait(END_WAIT_S)
     except TimeoutError as error:
         raise JobError(str(error)) from error
-    submit(job.spec, site)
+    submit_prepared(prepared)
 
 
 def texts(job: JobSpec, site: Site) -> dict[str, str]:

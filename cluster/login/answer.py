@@ -53,10 +53,12 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     began = history[0].time if history else None
     with contextlib.suppress(OSError):
         alerts = read_small(run_dir / "alerts.jsonl")
+    status = job.status().to_dict()
+    del status["heard_at"]  # An older kit on the other side refuses keys that it does not know.
     whole = alerts.rfind(b"\n") + 1
     known = request["alerts"] if request["began"] == began else 0
     return {
-        "status": job.status().to_dict(),
+        "status": status,
         "began": began,
         "alerts": alerts[known:whole].decode(errors="replace"),
         "alerts_end": whole,

@@ -18,6 +18,7 @@ import shlex
 import shutil
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,11 +27,11 @@ from cluster.files import (
     appending,
     is_locked,
     lock_file,
-    other_owner,
     write_atomic,
 )
 from cluster.interpreter import source_command
-from cluster.login.connection import TIMEOUT_S, NoConnectionError, copy, ssh
+from cluster.login.connection import TIMEOUT_S, NoConnectionError, copy, pass_through, ssh
+from cluster.ownership import Owned
 from cluster.record import Record, config_folder, field_doc
 from cluster.state import JobError, RunState, find_log, rank_logs, script_logs
 
@@ -159,16 +160,110 @@ class Seen(Record):
     @property
     def age(self) -> str:
         """The same for people."""
-        seconds = self.age_s
-        for unit, size, least in (("d", 86400, 2), ("h", 3600, 2), ("min", 60, 2)):
-            if seconds >= least * size:
-                return f"{seconds / size:.0f} {unit}"
-        return f"{seconds:.0f} s"
+        return age_text(self.age_s)
 
 
-def mirror_of(run_dir: Path) -> Mirror | None:
-    """Returns whose mirror a run directory is, or None for one whose run is here."""
-    return Mirror.read_or_none(run_dir / MIRROR)
+def age_text(seconds: float) -> str:
+    """Returns an age for people, in the largest unit of which it has at least two."""
+    for unit, size, least in (("d", 86400, 2), ("h", 3600, 2), ("min", 60, 2)):
+        if seconds >= least * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+class MirroredRun(Owned):
+    """A run behind a login node: its mirror on this machine, and what is asked of it there."""
+
+    def __init__(self, run_dir: Path, mirror: Mirror) -> None:
+        self.run_dir = run_dir
+        self.mirror = mirror
+
+    @property
+    def owned_folder(self) -> Path:
+        return self.run_dir
+
+    def seen(self) -> Seen:
+        """Returns what was last heard of the run."""
+        return seen_of(self.run_dir)
+
+    def refresh(self, now: bool = False) -> Seen:
+        """Returns what was last heard of the run, and what is in the way of hearing more.
+
+        Asks at most every INTERVAL_S, in the background, or `now`. It waits for the answer only
+        then, and where nobody has asked for a while. A mirror of another user is not changed.
+        """
+        if owner := self.other_owner:
+            return self.seen().replace(
+                trouble=f"the mirror is {owner}'s, so it is asked for nothing new"
+            )
+        quiet_s = _age_s(self.run_dir / LOCK)
+        if now or quiet_s > INTERVAL_S:
+            asking = threading.Thread(
+                target=self._ask_now, args=(now,), name="login-poll", daemon=True
+            )
+            asking.start()
+            if now or quiet_s > LATE_S:
+                asking.join(FIRST_WAIT_S)
+        return self.seen()
+
+    def forward(self, request: str) -> None:
+        """Asks the other side to `stop`, `checkpoint`, `cancel` or `requeue`.
+
+        Raises:
+            NoConnectionError: it cannot be asked; the job goes on.
+            JobError: it refuses.
+        """
+        self.mirror.ask(do=request)
+        self.refresh(now=True)
+
+    def fetch_logs(self, logs: Iterable[Path], waits: bool) -> None:
+        """Makes empty logs, since a fetch updates only the logs that the mirror already has. If
+        `waits`, fetches them. Of a mirror of another user nothing is fetched.
+        """
+        if not self.is_writable:
+            return
+        for log in logs:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
+        if waits:
+            self.refresh(now=True)
+
+    def run_command(self, words: list[str]) -> int:
+        """Runs a `kit` command on the other side and returns its exit status. Its output goes where
+        this process's goes.
+
+        Raises:
+            NoConnectionError, JobError: it cannot be run there, or the mirror is somebody else's.
+        """
+        self.check_writable("run this where it mirrors a run")
+        return pass_through(self.mirror.login, self.mirror.command("kit", *words))
+
+    def _ask_now(self, now: bool) -> None:
+        """Makes one round trip, unless another is under way, and notes what was in its way."""
+        # of the login node, so that a list of many runs waits for one of them
+        lost = config_folder() / f"unreachable_{Path(self.mirror.login).name}"
+        try:
+            with lock_file(self.run_dir / LOCK) as lock:
+                if not is_locked(lock, FIRST_WAIT_S if now else 0.0):
+                    return
+                _mark_now(lock.fileno())
+                try:
+                    if _age_s(lost) < INTERVAL_S and not now:
+                        raise JobError(lost.read_text())
+                    fetch(self.run_dir, self.mirror)
+                finally:
+                    _mark_now(lock.fileno())
+        except Exception as error:  # whatever went wrong, what is here already tells the rest
+            if isinstance(error, NoConnectionError):
+                write_atomic(lost, str(error))
+                _mark_now(lost)
+            self.seen().replace(trouble=str(error)).write(self.run_dir / SEEN)
+
+
+def mirror_of(run_dir: Path) -> MirroredRun | None:
+    """Returns the run that a run directory mirrors, or None for one whose run is here."""
+    mirror = Mirror.read_or_none(run_dir / MIRROR)
+    return None if mirror is None else MirroredRun(run_dir, mirror)
 
 
 def seen_of(run_dir: Path) -> Seen:
@@ -176,26 +271,18 @@ def seen_of(run_dir: Path) -> Seen:
     return Seen.read_or_none(run_dir / SEEN) or Seen()
 
 
-def unheard(run_dir: Path) -> str | None:
-    """Returns how old what is known of a run elsewhere is, if polls fail to tell; None
-    otherwise, and of one here.
-    """
-    seen = seen_of(run_dir)
-    return seen.age if seen.time and seen.age_s > LATE_S else None
+def refresh(run_dir: Path) -> None:
+    """Brings a mirror up to date as `MirroredRun.refresh`. Does nothing for a run that is here."""
+    if run := mirror_of(run_dir):
+        run.refresh()
 
 
 def forward(run_dir: Path, request: str) -> bool:
-    """Asks the other side to `stop`, `checkpoint`, `cancel` or `requeue`; returns False where the
-    run is here.
-
-    Raises:
-        NoConnectionError: it cannot be asked; the job goes on.
-        JobError: it refuses.
-    """
-    if (mirror := mirror_of(run_dir)) is None:
+    """Asks the other side as `MirroredRun.forward`. Returns False where the run is here."""
+    run = mirror_of(run_dir)
+    if run is None:
         return False
-    mirror.ask(do=request)
-    refresh(run_dir, now=True)
+    run.forward(request)
     return True
 
 
@@ -207,69 +294,17 @@ def fetch_log(
     A mirror fetches the logs that it has, so there it is made, and `waits` for what is in it.
     """
     logs = rank_logs(run_dir, attempt, rank, ranks_per_node)
-    if not logs[0].exists() and mirror_of(run_dir) and not other_owner(run_dir):
-        logs[0].parent.mkdir(parents=True, exist_ok=True)
-        for log in logs:
-            log.touch()
-        if waits:
-            refresh(run_dir, now=True)
+    if not logs[0].exists() and (run := mirror_of(run_dir)):
+        run.fetch_logs(logs, waits)
     return find_log(run_dir, attempt, rank, ranks_per_node)
 
 
 def fetch_script_logs(run_dir: Path, state: RunState) -> list[Path]:
-    """Returns the files of `script_logs`. In a mirror, creates them empty and then fetches them: a
-    fetch updates only the logs that the mirror already has.
-    """
+    """Returns the files of `script_logs`, which a mirror fetches first."""
     logs = script_logs(run_dir, state)
-    if mirror_of(run_dir) and not other_owner(run_dir):
-        for log in logs:
-            log.parent.mkdir(exist_ok=True)
-            log.touch()
-        refresh(run_dir, now=True)
+    if run := mirror_of(run_dir):
+        run.fetch_logs(logs, waits=True)
     return logs
-
-
-def refresh(run_dir: Path, now: bool = False) -> Seen:
-    """Returns what was last heard of a run elsewhere, and what is in the way of hearing more.
-
-    Asks at most every INTERVAL_S, in the background, or `now`. It waits for the answer only then,
-    and where nobody has asked for a while.
-    """
-    if owner := other_owner(run_dir):
-        return seen_of(run_dir).replace(
-            trouble=f"the mirror is {owner}'s, so it is asked for nothing new"
-        )
-    quiet_s = _age_s(run_dir / LOCK)
-    if now or quiet_s > INTERVAL_S:
-        asking = threading.Thread(target=_ask, args=(run_dir, now), name="login-poll", daemon=True)
-        asking.start()
-        if now or quiet_s > LATE_S:
-            asking.join(FIRST_WAIT_S)
-    return seen_of(run_dir)
-
-
-def _ask(run_dir: Path, now: bool) -> None:
-    """Makes one round trip, unless another is under way, and notes what was in its way."""
-    mirror = mirror_of(run_dir)
-    assert mirror is not None
-    # of the login node, so that a list of many runs waits for one of them
-    lost = config_folder() / f"unreachable_{Path(mirror.login).name}"
-    try:
-        with lock_file(run_dir / LOCK) as lock:
-            if not is_locked(lock, FIRST_WAIT_S if now else 0.0):
-                return
-            _mark_now(lock.fileno())
-            try:
-                if _age_s(lost) < INTERVAL_S and not now:
-                    raise JobError(lost.read_text())
-                fetch(run_dir, mirror)
-            finally:
-                _mark_now(lock.fileno())
-    except Exception as error:  # whatever went wrong, what is here already tells the rest
-        if isinstance(error, NoConnectionError):
-            write_atomic(lost, str(error))
-            _mark_now(lost)
-        seen_of(run_dir).replace(trouble=str(error)).write(run_dir / SEEN)
 
 
 def fetch(run_dir: Path, mirror: Mirror) -> None:

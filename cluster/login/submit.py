@@ -16,7 +16,16 @@ from cluster.attempts import Files, new_folders, write_files
 from cluster.interpreter import CONTAINER_PYTHON, PACKAGE_ROOT
 from cluster.job import Job, JobSpec
 from cluster.login.connection import NoConnectionError, ssh, ssh_line
-from cluster.login.mirror import IS_OWN, MIRROR, SYNCED, Mirror, command, fetch, mirror_of, refresh
+from cluster.login.mirror import (
+    IS_OWN,
+    MIRROR,
+    SYNCED,
+    Mirror,
+    MirroredRun,
+    command,
+    fetch,
+    mirror_of,
+)
 from cluster.outcome import last_words
 from cluster.poll import backend
 from cluster.record import ConfigError
@@ -37,7 +46,9 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     """
     run_dir = Path(job.run_dir)
     known = mirror_of(run_dir)
-    mirror = _mirror(site, known.directory if known else f"{_there(site).folder}/{run_dir.name}")
+    mirror = _mirror(
+        site, known.mirror.directory if known else f"{_there(site).folder}/{run_dir.name}"
+    )
     mirror.ask(do="lacking", paths=[])  # so that without a connection nothing is written here
     there = _translated(job, mirror.python, mirror.source, mirror.directory)
     theirs = site.replace(login=None, there=None)
@@ -57,7 +68,7 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
             told = f"{error}. Whether the job was taken: `kit status` tells then."
             raise NoConnectionError(told) from error
         write_files(run_dir, kept)
-    refresh(run_dir, now=True)
+    MirroredRun(run_dir, mirror).refresh(now=True)
     return Job.attach(run_dir)
 
 

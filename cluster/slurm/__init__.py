@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster.attempts import FOLLOWS
@@ -18,7 +18,6 @@ from cluster.interpreter import PACKAGE_ROOT
 from cluster.job import Job, JobSpec
 from cluster.outcome import retry_disk
 from cluster.record import counted
-from cluster.render import check_fit, check_submittable
 from cluster.request import cpu_request
 from cluster.scheduler import quote
 from cluster.site import Site
@@ -39,11 +38,10 @@ from cluster.state import (
     SchedulerJob,
     compile_log,
     read_history,
-    refuse_other_owner,
     state_to_change,
     update_state,
 )
-from cluster.submission import submit
+from cluster.submission import check_startable, submit
 
 EXCLUDED_AFTER = 2
 """A node that was lost so often in this run is left out of the next start."""
@@ -58,7 +56,7 @@ SUBMIT_TIMEOUT_S = 120.0
 """A busy controller takes its time, and what it has not answered it may do all the same."""
 
 
-def start(job: JobSpec, site: Site, attempt: int, texts: dict[str, str]) -> SchedulerJob:
+def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> SchedulerJob:
     """Sends the scripts of a job, which lie in its run directory, and returns its number.
 
     Raises:
@@ -93,9 +91,7 @@ def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> 
             Slurm refuses.
     """
     run_dir = Path(job.run_dir)
-    refuse_other_owner(run_dir, "start a job in it")
-    check_fit(job, site)
-    check_submittable(site)
+    check_startable(job, site)
     check(job, site)
     words = ["squeue", "--me", "--noheader", "--format=%F %Z"]
     for number, place in _folders_of_jobs(slurm_command(words)):

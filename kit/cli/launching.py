@@ -45,10 +45,6 @@ SELECTIVE = (
     "micro-batch, in which a GPU may wait. Compile it (--set plan.compile=true), or use --set "
     "plan.recompute=full."
 )
-MAX_EPOCHS = 4
-"""Number of epochs up to which repeated text improves the model about as much as new text. Source:
-arXiv 2305.16264."""
-TOO_OFTEN = f"above {MAX_EPOCHS}, repeated text is worth less than new text: arXiv 2305.16264"
 NOT_STARTED = "Interrupted: nothing was started."
 
 
@@ -194,6 +190,8 @@ def launch(
     if place.device.is_gpu:
         asked = _on_gpus(asked)
     if begun and not show:
+        # Before the recipe is built, since fewer steps than its warm-up are an error of another
+        # kind.
         launcher.refuse_done(begun, asked.plan, steps or begun.recipe.num_steps)
     time_limit_s, chosen = _time_limit(minutes, time), as_given(asked.fields)
     for text in asked.notes:
@@ -207,19 +205,20 @@ def launch(
         raise ConfigError(
             f"{'; '.join(f'recipe.{name}: {how}' for name, how in asked.lacking.items())}."
         )
-    if place.login is None:
-        _tell_data(asked, chosen)
-    _warn_of_shadows(place)
-    with told_if_interrupted(run):
-        started = launcher.launch(
-            run,
-            spec=asked.spec,
-            plan=asked.plan,
-            recipe=chosen,
-            site=place,
-            time_limit_s=time_limit_s,
-            measured=functools.partial(_measured, run),
-        )
+    prepare = launcher.prepare(
+        run,
+        spec=asked.spec,
+        plan=asked.plan,
+        recipe=chosen,
+        site=place,
+        time_limit_s=time_limit_s,
+        measured=functools.partial(_measured, run),
+    )
+    with told_if_interrupted(run), prepare as prepared:
+        if prepared.notes:
+            note("\n".join(prepared.notes))
+        _warn_of_shadows(place)
+        started = launcher.submit(prepared)
     _tell(started)
 
 
@@ -434,15 +433,19 @@ def _show(
     A login node is not asked; the commands by which it would be are printed, since the site file
     says what they run. Of such a site no script is shown before the file says all that it has to.
     """
-    prepared = Run(
-        run.expanduser().absolute(), spec=asked.spec, plan=asked.plan, recipe=recipe, site=site
-    )
+    directory = run.expanduser().absolute()
     asked.plan.check(asked.spec)
     check_site(asked.spec, asked.plan, site)
     if recipe.init_from is not None and site.login is None:
         launcher.check_weights(asked.spec, recipe)
-    job, lacking = launcher.job_spec(prepared, time_limit_s), to_fill_in(site)
-    texts = {} if site.login and lacking else scripts(job, site)
+    prepared = launcher.draft(
+        Run(directory, spec=asked.spec, plan=asked.plan, recipe=recipe, site=site), time_limit_s
+    )
+    job = prepared.job.job
+    lacking = to_fill_in(site)
+    texts = prepared.job.scripts
+    if site.login and not lacking:
+        texts = scripts(job, site)
     for name, text in texts.items():
         print(text if len(texts) == 1 else f"#### {name} {'#' * 60}\n{text}", end="")
     left = [
@@ -455,7 +458,7 @@ def _show(
     left += [f"recipe.{name}: {how}" for name, how in asked.lacking.items()]
     if not asked.lacking and site.login is None:
         try:
-            _tell_data(asked, recipe)
+            note("\n".join(launcher.data_notes(asked.spec, asked.plan, recipe)))
         except DataError as error:
             left.append(f"recipe.data: {error}")
     if texts and (lines := derived(job, site)):
@@ -465,32 +468,6 @@ def _show(
         note("\n  ".join([f"A launch begins on {site.login} by:", *first_commands(site)]))
     if left:
         note("\n  ".join(["Still to fill in:", *left]))
-
-
-def _tell_data(asked: Asked, recipe: Recipe) -> None:
-    """Says how often each source is read, and where the recipe asks for what its data cannot
-    give exactly.
-    """
-    from kit.data import Dataset, located, rounded_weights
-
-    told = []
-    for name, epochs in launcher.check_data(asked.spec, asked.plan, recipe):
-        number = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
-        often = f" ({TOO_OFTEN})" if epochs > MAX_EPOCHS else ""
-        told.append(f"Reads {number} {'epoch' if epochs == 1 else 'epochs'} of {name}{often}")
-    told += [
-        f"{name}: {drawn:.4g} of the sequences, not {wanted:.4g}: weights are rounded to 1/65,536."
-        for name, (wanted, drawn) in rounded_weights(located(recipe)).items()
-    ]
-    dataset = Dataset.open(located(recipe).data)
-    if unused := launcher.unused_vocabulary(asked.spec, dataset.vocab_size):
-        told.append(unused)
-    there = dataset.held_out_sequences(asked.spec.sequence_length)
-    if recipe.validation_every and there < recipe.validation_sequences:
-        told.append(
-            f"Validates on all {there:,} held-out sequences, not {recipe.validation_sequences:,}."
-        )
-    note("\n".join(told))
 
 
 def _tell_schedule(recipe: Recipe) -> None:

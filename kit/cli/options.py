@@ -11,9 +11,8 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from cluster.login.connection import pass_through
 from cluster.login.mirror import mirror_of
-from cluster.state import refuse_other_owner
+from cluster.ownership import refuse_other_owner
 from kit.errors import ConfigError, kit_command
 from kit.show.terminal import PlainConsole, Table
 
@@ -160,10 +159,9 @@ def run_there(run: str | Path) -> None:
     Raises:
         NoConnectionError, JobError: it cannot be run there, or the mirror is somebody else's.
     """
-    if mirror := mirror_of(Path(run).expanduser()):
-        refuse_other_owner(Path(run).expanduser(), "run this where it mirrors a run")
+    if remote := mirror_of(Path(run).expanduser()):
         words = [
-            mirror.directory if word == str(run) or Path(word) == run else word
+            remote.mirror.directory if word == str(run) or Path(word) == run else word
             for word in sys.argv[1:]
         ]
-        raise typer.Exit(pass_through(mirror.login, mirror.command("kit", *words)))
+        raise typer.Exit(remote.run_command(words))

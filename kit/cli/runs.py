@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from cluster.job import Job, read_status
-from cluster.state import JobState, read_exit, refuse_other_owner
+from cluster.state import JobState, read_exit
 from kit import monitor
 from kit.cli.options import (
     AS_JSON,
@@ -282,7 +282,7 @@ def _living(run: Path, what: str) -> Job:
             " deleted ends by itself within seconds."
         )
     opened = Run.open(run)
-    refuse_other_owner(opened.directory, f"{what} it")
+    opened.check_writable(f"{what} it")
     if opened.is_imported:
         raise RunError(
             f"{run}: there is nothing to {what}, it was imported from another trainer's log."

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from cluster.files import other_owner
-from cluster.login.mirror import mirror_of
 from kit.cli.options import (
     FollowOption,
     StepOption,
@@ -22,6 +20,7 @@ from kit.cli.options import (
 from kit.errors import ConfigError
 from kit.interop.weights.other_trainers import not_a_model
 from kit.run import Run
+from kit.run.checkpoint import refuse_elsewhere
 from kit.show.terminal import Table, plain
 
 if TYPE_CHECKING:
@@ -262,11 +261,8 @@ def _run(
         raise ConfigError(
             "--submit: only with --follow. Give both, or neither to score here and now."
         )
-    if mirror_of(directory) and not submit:
-        raise ConfigError(
-            f"{directory}: its checkpoints are behind a login node. Add --follow --submit: jobs"
-            " score them."
-        )
+    if not submit:
+        refuse_elsewhere(directory, ". Add --follow --submit: jobs score them.")
     run_there(directory)
     opened, tasks = Run.open(directory), "default" if asked is None else asked
     if follow:
@@ -281,7 +277,7 @@ def _run(
     # Of the ranks of a job, one speaks.
     if os.environ.get("RANK", "0") == "0":
         _print(report, asked)
-        if owner := other_owner(directory):
+        if owner := opened.other_owner:
             note(f"Not kept: the run is {owner}'s. `--json > FILE` keeps the scores.")
         next_step(READ, "generate", directory)
 
@@ -388,10 +384,7 @@ def generate(
     """
     from kit.evaluate.continuation import continued_texts
 
-    if mirror_of(Path(model).expanduser()):
-        raise ConfigError(
-            f"{model}: its checkpoints are behind a login node. Run this command there."
-        )
+    refuse_elsewhere(Path(model).expanduser(), ". Run this command there.")
     # As it was typed, whatever the locale makes of it.
     prompt = os.fsencode(prompt).decode(errors="replace")
     # The prompt of a text is printed with its first piece, when the model is loaded.

@@ -13,7 +13,7 @@ from cluster import submission
 from cluster.job import Job
 from cluster.outcome import last_words
 from cluster.record import Record, field_doc
-from cluster.state import JobError, refuse_other_owner
+from cluster.state import JobError
 from kit.data.wheels import file_sha256
 from kit.errors import CheckpointError, ConfigError, DataError, RunError, kit_command
 from kit.evaluate.benchmarks import Options, TaskRequest, eval_job, layout
@@ -21,6 +21,7 @@ from kit.evaluate.report import EvalReport, TaskScore
 from kit.evaluate.scoring import absolute_files, check_request, evaluate, report_file
 from kit.evaluate.task_data import WHEEL_SHA256, num_files
 from kit.run import Run
+from kit.run.checkpoint import refuse_elsewhere
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,12 +71,9 @@ def follow_run(
         ConfigError, MissingPackageError: the request is wrong; found before the first checkpoint.
     """
     run = Run.open(run) if isinstance(run, str | Path) else run
-    if run.is_mirror:
-        raise ConfigError(
-            f"{run.directory}: its checkpoints are behind a login node, and are scored by jobs"
-            f" there: `{kit_command('eval', run.directory, '--follow', '--submit')}`."
-        )
-    refuse_other_owner(run.directory, "keep scores in it")
+    there = kit_command("eval", run.directory, "--follow", "--submit")
+    refuse_elsewhere(run.directory, f", and are scored by jobs there: `{there}`.")
+    run.check_writable("keep scores in it")
     chosen, tasks = Options.of(options), absolute_files(tasks)
     requests = check_request(tasks, chosen.include_path)
     layout(run.spec, run.site, chosen)

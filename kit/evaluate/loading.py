@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING,
 )
 
-from cluster.files import other_owner, read_small
+from cluster.files import read_small
 from kit.data.tokenizer import Tokenizer
 from kit.data.wheels import file_sha256, user_cache
 from kit.engines.process_group import start_process_group
@@ -127,7 +127,7 @@ def checkpoint_folder(run: Run, step: int, precision: str = "fp32") -> Iterator[
         CheckpointError: there is no complete checkpoint of that step, or it is damaged.
     """
     digest = file_sha256(run.checkpoints.path(step) / "manifest.json")[:16]
-    home = user_cache("exported") if other_owner(run.directory) else run.directory / "eval"
+    home = run.directory / "eval" if run.is_writable else user_cache("exported")
     folder = home / f"exported_{digest}_{precision}"
     with first_alone():
         is_new = not folder.exists()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.files import other_owner
 from cluster.state import refuse_planted_links
 from kit.data import Dataset, Tokenizer
 from kit.data.wheels import file_sha256
@@ -67,7 +66,7 @@ def evaluate(
     checkpoint = run.checkpoints.manifest(run.checkpoints.step_or_newest(step))
     file, ranks = report_file(run, checkpoint.step), int(os.environ.get("WORLD_SIZE", "1"))
     dataset, plan = run.dataset(), layout(run.spec, run.site, chosen, ranks)
-    owner = other_owner(run.directory)
+    owner = run.other_owner
     is_kept = not owner and os.environ.get("RANK", "0") == "0"
     report = EvalReport(
         name=run.name,

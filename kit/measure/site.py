@@ -13,7 +13,7 @@ from cluster.interpreter import module_command
 from cluster.job import JobSpec
 from cluster.record import ConfigError
 from cluster.site import Fact, IntraNodeLink, Links, Site
-from cluster.state import last_attempt, read_state, refuse_other_owner
+from cluster.state import last_attempt, read_state
 from cluster.submission import submit
 from kit.errors import RunError
 from kit.measure.device import torch_device
@@ -64,7 +64,7 @@ def remeasure(run: Run) -> dict[str, tuple[Fact | None, Fact]]:
         RunError: the machine is too busy to measure a higher peak than the old one; nothing was
             written.
     """
-    refuse_other_owner(run.directory, "correct its site.json")
+    run.check_writable("correct its site.json")
     if run.site.scheduler != "local":
         raise ConfigError(
             f"{run.directory}: its site {run.site.name!r} is not this machine, so its peak cannot"

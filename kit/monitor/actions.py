@@ -9,7 +9,6 @@ import threading
 import time
 from typing import Any, Literal, get_args
 
-from cluster.files import other_owner
 from cluster.job import JobStatus
 from cluster.state import (
     JobError,
@@ -72,7 +71,7 @@ class Actions:
     def allowed(self, status: JobStatus) -> list[str]:
         """Returns the actions that make sense for a job in this state."""
         # Its trainer, or its owner, asks for nothing here.
-        if self.run.is_imported or other_owner(self.run.directory):
+        if self.run.is_imported or not self.run.is_writable:
             return []
         if not status.state.is_final:
             return ["checkpoint", "stop", "cancel"]

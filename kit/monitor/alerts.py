@@ -16,7 +16,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from cluster.job import JobStatus
-from cluster.login.mirror import unheard
 from cluster.outcome import log_tail
 from cluster.record import cut
 from cluster.state import JobState, find_log
@@ -153,7 +152,7 @@ class Watchman:
         if status.state is not JobState.RUNNING:
             self._rows_since = time.monotonic()
             return
-        yield from self._stall(columns)
+        yield from self._stall(columns, status)
         yield from self._mfu(curves)
         if ranks.slowest and ranks.slowest.is_sure:
             yield None, "straggler", "warning", str(ranks.slowest)
@@ -162,14 +161,14 @@ class Watchman:
             used, of = columns["memory_bytes"][-1] / memory.value, memory.value / 2**30
             yield None, "memory", "warning", f"{used:.0%} of {of:.0f} GiB device memory is in use"
         # The checkpoints of the others are on another machine's disk.
-        if not (self.run.is_imported or self.run.is_mirror):
+        if not self.run.is_elsewhere:
             yield from self._disk()
             yield from self._checkpoint(columns, status.attempt)
 
     def _slow_start(self, status: JobStatus) -> Found:
         """Yields a warning for a start that takes long, with the last line of a rank's log."""
         start = (status.attempt, status.has_joined)
-        is_unknown = status.state is not JobState.STARTING or unheard(self.run.directory)
+        is_unknown = status.state is not JobState.STARTING or bool(status.late_age)
         if is_unknown or start != self._start:
             self._start = start
             self._start_since = time.monotonic()
@@ -193,11 +192,11 @@ class Watchman:
                 return f"{file.relative_to(self.run.directory)}: {cut(lines[-1].strip(), 300)}"
         return ""
 
-    def _stall(self, columns: Columns) -> Found:
+    def _stall(self, columns: Columns, status: JobStatus) -> Found:
         """Judges by this host's own clock, since another host's may differ, and nothing while it
         hears of no steps.
         """
-        if len(columns) != self._rows or unheard(self.run.directory):
+        if len(columns) != self._rows or status.late_age:
             self._rows, self._rows_since = len(columns), time.monotonic()
         usual = median(columns["step_time_s"][-50:]) or 0
         silent = time.monotonic() - self._rows_since

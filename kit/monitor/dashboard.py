@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.job import read_status
-from cluster.login.mirror import fetch_log, unheard
+from cluster.job import log_file, read_status
 from cluster.state import read_exit, read_state
 from kit.data import mix_words
 from kit.errors import ConfigError, RunError
@@ -180,7 +179,7 @@ class Dashboard:
                 "ranks_per_row": -(-self.ranks.num_ranks // HEAT_ROWS),
                 "split": self.ranks.split(),
                 "outlook": outlook,
-                "as_of": unheard(run.directory),
+                "as_of": status.late_age,
                 "device_bytes": memory.value if memory else None,
                 "cost": None if spent is None else {"value": spent, "note": price},
                 "formula": self._formula(),
@@ -206,7 +205,7 @@ class Dashboard:
         """Returns the end of the chosen rank's log, or its lines that hold the text looked for."""
         per_node = self.run.site.devices_per_node
         text = log_lines(
-            fetch_log(self.run.directory, self.status.attempt, self.log_rank, per_node),
+            log_file(self.run.directory, self.status.attempt, self.log_rank, per_node),
             self.log_search,
         )
         report = read_exit(self.run.directory) if self.status.exit_code else None

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from cluster.login.mirror import seen_of
 from cluster.state import JobError
 from cluster.status import watch_silent
 from kit.errors import RunError, kit_command
@@ -120,10 +119,10 @@ def live_row(run: Run) -> dict[str, Any]:
         status = run.job.status()
         state, reason = str(status.state), status.reason
     except JobError:
-        state, reason = "not started", "no job was submitted for it"
+        status, state, reason = None, "not started", "no job was submitted for it"
     row = {"state": state, "reason": reason, "num_steps": run.recipe.num_steps}
-    if run.is_mirror and (seen := seen_of(run.directory)).time:
-        row |= {"heard": f"{seen.age} ago", "heard_s": seen.age_s}
+    if status and status.heard_at is not None:
+        row |= {"heard": f"{status.age} ago", "heard_s": status.age_s}
     newest = _newest_rows(run)
     if not newest:
         return {**row, "step": 0}

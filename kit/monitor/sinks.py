@@ -20,7 +20,7 @@ from typing import Any
 
 from cluster.files import other_owner
 from cluster.record import ConfigError, Record, field_doc, suggestion
-from cluster.state import JobError, refuse_other_owner, refuse_planted_links
+from cluster.state import JobError, refuse_planted_links
 from kit.errors import needed
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
@@ -210,7 +210,7 @@ def copy_metrics(
     """
     if to not in SINKS:
         raise ConfigError(f"sink: {to!r} is unknown. {suggestion(to, SINKS)}")
-    refuse_other_owner(run.directory, f"write {to}'s files into it")
+    run.check_writable(f"write {to}'s files into it")
     refuse_planted_links(run.directory)
     folder = run.directory / to
     state = _start(folder)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from cluster.job import Job
 from cluster.login.mirror import mirror_of, refresh
+from cluster.ownership import Owned
 from cluster.record import ConfigError, Record, html_table
 from cluster.site import Site
 from kit.config.plan import Plan
@@ -43,7 +44,7 @@ POLICY = ("on_nan", "on_spike", "hung_after_s", "hook", "profile_steps", "profil
 change a step."""
 
 
-class Run:
+class Run(Owned):
     """One training run, as recorded in its directory, while it trains and afterwards.
 
     Example, on a run made by `kit.launch`:
@@ -113,7 +114,7 @@ class Run:
             try:
                 return {HOOK: Path(hook).read_text(encoding="utf-8"), **texts}
             except (OSError, UnicodeDecodeError) as error:
-                has_copy = self.is_mirror or (self.directory / HOOK).exists()
+                has_copy = self.is_elsewhere or (self.directory / HOOK).exists()
                 if not has_copy or Recipe.read(self.directory / "recipe.json").hook != hook:
                     raise RunError(
                         f"recipe.hook: {hook!r} cannot be read ({error}). Give a Python file."
@@ -128,8 +129,7 @@ class Run:
             RunError: there is none.
         """
         directory = Path(directory).expanduser().resolve()
-        if mirror_of(directory):
-            refresh(directory)
+        refresh(directory)
         if not (directory / "spec.json").exists():
             raise RunError(
                 f"{directory} is not a run directory (no spec.json). Make one with `kit launch`."
@@ -141,6 +141,10 @@ class Run:
             recipe=Recipe.read(directory / "recipe.json"),
             site=Site.read(directory / "site.json"),
         )
+
+    @property
+    def owned_folder(self) -> Path:
+        return self.directory
 
     @property
     def name(self) -> str:
@@ -162,9 +166,11 @@ class Run:
         return (self.directory / "import.json").exists()
 
     @property
-    def is_mirror(self) -> bool:
-        """Whether the run itself lies on a cluster, behind its site's login node."""
-        return mirror_of(self.directory) is not None
+    def is_elsewhere(self) -> bool:
+        """Whether checkpoints and disk of the run are out of reach: behind its site's login node,
+        or with the trainer from whose log it was imported.
+        """
+        return self.is_imported or mirror_of(self.directory) is not None
 
     def differing(self, name: str, wanted: Record) -> dict[str, tuple[Any, Any]]:
         """Returns by dotted key what of this run's spec, plan or recipe is not as in another:

@@ -7,7 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Literal
 
-from cluster.files import append_lines, other_owner
+from cluster.files import append_lines
+from cluster.ownership import Owned
 from cluster.record import ConfigError, Record, field_doc
 from kit.run.tail import Tail
 
@@ -59,13 +60,17 @@ class Alert(Record):
         return self.time, SAME_WITHIN_S
 
 
-class AlertLog(Tail):
+class AlertLog(Tail, Owned):
     """The alerts of a run, oldest first; several watchers may write, each event is listed once."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file)
         self.restart()
         self.read()
+
+    @property
+    def owned_folder(self) -> Path:
+        return self.file.parent
 
     def read(self) -> list[Alert]:
         """Takes over what others have written since the last time, and returns all alerts."""
@@ -96,7 +101,7 @@ class AlertLog(Tail):
         self.read()
         new = [alert for alert in alerts if self._take(alert)]
         lines = "".join(json.dumps(alert.to_dict()) + "\n" for alert in new).encode()
-        if new and not other_owner(self.file.parent):
+        if new and self.is_writable:
             try:
                 append_lines(self.file, lines)
             except OSError:

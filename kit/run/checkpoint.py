@@ -35,6 +35,14 @@ LEFT_OVER = re.compile(r"step_\d+\.(partial-\d+|replaced-\d+|deleting(-[0-9a-f]+
 `step_00000100.best`, are the user's and are never touched."""
 
 
+def refuse_elsewhere(run_dir: Path, advice: str) -> None:
+    """Raises ConfigError, which ends with `advice`, if the checkpoints of a run are behind a login
+    node.
+    """
+    if mirror_of(run_dir):
+        raise ConfigError(f"{run_dir}: its checkpoints are behind a login node{advice}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest(Record):
     """What a complete checkpoint is of, and which files it must consist of."""
@@ -139,10 +147,10 @@ class Checkpoints:
             CheckpointError: this directory mirrors a run elsewhere, where checkpoints stay.
         """
         path = self.path(step)
-        if mirror := mirror_of(self.directory.parent):
+        if remote := mirror_of(self.directory.parent):
             raise CheckpointError(
-                f"The checkpoint of step {step} stays on {mirror.login}: {mirror.directory}. Use it"
-                " there."
+                f"The checkpoint of step {step} stays on {remote.mirror.login}:"
+                f" {remote.mirror.directory}. Use it there."
             )
         try:
             manifest = Manifest.read(path / MANIFEST)

@@ -102,7 +102,12 @@ def finished(
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
     """The runs that were launched, of which none is."""
     found: list[Run] = []
-    monkeypatch.setattr(launcher, "submit", lambda run, limit_s: found.append(run))
+
+    def submit(prepared: launcher.Prepared) -> Run:
+        found.append(prepared.run)
+        return prepared.run
+
+    monkeypatch.setattr(launcher, "submit", submit)
     return found
 
 

@@ -141,7 +141,7 @@ def test_launch_of_a_training_run(behind, tmp_path):
     run = kit.launch(here, **DEMO, recipe=recipe, site=behind)
     run.job.cancel()
     assert eventually(lambda: run.job.status().state.is_final), run.job.status()
-    assert kit.Run.open(there).recipe == kit.Run.open(here).recipe and run.is_mirror
+    assert kit.Run.open(there).recipe == kit.Run.open(here).recipe and run.is_elsewhere
     told = render(launcher.job_spec(run), run.site)
     assert told == (there / "submit.sh").read_text(), "as it is shown before"
     assert str(there) in told and str(here) not in told

@@ -93,14 +93,14 @@ def test_frontier_runs_deepspeed_in_each_rank(tmp_path):
 def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
     """The layout of the 175B run in the authors' launch scripts."""
 
-    def submit(job, site, files):
-        with claimed(tmp_path / "run", files) as attempt:
+    def submit(prepared):
+        with claimed(tmp_path / "run", prepared.files) as attempt:
             pass
         write_end(tmp_path / "run", attempt, AttemptOutcome(0, "done"))
 
-    monkeypatch.setattr(submission, "submit", submit)
+    monkeypatch.setattr(submission, "submit_prepared", submit)
     run = a_run(tmp_path / "run", "gpt-175b", FRONTIER_175B, "frontier")
-    launcher.submit(run)
+    launcher.submit(launcher.draft(run))
     config = deepspeed_config(FRONTIER_175B, RECIPE)
     assert json.loads((run.directory / "deepspeed.json").read_text()) == config
     assert config["train_batch_size"] == 640 == 2 * 1 * config["gradient_accumulation_steps"]
@@ -121,5 +121,6 @@ def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="is no GPT with tied embeddings"):
         megatron_arguments(ModelSpec.preset("hlat-7b"), FRONTIER_175B, RECIPE)
     native = FRONTIER_175B.replace(engine="native", precision="bf16")
-    launcher.submit(a_run(run.directory, "gpt-175b", native, "frontier"))
+    native_run = a_run(run.directory, "gpt-175b", native, "frontier")
+    launcher.submit(launcher.draft(native_run))
     assert not (run.directory / "deepspeed.json").exists(), "nothing is left of another engine"

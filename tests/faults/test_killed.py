@@ -143,7 +143,7 @@ def test_killed_at_random_moments_and_in_checkpoint_writes(prepare, unbroken, re
 def test_killed_and_resumed_with_everything(prepare):
     """The whole way once: supervisor killed, found lost, resumed by the user's command."""
     run = prepare("whole", num_steps=5000, checkpoint_every=10)
-    launcher.submit(run)
+    launcher.submit(launcher.draft(run))
     deadline = time.monotonic() + 120
     while not run.checkpoints.steps():
         assert time.monotonic() < deadline, run.job.logs()

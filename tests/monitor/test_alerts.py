@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from cluster.login.mirror import SEEN, Seen
+from cluster.login.mirror import MIRROR, SEEN, Mirror, Seen
 from cluster.record import ConfigError
 from cluster.state import JobState, log_path, update_state
 from kit.monitor import alerts
@@ -96,7 +96,10 @@ def test_stall_by_our_own_clock(tmp_path, monkeypatch):
     dashboard = Dashboard(run)
     assert kinds(dashboard) == []
     now = alerts.time.monotonic()
-    seen = Seen(time=alerts.time.time() - 20, status={})
+    there = Mirror(login="far", python="python", source="/", directory="/run")
+    there.write(run.directory / MIRROR)
+    status = dashboard.status.to_dict()
+    seen = Seen(time=alerts.time.time() - 20, status=status)
     seen.write(run.directory / SEEN)
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 20)
     assert kinds(dashboard) == [], "nobody knows: a login node was lost"

@@ -268,7 +268,7 @@ def commands(tmp_path: Path, template: Path, tiny_dataset, monkeypatch) -> Comma
     calls = Calls(tmp_path / "bin", tmp_path)
     monkeypatch.setenv("PATH", f"{calls.bin}:{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_CONF", raising=False)
-    monkeypatch.setattr(launcher, "submit", lambda run, limit_s=None: run)
+    monkeypatch.setattr(launcher, "submit", lambda prepared: prepared.run)
     # A silent heartbeat counts as old without being watched for 5 s. tests/cluster tests that.
     monkeypatch.setattr(liveness, "_enough_s", lambda state: 0.0)
     return Commands(tmp_path, template, calls, tiny_dataset)

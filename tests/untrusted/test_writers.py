@@ -20,7 +20,7 @@ def resumed(tmp_path: Path, spec, tiny_dataset, monkeypatch) -> Callable[[int, b
     run = finished_run(tmp_path / "run", spec, str(tiny_dataset.directory))
     hook = tmp_path / "hook.py"
     hook.write_text("def on_step(step): return {}\n")
-    monkeypatch.setattr(launcher, "submit", lambda run, limit_s=None: run)
+    monkeypatch.setattr(launcher, "submit", lambda prepared: prepared.run)
 
     def resume(mode: int, has_hook: bool) -> str:
         recipe = run.recipe.replace(hook=str(hook) if has_hook else None)

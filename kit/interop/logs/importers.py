@@ -21,9 +21,10 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from cluster.files import write_atomic
 from cluster.job import JobSpec
+from cluster.ownership import refuse_other_owner
 from cluster.record import ConfigError, Record, counted, field_doc, suggestion
 from cluster.site import Site
-from cluster.state import JobState, log_path, refuse_other_owner, update_state
+from cluster.state import JobState, log_path, update_state
 from kit.config.spec import ModelSpec
 from kit.errors import DataError, RunError, kit_command
 from kit.interop.logs.formats import FORMATS, NAMES, Format, number
