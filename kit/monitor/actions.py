@@ -42,13 +42,17 @@ class ActionProgress:
 class Actions:
     """Carries out requests without waiting for them, and follows each to its end.
 
-    Of checkpoints and stops the run directory knows, whoever asked; the rest is remembered here.
+    The run directory records checkpoints and stops, whoever requested them. Other requests are
+    only known to the viewer that made them. `earlier` are the actions of this viewer on the same
+    run before it changed. Their requests are taken over.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, earlier: "Actions | None" = None) -> None:
         self.run = run
-        self._own: dict[Name, ActionProgress] = {}
-        self._taken_before: dict[Name, TakenRequest | None] = {}
+        self._own: dict[Name, ActionProgress] = earlier._own if earlier else {}
+        self._taken_before: dict[Name, TakenRequest | None] = (
+            earlier._taken_before if earlier else {}
+        )
         """Last request of each name that the trainer had taken when this viewer sent its own. A
         newer request differs from it in content. Times are not compared with the clock of this
         machine, since the trainer's clock may differ."""

@@ -51,16 +51,21 @@ Found = Iterator[tuple[int | None, str, Level, str]]
 class Watchman:
     """Looks at a run now and then and tells what is new.
 
-    One per viewer; it only reads, except for the alert log.
+    One per viewer; it only reads, except for the alert log. `earlier` watched the same run before
+    it changed. What it has judged is taken over.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.log = run, AlertLog(run.directory / "alerts.jsonl")
-        self._checked_rows, self._revision, self._rises = 0, -1, Rises()
-        self._rows, self._rows_since = -1, time.monotonic()
-        self._start = (0, False)
+    def __init__(self, run: Run, *, earlier: "Watchman | None" = None) -> None:
+        self.run = run
+        self.log = earlier.log if earlier else AlertLog(run.directory / "alerts.jsonl")
+        self._checked_rows = earlier._checked_rows if earlier else 0
+        self._revision = earlier._revision if earlier else -1
+        self._rises = earlier._rises if earlier else Rises()
+        self._rows = earlier._rows if earlier else -1
+        self._rows_since = earlier._rows_since if earlier else time.monotonic()
+        self._start = earlier._start if earlier else (0, False)
         """(attempt, whether all ranks have joined) of the start that is watched."""
-        self._start_since = time.monotonic()
+        self._start_since = earlier._start_since if earlier else time.monotonic()
         """Time at which this watchman first saw `_start`, in seconds of the monotonic clock."""
 
     def look(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:

@@ -73,12 +73,19 @@ class Curves:
     Args:
         run: whose steps they are, as it is now.
         smoothing: weight of the past in the average, from 0 (none) to below 1.
+        earlier: curves of the same run before its plan or site changed. The rows that they have
+            parsed and their smoothing are taken over. Everything else is derived again.
     """
 
-    def __init__(self, run: Run, smoothing: float = 0.9) -> None:
-        self.run, self.smoothing = run, smoothing
-        self.columns = Columns(run.directory / "metrics.jsonl")
-        self.restart()
+    def __init__(
+        self, run: Run, smoothing: float = 0.9, *, earlier: "Curves | None" = None
+    ) -> None:
+        self.run = run
+        self.smoothing = earlier.smoothing if earlier else smoothing
+        self.columns = earlier.columns if earlier else Columns(run.directory / "metrics.jsonl")
+        self._restart()
+        if len(self.columns):
+            self._extend()
 
     def __len__(self) -> int:
         return self._values.length
@@ -108,11 +115,16 @@ class Curves:
         peak = self.run.site.peak_flops_per_s(self.run.plan.precision)
         return "peak unknown" if peak is None else None
 
-    def restart(self) -> None:
-        """Works everything out again at the next update: the run has another peak now."""
+    def set_smoothing(self, smoothing: float) -> None:
+        """Sets the weight of the past in the averages from now on, from 0 (none) to below 1."""
+        self.smoothing = smoothing
+
+    def _restart(self) -> None:
+        """Forgets what was derived from the columns."""
         self._revision = self.columns.revision
         self._values = Growing(len(DERIVED))
-        self._above_peak, self._known_peak = Growing(1), 0
+        self._above_peak = Growing(1)
+        self._known_peak = 0
         self.damaged: Mapping[int, str] = {}
         self._forget()
 
@@ -127,7 +139,7 @@ class Curves:
         """
         more = self.columns.poll(limit_bytes)
         if self.columns.revision != self._revision:
-            self.restart()
+            self._restart()
         if len(self) < len(self.columns):
             self._extend()
         return more

@@ -5,7 +5,6 @@ Two rhythms: `read` and `frame` are quick and follow the metrics; `look` asks fo
 alerts about once a second and may wait for a scheduler. Both may be called from several threads.
 """
 
-import contextlib
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,13 +17,11 @@ from cluster.login.mirror import fetch_log, unheard
 from cluster.state import read_exit, read_state
 from kit.data import mix_words
 from kit.errors import ConfigError, RunError
-from kit.monitor.actions import Actions
-from kit.monitor.alerts import Watchman, peak_advice
+from kit.monitor.alerts import peak_advice
 from kit.monitor.curves import SERIES, Curves, View
-from kit.monitor.expected import Outlook
-from kit.monitor.ranks import RankTimes
+from kit.monitor.run_view import RunView, site_written_at
 from kit.run import Run
-from kit.run.columns import parse_row
+from kit.run.columns import Columns, parse_row
 from kit.run.metrics import Metrics, last_step, time_left_s
 from kit.run.tail import CHUNK_BYTES, last_lines
 
@@ -52,19 +49,36 @@ class Dashboard:
         baselines: Mapping[str, "Run | float"] | None = None,
         smoothing: float = 0.9,
     ) -> None:
-        self.run = run
         self.lock = threading.RLock()
-        self.curves = Curves(run, smoothing)
-        self.columns = self.curves.columns
-        given = (baselines or {}).items()
-        self.others = {name: Curves(other) for name, other in given if isinstance(other, Run)}
-        self.levels = {name: float(loss) for name, loss in given if not isinstance(loss, Run)}
-        self.watchman, self.actions = Watchman(run), Actions(run)
-        self.outlook = Outlook(run, self.metrics)
+        self.others: dict[str, Curves] = {}
+        self.levels: dict[str, float] = {}
+        for name, baseline in (baselines or {}).items():
+            if isinstance(baseline, Run):
+                self.others[name] = Curves(baseline, smoothing)
+            else:
+                self.levels[name] = float(baseline)
+        self.log_rank = 0
+        self.log_search = ""
         self.status = read_status(run.directory)
-        self.ranks = RankTimes(run.directory, run.plan.num_devices, self.status.attempt)
-        self.log_rank, self.log_search = 0, ""
-        self._opened = self.status.attempt, self._site_changed()
+        written_at = site_written_at(run.directory)
+        self.run_view = RunView(
+            run, self.status.attempt, written_at, self.lock, smoothing=smoothing
+        )
+
+    @property
+    def run(self) -> Run:
+        """The run as its files described it when they last changed."""
+        return self.run_view.run
+
+    @property
+    def curves(self) -> Curves:
+        """The series of the run."""
+        return self.run_view.curves
+
+    @property
+    def columns(self) -> Columns:
+        """The recorded steps of the run."""
+        return self.run_view.curves.columns
 
     def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Takes over new steps, a few MiB at most; returns whether there is more to read."""
@@ -77,12 +91,33 @@ class Dashboard:
     def look(self) -> None:
         """Takes over the state of the job, its ranks and its alerts."""
         status = read_status(self.run.directory)  # outside the lock: it may ask a scheduler
-        if (status.attempt, self._site_changed()) != self._opened:
-            self._reopen(status.attempt)
-        self.ranks.look()
+        self._replace_if_changed(status.attempt)
+        view = self.run_view
+        view.ranks.look()
         with self.lock:
             self.status = status
-            self.watchman.look(self.curves, status, self.ranks)
+            view.watchman.look(view.curves, status, view.ranks)
+
+    def refresh_outlook(self, *, wait: bool = False) -> None:
+        """Compares the speed of the run with the estimate again if the last answer is old. The
+        comparison runs in a thread. With `wait`, the call returns after its end.
+        """
+        self.run_view.outlook.refresh(wait=wait)
+
+    def start_action(self, name: str) -> None:
+        """Starts what a button does, and returns at once."""
+        self.run_view.actions.start(name, self.status)
+
+    def set_smoothing(self, smoothing: float) -> None:
+        """Sets the weight of the past in the averages of the run and of its baselines."""
+        with self.lock:
+            for curves in (self.curves, *self.others.values()):
+                curves.set_smoothing(smoothing)
+
+    def select_log(self, rank: int = 0, search: str = "") -> None:
+        """Selects what `log` returns: the log of a rank, or its lines that contain `search`."""
+        self.log_rank = max(0, rank)
+        self.log_search = search
 
     def read_all(self) -> "Dashboard":
         """Takes over all steps that are new, and returns itself."""
@@ -96,8 +131,7 @@ class Dashboard:
 
     def metrics(self) -> Metrics:
         """Returns the steps that were read so far."""
-        with self.lock:
-            return self.curves.metrics()
+        return self.run_view.metrics()
 
     def frame(self, view: View) -> tuple[dict[str, Any], bytes]:
         """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows
@@ -111,7 +145,6 @@ class Dashboard:
             # Of the held-out losses in a pixel the largest is shown.
             rows = [*rows[:-3], rows[-2]]
             for other in self.others.values():
-                other.smoothing = self.curves.smoothing
                 rows.append(_at(other, view.axis, x))
             rows += [_loss_until(other, view.axis, x) for other in self.others.values()]
             description = {
@@ -154,10 +187,17 @@ class Dashboard:
         was not finite is None.
         """
         with self.lock:
-            run, status, outlook = self.run, self.status, self.outlook.facts
-            process = (state := read_state(run.directory)) and state.process
-            memory, spent = run.site.device.memory_bytes, (outlook["goodput"] or {}).get("usd")
-            row, price = self.row(), str(run.site.price_per_node_hour)
+            view = self.run_view
+            run = view.run
+            ranks = view.ranks
+            outlook = view.outlook.facts
+            status = self.status
+            state = read_state(run.directory)
+            process = state.process if state else None
+            memory = run.site.device.memory_bytes
+            spent = (outlook["goodput"] or {}).get("usd")
+            price = str(run.site.price_per_node_hour)
+            row = self.row()
             return {
                 **{name: _plain(of) if isinstance(of, float) else of for name, of in row.items()},
                 "not_finite": [
@@ -172,13 +212,13 @@ class Dashboard:
                 "devices": run.plan.num_devices,
                 "checkpoints": run.checkpoints.steps()[-3:],
                 "unreadable": run.checkpoints.unreadable(),
-                "allowed": self.actions.allowed(status),
-                "actions": self.actions.report(status),
+                "allowed": view.actions.allowed(status),
+                "actions": view.actions.report(status),
                 "skipped_lines": self.columns.skipped_lines,
-                "straggler": str(slowest) if (slowest := self.ranks.slowest) else None,
-                "ranks": self.ranks.num_ranks,
-                "ranks_per_row": -(-self.ranks.num_ranks // HEAT_ROWS),
-                "split": self.ranks.split(),
+                "straggler": str(ranks.slowest) if ranks.slowest else None,
+                "ranks": ranks.num_ranks,
+                "ranks_per_row": -(-ranks.num_ranks // HEAT_ROWS),
+                "split": ranks.split(),
                 "outlook": outlook,
                 "as_of": unheard(run.directory),
                 "device_bytes": memory.value if memory else None,
@@ -189,7 +229,8 @@ class Dashboard:
     def alerts(self) -> list[dict[str, Any]]:
         """Returns the newest alerts, newest first."""
         with self.lock:
-            return [alert.to_dict() for alert in self.watchman.log.alerts[-ALERTS_SHOWN:]][::-1]
+            newest = self.run_view.watchman.log.alerts[-ALERTS_SHOWN:]
+            return [alert.to_dict() for alert in reversed(newest)]
 
     def heat(self) -> bytes:
         """Returns step time over the median, 0 for 0.8 and 254 for 1.4, 255 for unknown; uint8,
@@ -197,7 +238,7 @@ class Dashboard:
 
         A row is a rank, or the slowest of some neighbours where there are more than HEAT_ROWS.
         """
-        relative = self.ranks.rows(HEAT_ROWS)
+        relative = self.run_view.ranks.rows(HEAT_ROWS)
         with np.errstate(invalid="ignore"):
             scaled = np.clip((relative - 0.8) / 0.6 * 254, 0, 254)
         return np.where(np.isfinite(scaled), scaled, 255).astype(np.uint8).tobytes()
@@ -260,31 +301,22 @@ class Dashboard:
             for attempt, first in sorted(self.columns.first_steps.items())
         ]
 
-    def _site_changed(self) -> float | None:
-        """Returns when site.json was written last: `kit bench --apply` corrects a peak in
-        it.
-        """
-        with contextlib.suppress(OSError):
-            return (self.run.directory / "site.json").stat().st_mtime
+    def _replace_if_changed(self, attempt: int) -> None:
+        """Replaces the view of the run if there is a new attempt or another site.json.
 
-    def _reopen(self, attempt: int) -> None:
-        """A new attempt may have another plan and more steps to do, a corrected site another
-        peak.
-
-        Where it cannot be opened (it is just being written, or was removed) the last picture stays,
-        and the next look tries again.
+        A run that is being written or was removed cannot be opened. The last view then stays, and
+        the next look tries again.
         """
-        changed = self._site_changed()
+        view = self.run_view
+        written_at = site_written_at(view.run.directory)
+        if (attempt, written_at) == (view.attempt, view.site_written_at):
+            return
         try:
-            run = Run.open(self.run.directory)
+            run = Run.open(view.run.directory)
         except (ConfigError, RunError):
             return
-        self._opened = attempt, changed
         with self.lock:
-            self.run = self.curves.run = self.actions.run = self.watchman.run = run
-            self.outlook.again(run)
-            self.ranks = RankTimes(run.directory, run.plan.num_devices, attempt)
-            self.curves.restart()
+            self.run_view = RunView(run, attempt, written_at, self.lock, earlier=view)
             self.read()
 
 

@@ -228,11 +228,15 @@ class Outlook:
 
     `facts` are plain values, for JSON: the `band` of the newest attempt and its `label`, the
     `verdict` in one sentence, of what a step is made, and the goodput; empty until `refresh` has
-    had its first answer.
+    had its first answer. `earlier` was of the same run before it changed: its facts, without the
+    verdict, are shown until then.
     """
 
-    def __init__(self, run: Run, steps: Callable[[], Metrics]) -> None:
-        self.run, self.steps = run, steps
+    def __init__(
+        self, run: Run, steps: Callable[[], Metrics], *, earlier: "Outlook | None" = None
+    ) -> None:
+        self.run = run
+        self.steps = steps
         self.facts: dict[str, Any] = {
             "label": BAND,
             "band": None,
@@ -240,7 +244,10 @@ class Outlook:
             "parts_s": {},
             "goodput": None,
         }
-        self._due, self._thread = 0.0, None
+        if earlier is not None:
+            self.facts = {**earlier.facts, "verdict": ""}
+        self._due = 0.0
+        self._thread: threading.Thread | None = None
 
     def refresh(self, *, wait: bool = False) -> None:
         """Sees to it that the answers are not much older than EVERY_S; with `wait` there is one
@@ -252,10 +259,6 @@ class Outlook:
             self._thread.start()
         if wait and self._thread is not None:
             self._thread.join()
-
-    def again(self, run: Run) -> None:
-        """Forgets when it last looked: the run has another attempt or another site."""
-        self.run, self._due, self.facts = run, 0.0, {**self.facts, "verdict": ""}
 
     def _work_out(self) -> None:
         start = time.thread_time()

@@ -96,7 +96,7 @@ def snapshot(dashboard: Dashboard) -> Any:
     _log_if_wide(left, rows[2])
     _draw_pane(right, TITLES[names[1]], x, rows[3:] * (100 if "mfu" in names else 1), GREEN)
     if len(x):
-        band, firsts = dashboard.outlook.facts["band"], dashboard.columns.first_steps
+        band, firsts = dashboard.run_view.outlook.facts["band"], dashboard.columns.first_steps
         draw_band(right, band, firsts, x[-1], names[1])
         step = f"step {int(x[-1]):,}"
         figure.supxlabel(

@@ -66,7 +66,7 @@ async def follow(
         dashboard.read_all()
         if status.state.is_final or time.monotonic() - drawn > DRAW_S:
             curve, drawn = curve_html(dashboard), time.monotonic()
-        dashboard.outlook.refresh(wait=status.state.is_final)
+        dashboard.refresh_outlook(wait=status.state.is_final)
         handle.update(_bundle(dashboard, curve), raw=True)
         if status.state.is_final:
             return status
@@ -90,7 +90,7 @@ def view_html(dashboard: Dashboard, curve: str) -> str:
     """Returns the view of a run: state with its reason, progress, numbers, and the loss
     (`curve_html`).
     """
-    run, row, verdict = dashboard.run, dashboard.row(), dashboard.outlook.facts["verdict"]
+    run, row, verdict = dashboard.run, dashboard.row(), dashboard.run_view.outlook.facts["verdict"]
     state = JobState(row["state"])
     done, colour = row["step"] / row["num_steps"], BADGES[COLOURS.get(state, "cyan")]
     steps = row.get("speed_steps")

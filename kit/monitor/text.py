@@ -54,7 +54,7 @@ def status_table(run: Run, width: int = 80) -> Group:
     it, and alerts.
     """
     dashboard = _read(run)
-    dashboard.outlook.refresh(wait=True)  # nobody looks a second time
+    dashboard.refresh_outlook(wait=True)  # nobody looks a second time
     return _view(dashboard, width)
 
 
@@ -68,11 +68,11 @@ def watch(run: Run, *, console: Console | None = None) -> None:
     """
     console = console or PlainConsole()
     dashboard = Dashboard(run)
-    on_alert = OnAlert(run, dashboard.watchman.log)
+    on_alert = OnAlert(run, dashboard.run_view.watchman.log)
 
     def view() -> Group:
         dashboard.catch_up()
-        dashboard.outlook.refresh()
+        dashboard.refresh_outlook()
         width = console.picture_width if isinstance(console, PlainConsole) else console.width
         drawn = _view(dashboard, width)
         on_alert.tell()
@@ -87,7 +87,7 @@ def recorded_alerts(run: Run) -> list[Alert]:
     """Returns all alerts of a run, oldest first, after a look for new ones: nobody may have
     watched it so far.
     """
-    return _read(run).watchman.log.alerts
+    return _read(run).run_view.watchman.log.alerts
 
 
 def _read(run: Run) -> Dashboard:
@@ -226,7 +226,7 @@ def _told(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType]:
 
 def _alerts(dashboard: Dashboard) -> list[Text]:
     """Returns the newest alerts, whole: what to do stands at their end."""
-    alerts, lines = dashboard.watchman.log.alerts, []
+    alerts, lines = dashboard.run_view.watchman.log.alerts, []
     for alert in alerts[: -ALERTS_SHOWN - 1 : -1]:
         mark, colour = MARKS[alert.level]
         when = clock(alert.time, "%m-%d %H:%M:%S")

@@ -7,6 +7,7 @@ tick; the browser draws and asks. Needs anywidget where the kernel runs and wher
 """
 
 import contextvars
+import math
 import re
 import threading
 import time
@@ -118,11 +119,21 @@ class Monitor(anywidget.AnyWidget):
         super().__init__()
         self.view = View()
         self._failures: dict[str, str] = {}
-        self._heard, self._shown_by = 0.0, (None, None)
-        self._picture, self._pictured = None, (0.0, self.dashboard.status.state)
-        self._closed, self._lock = threading.Event(), threading.RLock()
+        self._heard = 0.0
+        """Number of the newest message of the front end."""
+        self._shown_by: tuple[str | None, str | None] = (None, None)
+        """(id of the cell, id of its execution request) that have shown this view."""
+        self._picture: Any = None
+        """Display handle of the saved picture, None before it is displayed."""
+        self._pictured = (0.0, self.dashboard.status.state)
+        """(monotonic time, state of the job) of the last picture."""
+        self._closed = threading.Event()
         self._caught_up = threading.Event()
+        """Set once the whole history has been read."""
+        self._lock = threading.RLock()
         self._looked_at = time.monotonic()
+        self._sent_at = -math.inf
+        """Monotonic time of the last frame, in seconds."""
         # How a history begins is parsed at once; the rest is read behind the view, while the
         # browser builds it.
         self._more = self.dashboard.read(FAST_FROM_BYTES)
@@ -175,7 +186,7 @@ class Monitor(anywidget.AnyWidget):
         while True:
             for work in (
                 self.dashboard.look,
-                self.dashboard.outlook.refresh,
+                self.dashboard.refresh_outlook,
                 self._send_facts,
                 self._refresh_picture,
             ):
@@ -239,12 +250,11 @@ class Monitor(anywidget.AnyWidget):
         if kind == "view":
             self.view = View.from_message(message)
         elif kind == "smoothing":
-            dashboard.curves.smoothing = message["value"]
+            dashboard.set_smoothing(message["value"])
         elif kind == "log":
-            dashboard.log_search = message["search"]
-            dashboard.log_rank = max(0, int(message["rank"]))
+            dashboard.select_log(int(message["rank"]), message["search"])
         elif kind == "action":
-            dashboard.actions.start(message["name"], dashboard.status)
+            dashboard.start_action(message["name"])
         self._guarded(self._send_frame if kind in ("view", "smoothing") else self._send_facts)
 
     def _ipython_display_(self) -> None:

@@ -88,11 +88,12 @@ def monitor(folder: Path, size: int) -> Work:
 
     def look() -> None:
         dashboard.look()
-        assert dashboard.ranks.samples, "no heartbeat was read"
-        dashboard.ranks.samples = dashboard.ranks.samples[:1] * SAMPLES  # as after some hours
+        ranks = dashboard.run_view.ranks
+        assert ranks.samples, "no heartbeat was read"
+        ranks.samples = ranks.samples[:1] * SAMPLES  # as after some hours
         dashboard.read()
         dashboard.frame(View())
-        assert slowest_rank(dashboard.ranks.last(SAMPLES)) is not None
+        assert slowest_rank(ranks.last(SAMPLES)) is not None
         dashboard.facts()
         dashboard.heat()
 

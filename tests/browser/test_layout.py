@@ -67,8 +67,8 @@ def full_screen(open_screen, folder, **options) -> Screen:
     screen = open_screen(run, baselines=baselines, **options)
     for step in range(900, 930):
         beat(run, step, slow_rank=2, attempt=2)
-        screen.dashboard.ranks.look()
-    screen.dashboard.outlook.refresh(wait=True)
+        screen.dashboard.run_view.ranks.look()
+    screen.dashboard.refresh_outlook(wait=True)
     still = screen.widget._still()["text/html"] + EARLIER_STYLE
     screen.page.evaluate(
         """([still, theme]) => { document.body.dataset.jpThemeLight = theme;

@@ -40,11 +40,11 @@ def _at_pace(folder: Path, times: float) -> Run:
 def test_the_band_the_sentence_and_the_goodput(open_screen, tmp_path, times, dark):
     screen = open_screen(_at_pace(tmp_path / "run", times), dark=dark)
     assert screen.page.locator(".kit-verdict").is_hidden(), "the first view waits for no estimate"
-    screen.dashboard.outlook.refresh(wait=True)
+    screen.dashboard.refresh_outlook(wait=True)
     screen.refresh()
     verdict = "as expected" if times == 1 else "slower than expected by"
     assert screen.text(".kit-verdict").startswith(verdict)
-    mfu, band = screen.dashboard.facts()["mfu"], screen.dashboard.outlook.facts["band"]
+    mfu, band = screen.dashboard.facts()["mfu"], screen.dashboard.run_view.outlook.facts["band"]
     assert (band["mfu"][0] < mfu < band["mfu"][1]) == (times == 1), "the chart says the same"
     assert BAND in screen.label("MFU")
     assert "waiting for data: " in screen.page.locator(".kit-tile").nth(2).get_attribute("title")
@@ -52,7 +52,7 @@ def test_the_band_the_sentence_and_the_goodput(open_screen, tmp_path, times, dar
     assert "Goodput" in bar.get_attribute("aria-label")
     assert "productive" in screen.text(".kit-shares")
     widths = bar.evaluate("e => [...e.children].map(c => c.getBoundingClientRect().width)")
-    shares = [part["share"] for part in screen.dashboard.outlook.facts["goodput"]["parts"]]
+    shares = [part["share"] for part in screen.dashboard.run_view.outlook.facts["goodput"]["parts"]]
     total = bar.evaluate("e => e.getBoundingClientRect().width")
     assert [width / total for width in widths] == pytest.approx(shares, abs=0.01)
     screen.photograph(f"outlook-{'dark' if dark else 'light'}")

@@ -24,7 +24,7 @@ from tests.support.recorded_runs import add_row, add_rows, alert, beat, look, re
 
 
 def kinds(dashboard: Dashboard) -> list[str]:
-    return [alert.kind for alert in look(dashboard).watchman.log.alerts]
+    return [alert.kind for alert in look(dashboard).run_view.watchman.log.alerts]
 
 
 def test_nan_at_once_and_each_stretch_once(tmp_path):
@@ -39,7 +39,7 @@ def test_nan_at_once_and_each_stretch_once(tmp_path):
     add_rows(run, 104, 199)
     add_row(run, 200, grad_norm=float("nan"))
     assert kinds(dashboard) == ["nan", "nan"]
-    assert [alert.step for alert in dashboard.watchman.log.alerts] == [101, 200]
+    assert [alert.step for alert in dashboard.run_view.watchman.log.alerts] == [101, 200]
 
 
 def test_gradients_that_overflow_while_fp16_finds_its_scale_are_no_alert(tmp_path):
@@ -64,7 +64,7 @@ def test_a_start_that_goes_wrong_is_told_by_whoever_looks_and_once(tmp_path):
     for step, loss in enumerate([8.3, 9.1, *wrong, *back], 1):
         add_row(run, step, loss=loss)
         assert kinds(dashboard) == ["start"] * (step >= 12)
-    (live,) = dashboard.watchman.log.alerts
+    (live,) = dashboard.run_view.watchman.log.alerts
     (run.directory / "alerts.jsonl").unlink()
     (found,) = recorded_alerts(run)
     assert found == live and live.step == 12 and "loss 14 after 8.3 at the start" in live.message
@@ -76,7 +76,7 @@ def test_the_one_event_of_a_quiet_run_is_kept_once_whoever_watches(tmp_path):
     assert kinds(first) == kinds(second) == ["spike"]
     assert kinds(Dashboard(run)) == ["spike"], "a kernel that comes later"
     assert len((run.directory / "alerts.jsonl").read_text().splitlines()) == 1
-    (found,) = first.watchman.log.alerts
+    (found,) = first.run_view.watchman.log.alerts
     assert (found.step, found.attempt, found.level) == (700, 1, "warning")
     assert "median" in found.message
 
@@ -135,7 +135,7 @@ def test_a_damaged_attempt_is_named_and_the_others_keep_their_mfu(tmp_path, reco
     mfu = run.metrics().mfu()
     assert np.isnan(mfu[:100]).all() and np.array_equal(mfu[100:], whole[100:])
     dashboard = look(Dashboard(run))
-    (told,) = dashboard.watchman.log.alerts
+    (told,) = dashboard.run_view.watchman.log.alerts
     assert (told.kind, told.attempt, told.step) == ("record", 1, 100)
     assert told.message.startswith(f"{name}: {record}: not valid JSON")
     assert dashboard.facts()["mfu"] == pytest.approx(np.median(whole[-20:]))

@@ -136,7 +136,7 @@ def test_views_ask_without_being_held_up_and_are_told_why_there_is_no_answer(tmp
     (run.directory / "plan.attempt_01.json").write_text("{")
     outlook.refresh(wait=True)
     assert outlook.facts["verdict"] == verdict, "not asked again within 20 s"
-    outlook.again(run)
+    outlook = Outlook(run, run.metrics, earlier=outlook)
     outlook.refresh(wait=True)
     verdict = outlook.facts["verdict"]
     assert verdict.startswith("no estimate: ") and "plan.attempt_01.json" in verdict

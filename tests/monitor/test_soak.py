@@ -99,13 +99,13 @@ def test_a_log_of_ten_gigabytes_is_shown_searched_and_followed(tmp_path):
     before = _bytes_read()
     assert dashboard.log().endswith("step 200000: all is well\n")
     assert _bytes_read() - before < 100e3, "the end is read, not the file"
-    dashboard.log_search = "out of memory"
+    dashboard.select_log(search="out of memory")
     assert dashboard.log() == "Traceback: Out Of Memory on rank 3"
     assert _bytes_read() - before < 20e6 and tracemalloc.get_traced_memory()[1] < 150e6
     tracemalloc.stop()
     with file.open("ab") as stream:
         stream.write(b"a new line\n" + b"half a")
-    dashboard.log_search = ""
+    dashboard.select_log()
     assert dashboard.log().endswith("a new line\nhalf a"), "what is being written is shown too"
     assert log_lines(file, "NEW LINE") == "a new line"
 

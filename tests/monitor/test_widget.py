@@ -315,3 +315,23 @@ def test_a_run_that_cannot_be_reopened_after_a_new_attempt_is_tried_again(tmp_pa
     recipe.write_text(whole)
     dashboard.look()
     assert dashboard.facts()["num_steps"] == 2000
+
+
+def test_new_attempt_replaces_the_view_and_keeps_what_the_viewer_did(tmp_path):
+    """Rows are parsed once, alerts are reported once, and a request stays on the screen."""
+    run = recorded_run(tmp_path / "run", steps=2000, planned=5000, spike_at=700)
+    dashboard = looked_at(run)
+    before, position = dashboard.run_view, dashboard.columns.position
+    dashboard.set_smoothing(0.5)
+    dashboard.start_action("checkpoint")
+    run.recipe.replace(num_steps=6000).write(run.directory / "recipe.json")
+    say(run, JobState.RUNNING, attempt=2, step=2000)
+    dashboard.look()
+    after = dashboard.run_view
+    assert after is not before and after.run is not before.run
+    assert (before.run.recipe.num_steps, after.run.recipe.num_steps) == (5000, 6000)
+    assert before.run is run, "the replaced view was not changed"
+    assert len(after.curves) == 2000 and dashboard.columns.position == position
+    assert after.curves.smoothing == 0.5
+    assert "checkpoint" in dashboard.facts()["actions"]
+    assert [alert["kind"] for alert in dashboard.alerts()] == ["spike"]

@@ -400,11 +400,11 @@ def test_buttons_say_whose_it_is(run: Path, calls: Calls, give_away, sleep) -> N
     owner, before, shown = give_away(run), tree(run), Dashboard(Run.open(run))
     shown.look()
     for name in NAMES:
-        shown.actions.start(name, shown.status)
+        shown.start_action(name)
     deadline, report = time.monotonic() + 10, {}
     while not report or not all(each["done_at"] for each in report.values()):
         assert time.monotonic() < deadline
-        report = shown.actions.report(shown.status)
+        report = shown.run_view.actions.report(shown.status)
         time.sleep(0.02)
     notes = [each["note"] for each in report.values()]
     assert len(notes) == 4 and all(note.startswith("refused") for note in notes), notes
