@@ -65,19 +65,6 @@ def run_figure(
     return figure, table
 
 
-def loss_figure(
-    metrics: Metrics, num_steps: int, *, baselines: dict[str, float] | None = None
-) -> Any:
-    """Returns a figure of a run's loss alone, over its whole planned length; baselines as in
-    `run_figure`.
-    """
-    table = _table(metrics)
-    with new_figure(height=2.4) as (figure, axis):
-        _draw_loss(axis, table, _lost(metrics), baselines or {})
-        axis.set_xlim(0, 1.01 * num_steps)  # the last validation loss is a whole circle
-    return figure
-
-
 def snapshot(dashboard: Dashboard) -> Any:
     """Returns a static picture of loss and MFU (tokens/s where the peak is unknown) with their
     averages.

@@ -267,7 +267,7 @@ class Monitor(anywidget.AnyWidget):
         from IPython.display import DisplayHandle, display
 
         self._replace_earlier()
-        text = "{name}: {state}, step {step} of {num_steps}".format(**self.facts)
+        text = _status_text(self.facts)
         bundle = self._repr_mimebundle_()
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
         display({**data, "text/plain": text}, metadata=metadata, raw=True)
@@ -306,8 +306,11 @@ class Monitor(anywidget.AnyWidget):
         """Returns the picture for readers without a kernel. A live view hides it by the class of
         its element.
         """
+        facts = self.dashboard.facts()
         words = "{name}: {state}, step {step}, loss and speed"
-        bundle = self.figure().to_bundle(alt=words.format(**self.dashboard.facts()))
+        bundle = self.figure().to_bundle(alt=words.format(**facts))
+        # `make demo` prints this text while the notebook runs.
+        bundle["text/plain"] = _status_text(facts)
         name = f"kit-still-{self.model_id}"
         bundle["text/html"] = (
             f"<div class='{name}'>{NO_MODEL.format(name=name)}{bundle['text/html']}"
@@ -315,6 +318,11 @@ class Monitor(anywidget.AnyWidget):
             "</div>"
         )
         return bundle
+
+
+def _status_text(facts: Mapping[str, Any]) -> str:
+    """Returns the state and the step of a run in one line, for pages that show no HTML."""
+    return "{name}: {state}, step {step} of {num_steps}".format(**facts)
 
 
 def _ipython_shell() -> Any:

@@ -26,7 +26,6 @@ from kit.monitor.dashboard import Dashboard, View
 from kit.monitor.export import export_table
 from kit.monitor.figure import run_figure, snapshot
 from kit.monitor.goodput import ledger
-from kit.monitor.live import curve_html, view_html
 from kit.monitor.runs import compare_figure, runs_table
 from kit.monitor.scores import eval_curve
 from kit.monitor.text import recorded_alerts, status_row
@@ -252,14 +251,12 @@ VIEWS: Views = {
     "alerts": recorded_alerts,
     "goodput": lambda run: strict_json(ledger(run).rows()),
     "dashboard": dashboard_of,
-    "notebook": lambda run: view_html(Dashboard(run).read_all(), ""),
     "records": records_of,
 }
 COMMANDS = "status RUN", "status RUN --json", "status RUN --why"
 SLOW: Views = {f"kit {words}": command(words) for words in COMMANDS}
 """Of these each case has one, in turn."""
 DRAWN: Views = {
-    "curve": lambda run: curve_html(Dashboard(run).read_all()),
     "figure": lambda run: drawn(run_figure(run)[0]),
     "compared": lambda run: drawn(compare_figure([run])[0]),
     "widget": lambda run: drawn(snapshot(looked_at(run))),

@@ -35,7 +35,6 @@ from kit.evaluate.follow import follow_run
 from kit.measure.site import remeasure
 from kit.monitor.actions import NAMES
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.live import curve_html
 from kit.monitor.sinks import copy_metrics
 from kit.monitor.text import recorded_alerts, status_table
 from kit.run import Run
@@ -341,7 +340,6 @@ VIEWS: tuple[Callable[[Run], Any], ...] = (
     dashboard,
     widget,
     status_table,
-    lambda run: curve_html(Dashboard(run).read_all()),
     lambda run: run.metrics().summary(),
 )
 WRITERS: dict[str, Callable[[Run], Any]] = {
