@@ -96,7 +96,7 @@ class Dashboard:
         view.ranks.look()
         with self.lock:
             self.status = status
-            view.watchman.look(view.curves, status, view.ranks)
+            view.alert_monitor.look(view.curves, status, view.ranks)
 
     def refresh_outlook(self, *, wait: bool = False) -> None:
         """Compares the speed of the run with the estimate again if the last answer is old. The
@@ -229,7 +229,7 @@ class Dashboard:
     def alerts(self) -> list[dict[str, Any]]:
         """Returns the newest alerts, newest first."""
         with self.lock:
-            newest = self.run_view.watchman.log.alerts[-ALERTS_SHOWN:]
+            newest = self.run_view.alert_monitor.log.alerts[-ALERTS_SHOWN:]
             return [alert.to_dict() for alert in reversed(newest)]
 
     def heat(self) -> bytes:

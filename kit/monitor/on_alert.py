@@ -22,6 +22,7 @@ import tomllib
 
 from cluster.liveness import MAX_SKEW_S
 from cluster.record import ConfigError, Record, config_folder, counted, cut, field_doc
+from kit.monitor.alerts import RULES
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.run.columns import parse_row
@@ -34,7 +35,7 @@ MOST_CALLS, PERIOD_S = 10, 60.0
 """Largest number of calls in a period, and the length of a period in seconds. The alerts beyond it
 get one call together, at once or in the next period: a file of another user may hold thousands."""
 
-FOUND_IN_ROWS = ("nan", "spike", "start", "rise", "loss_scale", "peak", "record")
+FOUND_IN_ROWS = frozenset(rule.kind for rule in RULES if rule.judges in ("new rows", "record"))
 """Kinds of alerts that a view finds in recorded steps, which may be old. Their time is that of the
 step."""
 TAIL_BYTES = 16 << 10

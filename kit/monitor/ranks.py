@@ -1,27 +1,24 @@
 """Step times of all ranks over the last minutes: who is slow, and on which host."""
 
 import dataclasses
-import math
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats
+from kit.monitor.detectors import MIN_SAMPLES, TEST_MEDIANS, slowest_rank
 from kit.run.metrics import median
 
-SAMPLES, BLOCKS = 120, 12
-MIN_SAMPLES = 2 * BLOCKS
+SAMPLES = 120
+"""Largest number of samples that are kept."""
 WINDOWS = (MIN_SAMPLES, SAMPLES)
-"""Newest samples that are looked at: a few for a rank that has just become slow, many for one in
-much noise."""
-SLOW = 1.15
-"""Times the others' step time from which a rank is worth an alert."""
+"""Numbers of the newest samples that are tested: few for a rank that has just become slow, many for
+a rank in much noise."""
 BY_CHANCE = 1e-5
-"""How likely noise may be to make any rank look slower than that at one look. A look a second is
-86,400 a day, of which 720 share no sample."""
+"""Probability of an alert by noise at one look. A look a second is 86,400 looks a day, of which 720
+share no sample."""
 SPLIT = 5
 """Ranks whose steps are shown by their parts."""
 SHARE = 0.1
@@ -132,55 +129,13 @@ class RankTimes:
     def _slowest(self) -> Straggler | None:
         if self.num_ranks < 2 or len(self.samples) < MIN_SAMPLES:
             return None
-        whole_blocks = len(self.samples) // BLOCKS * BLOCKS
-        sizes = sorted({min(size, whole_blocks) for size in WINDOWS})
-        found = list(filter(None, (slowest_rank(self.last(size)) for size in sizes)))
+        testable = len(self.samples) // TEST_MEDIANS * TEST_MEDIANS
+        sizes = sorted({min(size, testable) for size in WINDOWS})
+        results = [slowest_rank(self.last(size)) for size in sizes]
+        found = [result for result in results if result is not None]
         if not found:
             return None
-        rank, ratio, by_chance = min(found, key=lambda each: each[2])
+        rank, ratio, by_chance = min(found, key=lambda result: result[2])
         return Straggler(
             rank=rank, ratio=ratio, by_chance=len(WINDOWS) * by_chance, host=self.beats[rank].host
         )
-
-
-def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
-    """Returns the slowest rank, its step time over the others', and the chance that noise makes one
-    look above `SLOW`.
-
-    Neighbouring samples resemble each other on a busy machine, so BLOCKS medians of neighbours are
-    compared by a t-test, one-sided, of their logarithms against ln SLOW; the chance is multiplied
-    by the ranks, of which the slowest is looked at (Bonferroni). None where a block has no sample
-    of that rank. `relative` is step time over the median of all ranks, [rank, sample]; samples are
-    a multiple of BLOCKS.
-    """
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a rank that has not said anything
-        means = np.nanmean(relative, axis=1)
-        if not np.isfinite(means).any():
-            return None
-        rank = int(np.nanargmax(means))
-        ratios = relative[rank].astype(float)
-        if len(relative) == 2:  # the median of two is their mean, which is half the rank itself
-            ratios = ratios / (2 - ratios)
-        blocks = np.nanmedian(np.log(ratios).reshape(BLOCKS, -1), axis=1)
-    if not np.isfinite(blocks).all():
-        return None
-    mean, error = float(np.mean(blocks)), float(np.std(blocks, ddof=1)) / math.sqrt(BLOCKS)
-    excess = mean - math.log(SLOW)
-    by_chance = _tail(excess / error if error else math.copysign(math.inf, excess))
-    return rank, math.exp(mean), min(1.0, len(relative) * by_chance)
-
-
-def _tail(t: float) -> float:
-    """Returns the probability that Student's t of BLOCKS - 1 degrees of freedom, which are odd in
-    number, is above t.
-
-    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, equation 26.7.3.
-    """
-    freedom = BLOCKS - 1
-    angle = math.atan(t / math.sqrt(freedom))
-    term = series = math.cos(angle)
-    for k in range(2, freedom - 1, 2):
-        term *= k / (k + 1) * math.cos(angle) ** 2
-        series += term
-    return 0.5 - (angle + math.sin(angle) * series) / math.pi

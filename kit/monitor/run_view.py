@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 
 from kit.monitor.actions import Actions
-from kit.monitor.alerts import Watchman
+from kit.monitor.alerts import AlertMonitor
 from kit.monitor.curves import Curves
 from kit.monitor.expected import Outlook
 from kit.monitor.ranks import RankTimes
@@ -45,7 +45,7 @@ class RunView:
         self.lock = lock
         self.curves = Curves(run, smoothing, earlier=earlier.curves if earlier else None)
         self.actions = Actions(run, earlier=earlier.actions if earlier else None)
-        self.watchman = Watchman(run, earlier=earlier.watchman if earlier else None)
+        self.alert_monitor = AlertMonitor(run, earlier=earlier.alert_monitor if earlier else None)
         self.outlook = Outlook(run, self.metrics, earlier=earlier.outlook if earlier else None)
         self.ranks = RankTimes(run.directory, run.plan.num_devices, attempt)
 

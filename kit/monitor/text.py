@@ -68,7 +68,7 @@ def watch(run: Run, *, console: Console | None = None) -> None:
     """
     console = console or PlainConsole()
     dashboard = Dashboard(run)
-    on_alert = OnAlert(run, dashboard.run_view.watchman.log)
+    on_alert = OnAlert(run, dashboard.run_view.alert_monitor.log)
 
     def view() -> Group:
         dashboard.catch_up()
@@ -87,7 +87,7 @@ def recorded_alerts(run: Run) -> list[Alert]:
     """Returns all alerts of a run, oldest first, after a look for new ones: nobody may have
     watched it so far.
     """
-    return _read(run).run_view.watchman.log.alerts
+    return _read(run).run_view.alert_monitor.log.alerts
 
 
 def _read(run: Run) -> Dashboard:
@@ -226,7 +226,7 @@ def _told(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType]:
 
 def _alerts(dashboard: Dashboard) -> list[Text]:
     """Returns the newest alerts, whole: what to do stands at their end."""
-    alerts, lines = dashboard.run_view.watchman.log.alerts, []
+    alerts, lines = dashboard.run_view.alert_monitor.log.alerts, []
     for alert in alerts[: -ALERTS_SHOWN - 1 : -1]:
         mark, colour = MARKS[alert.level]
         when = clock(alert.time, "%m-%d %H:%M:%S")

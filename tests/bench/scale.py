@@ -17,7 +17,8 @@ from kit.config.spec import ModelSpec
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.search import search
 from kit.monitor.dashboard import Dashboard, View
-from kit.monitor.ranks import SAMPLES, slowest_rank
+from kit.monitor.detectors import slowest_rank
+from kit.monitor.ranks import SAMPLES
 from kit.show.results import Row, row
 from tests.bench.alone import alone
 from tests.support.recorded_runs import recorded_run

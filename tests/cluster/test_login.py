@@ -435,7 +435,7 @@ def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(
 
     def watching():
         dashboard = Dashboard(Run.open(here))
-        on_alert = OnAlert(dashboard.run, dashboard.run_view.watchman.log)
+        on_alert = OnAlert(dashboard.run, dashboard.run_view.alert_monitor.log)
 
         def look():
             dashboard.read()

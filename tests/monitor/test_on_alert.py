@@ -50,7 +50,7 @@ def test_each_alert_from_now_on_once_whoever_found_it(config, run, tmp_path):
     told = tmp_path / "told"
     config.write_text(f"on_alert = 'echo \"$KIT_ALERT\" >> {told}'")
     dashboard = Dashboard(run)
-    on_alert = OnAlert(run, dashboard.run_view.watchman.log)
+    on_alert = OnAlert(run, dashboard.run_view.alert_monitor.log)
 
     def told_now() -> list[str]:
         look(dashboard)
@@ -141,7 +141,7 @@ def test_clock_of_the_trainer_hides_no_alert(config, run, tmp_path, skew_s):
     log = AlertLog(run.directory / "alerts.jsonl")
     log.add([alert("old", 100, "hook", level="error", time=time.time() + skew_s)])
     dashboard = Dashboard(run)
-    caller = OnAlert(run, dashboard.run_view.watchman.log)
+    caller = OnAlert(run, dashboard.run_view.alert_monitor.log)
     log.add([alert("went back", 301, "guard", level="error", time=time.time() + skew_s)])
     look(dashboard)
     caller.tell()
@@ -153,7 +153,7 @@ def test_thousands_of_alerts_make_ten_calls_a_minute(config, run, tmp_path, monk
     config.write_text(f"on_alert = 'echo \"$KIT_MESSAGE\" >> {calls}'")
     now = [0.0]
     monkeypatch.setattr(on_alert.time, "monotonic", lambda: now[0])
-    told = OnAlert(run, Dashboard(run).run_view.watchman.log)
+    told = OnAlert(run, Dashboard(run).run_view.alert_monitor.log)
     for minute in (1, 2):
         planted = [_alert(f"planted {minute}.{n}", step=1000 * minute + n) for n in range(500)]
         lines = [json.dumps(alert.to_dict()) + "\n" for alert in planted]
