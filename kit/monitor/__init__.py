@@ -8,7 +8,7 @@ from typing import Any
 _PLACES = {
     "Monitor": "widget",
     "compare_figure": "runs",
-    "copy_metrics": "sinks",
+    "copy_metrics": "export",
     "eval_curve": "scores",
     "eval_figure": "scores",
     "ledger": "goodput",

@@ -22,9 +22,8 @@ from kit.cli.app import app
 from kit.errors import RunError
 from kit.monitor import run_figure, status_row, status_table, watch
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.export import export_table
+from kit.monitor.export import export_table, scalars
 from kit.monitor.runs import compare_figure, live_row
-from kit.monitor.sinks import scalars
 from kit.monitor.text import bars
 from kit.run import Run
 from kit.run.alerts import AlertLog

@@ -35,7 +35,7 @@ from kit.evaluate.follow import follow_run
 from kit.measure.site import remeasure
 from kit.monitor.actions import NAMES
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.sinks import copy_metrics
+from kit.monitor.export import copy_metrics
 from kit.monitor.text import recorded_alerts, status_table
 from kit.run import Run
 from kit.run.metrics import MetricsWriter
