@@ -98,11 +98,11 @@ class Dashboard:
             self.status = status
             view.alert_monitor.look(view.curves, status, view.ranks)
 
-    def refresh_outlook(self, *, wait: bool = False) -> None:
+    def refresh_speed(self, *, wait: bool = False) -> None:
         """Compares the speed of the run with the estimate again if the last answer is old. The
         comparison runs in a thread. With `wait`, the call returns after its end.
         """
-        self.run_view.outlook.refresh(wait=wait)
+        self.run_view.speed_monitor.refresh(wait=wait)
 
     def start_action(self, name: str) -> None:
         """Starts what a button does, and returns at once."""
@@ -190,12 +190,12 @@ class Dashboard:
             view = self.run_view
             run = view.run
             ranks = view.ranks
-            outlook = view.outlook.facts
+            speed = view.speed_monitor.facts
             status = self.status
             state = read_state(run.directory)
             process = state.process if state else None
             memory = run.site.device.memory_bytes
-            spent = (outlook["goodput"] or {}).get("usd")
+            spent = (speed["goodput"] or {}).get("usd")
             price = str(run.site.price_per_node_hour)
             row = self.row()
             return {
@@ -219,7 +219,7 @@ class Dashboard:
                 "ranks": ranks.num_ranks,
                 "ranks_per_row": -(-ranks.num_ranks // HEAT_ROWS),
                 "split": ranks.split(),
-                "outlook": outlook,
+                "speed": speed,
                 "as_of": unheard(run.directory),
                 "device_bytes": memory.value if memory else None,
                 "cost": None if spent is None else {"value": spent, "note": price},

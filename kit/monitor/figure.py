@@ -12,8 +12,8 @@ from kit.config.plan import Plan
 from kit.data import mix_words
 from kit.monitor.curves import Average, View, drawable
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.expected import BAND, Band, compare
 from kit.monitor.scores import draw_scores, eval_curve
+from kit.monitor.speed import BAND_LABEL, Band, speed_facts
 from kit.run import Run
 from kit.run.columns import Columns
 from kit.run.metrics import Metrics, median
@@ -54,11 +54,11 @@ def run_figure(
             draw_scores(axis, accuracies)
         _draw_loss(left, table, _lost(metrics), baselines or {})
         _draw_speed(right, table, run, metrics)
-        outlook = compare(run, metrics)
-        notes = [outlook["verdict"]]
+        facts = speed_facts(run, metrics)
+        notes = [facts["verdict"]]
         if len(metrics):
             speed, firsts = "mfu" if "mfu" in table else "tokens_per_s", _first_steps(table)
-            draw_band(right, outlook["band"], firsts, float(table["step"][-1]), speed)
+            draw_band(right, facts["band"], firsts, float(table["step"][-1]), speed)
             seen = int(metrics.total_tokens[-1])
             notes.append(mix_words(run.recipe, run.spec.sequence_length, seen))
         figure.notes = tuple(filter(None, notes))
@@ -83,7 +83,7 @@ def snapshot(dashboard: Dashboard) -> Any:
     _log_if_wide(left, rows[2])
     _draw_pane(right, TITLES[names[1]], x, rows[3:] * (100 if "mfu" in names else 1), GREEN)
     if len(x):
-        band, firsts = dashboard.run_view.outlook.facts["band"], dashboard.columns.first_steps
+        band, firsts = dashboard.run_view.speed_monitor.facts["band"], dashboard.columns.first_steps
         draw_band(right, band, firsts, x[-1], names[1])
         step = f"step {int(x[-1]):,}"
         figure.supxlabel(
@@ -141,7 +141,7 @@ def draw_band(
         (start, max(last, start)), low, high, color=GREY, alpha=0.16, linewidth=0, zorder=0
     )
     axis.set_ylim(min(bottom, low), max(top, min(high, FAR * top)))
-    axis.set_xlabel(f"{axis.get_xlabel()}\ngrey: {BAND}", loc="right")
+    axis.set_xlabel(f"{axis.get_xlabel()}\ngrey: {BAND_LABEL}", loc="right")
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

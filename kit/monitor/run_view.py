@@ -6,8 +6,8 @@ from pathlib import Path
 from kit.monitor.actions import Actions
 from kit.monitor.alerts import AlertMonitor
 from kit.monitor.curves import Curves
-from kit.monitor.expected import Outlook
 from kit.monitor.ranks import RankTimes
+from kit.monitor.speed import SpeedMonitor
 from kit.run import Run
 from kit.run.metrics import Metrics
 
@@ -46,7 +46,9 @@ class RunView:
         self.curves = Curves(run, smoothing, earlier=earlier.curves if earlier else None)
         self.actions = Actions(run, earlier=earlier.actions if earlier else None)
         self.alert_monitor = AlertMonitor(run, earlier=earlier.alert_monitor if earlier else None)
-        self.outlook = Outlook(run, self.metrics, earlier=earlier.outlook if earlier else None)
+        self.speed_monitor = SpeedMonitor(
+            run, self.metrics, earlier=earlier.speed_monitor if earlier else None
+        )
         self.ranks = RankTimes(run.directory, run.plan.num_devices, attempt)
 
     def metrics(self) -> Metrics:

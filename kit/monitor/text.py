@@ -54,7 +54,7 @@ def status_table(run: Run, width: int = 80) -> Group:
     it, and alerts.
     """
     dashboard = _read(run)
-    dashboard.refresh_outlook(wait=True)  # nobody looks a second time
+    dashboard.refresh_speed(wait=True)  # nobody looks a second time
     return _view(dashboard, width)
 
 
@@ -72,7 +72,7 @@ def watch(run: Run, *, console: Console | None = None) -> None:
 
     def view() -> Group:
         dashboard.catch_up()
-        dashboard.refresh_outlook()
+        dashboard.refresh_speed()
         width = console.picture_width if isinstance(console, PlainConsole) else console.width
         drawn = _view(dashboard, width)
         on_alert.tell()
@@ -122,11 +122,11 @@ def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[Ren
         "  ",
         (row["reason"], "dim"),
     )
-    outlook = facts["outlook"]
-    style = "yellow" if outlook["verdict"].startswith("slower") else "dim"
-    goodput = outlook["goodput"] and outlook["goodput"]["share"]
+    speed = facts["speed"]
+    style = "yellow" if speed["verdict"].startswith("slower") else "dim"
+    goodput = speed["goodput"] and speed["goodput"]["share"]
     counts = "" if goodput is None else f" Goodput {goodput:.1%}."
-    pace = [Text(f"{outlook['verdict']}.{counts}", style=style)] if outlook["verdict"] else []
+    pace = [Text(f"{speed['verdict']}.{counts}", style=style)] if speed["verdict"] else []
     data = [Text(row["data"], style="dim")] if row["data"] else []
     numbers = [_tiles(row, facts["checkpoints"], width), *_kinds_of_numbers(row)]
     return [title, *numbers, *pace, *data]
@@ -182,9 +182,9 @@ def _curves(
         Text(f"{'loss':>8} {loss} {number(row['loss'], '.4f')}", style="blue"),
         Text(f"{name:>8} {speed} {number(row[key], form)}", style="green"),
     ]
-    if band := (facts["outlook"]["band"] or {}).get(key):
+    if band := (facts["speed"]["band"] or {}).get(key):
         low, high = (number(speed, form) for speed in band)
-        lines.append(Text(f"{'':>8} {facts['outlook']['label']}: {low} to {high}", style="dim"))
+        lines.append(Text(f"{'':>8} {facts['speed']['label']}: {low} to {high}", style="dim"))
     return lines
 
 

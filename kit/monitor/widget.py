@@ -186,7 +186,7 @@ class Monitor(anywidget.AnyWidget):
         while True:
             for work in (
                 self.dashboard.look,
-                self.dashboard.refresh_outlook,
+                self.dashboard.refresh_speed,
                 self._send_facts,
                 self._refresh_picture,
             ):

@@ -67,7 +67,7 @@ def full_screen(open_screen, folder, **options) -> Screen:
     for step in range(900, 930):
         beat(run, step, slow_rank=2, attempt=2)
         screen.dashboard.run_view.ranks.look()
-    screen.dashboard.refresh_outlook(wait=True)
+    screen.dashboard.refresh_speed(wait=True)
     still = screen.widget._still()["text/html"] + EARLIER_STYLE
     screen.page.evaluate(
         """([still, theme]) => { document.body.dataset.jpThemeLight = theme;

@@ -26,7 +26,7 @@ from kit.monitor.widget import STATIC, CellActivity, Monitor  # noqa: E402
 def show(monkeypatch):
     """Shows runs, and ends their threads."""
     # Which takes seconds, and is a test of its own.
-    monkeypatch.setattr("kit.monitor.expected.Outlook.refresh", lambda *_, **__: None)
+    monkeypatch.setattr("kit.monitor.speed.SpeedMonitor.refresh", lambda *_, **__: None)
     shown = []
 
     def monitor(run, **options) -> Monitor:
