@@ -319,17 +319,18 @@ def _compare(folder: Path, names: list[str], out: Path | None) -> None:
 
 
 def _drawn(table: "RunsTable") -> Table | str:
-    from kit.monitor.runs import heading, show
+    from kit.monitor.runs import cell_text, column_heading
     from kit.monitor.text import COLOURS
 
     if not table.rows:
         return f"no run below {table.folder}"
     names, colours = table.columns, {str(state): colour for state, colour in COLOURS.items()}
-    headings = [heading(name) for name in names]
+    headings = [column_heading(name) for name in names]
     rows = [
         [
             Text(
-                show(name, row.get(name)), colours.get(row["state"], "") if name == "state" else ""
+                cell_text(name, row.get(name)),
+                colours.get(row["state"], "") if name == "state" else "",
             )
             for name in names
         ]

@@ -18,7 +18,7 @@ from cluster.state import read_exit, read_state
 from kit.data import mix_words
 from kit.errors import ConfigError, RunError
 from kit.monitor.alerts import peak_advice
-from kit.monitor.curves import SERIES, Curves, View
+from kit.monitor.curves import SERIES, Curves, PlotRange
 from kit.monitor.run_view import RunView, site_written_at
 from kit.run import Run
 from kit.run.columns import Columns, parse_row
@@ -26,10 +26,16 @@ from kit.run.metrics import Metrics, last_step, time_left_s
 from kit.run.tail import CHUNK_BYTES, last_lines
 
 ALERTS_SHOWN = 50
-# of the picture of the ranks: no screen shows more, and no canvas has a row for each of 100,000
+"""Largest number of alerts that are sent to the front end."""
 HEAT_ROWS = 512
-TAIL_BYTES, SEARCH_BYTES = 32 * 2**10, 16 * 2**20
+"""Largest number of rows in the picture of the ranks. No screen shows more, and no canvas has a row
+for each of 100,000 ranks."""
+TAIL_BYTES = 32 * 2**10
+"""Bytes at the end of a log that are shown."""
+SEARCH_BYTES = 16 * 2**20
+"""Bytes at the end of a log that are searched."""
 MAX_LINES = 200
+"""Largest number of lines of a log that are shown."""
 
 
 class Dashboard:
@@ -50,13 +56,13 @@ class Dashboard:
         smoothing: float = 0.9,
     ) -> None:
         self.lock = threading.RLock()
-        self.others: dict[str, Curves] = {}
-        self.levels: dict[str, float] = {}
+        self.baseline_curves: dict[str, Curves] = {}
+        self.baseline_losses: dict[str, float] = {}
         for name, baseline in (baselines or {}).items():
             if isinstance(baseline, Run):
-                self.others[name] = Curves(baseline, smoothing)
+                self.baseline_curves[name] = Curves(baseline, smoothing)
             else:
-                self.levels[name] = float(baseline)
+                self.baseline_losses[name] = float(baseline)
         self.log_rank = 0
         self.log_search = ""
         self.status = read_status(run.directory)
@@ -83,7 +89,7 @@ class Dashboard:
     def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Takes over new steps, a few MiB at most; returns whether there is more to read."""
         with self.lock:
-            for other in self.others.values():
+            for other in self.baseline_curves.values():
                 if not other.columns.position:
                     other.read_all()
             return self.curves.read(limit_bytes)
@@ -111,7 +117,7 @@ class Dashboard:
     def set_smoothing(self, smoothing: float) -> None:
         """Sets the weight of the past in the averages of the run and of its baselines."""
         with self.lock:
-            for curves in (self.curves, *self.others.values()):
+            for curves in (self.curves, *self.baseline_curves.values()):
                 curves.set_smoothing(smoothing)
 
     def select_log(self, rank: int = 0, search: str = "") -> None:
@@ -133,7 +139,7 @@ class Dashboard:
         """Returns the steps that were read so far."""
         return self.run_view.metrics()
 
-    def frame(self, view: View) -> tuple[dict[str, Any], bytes]:
+    def frame(self, plot_range: PlotRange) -> tuple[dict[str, Any], bytes]:
         """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows
         (float32, [rows, n]).
 
@@ -141,20 +147,20 @@ class Dashboard:
         run; loss of each baseline run at its last step that is not beyond x.
         """
         with self.lock:
-            x, rows = self.curves.window((*SERIES, "validation_loss"), view)
+            x, rows = self.curves.window((*SERIES, "validation_loss"), plot_range)
             # Of the held-out losses in a pixel the largest is shown.
             rows = [*rows[:-3], rows[-2]]
-            for other in self.others.values():
-                rows.append(_at(other, view.axis, x))
-            rows += [_loss_until(other, view.axis, x) for other in self.others.values()]
+            for other in self.baseline_curves.values():
+                rows.append(_average_loss_at(other, plot_range.axis, x))
+            rows += [_loss_at(other, plot_range.axis, x) for other in self.baseline_curves.values()]
             description = {
                 "series": SERIES,
-                "others": list(self.others),
-                "levels": self.levels,
+                "others": list(self.baseline_curves),
+                "levels": self.baseline_losses,
                 "n": len(x),
-                "axis": view.axis,
-                "log_x": view.log_x,
-                "attempts": self._attempts(view.axis),
+                "axis": plot_range.axis,
+                "log_x": plot_range.log_x,
+                "attempts": self._attempts(plot_range.axis),
                 "rows": len(self.columns),
                 "smoothing": self.curves.smoothing,
                 "read": self._share_read(),
@@ -199,7 +205,7 @@ class Dashboard:
             price = str(run.site.price_per_node_hour)
             row = self.row()
             return {
-                **{name: _plain(of) if isinstance(of, float) else of for name, of in row.items()},
+                **{name: _json_value(value) for name, value in row.items()},
                 "not_finite": [
                     name
                     for name in ("loss", "grad_norm")
@@ -218,7 +224,7 @@ class Dashboard:
                 "straggler": str(ranks.slowest) if ranks.slowest else None,
                 "ranks": ranks.num_ranks,
                 "ranks_per_row": -(-ranks.num_ranks // HEAT_ROWS),
-                "split": ranks.split(),
+                "split": ranks.step_parts(),
                 "speed": speed,
                 "as_of": unheard(run.directory),
                 "device_bytes": memory.value if memory else None,
@@ -238,7 +244,7 @@ class Dashboard:
 
         A row is a rank, or the slowest of some neighbours where there are more than HEAT_ROWS.
         """
-        relative = self.run_view.ranks.rows(HEAT_ROWS)
+        relative = self.run_view.ranks.relative_times(HEAT_ROWS)
         with np.errstate(invalid="ignore"):
             scaled = np.clip((relative - 0.8) / 0.6 * 254, 0, 254)
         return np.where(np.isfinite(scaled), scaled, 255).astype(np.uint8).tobytes()
@@ -269,8 +275,8 @@ class Dashboard:
         held_out = columns["validation_loss"]
         return {
             **known,
-            "tokens": int(_plain(curves["tokens"][-1]) or 0),
-            "tokens_left": _plain(left),
+            "tokens": int(_finite_or_none(curves["tokens"][-1]) or 0),
+            "tokens_left": _finite_or_none(left),
             "validation_loss": _last(held_out[np.isfinite(held_out)]),
             **{name: _last(columns[name]) for name in ("learning_rate", "memory_bytes")},
             "why_no_mfu": self.curves.why_no_mfu,
@@ -346,7 +352,7 @@ def hook_words(run: Run) -> str:
     return f"hook: {', '.join(numbers) or 'nothing'}"
 
 
-def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
+def _average_loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
     """Returns the average loss of another run at the same step, tokens or time; NaN where it was
     not.
     """
@@ -357,7 +363,7 @@ def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
     return np.interp(x, other[axis][known], average[known], left=np.nan, right=np.nan)
 
 
-def _loss_until(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
+def _loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
     """Returns, for each place of `x` on an axis (step, tokens or time), the loss of another run at
     its last step that is not beyond the place. NaN before its first and after its last step.
     """
@@ -373,5 +379,10 @@ def _last(values: np.ndarray) -> float | None:
     return None if np.isnan(values[-1:]).all() and np.isnan(values).all() else float(values[-1])
 
 
-def _plain(value: float) -> float | None:
+def _json_value(value: Any) -> Any:
+    """Returns a value as JSON can hold it: None for a number that is not finite."""
+    return _finite_or_none(value) if isinstance(value, float) else value
+
+
+def _finite_or_none(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None

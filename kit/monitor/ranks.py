@@ -19,11 +19,11 @@ a rank in much noise."""
 BY_CHANCE = 1e-5
 """Probability of an alert by noise at one look. A look a second is 86,400 looks a day, of which 720
 share no sample."""
-SPLIT = 5
-"""Ranks whose steps are shown by their parts."""
-SHARE = 0.1
-"""Of its time that a view may spend on reading heartbeats: those of many thousands of ranks are
-read less often."""
+MAX_SPLIT_RANKS = 5
+"""Largest number of ranks whose steps are shown by their parts."""
+MAX_TIME_SHARE = 0.1
+"""Largest share of its time that a view spends on reading heartbeats. The heartbeats of many
+thousands of ranks are read less often."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class RankTimes:
             return False
         told = read_rank_heartbeats(self.run_dir, self.attempt)
         took_s = time.monotonic() - begun
-        self._rest_until = begun + took_s / SHARE if took_s > SHARE else 0.0
+        self._rest_until = begun + took_s / MAX_TIME_SHARE if took_s > MAX_TIME_SHARE else 0.0
         beats = {beat.rank: beat for beat in told if beat.rank < self.num_ranks}
         step = max((beat.step for beat in beats.values()), default=-1)
         if step <= self._step:
@@ -94,21 +94,21 @@ class RankTimes:
         self.slowest = self._slowest()
         return True
 
-    def last(self, count: int) -> np.ndarray:
+    def newest_samples(self, count: int) -> np.ndarray:
         """Returns the newest `count` samples at most, [rank, sample]."""
         return np.reshape(self.samples[-count:], (-1, self.num_ranks)).T
 
-    def rows(self, most: int) -> np.ndarray:
-        """Returns all samples in at most `most` rows, [row, sample]: of neighbours the slowest
+    def relative_times(self, max_rows: int) -> np.ndarray:
+        """Returns all samples in at most `max_rows` rows, [row, sample]: of neighbours the slowest
         stands for all.
         """
-        starts = np.arange(0, self.num_ranks, -(-self.num_ranks // most))
+        starts = np.arange(0, self.num_ranks, -(-self.num_ranks // max_rows))
         rows = [np.fmax.reduceat(sample, starts) for sample in self.samples]
         return np.reshape(rows, (-1, len(starts))).T
 
-    def split(self) -> list[dict[str, Any]]:
-        """Returns what the last steps were made of on the SPLIT ranks that work longest, in rank
-        order.
+    def step_parts(self) -> list[dict[str, Any]]:
+        """Returns the parts of the last steps of the ranks that work longest, at most
+        MAX_SPLIT_RANKS, in rank order.
 
         `seconds` are those of PARTS; the wait for others is taken out of the passes, in which most
         of it lies.
@@ -119,7 +119,7 @@ class RankTimes:
             if beat.parts_s
         }
         rows = []
-        for rank in sorted(sorted(told, key=lambda rank: -told[rank])[:SPLIT]):
+        for rank in sorted(sorted(told, key=lambda rank: -told[rank])[:MAX_SPLIT_RANKS]):
             beat = self.beats[rank]
             seconds = [part or 0.0 for part in beat.parts_s]
             seconds[1] = max(0.0, seconds[1] - seconds[-1])
@@ -131,7 +131,7 @@ class RankTimes:
             return None
         testable = len(self.samples) // TEST_MEDIANS * TEST_MEDIANS
         sizes = sorted({min(size, testable) for size in WINDOWS})
-        results = [slowest_rank(self.last(size)) for size in sizes]
+        results = [slowest_rank(self.newest_samples(size)) for size in sizes]
         found = [result for result in results if result is not None]
         if not found:
             return None

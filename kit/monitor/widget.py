@@ -20,7 +20,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.dashboard import Dashboard, PlotRange
 from kit.monitor.figure import snapshot
 from kit.run import Run
 from kit.run.columns import FAST_FROM_BYTES
@@ -117,7 +117,7 @@ class Monitor(anywidget.AnyWidget):
     ) -> None:
         self.dashboard = Dashboard(run, baselines=baselines, smoothing=smoothing)
         super().__init__()
-        self.view = View()
+        self.view = PlotRange()
         self._failures: dict[str, str] = {}
         self._heard = 0.0
         """Number of the newest message of the front end."""
@@ -248,7 +248,7 @@ class Monitor(anywidget.AnyWidget):
         kind, dashboard = message["type"], self.dashboard
         self._heard = message["number"]
         if kind == "view":
-            self.view = View.from_message(message)
+            self.view = PlotRange.from_message(message)
         elif kind == "smoothing":
             dashboard.set_smoothing(message["value"])
         elif kind == "log":

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.state import JobState, read_asked, take_request
 from kit.data.wheels import file_sha256
-from kit.monitor.dashboard import View
+from kit.monitor.dashboard import PlotRange
 from kit.monitor.text import status_row
 from tests.support.recorded_runs import add_rows, dead_process, looked_at, recorded_run, say
 from tests.support.waiting import eventually
@@ -223,7 +223,7 @@ def test_another_run_as_a_baseline_is_read_at_the_same_steps(tmp_path):
     run = recorded_run(tmp_path / "run", steps=100)
     other = recorded_run(tmp_path / "other", steps=60)
     dashboard = looked_at(run, baselines={"other": other, "level": 2.5}, smoothing=0.0)
-    description, window = dashboard.frame(View())
+    description, window = dashboard.frame(PlotRange())
     curve = np.frombuffer(window, "<f4", offset=8 * 100).reshape(-1, 100)[-1]
     np.testing.assert_allclose(curve[:60], other.metrics()["loss"], rtol=1e-5)
     assert np.isnan(curve[60:]).all()

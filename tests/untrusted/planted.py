@@ -22,7 +22,7 @@ from cluster.state import JobError, ask, log_path, take_request
 from kit.cli.options import strict_json
 from kit.errors import DataError, RunError
 from kit.evaluate.report import EvalReport, Metric
-from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.dashboard import Dashboard, PlotRange
 from kit.monitor.export import export_table
 from kit.monitor.figure import run_figure, snapshot
 from kit.monitor.goodput import ledger
@@ -231,8 +231,9 @@ def job_of(run: Run) -> None:
 
 def dashboard_of(run: Run) -> Dashboard:
     shown = looked_at(run)
-    for view in (View(), View(axis="tokens", log_x=True), View(axis="time", start=1.0, end=1e12)):
-        shown.frame(view)
+    shown.frame(PlotRange())
+    shown.frame(PlotRange(axis="tokens", log_x=True))
+    shown.frame(PlotRange(axis="time", start=1.0, end=1e12))
     json.dumps([shown.facts(), shown.alerts()])
     shown.heat(), shown.log()
     return shown

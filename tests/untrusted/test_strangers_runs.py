@@ -33,7 +33,7 @@ from kit.errors import ConfigError, RunError
 from kit.evaluate import evaluate
 from kit.evaluate.follow import follow_run
 from kit.measure.site import remeasure
-from kit.monitor.actions import NAMES
+from kit.monitor.actions import ACTION_NAMES
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.export import copy_metrics
 from kit.monitor.text import recorded_alerts, status_table
@@ -397,7 +397,7 @@ def test_buttons_say_whose_it_is(run: Path, calls: Calls, give_away, sleep) -> N
     running(run, process=hostile.process_of(sleep.pid))
     owner, before, shown = give_away(run), tree(run), Dashboard(Run.open(run))
     shown.look()
-    for name in NAMES:
+    for name in ACTION_NAMES:
         shown.start_action(name)
     deadline, report = time.monotonic() + 10, {}
     while not report or not all(each["done_at"] for each in report.values()):
