@@ -46,8 +46,6 @@ SHOWN = ("image/png", "text/markdown", "text/html", "text/plain")
 LIVE = "application/vnd.jupyter.widget-view+json"
 INVITATION = "[Read it here with all pictures](gallery/{name}.md), without running anything."
 """In the first cell of each notebook."""
-TILE = re.compile(r"<div[^>]*><div[^>]*>([^<]+)</div><b>([^<]*)</b></div>")
-"""Of a live view: a word and its value."""
 MADE = "Made by `make gallery` from [the notebook](../{name}.ipynb), which runs on two CPU cores."
 
 
@@ -213,11 +211,10 @@ def _fenced(data: NotebookNode, language: str) -> str:
 
 
 def _hosted(text: str, stem: str) -> str:
-    """Returns HTML as a code host shows it: no styles, the tiles of a live view in one line,
-    drawings as files, those of light pages only, no gaps.
+    """Returns HTML as a code host shows it: no styles, drawings as files, only the drawings of
+    light pages, no gaps.
     """
     text = re.sub(r"<style>.*?</style>|<img class='kit-dark'[^>]*>", "", text, flags=re.DOTALL)
-    text = TILE.sub(r"\1 <b>\2</b> &nbsp; ", text)
     text = re.sub(r" style='(?:min-width:\w+;)?text-align:(\w+)'", r" align='\1'", text)
     text = re.sub(r" style='[^']*'", "", text)
     if drawing := re.search(r"data:image/svg\+xml;base64,([^'\"]+)", text):

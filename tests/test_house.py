@@ -230,8 +230,8 @@ ENTRIES = {
 }
 """Files that ask for the owner of a run directory by its path, once each. Other code has an object
 that holds the directory, and asks that: see `cluster.ownership.Owned`."""
-FILES_OF_OTHERS = {"cluster/files.py", "cluster/ownership.py", "kit/monitor/sinks.py"}
-"""Files that ask whose a file is. `sinks.py` asks it of wandb's settings."""
+FILES_OF_OTHERS = {"cluster/files.py", "cluster/ownership.py", "kit/monitor/export.py"}
+"""Files that ask whose a file is. `export.py` asks it of wandb's settings."""
 
 
 def test_ownership_of_run_is_asked_at_entries():

@@ -36,7 +36,9 @@ from kit.show.table import Table as PaperTable
 from kit.show.terminal import Table
 
 app = typer.Typer()
-TABLES, SINKS, FOLDERS = ("csv", "parquet"), ("wandb", "tensorboard"), ("hf",)
+TABLES = ("csv", "parquet")
+SINKS = ("wandb", "tensorboard")
+FOLDERS = ("hf",)
 DRAW = "Draw the same steps:"
 FORMATS = (*TABLES, *SINKS, *FOLDERS)
 TAKEN_BY = {

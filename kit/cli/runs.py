@@ -30,9 +30,9 @@ from kit.show.style import check_picture, save_figure
 from kit.show.terminal import PlainConsole, Table, clock, plain
 
 if TYPE_CHECKING:
-    from kit.monitor.expected import Pace
     from kit.monitor.goodput import Ledger
     from kit.monitor.runs import RunsTable
+    from kit.monitor.speed import SpeedComparison
 
 app = typer.Typer()
 NEXT = {
@@ -191,7 +191,7 @@ def _tell_why(run: Run) -> None:
     """
     spent = monitor.ledger(run)
     try:
-        found = monitor.pace(run)
+        found = monitor.compare_speed(run)
         told, facts = found.to_dict(), _facts(found)
     except (ConfigError, RunError) as error:  # a number that the site lacks, or too few steps
         told, facts = {"verdict": str(error)}, [("pace", str(error))]
@@ -204,7 +204,7 @@ def _tell_why(run: Run) -> None:
     )
 
 
-def _facts(found: "Pace") -> list[tuple[str, str]]:
+def _facts(found: "SpeedComparison") -> list[tuple[str, str]]:
     """Returns in words what an estimate says of a run, and what was measured."""
 
     def shares(parts: dict[str, float], whole: float) -> str:
@@ -319,17 +319,18 @@ def _compare(folder: Path, names: list[str], out: Path | None) -> None:
 
 
 def _drawn(table: "RunsTable") -> Table | str:
-    from kit.monitor.runs import heading, show
+    from kit.monitor.runs import cell_text, column_heading
     from kit.monitor.text import COLOURS
 
     if not table.rows:
         return f"no run below {table.folder}"
     names, colours = table.columns, {str(state): colour for state, colour in COLOURS.items()}
-    headings = [heading(name) for name in names]
+    headings = [column_heading(name) for name in names]
     rows = [
         [
             Text(
-                show(name, row.get(name)), colours.get(row["state"], "") if name == "state" else ""
+                cell_text(name, row.get(name)),
+                colours.get(row["state"], "") if name == "state" else "",
             )
             for name in names
         ]

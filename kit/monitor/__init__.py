@@ -8,11 +8,11 @@ from typing import Any
 _PLACES = {
     "Monitor": "widget",
     "compare_figure": "runs",
-    "copy_metrics": "sinks",
+    "compare_speed": "speed",
+    "copy_metrics": "export",
     "eval_curve": "scores",
     "eval_figure": "scores",
     "ledger": "goodput",
-    "pace": "expected",
     "recorded_alerts": "text",
     "run_figure": "figure",
     "runs_table": "runs",

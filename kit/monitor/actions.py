@@ -1,6 +1,6 @@
-"""Actions: what the dashboard's buttons do to a run, and what became of it: asked at, done at.
+"""Actions: what the dashboard's buttons do to a run, and how far each request has come.
 
-Each is also a file or a command: `kit checkpoint DIR`, `kit stop DIR`, `kit stop --now DIR`, `kit
+Each action is also a command: `kit checkpoint DIR`, `kit stop DIR`, `kit stop --now DIR`, `kit
 resume DIR`.
 """
 
@@ -22,13 +22,13 @@ from cluster.state import (
 from kit.errors import CheckpointError, ConfigError, DataError, RunError
 from kit.run import Run
 
-Name = Literal["checkpoint", "stop", "cancel", "resume"]
-NAMES: tuple[Name, ...] = get_args(Name)
+ActionName = Literal["checkpoint", "stop", "cancel", "resume"]
+ACTION_NAMES: tuple[ActionName, ...] = get_args(ActionName)
 
 
 @dataclasses.dataclass
 class ActionProgress:
-    """One request: unix times, the step after which the trainer acts on it, and how it went."""
+    """One request: unix times, the step after which the trainer acts on it, and its result."""
 
     asked_at: float
     attempt: int
@@ -41,25 +41,29 @@ class ActionProgress:
 class Actions:
     """Carries out requests without waiting for them, and follows each to its end.
 
-    Of checkpoints and stops the run directory knows, whoever asked; the rest is remembered here.
+    The run directory records checkpoints and stops, whoever requested them. Other requests are
+    only known to the viewer that made them. `earlier` are the actions of this viewer on the same
+    run before it changed. Their requests are taken over.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, *, earlier: "Actions | None" = None) -> None:
         self.run = run
-        self._own: dict[Name, ActionProgress] = {}
-        self._taken_before: dict[Name, TakenRequest | None] = {}
+        self._requests: dict[ActionName, ActionProgress] = earlier._requests if earlier else {}
+        self._taken_before: dict[ActionName, TakenRequest | None] = (
+            earlier._taken_before if earlier else {}
+        )
         """Last request of each name that the trainer had taken when this viewer sent its own. A
         newer request differs from it in content. Times are not compared with the clock of this
         machine, since the trainer's clock may differ."""
 
     def start(self, name: str, status: JobStatus) -> None:
-        """Asks for one of NAMES, given the status of now; returns at once.
-
-        Where it is refused, `report` says why.
+        """Starts one of ACTION_NAMES in a thread, and returns at once. If the action is refused,
+        `report` says why. `status` is the present status of the job.
         """
-        if name not in NAMES:
+        if name not in ACTION_NAMES:
             return
-        progress = self._own[name] = ActionProgress(asked_at=time.time(), attempt=status.attempt)
+        progress = ActionProgress(asked_at=time.time(), attempt=status.attempt)
+        self._requests[name] = progress
         if name in ("checkpoint", "stop"):
             self._taken_before[name] = read_taken(self.run.directory, name)
         # A resume reads the data set, and a scheduler may take seconds to answer: neither may hold
@@ -70,7 +74,7 @@ class Actions:
 
     def allowed(self, status: JobStatus) -> list[str]:
         """Returns the actions that make sense for a job in this state."""
-        # Its trainer, or its owner, asks for nothing here.
+        # Only its owner may act on a run, and an imported run has no job.
         if self.run.is_imported or not self.run.is_writable:
             return []
         if not status.state.is_final:
@@ -79,20 +83,21 @@ class Actions:
         return [] if finished else ["resume"]
 
     def report(self, status: JobStatus) -> dict[str, dict[str, Any]]:
-        """Returns by name what was asked, also by others through the run directory, and what
-        became of it.
+        """Returns all requests by name with their progress, also requests of other viewers that
+        the run directory records.
         """
-        told = dict(self._own)
+        requests = dict(self._requests)
         for name in ("checkpoint", "stop"):
-            found, own = self._found(name, status.attempt), self._own.get(name)
+            found = self._recorded_request(name, status.attempt)
+            own = self._requests.get(name)
             if found and (own is None or self._is_newer(name, found)):
-                self._own.pop(name, None)
-                told[name] = found
-        for name, progress in told.items():
-            if progress.done_at is None and (outcome := self._outcome(name, progress, status)):
+                self._requests.pop(name, None)
+                requests[name] = found
+        for name, progress in requests.items():
+            if progress.done_at is None and (outcome := self._outcome_of(name, progress, status)):
                 when, progress.note = outcome
                 progress.done_at = max(when, progress.taken_at or progress.asked_at)
-        return {name: dataclasses.asdict(progress) for name, progress in told.items()}
+        return {name: dataclasses.asdict(progress) for name, progress in requests.items()}
 
     def _is_newer(self, name: Request, found: ActionProgress) -> bool:
         """Returns whether the trainer took a request after this viewer sent its own."""
@@ -102,8 +107,8 @@ class Actions:
             before.taken_at,
         )
 
-    def _found(self, name: Request, attempt: int) -> ActionProgress | None:
-        """Returns the newest request of a name that the run directory holds."""
+    def _recorded_request(self, name: Request, attempt: int) -> ActionProgress | None:
+        """Returns the newest request of a name in the run directory, None if there is none."""
         folder = self.run.directory
         if waiting := read_asked(folder, name):
             return ActionProgress(asked_at=waiting.asked_at, attempt=attempt)
@@ -113,7 +118,8 @@ class Actions:
             )
         return None
 
-    def _carry_out(self, name: Name, progress: ActionProgress) -> None:
+    def _carry_out(self, name: ActionName, progress: ActionProgress) -> None:
+        """Does what a button stands for. A refusal becomes the note of its progress."""
         try:
             if name == "resume":
                 from kit.launcher import resume
@@ -122,31 +128,31 @@ class Actions:
             else:
                 getattr(self.run.job, name)()
         except (JobError, RunError, CheckpointError, ConfigError, DataError, OSError) as error:
-            progress.done_at, progress.note = time.time(), f"refused: {error}"
+            progress.done_at = time.time()
+            progress.note = f"refused: {error}"
 
-    def _outcome(
-        self, name: Name, progress: ActionProgress, status: JobStatus
+    def _outcome_of(
+        self, name: ActionName, progress: ActionProgress, status: JobStatus
     ) -> tuple[float, str] | None:
         """Returns when and how an action has ended, or None while it goes on."""
         if name == "resume":
-            started = status.attempt > progress.attempt
-            return (
-                (self._turned(progress), f"attempt {status.attempt} started") if started else None
-            )
-        steps, due = self.run.checkpoints.steps(), progress.step
+            if status.attempt <= progress.attempt:
+                return None
+            return self._attempt_end(progress), f"attempt {status.attempt} started"
+        steps = self.run.checkpoints.steps()
+        due = progress.step
         if name == "checkpoint" and due is not None and steps and steps[-1] >= due:
-            # A newer one has taken its place.
+            # A removed checkpoint has no time. A newer checkpoint has taken its place.
             when = self.run.checkpoints.saved_at(due) if due in steps else 0.0
             return when, f"saved at step {due:,}"
         if status.state.is_final or status.attempt > progress.attempt:
-            return self._turned(progress), (
-                "the job has ended" if name != "checkpoint" else "the job ended first"
-            )
+            note = "the job ended first" if name == "checkpoint" else "the job has ended"
+            return self._attempt_end(progress), note
         return None
 
-    def _turned(self, progress: ActionProgress) -> float:
-        """Returns when the attempt of a request was over or the next had begun; of one that was
-        lost its last word.
+    def _attempt_end(self, progress: ActionProgress) -> float:
+        """Returns the unix time at which the attempt of a request ended or the next one began. If
+        neither is recorded, returns the last heartbeat.
         """
         for event in read_history(self.run.directory):
             if event.attempt > progress.attempt or (

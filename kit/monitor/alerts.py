@@ -1,17 +1,15 @@
-"""Alerts: what deserves a look, said once, and kept in the run directory (`alerts.jsonl`).
+"""Alerts: what deserves a look at a run, as one table of rules.
 
-Rules: a loss or gradient norm that is not finite, at once; a loss that starts too high or stands
-out (`kit.trainer.spikes`), or rises and does not come back (`rise.py`); a loss scale that
-collapses; a peak that the run goes beyond, or comes closer to than real runs do; an attempt whose
-plan or site is damaged, and so has no MFU; a start that takes long; no step for a long time; MFU
-that falls or is low; a slow rank; memory and disk that run out; an overdue checkpoint; a job that
-failed or was lost.
+`AlertMonitor` evaluates RULES, reports what is new once, and keeps it in the run directory
+(`alerts.jsonl`).
 """
 
+import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -21,16 +19,24 @@ from cluster.record import cut
 from cluster.state import JobState, find_log
 from kit.errors import kit_command
 from kit.monitor.curves import Curves
+from kit.monitor.detectors import (
+    Rise,
+    RiseDetector,
+    end_of_line,
+    first_rows,
+    rows_not_finite,
+)
 from kit.monitor.ranks import RankTimes
-from kit.monitor.rise import Rises, end_of_line
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog, Level
 from kit.run.checkpoint import BYTES_PER_PARAM
-from kit.run.columns import Columns
 from kit.run.metrics import median
 from kit.trainer.spikes import bad_start, spikes
 
-STALL_S, STALL_STEPS = 15.0, 5.0
+STALL_S = 15.0
+"""Least seconds without a step that count as a stall."""
+STALL_STEPS = 5.0
+"""Least time without a step that counts as a stall, in median step times."""
 JOIN_S = 180.0
 """Seconds of a start after which a warning says that not all ranks have joined. It is no error,
 since imports from a slow file system may take longer."""
@@ -39,218 +45,277 @@ FIRST_STEP_S = 300.0
 Loading a large checkpoint and compilation take minutes."""
 LOGS_READ = 8
 """Number of ranks whose logs are searched for a last line."""
-MFU_FALL, MFU_LOW, MFU_DOUBTFUL, MFU_STEPS = 0.75, 0.30, 0.75, 50
+MFU_STEPS = 50
+"""Number of the newest steps whose median MFU is judged."""
+MFU_HISTORY_STEPS = 20_000
+"""Number of the newest steps with whose median MFU it is compared."""
+MFU_FALL = 0.75
+"""Share of the median of the history below which MFU has fallen."""
+MFU_LOW = 0.30
+"""MFU below which a cluster is not used well."""
+MFU_DOUBTFUL = 0.75
+"""MFU above which the peak is doubted, since real runs reach less."""
 MEMORY_FULL = 0.92
+"""Share of the device memory above which it is almost full."""
 CHECKPOINT_LATE = 1.5
-ROWS_PER_LOOK = 20_000  # a long history is gone through in several looks, none of which takes long
-Found = Iterator[tuple[int | None, str, Level, str]]
-"""Row of the metrics (None: of now), kind, level and message."""
+"""Age of the last checkpoint above which it is overdue, in checkpoint intervals."""
+ROWS_PER_LOOK = 20_000
+"""Number of rows that are judged at one look. A long history is judged in several looks, so that
+none of them takes long."""
 
 
-class Watchman:
-    """Looks at a run now and then and tells what is new.
+class Finding(NamedTuple):
+    """What a rule has found."""
 
-    One per viewer; it only reads, except for the alert log.
+    message: str
+    row: int | None = None
+    """Row of the metrics. None means the present."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Look:
+    """What the rules judge at one look at a run."""
+
+    run: Run
+    curves: Curves
+    ranks: RankTimes
+    status: JobStatus
+    first: int
+    """First row that no look has judged."""
+    end: int
+    """Row after the last one that this look judges."""
+    rises: list[Rise]
+    """Rises of the loss in the rows of this look."""
+    silent_s: float
+    """Seconds, by the clock of this machine, in which a running job has recorded no step. Zero
+    while nothing is heard from its machine."""
+    starting_s: float
+    """Seconds since the start of a job, or since the joining of its ranks. Zero if it does not
+    start."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlertRule:
+    """One kind of alert: what is judged, how bad it is, and where the threshold is from."""
+
+    kind: str
+    """Kind of the alert. Several rules may have one kind."""
+    level: Level
+    judges: Literal["new rows", "record", "job", "running job"]
+    """`new rows`: rows that no look has judged, each once. `record`: all that was recorded, also of
+    a run that has ended. `job`: the present state. `running job`: the same while the job runs."""
+    find: Callable[[Look], Iterable[Finding]]
+    threshold: str
+    """Source of the threshold."""
+
+
+class AlertMonitor:
+    """Evaluates the alert rules of a run at each look, and reports what is new.
+
+    One per viewer. It only reads, except for the alert log. `earlier` watched the same run before
+    the run changed: what it has judged is taken over.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.log = run, AlertLog(run.directory / "alerts.jsonl")
-        self._checked_rows, self._revision, self._rises = 0, -1, Rises()
-        self._rows, self._rows_since = -1, time.monotonic()
-        self._start = (0, False)
+    def __init__(self, run: Run, *, earlier: "AlertMonitor | None" = None) -> None:
+        self.run = run
+        self.log = earlier.log if earlier else AlertLog(run.directory / "alerts.jsonl")
+        self._rises = earlier._rises if earlier else RiseDetector()
+        self._judged_rows = earlier._judged_rows if earlier else 0
+        self._revision = earlier._revision if earlier else -1
+        """Revision of the columns to which the judged rows belong."""
+        self._num_rows = earlier._num_rows if earlier else -1
+        """Number of recorded rows at the last look."""
+        self._num_rows_since = earlier._num_rows_since if earlier else time.monotonic()
+        """Monotonic time of the last change of `_num_rows`, in seconds."""
+        self._start = earlier._start if earlier else (0, False)
         """(attempt, whether all ranks have joined) of the start that is watched."""
-        self._start_since = time.monotonic()
-        """Time at which this watchman first saw `_start`, in seconds of the monotonic clock."""
+        self._start_since = earlier._start_since if earlier else time.monotonic()
+        """Monotonic time at which `_start` was seen first, in seconds."""
 
     def look(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
         """Returns the alerts that are new, after writing them to the run directory."""
-        columns = curves.columns
+        look = self._prepare(curves, status, ranks)
+        alerts: list[Alert] = []
+        for rule in RULES:
+            if rule.judges == "new rows" and look.first == look.end:
+                continue
+            if rule.judges == "running job" and status.state is not JobState.RUNNING:
+                continue
+            alerts += [_alert(rule, finding, look) for finding in rule.find(look)]
+        return self.log.add(alerts)
 
-        def alert(row: int | None, kind: str, level: Level, message: str) -> Alert:
-            last = len(columns) - 1 if row is None else row
-            when = time.time() if row is None else float(columns["time"][row])
-            return Alert(
-                kind=kind,
-                level=level,
-                message=message,
-                attempt=status.attempt if row is None else int(columns["attempt"][row]),
-                step=int(columns["step"][last]) if len(columns) else 0,
-                time=when if math.isfinite(when) else time.time(),
-            )
-
-        rules = (
-            self._at_rows(curves),
-            self._peak(curves),
-            damaged_records(curves),
-            self._now(curves, status, ranks),
-        )
-        return self.log.add([alert(*found) for rule in rules for found in rule])
-
-    def _at_rows(self, curves: Curves) -> Found:
-        """Yields what the rows tell that no look has been at."""
+    def _prepare(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> Look:
+        """Returns what the rules judge now, and notes how far they will have come."""
         columns = curves.columns
         if columns.revision != self._revision:
-            self._revision, self._checked_rows, self._rises = columns.revision, 0, Rises()
-        start, end = self._checked_rows, min(len(columns), self._checked_rows + ROWS_PER_LOOK)
-        self._checked_rows = end
-        if start == end:
-            return
-        yield from bad_lines(columns, start, end)
-        for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
-            for row in not_finite(columns, name, start, end):
-                yield row, "nan", "error", f"{words} is not finite"
-        losses, steps = columns["loss"][:end], columns["step"]
-        guess = math.log(self.run.spec.vocab_size)
-        if (row := bad_start(losses, guess)) is not None and row >= start:
-            yield (
-                row,
-                "start",
-                "warning",
-                f"loss {losses[row]:.3g} after {losses[0]:.3g} at the start, where guessing at"
-                f" random gives {guess:.3g}. Lower the learning rate, or warm up for longer",
-            )
-        for row, before in spikes(losses, start):
-            yield (
-                row,
-                "spike",
-                "warning",
-                f"loss spike {losses[row]:.3g} (median before {before:.3g})",
-            )
-        phases = [phase.until_tokens for phase in self.run.recipe.phases]
-        new_data = np.searchsorted(curves["tokens"], phases).tolist()
-        for rise in self._rises.look(losses, columns["learning_rate"], new_data):
-            yield (
-                rise.row,
-                "rise",
-                "warning",
-                f"lowest {rise.low:.3g} at step {steps[rise.low_row]:,.0f}, now {rise.level:.3g}"
-                f" and not back for {steps[rise.row] - steps[rise.low_row]:,.0f} steps; go back to"
-                " a checkpoint before it, unless the data became harder",
-            )
-
-    def _peak(self, curves: Curves) -> Found:
-        """Judges the record, not the machine: of a run that has ended too."""
-        dtype, last = self.run.plan.precision, len(curves) - 1
-        peak = self.run.site.peak_flops_per_s(dtype)
-        if peak is None or last < 0:
-            return
-        of = f"the {dtype} peak of {peak / 1e12:.3g} TFLOP/s a device"
-        if curves.times_peak is not None:
-            told = f"the steps reach {curves.times_peak:.0%} of it, so no MFU or HFU is given."
-            yield last, "peak", "error", f"{of} cannot be true: {told} {peak_advice(self.run)}"
-        elif (mfu := median(curves["mfu"][-MFU_STEPS:]) or 0) > MFU_DOUBTFUL:
-            told = f"an MFU of {mfu:.0%} is higher than real runs reach."
-            yield last, "peak", "warning", f"{of} is doubtful: {told} {peak_advice(self.run)}"
-
-    def _now(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> Found:
-        columns = curves.columns
-        # Without its state a run was removed, or is being so: nothing may be written there.
-        bad = status.state in (JobState.FAILED, JobState.LOST, JobState.STALLED)
-        if bad and (self.run.directory / "state.json").exists():
-            yield None, "job", "error", f"job {status.state}: {status.reason}"
-        yield from self._slow_start(status)
-        if status.state is not JobState.RUNNING:
-            self._rows_since = time.monotonic()
-            return
-        yield from self._stall(columns, status)
-        yield from self._mfu(curves)
-        if ranks.slowest and ranks.slowest.is_sure:
-            yield None, "straggler", "warning", str(ranks.slowest)
-        memory = self.run.site.device.memory_bytes
-        if memory and len(columns) and columns["memory_bytes"][-1] > MEMORY_FULL * memory.value:
-            used, of = columns["memory_bytes"][-1] / memory.value, memory.value / 2**30
-            yield None, "memory", "warning", f"{used:.0%} of {of:.0f} GiB device memory is in use"
-        # The checkpoints of the others are on another machine's disk.
-        if not self.run.is_elsewhere:
-            yield from self._disk()
-            yield from self._checkpoint(columns, status.attempt)
-
-    def _slow_start(self, status: JobStatus) -> Found:
-        """Yields a warning for a start that takes long, with the last line of a rank's log."""
+            self._revision = columns.revision
+            self._judged_rows = 0
+            self._rises = RiseDetector()
+        first = self._judged_rows
+        end = min(len(columns), first + ROWS_PER_LOOK)
+        self._judged_rows = end
+        rises: list[Rise] = []
+        if end > first:
+            phases = [phase.until_tokens for phase in self.run.recipe.phases]
+            new_data = np.searchsorted(curves["tokens"], phases).tolist()
+            rises = self._rises.find(columns["loss"][:end], columns["learning_rate"], new_data)
+        now = time.monotonic()
+        is_unheard = bool(status.late_age)
+        is_running = status.state is JobState.RUNNING
+        if len(columns) != self._num_rows or not is_running or is_unheard:
+            self._num_rows = len(columns)
+            self._num_rows_since = now
         start = (status.attempt, status.has_joined)
-        is_unknown = status.state is not JobState.STARTING or bool(status.late_age)
-        if is_unknown or start != self._start:
+        is_starting = status.state is JobState.STARTING and not is_unheard
+        if start != self._start or not is_starting:
             self._start = start
-            self._start_since = time.monotonic()
-        if is_unknown:
-            return
-        watched_s = time.monotonic() - self._start_since
-        lasted_s = max(watched_s, status.starting_s or 0.0)
-        if lasted_s > (FIRST_STEP_S if status.has_joined else JOIN_S):
-            line = self._last_log_line(status.attempt)
-            told = f". Last line of {line}" if line else ""
-            yield None, "stall", "warning", f"no step yet: {status.reason}{told}"
+            self._start_since = now
+        starting_s = 0.0
+        if is_starting:
+            # The supervisor counts too, from the beginning.
+            starting_s = max(now - self._start_since, status.starting_s or 0.0)
+        return Look(
+            run=self.run,
+            curves=curves,
+            ranks=ranks,
+            status=status,
+            first=first,
+            end=end,
+            rises=rises,
+            silent_s=now - self._num_rows_since,
+            starting_s=starting_s,
+        )
 
-    def _last_log_line(self, attempt: int) -> str:
-        """Returns "NAME: LINE" for the first log of a rank that is not empty, with its last line.
-        Empty if all are.
-        """
-        per_node = self.run.site.devices_per_node
-        for rank in range(min(LOGS_READ, self.run.plan.num_devices)):
-            file = find_log(self.run.directory, attempt, rank, per_node)
-            if lines := log_tail(file).splitlines():
-                return f"{file.relative_to(self.run.directory)}: {cut(lines[-1].strip(), 300)}"
-        return ""
 
-    def _stall(self, columns: Columns, status: JobStatus) -> Found:
-        """Judges by this host's own clock, since another host's may differ, and nothing while it
-        hears of no steps.
-        """
-        if len(columns) != self._rows or status.late_age:
-            self._rows, self._rows_since = len(columns), time.monotonic()
-        usual = median(columns["step_time_s"][-50:]) or 0
-        silent = time.monotonic() - self._rows_since
-        # The first steps compile.
-        if len(columns) >= 5 and silent > max(STALL_S, STALL_STEPS * usual):
-            told = f"no step for {silent:.0f} s, where one takes {usual:.3g} s"
-            yield None, "stall", "warning", told
+def _alert(rule: AlertRule, finding: Finding, look: Look) -> Alert:
+    """Returns the alert of a finding. Its attempt, step and time are those of the row, if there is
+    one.
+    """
+    columns = look.curves.columns
+    row = finding.row
+    if row is None:
+        attempt = look.status.attempt
+        step = int(columns["step"][-1]) if len(columns) else 0
+        when = time.time()
+    else:
+        attempt = int(columns["attempt"][row])
+        step = int(columns["step"][row])
+        when = float(columns["time"][row])
+    return Alert(
+        kind=rule.kind,
+        level=rule.level,
+        message=finding.message,
+        attempt=attempt,
+        step=step,
+        time=when if math.isfinite(when) else time.time(),
+    )
 
-    def _mfu(self, curves: Curves) -> Found:
-        now, before = (median(curves["mfu"][-count:]) for count in (MFU_STEPS, 20_000))
-        known = np.isfinite(curves["mfu"][-20_000:]).sum()
-        if now is None or before is None or known < 2 * MFU_STEPS:
-            return
-        if now < MFU_FALL * before:
-            yield None, "mfu", "warning", f"MFU fell to {now:.1%}, from {before:.1%}"
-        elif now < MFU_LOW and self.run.site.scheduler != "local":
-            yield None, "mfu", "warning", f"MFU is {now:.1%}, below {MFU_LOW:.0%}"
 
-    def _disk(self) -> Found:
-        try:
-            free = shutil.disk_usage(self.run.directory).free
-        except OSError:
-            return
-        checkpoint = BYTES_PER_PARAM * self.run.spec.num_params
-        if free <= 2.1 * checkpoint:
-            level: Level = "error" if free < 1.05 * checkpoint else "warning"
-            yield (
-                None,
-                "disk",
-                level,
-                f"{free / 2**30:.1f} GiB free, a checkpoint takes {checkpoint / 2**30:.1f} GiB",
+def _lines_with_nan(look: Look) -> Iterator[Finding]:
+    """Finds lines of a log that count steps with a loss that was not finite."""
+    columns = look.curves.columns
+    since = max(0, look.first - 1)
+    losses = columns["loss"][: look.end]
+    for row in first_rows(columns["nan_steps"][since : look.end] > 0, look.first).tolist():
+        steps = f"{columns['nan_steps'][row]:,.0f}"
+        if np.isfinite(losses[row]):
+            steps += f" of {end_of_line(losses, row) - row + 1:,}"
+        yield Finding(f"the loss of {steps} steps is not finite", row)
+
+
+def _collapsed_loss_scale(look: Look) -> Iterator[Finding]:
+    """Finds where a loss scale that was above 1 falls to 1 or below."""
+    scales = look.curves.columns["loss_scale"][: look.end]
+    since = max(0, look.first - 1)
+    for row in first_rows(scales[since:] <= 1, look.first).tolist():
+        highest = np.nanmax(scales[: row + 1])
+        if highest > 1:
+            yield Finding(
+                f"the loss scale fell to {scales[row]:g}, from up to {highest:,.0f}: gradients"
+                " overflow at any scale, and steps are skipped. Go back to a checkpoint before it,"
+                " lower the learning rate, or train in bf16",
+                row,
             )
 
-    def _checkpoint(self, columns: Columns, attempt: int) -> Found:
-        every = self.run.recipe.checkpoint_every
-        if every is None or attempt not in columns.first_steps:
-            return
-        last = max(columns.first_steps[attempt] - 1, *self.run.checkpoints.steps(), 0)
-        old = int(columns["step"][-1]) - last
-        if old > CHECKPOINT_LATE * every:
-            told = f"the last checkpoint is {old:,} steps old, one is due every {every:,}"
-            yield None, "checkpoint", "warning", told
+
+def _loss_not_finite(look: Look) -> Iterator[Finding]:
+    """Finds where a stretch of losses that are not finite begins."""
+    for row in rows_not_finite(look.curves.columns, "loss", look.first, look.end).tolist():
+        yield Finding("loss is not finite", row)
 
 
-def damaged_records(curves: Curves) -> Found:
-    """Yields at its last step which attempt has no MFU, and which of its files is the reason."""
-    for attempt, reason in curves.damaged.items():
-        for row in np.flatnonzero(curves.columns["attempt"] == attempt)[-1:].tolist():
-            told = f"{reason} Steps of attempt {attempt} have no MFU until this file is restored"
-            yield row, "record", "warning", told
+def _gradient_not_finite(look: Look) -> Iterator[Finding]:
+    """Finds where a stretch of gradient norms that are not finite begins."""
+    for row in rows_not_finite(look.curves.columns, "grad_norm", look.first, look.end).tolist():
+        yield Finding("gradient norm is not finite", row)
+
+
+def _bad_start(look: Look) -> Iterator[Finding]:
+    """Finds a loss that starts too high."""
+    losses = look.curves.columns["loss"][: look.end]
+    guess = math.log(look.run.spec.vocab_size)
+    row = bad_start(losses, guess)
+    if row is not None and row >= look.first:
+        yield Finding(
+            f"loss {losses[row]:.3g} after {losses[0]:.3g} at the start, where guessing at"
+            f" random gives {guess:.3g}. Lower the learning rate, or warm up for longer",
+            row,
+        )
+
+
+def _loss_spikes(look: Look) -> Iterator[Finding]:
+    """Finds losses that stand out."""
+    losses = look.curves.columns["loss"][: look.end]
+    for row, before in spikes(losses, look.first):
+        yield Finding(f"loss spike {losses[row]:.3g} (median before {before:.3g})", row)
+
+
+def _loss_rises(look: Look) -> Iterator[Finding]:
+    """Finds losses that have risen and do not come back."""
+    steps = look.curves.columns["step"]
+    for rise in look.rises:
+        yield Finding(
+            f"lowest {rise.low:.3g} at step {steps[rise.low_row]:,.0f}, now {rise.level:.3g}"
+            f" and not back for {steps[rise.row] - steps[rise.low_row]:,.0f} steps; go back to"
+            " a checkpoint before it, unless the data became harder",
+            rise.row,
+        )
+
+
+def _refuted_peak(look: Look) -> Iterator[Finding]:
+    """Finds a peak that too many steps go beyond."""
+    times_peak = look.curves.times_peak
+    if times_peak is not None and (peak := _peak_words(look)):
+        yield Finding(
+            f"{peak} cannot be true: the steps reach {times_peak:.0%} of it, so no MFU or HFU is"
+            f" given. {peak_advice(look.run)}",
+            len(look.curves) - 1,
+        )
+
+
+def _doubtful_peak(look: Look) -> Iterator[Finding]:
+    """Finds an MFU that is higher than real runs reach."""
+    mfu = median(look.curves["mfu"][-MFU_STEPS:])
+    is_high = mfu is not None and mfu > MFU_DOUBTFUL
+    if is_high and (peak := _peak_words(look)):
+        yield Finding(
+            f"{peak} is doubtful: an MFU of {mfu:.0%} is higher than real runs reach."
+            f" {peak_advice(look.run)}",
+            len(look.curves) - 1,
+        )
+
+
+def _peak_words(look: Look) -> str:
+    """Returns the peak of a run's devices in words. Empty if it is unknown or there is no step."""
+    dtype = look.run.plan.precision
+    peak = look.run.site.peak_flops_per_s(dtype)
+    if peak is None or not len(look.curves):
+        return ""
+    return f"the {dtype} peak of {peak / 1e12:.3g} TFLOP/s a device"
 
 
 def peak_advice(run: Run) -> str:
-    """Returns what to do about a peak that is not known or not believed."""
+    """Returns what to do about a peak that is unknown or doubtful."""
     if run.site.scheduler == "local":
         return (
             f"Measure it again on an idle machine: {kit_command('bench', '--apply', run.directory)}"
@@ -261,57 +326,291 @@ def peak_advice(run: Run) -> str:
     )
 
 
-def not_finite(columns: Columns, name: str, start: int, end: int) -> np.ndarray:
-    """Returns the rows from `start` to `end` at which a stretch of non-finite losses or gradient
-    norms begins.
-
-    A series that has never been finite was not logged, unless the loss of a step with a duration is
-    the one missing. Nor is it a fault where fp16 skips a step to find its loss scale: its gradient
-    has overflowed, and Megatron prints no loss where all steps of a line were skipped.
-    """
-    since = max(0, start - 1)
-    bad = ~np.isfinite(columns[name][since:end]) & np.isfinite(columns["step_time_s"][since:end])
-    if name == "grad_norm":
-        known = np.isfinite(columns[name][:end])
-        bad[: max(0, int(known.argmax()) - since) if known.any() else None] = False
-    skipped = (
-        np.diff(
-            np.nan_to_num(columns["skipped_steps"][since:end]), prepend=0 if start == 0 else np.inf
-        )
-        > 0
-    )
-    if name == "loss":
-        skipped &= columns["nan_steps"][since:end] == 0
-    rows = _begins(bad, start)
-    return rows[~skipped[rows - since]]
-
-
-def bad_lines(columns: Columns, start: int, end: int) -> Found:
-    """Yields what a trainer says of itself: lines with steps that were not finite, and a loss
-    scale that collapses.
-    """
-    since, losses = max(0, start - 1), columns["loss"][:end]
-    for row in _begins(columns["nan_steps"][since:end] > 0, start):
-        line = end_of_line(losses, row) - row + 1
-        of = f" of {line:,}" if np.isfinite(losses[row]) else ""
-        count = f"{columns['nan_steps'][row]:,.0f}{of} steps"
-        yield row, "nan", "error", f"the loss of {count} is not finite"
-    scales = columns["loss_scale"][:end]
-    for row in _begins(scales[since:] <= 1, start):
-        if (highest := np.nanmax(scales[: row + 1])) > 1:
-            yield (
-                row,
-                "loss_scale",
-                "error",
-                f"the loss scale fell to {scales[row]:g}, from up to {highest:,.0f}: gradients"
-                " overflow at any scale, and steps are skipped. Go back to a checkpoint before it,"
-                " lower the learning rate, or train in bf16",
+def _damaged_records(look: Look) -> Iterator[Finding]:
+    """Finds attempts whose plan or site file cannot be read, at their last row."""
+    attempts = look.curves.columns["attempt"]
+    for attempt, reason in look.curves.damaged.items():
+        for row in np.flatnonzero(attempts == attempt)[-1:].tolist():
+            yield Finding(
+                f"{reason} Steps of attempt {attempt} have no MFU until this file is restored", row
             )
 
 
-def _begins(bad: np.ndarray, start: int) -> np.ndarray:
-    """Returns the rows from `start` on at which a stretch begins; `bad` has the row before
-    `start` too, if any.
+def _bad_job_state(look: Look) -> Iterator[Finding]:
+    """Finds a job that has failed, is lost or is stalled."""
+    state = look.status.state
+    is_bad = state in (JobState.FAILED, JobState.LOST, JobState.STALLED)
+    # A run without its state was removed, or is being removed: nothing may be written there.
+    if is_bad and (look.run.directory / "state.json").exists():
+        yield Finding(f"job {state}: {look.status.reason}")
+
+
+def _slow_start(look: Look) -> Iterator[Finding]:
+    """Finds a start that takes long, and quotes the last line of a rank's log."""
+    if look.starting_s > (FIRST_STEP_S if look.status.has_joined else JOIN_S):
+        line = _last_log_line(look)
+        quoted = f". Last line of {line}" if line else ""
+        yield Finding(f"no step yet: {look.status.reason}{quoted}")
+
+
+def _last_log_line(look: Look) -> str:
+    """Returns "NAME: LINE" for the first log of a rank that is not empty, with its last line. Empty
+    if all logs are empty.
     """
-    rows = max(0, start - 1) + np.flatnonzero(bad & ~np.append(False, bad[:-1]))
-    return rows[rows >= start]
+    directory = look.run.directory
+    per_node = look.run.site.devices_per_node
+    for rank in range(min(LOGS_READ, look.run.plan.num_devices)):
+        file = find_log(directory, look.status.attempt, rank, per_node)
+        if lines := log_tail(file).splitlines():
+            return f"{file.relative_to(directory)}: {cut(lines[-1].strip(), 300)}"
+    return ""
+
+
+def _no_step(look: Look) -> Iterator[Finding]:
+    """Finds a running job that records no steps any more. The first steps compile, so five steps
+    are required.
+    """
+    columns = look.curves.columns
+    usual_s = median(columns["step_time_s"][-50:]) or 0
+    if len(columns) >= 5 and look.silent_s > max(STALL_S, STALL_STEPS * usual_s):
+        yield Finding(f"no step for {look.silent_s:.0f} s, where one takes {usual_s:.3g} s")
+
+
+def _mfu_falls(look: Look) -> Iterator[Finding]:
+    """Finds an MFU that has fallen."""
+    if (medians := _mfu_medians(look)) is None:
+        return
+    now, before = medians
+    if now < MFU_FALL * before:
+        yield Finding(f"MFU fell to {now:.1%}, from {before:.1%}")
+
+
+def _mfu_low(look: Look) -> Iterator[Finding]:
+    """Finds a low MFU on a cluster that has not fallen."""
+    if look.run.site.scheduler == "local" or (medians := _mfu_medians(look)) is None:
+        return
+    now, before = medians
+    if MFU_FALL * before <= now < MFU_LOW:
+        yield Finding(f"MFU is {now:.1%}, below {MFU_LOW:.0%}")
+
+
+def _mfu_medians(look: Look) -> tuple[float, float] | None:
+    """Returns the median MFU (of the newest steps, of the history). None while fewer than twice
+    MFU_STEPS steps have an MFU.
+    """
+    history = look.curves["mfu"][-MFU_HISTORY_STEPS:]
+    now = median(history[-MFU_STEPS:])
+    before = median(history)
+    if now is None or before is None or np.isfinite(history).sum() < 2 * MFU_STEPS:
+        return None
+    return now, before
+
+
+def _slow_rank(look: Look) -> Iterator[Finding]:
+    """Finds a rank that is slower than the others, beyond doubt."""
+    slowest = look.ranks.slowest
+    if slowest and slowest.is_sure:
+        yield Finding(str(slowest))
+
+
+def _memory_full(look: Look) -> Iterator[Finding]:
+    """Finds device memory that is almost full at the last step."""
+    memory = look.run.site.device.memory_bytes
+    columns = look.curves.columns
+    if not memory or not len(columns):
+        return
+    share = columns["memory_bytes"][-1] / memory.value
+    if share > MEMORY_FULL:
+        yield Finding(f"{share:.0%} of {memory.value / 2**30:.0f} GiB device memory is in use")
+
+
+def _disk_full(look: Look) -> Iterator[Finding]:
+    """Finds a file system without room for one more checkpoint."""
+    free, checkpoint = _disk_room(look)
+    if free < 1.05 * checkpoint:
+        yield Finding(_disk_words(free, checkpoint))
+
+
+def _disk_short(look: Look) -> Iterator[Finding]:
+    """Finds a file system with room for one checkpoint and not for two."""
+    free, checkpoint = _disk_room(look)
+    if 1.05 * checkpoint <= free <= 2.1 * checkpoint:
+        yield Finding(_disk_words(free, checkpoint))
+
+
+def _disk_room(look: Look) -> tuple[float, float]:
+    """Returns (free bytes, bytes of a checkpoint). The free bytes are infinite where checkpoints
+    are on another machine, or the file system gives no answer.
+    """
+    checkpoint = BYTES_PER_PARAM * look.run.spec.num_params
+    if look.run.is_elsewhere:
+        return math.inf, checkpoint
+    try:
+        return shutil.disk_usage(look.run.directory).free, checkpoint
+    except OSError:
+        return math.inf, checkpoint
+
+
+def _disk_words(free: float, checkpoint: float) -> str:
+    return f"{free / 2**30:.1f} GiB free, a checkpoint takes {checkpoint / 2**30:.1f} GiB"
+
+
+def _late_checkpoint(look: Look) -> Iterator[Finding]:
+    """Finds a checkpoint that is overdue. Checkpoints on another machine are not seen."""
+    run = look.run
+    every = run.recipe.checkpoint_every
+    columns = look.curves.columns
+    first_step = columns.first_steps.get(look.status.attempt)
+    if run.is_elsewhere or every is None or first_step is None:
+        return
+    last = max(first_step - 1, *run.checkpoints.steps(), 0)
+    age = int(columns["step"][-1]) - last
+    if age > CHECKPOINT_LATE * every:
+        yield Finding(f"the last checkpoint is {age:,} steps old, one is due every {every:,}")
+
+
+RULES = (
+    AlertRule(
+        kind="nan",
+        level="error",
+        judges="new rows",
+        find=_lines_with_nan,
+        threshold="none: the trainer has counted at least one such step",
+    ),
+    AlertRule(
+        kind="loss_scale",
+        level="error",
+        judges="new rows",
+        find=_collapsed_loss_scale,
+        threshold="1, at which the loss is not scaled any more",
+    ),
+    AlertRule(
+        kind="nan",
+        level="error",
+        judges="new rows",
+        find=_loss_not_finite,
+        threshold="none: the value is not finite",
+    ),
+    AlertRule(
+        kind="nan",
+        level="error",
+        judges="new rows",
+        find=_gradient_not_finite,
+        threshold="none: the value is not finite",
+    ),
+    AlertRule(
+        kind="start",
+        level="warning",
+        judges="new rows",
+        find=_bad_start,
+        threshold="kit.trainer.spikes.bad_start",
+    ),
+    AlertRule(
+        kind="spike",
+        level="warning",
+        judges="new rows",
+        find=_loss_spikes,
+        threshold="kit.trainer.spikes, false alarms counted on simulated noise",
+    ),
+    AlertRule(
+        kind="rise",
+        level="warning",
+        judges="new rows",
+        find=_loss_rises,
+        threshold="kit.monitor.detectors.RiseDetector, tried on 75 public curves (LOG.md)",
+    ),
+    AlertRule(
+        kind="peak",
+        level="error",
+        judges="record",
+        find=_refuted_peak,
+        threshold="kit.run.metrics.refutes_peak",
+    ),
+    AlertRule(
+        kind="peak",
+        level="warning",
+        judges="record",
+        find=_doubtful_peak,
+        threshold="MFU_DOUBTFUL, chosen above the MFU of real runs",
+    ),
+    AlertRule(
+        kind="record",
+        level="warning",
+        judges="record",
+        find=_damaged_records,
+        threshold="none: the file cannot be read",
+    ),
+    AlertRule(
+        kind="job",
+        level="error",
+        judges="job",
+        find=_bad_job_state,
+        threshold="none: the state of the job",
+    ),
+    AlertRule(
+        kind="stall",
+        level="warning",
+        judges="job",
+        find=_slow_start,
+        threshold="JOIN_S and FIRST_STEP_S, chosen: slow imports and compilation take minutes",
+    ),
+    AlertRule(
+        kind="stall",
+        level="warning",
+        judges="running job",
+        find=_no_step,
+        threshold="STALL_S and STALL_STEPS, chosen",
+    ),
+    AlertRule(
+        kind="mfu",
+        level="warning",
+        judges="running job",
+        find=_mfu_falls,
+        threshold="MFU_FALL, chosen",
+    ),
+    AlertRule(
+        kind="mfu",
+        level="warning",
+        judges="running job",
+        find=_mfu_low,
+        threshold="MFU_LOW, chosen",
+    ),
+    AlertRule(
+        kind="straggler",
+        level="warning",
+        judges="running job",
+        find=_slow_rank,
+        threshold="kit.monitor.detectors.slowest_rank at kit.monitor.ranks.BY_CHANCE",
+    ),
+    AlertRule(
+        kind="memory",
+        level="warning",
+        judges="running job",
+        find=_memory_full,
+        threshold="MEMORY_FULL, chosen",
+    ),
+    AlertRule(
+        kind="disk",
+        level="error",
+        judges="running job",
+        find=_disk_full,
+        threshold="bytes of one checkpoint and 5 %: the next save fails",
+    ),
+    AlertRule(
+        kind="disk",
+        level="warning",
+        judges="running job",
+        find=_disk_short,
+        threshold="bytes of two checkpoints and 5 %: the save after the next one fails",
+    ),
+    AlertRule(
+        kind="checkpoint",
+        level="warning",
+        judges="running job",
+        find=_late_checkpoint,
+        threshold="CHECKPOINT_LATE, chosen",
+    ),
+)
+"""All alert rules of a viewer. At one look they are evaluated in this order, which is also the
+order of their alerts in the log. The trainer adds alerts of the kinds `guard` and `hook`, and
+`kit watch` of the kind `on_alert`."""

@@ -19,29 +19,33 @@ from kit.run.metrics import Metrics, refutes_peak
 from kit.run.tail import CHUNK_BYTES
 
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
-SCHEDULED = ("learning_rate", "memory_bytes")
-"""Not noise: an average of these would only lag behind."""
+UNSMOOTHED = ("learning_rate", "memory_bytes")
+"""Series without noise, which are drawn without an average: it would only lag behind."""
 DERIVED = ("tokens_per_s", "mfu", "hfu", "tokens", "time", "layout")
 """Series that are computed from the columns of the file. The other series are columns."""
 UTILISATIONS = ("mfu", "hfu")
 SPEEDS = ("tokens_per_s", *UTILISATIONS)
 """Series that jump where the layout changes, so that their average begins anew there. The average
 of the loss does not."""
-TAKEN = ("step", "tokens", "step_time_s", "attempt", "consumed_tokens", "time")
+SOURCE_COLUMNS = ("step", "tokens", "step_time_s", "attempt", "consumed_tokens", "time")
 DRAWABLE = 1e30
-"""Of what is not below it, no axis can be made: it is taken for what is not finite."""
-BLOCK = 32
+"""Largest value of which an axis can be made. Values from it on are treated as not finite."""
+SUM_BLOCK = 32
+"""Number of values that `discounted_sum` adds by one matrix product."""
 BLOCK_ROWS = 64
-"""Rows whose least and largest value are kept: a pixel of a long run is made of blocks of them."""
-WIDE = 4 * BLOCK_ROWS
-"""Rows from which on a pixel begins and ends with a block: by a quarter of it too early at most."""
+"""Rows of a block, whose least and largest value are kept. A pixel of a long run consists of
+blocks."""
+WIDE_PIXEL_ROWS = 4 * BLOCK_ROWS
+"""Rows from which on a pixel begins and ends with a block. The pixel then begins at most a quarter
+of itself too early."""
 MAX_WIDTH = 2400
+"""Largest number of pixels of a chart."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class View:
-    """What a viewer looks at: the part of an axis from `start` to `end`, `width` pixels wide; with
-    `log_x` these are even steps of log x.
+class PlotRange:
+    """The part of an axis that a chart shows, from `start` to `end`, `width` pixels wide. With
+    `log_x`, pixels are even steps of log x.
     """
 
     axis: str = "step"
@@ -52,9 +56,10 @@ class View:
     log_x: bool = False
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> "View":
-        """Returns the view that the front end asks for: without a start and an end the whole run,
-        and no more pixels than a screen has, nor fewer than a chart needs.
+    def from_message(cls, message: Mapping[str, Any]) -> "PlotRange":
+        """Returns the range that the front end asks for. Without a start or an end it reaches to
+        that end of the run. The number of pixels is kept between what a chart needs and what a
+        screen has.
         """
         start, end = message["start"], message["end"]
         return cls(
@@ -73,12 +78,19 @@ class Curves:
     Args:
         run: whose steps they are, as it is now.
         smoothing: weight of the past in the average, from 0 (none) to below 1.
+        earlier: curves of the same run before its plan or site changed. The rows that they have
+            parsed and their smoothing are taken over. Everything else is derived again.
     """
 
-    def __init__(self, run: Run, smoothing: float = 0.9) -> None:
-        self.run, self.smoothing = run, smoothing
-        self.columns = Columns(run.directory / "metrics.jsonl")
-        self.restart()
+    def __init__(
+        self, run: Run, smoothing: float = 0.9, *, earlier: "Curves | None" = None
+    ) -> None:
+        self.run = run
+        self.smoothing = earlier.smoothing if earlier else smoothing
+        self.columns = earlier.columns if earlier else Columns(run.directory / "metrics.jsonl")
+        self._restart()
+        if len(self.columns):
+            self._extend()
 
     def __len__(self) -> int:
         return self._values.length
@@ -108,11 +120,16 @@ class Curves:
         peak = self.run.site.peak_flops_per_s(self.run.plan.precision)
         return "peak unknown" if peak is None else None
 
-    def restart(self) -> None:
-        """Works everything out again at the next update: the run has another peak now."""
+    def set_smoothing(self, smoothing: float) -> None:
+        """Sets the weight of the past in the averages from now on, from 0 (none) to below 1."""
+        self.smoothing = smoothing
+
+    def _restart(self) -> None:
+        """Forgets what was derived from the columns."""
         self._revision = self.columns.revision
         self._values = Growing(len(DERIVED))
-        self._above_peak, self._known_peak = Growing(1), 0
+        self._above_peak = Growing(1)
+        self._known_peak = 0
         self.damaged: Mapping[int, str] = {}
         self._forget()
 
@@ -127,7 +144,7 @@ class Curves:
         """
         more = self.columns.poll(limit_bytes)
         if self.columns.revision != self._revision:
-            self.restart()
+            self._restart()
         if len(self) < len(self.columns):
             self._extend()
         return more
@@ -145,7 +162,7 @@ class Curves:
     def _extend(self) -> None:
         """Derives what belongs to the rows that are new in the columns."""
         first = len(self)
-        new = {name: self.columns[name][first:] for name in TAKEN}
+        new = {name: self.columns[name][first:] for name in SOURCE_COLUMNS}
         metrics = Metrics(columns=new, skipped_lines=0, **self.run.facts())
         self.damaged = metrics.damaged
         speed = np.where(np.isfinite(metrics.tokens_per_s), metrics.tokens_per_s, np.nan)
@@ -154,7 +171,7 @@ class Curves:
         # A clock that was set back must not make time run backwards.
         elapsed = np.append(self["time"][-1:], new["time"] - self.columns["time"][0])
         time = np.fmax.accumulate(np.append(0.0, elapsed))[-len(speed) :]
-        rates = self._believable(metrics.utilisations, len(speed))
+        rates = self._believable_rates(metrics.utilisations, len(speed))
         self._values.extend(np.vstack([speed, rates, tokens, time, metrics.layouts]))
 
     def average(self, name: str) -> np.ndarray:
@@ -166,16 +183,18 @@ class Curves:
         layouts = self["layout"] if name in SPEEDS else None
         return self._averages[name].update(self[name], layouts)
 
-    def window(self, names: tuple[str, ...], view: View) -> tuple[np.ndarray, np.ndarray]:
+    def window(
+        self, names: tuple[str, ...], plot_range: PlotRange
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Returns x of each pixel that has data, [n], and min, max and average of each series
         there, [3 x names, n].
         """
-        x = self[view.axis]
-        edges = pixel_edges(x, view)
+        x = self[plot_range.axis]
+        edges = pixel_edges(x, plot_range)
         if len(edges) < 2:
             return np.empty(0), np.empty((3 * len(names), 0))
         last = edges[1:] - 1
-        centre = {name: self[name] if name in SCHEDULED else self.average(name) for name in names}
+        centre = {name: self[name] if name in UNSMOOTHED else self.average(name) for name in names}
         rows = [row for name in names for row in (*self.envelope(name, edges), centre[name][last])]
         at = x[last]
         if len(at) > 1:
@@ -189,11 +208,12 @@ class Curves:
         """
         values, inner = self[name], edges[1:-1]
         if len(inner) < 2 or (inner % BLOCK_ROWS).any():
-            return between(values, values, edges)
-        ends = between(values, values, edges[:2]), between(values, values, edges[-2:])
+            return extremes_between(values, values, edges)
+        first = extremes_between(values, values, edges[:2])
+        last = extremes_between(values, values, edges[-2:])
         least, largest = self._extremes_of_blocks(name)
-        middle = between(least, largest, inner // BLOCK_ROWS)
-        return np.hstack([ends[0], middle, ends[1]])
+        middle = extremes_between(least, largest, inner // BLOCK_ROWS)
+        return np.hstack([first, middle, last])
 
     def _extremes_of_blocks(self, name: str) -> np.ndarray:
         """Returns the least and the largest finite value in each whole block of a series."""
@@ -203,8 +223,8 @@ class Curves:
         known.extend([np.fmin.reduce(blocks, axis=1), np.fmax.reduce(blocks, axis=1)])
         return known.values
 
-    def _believable(self, rates: np.ndarray | None, count: int) -> np.ndarray:
-        """Returns MFU and HFU of `count` further steps, [2, count]; a value above 1 is none."""
+    def _believable_rates(self, rates: np.ndarray | None, count: int) -> np.ndarray:
+        """Returns MFU and HFU of `count` further steps, [2, count], with NaN for values above 1."""
         if rates is None:
             return np.full((2, count), np.nan)
         was_refuted, hardware = self.times_peak is not None, rates[1]
@@ -291,17 +311,16 @@ def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.n
     Blocks are summed by one matrix product; what each hands to the next is the same recurrence, a
     block shorter.
     """
-    powers = decay ** np.arange(BLOCK + 1)
-    lags = np.subtract.outer(np.arange(BLOCK), np.arange(BLOCK))
+    powers = decay ** np.arange(SUM_BLOCK + 1)
+    lags = np.subtract.outer(np.arange(SUM_BLOCK), np.arange(SUM_BLOCK))
     inside = np.where(lags >= 0, powers[np.abs(lags)], 0.0)
-    whole = len(values) // BLOCK * BLOCK
+    whole = len(values) // SUM_BLOCK * SUM_BLOCK
     result = np.empty(len(values))
     if whole:
-        local = np.matmul(
-            values[:whole].reshape(-1, BLOCK), inside.T, out=result[:whole].reshape(-1, BLOCK)
-        )
+        blocks = values[:whole].reshape(-1, SUM_BLOCK)
+        local = np.matmul(blocks, inside.T, out=result[:whole].reshape(-1, SUM_BLOCK))
         carried = np.append(
-            start, discounted_sum(local[:-1, -1].copy(), float(powers[BLOCK]), start)
+            start, discounted_sum(local[:-1, -1].copy(), float(powers[SUM_BLOCK]), start)
         )
         local += carried[:, None] * powers[1:]
         start = float(local[-1, -1])
@@ -310,31 +329,31 @@ def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.n
     return result
 
 
-def pixel_edges(x: np.ndarray, view: View) -> np.ndarray:
+def pixel_edges(x: np.ndarray, plot_range: PlotRange) -> np.ndarray:
     """Returns row numbers e such that rows e[i] to e[i+1] fall into the same pixel; pixels without
     rows are left out.
 
     One row on either side of the part that is shown is included, so that lines reach the border.
     """
-    first = max(0, int(np.searchsorted(x, view.start)) - 1)
-    if view.log_x:
+    first = max(0, int(np.searchsorted(x, plot_range.start)) - 1)
+    if plot_range.log_x:
         # A logarithmic axis cannot show the rest.
         first = max(first, int(np.searchsorted(x, 0, side="right")))
-    last = min(len(x), int(np.searchsorted(x, view.end, side="right")) + 1)
+    last = min(len(x), int(np.searchsorted(x, plot_range.end, side="right")) + 1)
     if first >= last:
         return np.zeros(0, dtype=np.intp)
-    if last - first <= 2 * view.width:
+    if last - first <= 2 * plot_range.width:
         return np.arange(first, last + 1, dtype=np.intp)
-    space = np.geomspace if view.log_x else np.linspace
-    grid = space(x[first], x[last - 1], view.width + 1)
+    space = np.geomspace if plot_range.log_x else np.linspace
+    grid = space(x[first], x[last - 1], plot_range.width + 1)
     edges = first + np.searchsorted(x[first:last], grid[1:-1])
-    edges -= edges % BLOCK_ROWS * (np.diff(edges, prepend=first) >= WIDE)
+    edges -= edges % BLOCK_ROWS * (np.diff(edges, prepend=first) >= WIDE_PIXEL_ROWS)
     return np.unique(np.concatenate([[first], edges, [last]])).astype(np.intp)
 
 
-def between(least: np.ndarray, largest: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Returns the least and the largest finite value between edges, [2, pixels], given those of
-    each row; NaN where there is none.
+def extremes_between(least: np.ndarray, largest: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Returns the least and the largest finite value between edges, [2, pixels], NaN where there is
+    none. `least` and `largest` are the extremes of each row or block.
     """
     low = np.fmin.reduceat(least[: edges[-1]], edges[:-1])
     return np.stack([low, np.fmax.reduceat(largest[: edges[-1]], edges[:-1])])

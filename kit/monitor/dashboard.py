@@ -5,7 +5,6 @@ Two rhythms: `read` and `frame` are quick and follow the metrics; `look` asks fo
 alerts about once a second and may wait for a scheduler. Both may be called from several threads.
 """
 
-import contextlib
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,21 +16,25 @@ from cluster.job import log_file, read_status
 from cluster.state import read_exit, read_state
 from kit.data import mix_words
 from kit.errors import ConfigError, RunError
-from kit.monitor.actions import Actions
-from kit.monitor.alerts import Watchman, peak_advice
-from kit.monitor.curves import SERIES, Curves, View
-from kit.monitor.expected import Outlook
-from kit.monitor.ranks import RankTimes
+from kit.monitor.alerts import peak_advice
+from kit.monitor.curves import SERIES, Curves, PlotRange
+from kit.monitor.run_view import RunView, site_written_at
 from kit.run import Run
-from kit.run.columns import parse_row
+from kit.run.columns import Columns, parse_row
 from kit.run.metrics import Metrics, last_step, time_left_s
 from kit.run.tail import CHUNK_BYTES, last_lines
 
 ALERTS_SHOWN = 50
-# of the picture of the ranks: no screen shows more, and no canvas has a row for each of 100,000
+"""Largest number of alerts that are sent to the front end."""
 HEAT_ROWS = 512
-TAIL_BYTES, SEARCH_BYTES = 32 * 2**10, 16 * 2**20
+"""Largest number of rows in the picture of the ranks. No screen shows more, and no canvas has a row
+for each of 100,000 ranks."""
+TAIL_BYTES = 32 * 2**10
+"""Bytes at the end of a log that are shown."""
+SEARCH_BYTES = 16 * 2**20
+"""Bytes at the end of a log that are searched."""
 MAX_LINES = 200
+"""Largest number of lines of a log that are shown."""
 
 
 class Dashboard:
@@ -51,24 +54,41 @@ class Dashboard:
         baselines: Mapping[str, "Run | float"] | None = None,
         smoothing: float = 0.9,
     ) -> None:
-        self.run = run
         self.lock = threading.RLock()
-        self.curves = Curves(run, smoothing)
-        self.columns = self.curves.columns
-        given = (baselines or {}).items()
-        self.others = {name: Curves(other) for name, other in given if isinstance(other, Run)}
-        self.levels = {name: float(loss) for name, loss in given if not isinstance(loss, Run)}
-        self.watchman, self.actions = Watchman(run), Actions(run)
-        self.outlook = Outlook(run, self.metrics)
+        self.baseline_curves: dict[str, Curves] = {}
+        self.baseline_losses: dict[str, float] = {}
+        for name, baseline in (baselines or {}).items():
+            if isinstance(baseline, Run):
+                self.baseline_curves[name] = Curves(baseline, smoothing)
+            else:
+                self.baseline_losses[name] = float(baseline)
+        self.log_rank = 0
+        self.log_search = ""
         self.status = read_status(run.directory)
-        self.ranks = RankTimes(run.directory, run.plan.num_devices, self.status.attempt)
-        self.log_rank, self.log_search = 0, ""
-        self._opened = self.status.attempt, self._site_changed()
+        written_at = site_written_at(run.directory)
+        self.run_view = RunView(
+            run, self.status.attempt, written_at, self.lock, smoothing=smoothing
+        )
+
+    @property
+    def run(self) -> Run:
+        """The run as its files described it when they last changed."""
+        return self.run_view.run
+
+    @property
+    def curves(self) -> Curves:
+        """The series of the run."""
+        return self.run_view.curves
+
+    @property
+    def columns(self) -> Columns:
+        """The recorded steps of the run."""
+        return self.run_view.curves.columns
 
     def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Takes over new steps, a few MiB at most; returns whether there is more to read."""
         with self.lock:
-            for other in self.others.values():
+            for other in self.baseline_curves.values():
                 if not other.columns.position:
                     other.read_all()
             return self.curves.read(limit_bytes)
@@ -76,12 +96,33 @@ class Dashboard:
     def look(self) -> None:
         """Takes over the state of the job, its ranks and its alerts."""
         status = read_status(self.run.directory)  # outside the lock: it may ask a scheduler
-        if (status.attempt, self._site_changed()) != self._opened:
-            self._reopen(status.attempt)
-        self.ranks.look()
+        self._replace_if_changed(status.attempt)
+        view = self.run_view
+        view.ranks.look()
         with self.lock:
             self.status = status
-            self.watchman.look(self.curves, status, self.ranks)
+            view.alert_monitor.look(view.curves, status, view.ranks)
+
+    def refresh_speed(self, *, wait: bool = False) -> None:
+        """Compares the speed of the run with the estimate again if the last answer is old. The
+        comparison runs in a thread. With `wait`, the call returns after its end.
+        """
+        self.run_view.speed_monitor.refresh(wait=wait)
+
+    def start_action(self, name: str) -> None:
+        """Starts what a button does, and returns at once."""
+        self.run_view.actions.start(name, self.status)
+
+    def set_smoothing(self, smoothing: float) -> None:
+        """Sets the weight of the past in the averages of the run and of its baselines."""
+        with self.lock:
+            for curves in (self.curves, *self.baseline_curves.values()):
+                curves.set_smoothing(smoothing)
+
+    def select_log(self, rank: int = 0, search: str = "") -> None:
+        """Selects what `log` returns: the log of a rank, or its lines that contain `search`."""
+        self.log_rank = max(0, rank)
+        self.log_search = search
 
     def read_all(self) -> "Dashboard":
         """Takes over all steps that are new, and returns itself."""
@@ -95,10 +136,9 @@ class Dashboard:
 
     def metrics(self) -> Metrics:
         """Returns the steps that were read so far."""
-        with self.lock:
-            return self.curves.metrics()
+        return self.run_view.metrics()
 
-    def frame(self, view: View) -> tuple[dict[str, Any], bytes]:
+    def frame(self, plot_range: PlotRange) -> tuple[dict[str, Any], bytes]:
         """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows
         (float32, [rows, n]).
 
@@ -106,21 +146,20 @@ class Dashboard:
         run; loss of each baseline run at its last step that is not beyond x.
         """
         with self.lock:
-            x, rows = self.curves.window((*SERIES, "validation_loss"), view)
+            x, rows = self.curves.window((*SERIES, "validation_loss"), plot_range)
             # Of the held-out losses in a pixel the largest is shown.
             rows = [*rows[:-3], rows[-2]]
-            for other in self.others.values():
-                other.smoothing = self.curves.smoothing
-                rows.append(_at(other, view.axis, x))
-            rows += [_loss_until(other, view.axis, x) for other in self.others.values()]
+            for other in self.baseline_curves.values():
+                rows.append(_average_loss_at(other, plot_range.axis, x))
+            rows += [_loss_at(other, plot_range.axis, x) for other in self.baseline_curves.values()]
             description = {
                 "series": SERIES,
-                "others": list(self.others),
-                "levels": self.levels,
+                "others": list(self.baseline_curves),
+                "levels": self.baseline_losses,
                 "n": len(x),
-                "axis": view.axis,
-                "log_x": view.log_x,
-                "attempts": self._attempts(view.axis),
+                "axis": plot_range.axis,
+                "log_x": plot_range.log_x,
+                "attempts": self._attempts(plot_range.axis),
                 "rows": len(self.columns),
                 "smoothing": self.curves.smoothing,
                 "read": self._share_read(),
@@ -153,12 +192,19 @@ class Dashboard:
         was not finite is None.
         """
         with self.lock:
-            run, status, outlook = self.run, self.status, self.outlook.facts
-            process = (state := read_state(run.directory)) and state.process
-            memory, spent = run.site.device.memory_bytes, (outlook["goodput"] or {}).get("usd")
-            row, price = self.row(), str(run.site.price_per_node_hour)
+            view = self.run_view
+            run = view.run
+            ranks = view.ranks
+            speed = view.speed_monitor.facts
+            status = self.status
+            state = read_state(run.directory)
+            process = state.process if state else None
+            memory = run.site.device.memory_bytes
+            spent = (speed["goodput"] or {}).get("usd")
+            price = str(run.site.price_per_node_hour)
+            row = self.row()
             return {
-                **{name: _plain(of) if isinstance(of, float) else of for name, of in row.items()},
+                **{name: _json_value(value) for name, value in row.items()},
                 "not_finite": [
                     name
                     for name in ("loss", "grad_norm")
@@ -171,14 +217,14 @@ class Dashboard:
                 "devices": run.plan.num_devices,
                 "checkpoints": run.checkpoints.steps()[-3:],
                 "unreadable": run.checkpoints.unreadable(),
-                "allowed": self.actions.allowed(status),
-                "actions": self.actions.report(status),
+                "allowed": view.actions.allowed(status),
+                "actions": view.actions.report(status),
                 "skipped_lines": self.columns.skipped_lines,
-                "straggler": str(slowest) if (slowest := self.ranks.slowest) else None,
-                "ranks": self.ranks.num_ranks,
-                "ranks_per_row": -(-self.ranks.num_ranks // HEAT_ROWS),
-                "split": self.ranks.split(),
-                "outlook": outlook,
+                "straggler": str(ranks.slowest) if ranks.slowest else None,
+                "ranks": ranks.num_ranks,
+                "ranks_per_row": -(-ranks.num_ranks // HEAT_ROWS),
+                "split": ranks.step_parts(),
+                "speed": speed,
                 "as_of": status.late_age,
                 "device_bytes": memory.value if memory else None,
                 "cost": None if spent is None else {"value": spent, "note": price},
@@ -188,7 +234,8 @@ class Dashboard:
     def alerts(self) -> list[dict[str, Any]]:
         """Returns the newest alerts, newest first."""
         with self.lock:
-            return [alert.to_dict() for alert in self.watchman.log.alerts[-ALERTS_SHOWN:]][::-1]
+            newest = self.run_view.alert_monitor.log.alerts[-ALERTS_SHOWN:]
+            return [alert.to_dict() for alert in reversed(newest)]
 
     def heat(self) -> bytes:
         """Returns step time over the median, 0 for 0.8 and 254 for 1.4, 255 for unknown; uint8,
@@ -196,7 +243,7 @@ class Dashboard:
 
         A row is a rank, or the slowest of some neighbours where there are more than HEAT_ROWS.
         """
-        relative = self.ranks.rows(HEAT_ROWS)
+        relative = self.run_view.ranks.relative_times(HEAT_ROWS)
         with np.errstate(invalid="ignore"):
             scaled = np.clip((relative - 0.8) / 0.6 * 254, 0, 254)
         return np.where(np.isfinite(scaled), scaled, 255).astype(np.uint8).tobytes()
@@ -227,8 +274,8 @@ class Dashboard:
         held_out = columns["validation_loss"]
         return {
             **known,
-            "tokens": int(_plain(curves["tokens"][-1]) or 0),
-            "tokens_left": _plain(left),
+            "tokens": int(_finite_or_none(curves["tokens"][-1]) or 0),
+            "tokens_left": _finite_or_none(left),
             "validation_loss": _last(held_out[np.isfinite(held_out)]),
             **{name: _last(columns[name]) for name in ("learning_rate", "memory_bytes")},
             "why_no_mfu": self.curves.why_no_mfu,
@@ -259,31 +306,22 @@ class Dashboard:
             for attempt, first in sorted(self.columns.first_steps.items())
         ]
 
-    def _site_changed(self) -> float | None:
-        """Returns when site.json was written last: `kit bench --apply` corrects a peak in
-        it.
-        """
-        with contextlib.suppress(OSError):
-            return (self.run.directory / "site.json").stat().st_mtime
+    def _replace_if_changed(self, attempt: int) -> None:
+        """Replaces the view of the run if there is a new attempt or another site.json.
 
-    def _reopen(self, attempt: int) -> None:
-        """A new attempt may have another plan and more steps to do, a corrected site another
-        peak.
-
-        Where it cannot be opened (it is just being written, or was removed) the last picture stays,
-        and the next look tries again.
+        A run that is being written or was removed cannot be opened. The last view then stays, and
+        the next look tries again.
         """
-        changed = self._site_changed()
+        view = self.run_view
+        written_at = site_written_at(view.run.directory)
+        if (attempt, written_at) == (view.attempt, view.site_written_at):
+            return
         try:
-            run = Run.open(self.run.directory)
+            run = Run.open(view.run.directory)
         except (ConfigError, RunError):
             return
-        self._opened = attempt, changed
         with self.lock:
-            self.run = self.curves.run = self.actions.run = self.watchman.run = run
-            self.outlook.again(run)
-            self.ranks = RankTimes(run.directory, run.plan.num_devices, attempt)
-            self.curves.restart()
+            self.run_view = RunView(run, attempt, written_at, self.lock, earlier=view)
             self.read()
 
 
@@ -313,7 +351,7 @@ def hook_words(run: Run) -> str:
     return f"hook: {', '.join(numbers) or 'nothing'}"
 
 
-def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
+def _average_loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
     """Returns the average loss of another run at the same step, tokens or time; NaN where it was
     not.
     """
@@ -324,7 +362,7 @@ def _at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
     return np.interp(x, other[axis][known], average[known], left=np.nan, right=np.nan)
 
 
-def _loss_until(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
+def _loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
     """Returns, for each place of `x` on an axis (step, tokens or time), the loss of another run at
     its last step that is not beyond the place. NaN before its first and after its last step.
     """
@@ -340,5 +378,10 @@ def _last(values: np.ndarray) -> float | None:
     return None if np.isnan(values[-1:]).all() and np.isnan(values).all() else float(values[-1])
 
 
-def _plain(value: float) -> float | None:
+def _json_value(value: Any) -> Any:
+    """Returns a value as JSON can hold it: None for a number that is not finite."""
+    return _finite_or_none(value) if isinstance(value, float) else value
+
+
+def _finite_or_none(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None

@@ -10,10 +10,10 @@ import numpy as np
 
 from kit.config.plan import Plan
 from kit.data import mix_words
-from kit.monitor.curves import Average, View, drawable
+from kit.monitor.curves import Average, PlotRange, drawable
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.expected import BAND, Band, compare
 from kit.monitor.scores import draw_scores, eval_curve
+from kit.monitor.speed import BAND_LABEL, Band, speed_facts
 from kit.run import Run
 from kit.run.columns import Columns
 from kit.run.metrics import Metrics, median
@@ -26,12 +26,12 @@ TITLES = {
     "mfu": "MFU, % of peak",
     "tokens_per_s": "Tokens per second",
 }
-FAR = 4
-"""Times the speeds that a chart shows anyway, up to which it is made higher for the band: the
-curve must stay one."""
+MAX_BAND_RATIO = 4
+"""Factor up to which the axis of speeds is extended for the band. Beyond it the curve would look
+flat."""
 OFFSET = {"textcoords": "offset points", "color": GREY}
-WIDE = 100
-"""Times the least loss, from which on a chart of losses is logarithmic."""
+LOG_AXIS_RATIO = 100
+"""Ratio of the largest to the least loss from which on a chart of losses is logarithmic."""
 AT_STEP = {"xycoords": ("data", "axes fraction")}
 
 
@@ -52,30 +52,17 @@ def run_figure(
     with new_figure(mosaic, height=height) as (figure, (left, right, *below)):
         for axis in below:
             draw_scores(axis, accuracies)
-        _draw_loss(left, table, _lost(metrics), baselines or {})
+        _draw_loss(left, table, _steps_not_finite(metrics), baselines or {})
         _draw_speed(right, table, run, metrics)
-        outlook = compare(run, metrics)
-        notes = [outlook["verdict"]]
+        facts = speed_facts(run, metrics)
+        notes = [facts["verdict"]]
         if len(metrics):
             speed, firsts = "mfu" if "mfu" in table else "tokens_per_s", _first_steps(table)
-            draw_band(right, outlook["band"], firsts, float(table["step"][-1]), speed)
+            draw_band(right, facts["band"], firsts, float(table["step"][-1]), speed)
             seen = int(metrics.total_tokens[-1])
             notes.append(mix_words(run.recipe, run.spec.sequence_length, seen))
         figure.notes = tuple(filter(None, notes))
     return figure, table
-
-
-def loss_figure(
-    metrics: Metrics, num_steps: int, *, baselines: dict[str, float] | None = None
-) -> Any:
-    """Returns a figure of a run's loss alone, over its whole planned length; baselines as in
-    `run_figure`.
-    """
-    table = _table(metrics)
-    with new_figure(height=2.4) as (figure, axis):
-        _draw_loss(axis, table, _lost(metrics), baselines or {})
-        axis.set_xlim(0, 1.01 * num_steps)  # the last validation loss is a whole circle
-    return figure
 
 
 def snapshot(dashboard: Dashboard) -> Any:
@@ -87,16 +74,16 @@ def snapshot(dashboard: Dashboard) -> Any:
 
     with dashboard.lock:
         names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")
-        x, rows = dashboard.curves.window(names, View(width=120))
-        lost = dashboard.columns["step"][_lost(dashboard.columns)]
+        x, rows = dashboard.curves.window(names, PlotRange(width=120))
+        lost = dashboard.columns["step"][_steps_not_finite(dashboard.columns)]
     status, step = dashboard.status, "no step yet"
     figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_pane(left, TITLES["loss"], x, rows[:3], BLUE)
-    _log_if_wide(left, rows[2])
+    _use_log_axis_if_wide(left, rows[2])
     _draw_pane(right, TITLES[names[1]], x, rows[3:] * (100 if "mfu" in names else 1), GREEN)
     if len(x):
-        band, firsts = dashboard.outlook.facts["band"], dashboard.columns.first_steps
+        band, firsts = dashboard.run_view.speed_monitor.facts["band"], dashboard.columns.first_steps
         draw_band(right, band, firsts, x[-1], names[1])
         step = f"step {int(x[-1]):,}"
         figure.supxlabel(
@@ -106,8 +93,8 @@ def snapshot(dashboard: Dashboard) -> Any:
             ha="left",
             color=GREY,
         )
-    draw_levels(left, dashboard.levels)
-    _mark_lost(left, lost)
+    draw_levels(left, dashboard.baseline_losses)
+    _mark_not_finite(left, lost)
     figure.suptitle(
         f"{short(dashboard.run.name)}: {status.state}, attempt {status.attempt}, {step}",
         fontsize=TEXT,
@@ -153,8 +140,8 @@ def draw_band(
     axis.fill_between(
         (start, max(last, start)), low, high, color=GREY, alpha=0.16, linewidth=0, zorder=0
     )
-    axis.set_ylim(min(bottom, low), max(top, min(high, FAR * top)))
-    axis.set_xlabel(f"{axis.get_xlabel()}\ngrey: {BAND}", loc="right")
+    axis.set_ylim(min(bottom, low), max(top, min(high, MAX_BAND_RATIO * top)))
+    axis.set_xlabel(f"{axis.get_xlabel()}\ngrey: {BAND_LABEL}", loc="right")
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -184,18 +171,18 @@ def _draw_loss(
     step, loss = table["step"], drawable(table["loss"])
     axis.plot(step, loss, color=BLUE, alpha=0.3, linewidth=0.8)
     axis.plot(step, table["loss_ema"], color=BLUE, label=f"smoothed, {EMA_STEPS} steps")
-    _mark_lost(axis, step[lost])
+    _mark_not_finite(axis, step[lost])
     held_out = np.isfinite(drawable(table["validation_loss"]))
     if held_out.any():
         x, y = step[held_out], table["validation_loss"][held_out]
         axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="validation")
-    _log_if_wide(axis, loss)
+    _use_log_axis_if_wide(axis, loss)
     draw_levels(axis, baselines)
     legend_under_title(axis)
     _draw_attempts(axis, table)
 
 
-def _lost(columns: Columns | Metrics) -> np.ndarray:
+def _steps_not_finite(columns: Columns | Metrics) -> np.ndarray:
     """Returns which steps had a loss that cannot be drawn, or a gradient that was not finite; a
     gradient before the first finite one was not logged.
     """
@@ -203,7 +190,7 @@ def _lost(columns: Columns | Metrics) -> np.ndarray:
     return ~np.isfinite(drawable(columns["loss"])) | np.maximum.accumulate(known) & ~known
 
 
-def _mark_lost(axis: Any, steps: np.ndarray) -> None:
+def _mark_not_finite(axis: Any, steps: np.ndarray) -> None:
     """Marks steps at the top of the chart of losses: what they had has no height."""
     if len(steps):
         axis.plot(
@@ -217,10 +204,10 @@ def _mark_lost(axis: Any, steps: np.ndarray) -> None:
         )
 
 
-def _log_if_wide(axis: Any, losses: np.ndarray) -> None:
+def _use_log_axis_if_wide(axis: Any, losses: np.ndarray) -> None:
     """A loss that has jumped to a multiple hides, on a linear axis, all that was before."""
     known = losses[np.isfinite(losses)]
-    if len(known) and 0 < WIDE * known.min() < known.max():
+    if len(known) and 0 < LOG_AXIS_RATIO * known.min() < known.max():
         axis.set_yscale("log")
 
 

@@ -40,7 +40,7 @@ PARTS = {
     "waiting": "in the queue, before the first attempt and for other nodes",
 }
 """What the wall time of a job is made of. No nodes are held in the last of them."""
-TAKEN = (
+COLUMNS_READ = (
     "step",
     "attempt",
     "time",
@@ -49,13 +49,13 @@ TAKEN = (
     "validation_loss",
     "validation_s",
 )
-WARM = 20
-"""Steps whose median says what an attempt's first step would have taken, had it been like
-others."""
+"""Columns of the metrics from which the ledger is made."""
+USUAL_STEPS = 20
+"""Number of steps after the first step of an attempt whose median is the usual step time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Share(Record):
+class AttemptLedger(Record):
     """Where the time of one attempt went."""
 
     attempt: int = field_doc("counts the starts of the run from 1")
@@ -82,7 +82,7 @@ class Ledger(Record):
     """Where the time of a run went."""
 
     run: str = field_doc("name of the run")
-    attempts: tuple[Share, ...] = field_doc("attempts in their order")
+    attempts: tuple[AttemptLedger, ...] = field_doc("attempts in their order")
     idle_s: float = field_doc(
         "seconds between attempts, which nobody had asked for; they are in no part"
     )
@@ -161,29 +161,29 @@ def ledger(run: Run) -> Ledger:
     if not numbers:
         raise RunError(f"{run.directory} has no attempt yet, so no time has been spent.")
     plans, sites = run.plans(), run.other_sites()
-    shares: list[Share] = []
+    shares: list[AttemptLedger] = []
     idle_s, before, was_over = 0.0, None, False
     for attempt in sorted(numbers):
-        told = [event for event in history if event.attempt == attempt]
+        events = [event for event in history if event.attempt == attempt]
         own = {name: column[steps["attempt"] == attempt] for name, column in steps.items()}
         heard = state.heartbeat if state and state.attempt == attempt and state.heartbeat else 0.0
-        seconds, begin, end = _attempt(told, own, heard, before)
+        seconds, begin, end = _attempt(events, own, heard, before)
         gap = max(0.0, begin - before) if before is not None else 0.0
-        if not told or told[0].state is JobState.QUEUED:
+        if not events or events[0].state is JobState.QUEUED:
             idle_s += gap  # a person's start; others go on by themselves
         elif was_over:
             seconds["waiting"] += gap
         elif shares:  # killed with its supervisor: nobody was left to say so
             shares[-1].seconds["lost"] += gap
-        before, was_over = end, any(map(_is_over, told))
+        before, was_over = end, any(map(_is_over, events))
         plan = plans.get(attempt, run.plan)
         shares.append(
-            Share(
+            AttemptLedger(
                 attempt=attempt,
                 devices=plan.num_devices,
                 usd_per_hour=usd_per_hour(plan, sites.get(attempt, run.site)),
                 seconds=seconds,
-                end=_last_event(told[-1]) if told else "imported",
+                end=_last_event(events[-1]) if events else "imported",
             )
         )
     return Ledger(run=run.name, attempts=tuple(shares), idle_s=idle_s)
@@ -195,26 +195,28 @@ def _last_event(event: Event) -> str:
 
 
 def _attempt(
-    told: list[Event], steps: dict[str, np.ndarray], heard: float, before: float | None
+    events: list[Event], steps: dict[str, np.ndarray], heard: float, before: float | None
 ) -> tuple[dict[str, float], float, float]:
     """Returns the seconds by part of an attempt, and when it began and ended; `before`: when the
     last one had.
     """
     ends = np.maximum.accumulate(steps["time"])
     starts = np.maximum(ends - steps["step_time_s"], np.append(-np.inf, ends[:-1]))
-    times = [event.time for event in told]
+    times = [event.time for event in events]
     # The earliest event may not be the first: the clock of the submitting machine may be ahead.
     begin = max(min([*times, *starts[:1]]), before or -np.inf)
     held = [
-        event.time for event in told if event.state not in (JobState.QUEUED, JobState.CONFIGURING)
+        event.time for event in events if event.state not in (JobState.QUEUED, JobState.CONFIGURING)
     ]
     start = max(begin, min([*held[:1], *starts[:1]], default=begin))
     starts, ends = np.maximum(starts, start), np.maximum(ends, start)
-    over = [event.time for event in told if _is_over(event)]
+    over = [event.time for event in events if _is_over(event)]
     last = ends[-1] if len(ends) else start
     end = max(last, over[0] if over else max([heard, *times[-1:]]))
     took = ends - starts
-    extra = max(0.0, took[0] - float(np.median(took[1 : 1 + WARM]))) if len(took) > 2 else 0.0
+    extra = 0.0
+    if len(took) > 2:
+        extra = max(0.0, took[0] - float(np.median(took[1 : 1 + USUAL_STEPS])))
     took[:1] -= extra
     gaps = starts[1:] - ends[:-1]
     saves = np.minimum(gaps, np.nan_to_num(steps["checkpoint_s"][1:]))  # of the save before a step
@@ -223,7 +225,7 @@ def _attempt(
     recorded = np.isfinite(steps["validation_s"])
     validation_s[recorded] = steps["validation_s"][recorded]
     validations = np.minimum(gaps - saves, validation_s[:-1])
-    well = not over or any(event.state in (JobState.STOPPING, JobState.DONE) for event in told)
+    well = not over or any(event.state in (JobState.STOPPING, JobState.DONE) for event in events)
     after = end - last if len(ends) else 0.0
     last_validation = min(after, validation_s[-1]) if len(ends) and recorded[-1] else 0.0
     after -= last_validation
@@ -245,11 +247,11 @@ def _attempt(
 def _steps(run: Run) -> dict[str, np.ndarray]:
     """Returns all rows that were recorded, in the order of the file, and whether each counts."""
     texts = iter(Tail(run.directory / "metrics.jsonl").new_lines, b"")
-    places = [NAMES.index(name) for name in TAKEN]
+    places = [NAMES.index(name) for name in COLUMNS_READ]
     values: Any = np.hstack(
-        [np.empty((len(TAKEN), 0)), *(parse_lines(text)[0][places] for text in texts)]
+        [np.empty((len(COLUMNS_READ), 0)), *(parse_lines(text)[0][places] for text in texts)]
     )
-    columns: dict[str, np.ndarray] = dict(zip(TAKEN, values, strict=True))
+    columns: dict[str, np.ndarray] = dict(zip(COLUMNS_READ, values, strict=True))
     counts = that_count(values[0], values[1])
     columns["counts"] = np.isin(np.arange(values.shape[1]), counts)
     known = np.isfinite(columns["time"]) & np.isfinite(columns["step_time_s"])

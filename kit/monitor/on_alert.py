@@ -22,6 +22,7 @@ import tomllib
 
 from cluster.liveness import MAX_SKEW_S
 from cluster.record import ConfigError, Record, config_folder, counted, cut, field_doc
+from kit.monitor.alerts import RULES
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.run.columns import parse_row
@@ -30,11 +31,13 @@ from kit.show.terminal import plain
 
 LIMIT_S = 10.0
 """Longest time of a call in seconds. The view waits for it."""
-MOST_CALLS, PERIOD_S = 10, 60.0
-"""Largest number of calls in a period, and the length of a period in seconds. The alerts beyond it
-get one call together, at once or in the next period: a file of another user may hold thousands."""
+PERIOD_S = 60.0
+"""Length in seconds of the period in which calls are counted."""
+MAX_CALLS = 10
+"""Largest number of calls in a period. Further alerts get one call together, at once or in the next
+period: a file of another user may hold thousands."""
 
-FOUND_IN_ROWS = ("nan", "spike", "start", "rise", "loss_scale", "peak", "record")
+FOUND_IN_ROWS = frozenset(rule.kind for rule in RULES if rule.judges in ("new rows", "record"))
 """Kinds of alerts that a view finds in recorded steps, which may be old. Their time is that of the
 step."""
 TAIL_BYTES = 16 << 10
@@ -50,59 +53,61 @@ class Settings(Record):
     )
 
 
-class OnAlert:
-    """Tells the user's command of the alerts of a run from now on, each once.
+class AlertCommand:
+    """Runs the user's command for each alert of a run that comes from now on, once.
 
-    Where the command fails, that is an alert too, of which it is not told.
+    A failure of the command is an alert too, for which the command is not run.
 
     Raises:
         ConfigError: config.toml cannot be read.
     """
 
     def __init__(self, run: Run, log: AlertLog) -> None:
-        self.run, self.log, self.command = run, log, on_alert_command()
+        self.run = run
+        self.log = log
+        self.command = on_alert_command()
         # Alerts and steps that are recorded already are old. Times decide little, since the
         # trainer's clock may differ from the clock of this machine. They only exclude very old
         # alerts, which a mirror may copy late.
         self.oldest = time.time() - MAX_SKEW_S
-        self.told = set(log.read())
-        self.newest = _newest_row(run)
+        self.known = set(log.read())
+        self.newest_row = _newest_row(run)
         self.calls = list[float]()
         """Monotonic times of the calls of the last period, in seconds."""
         self.waiting = list[Alert]()
         """New alerts that got no call of their own."""
 
-    def tell(self) -> None:
-        """Runs the command for what is new in the log."""
+    def run_for_new_alerts(self) -> None:
+        """Runs the command for the alerts that are new in the log."""
         for alert in list(self.log.read()) if self.command else []:
-            if alert in self.told or alert.kind == "on_alert" or alert.time < self.oldest:
+            if alert in self.known or alert.kind == "on_alert" or alert.time < self.oldest:
                 continue
-            if alert.kind in FOUND_IN_ROWS and (alert.attempt, alert.time) <= self.newest:
+            if alert.kind in FOUND_IN_ROWS and (alert.attempt, alert.time) <= self.newest_row:
                 continue
-            self.told.add(alert)
+            self.known.add(alert)
             self.waiting.append(alert)
         if not self.waiting:
             return
         now = time.monotonic()
         self.calls = [call for call in self.calls if now - call < PERIOD_S]
-        while self.waiting and len(self.calls) < MOST_CALLS - 1:
-            self._call(self.waiting.pop(0))
-        if len(self.calls) < MOST_CALLS:  # The last call of the period is for all others.
-            self.tell_waiting()
+        while self.waiting and len(self.calls) < MAX_CALLS - 1:
+            self._run_for(self.waiting.pop(0))
+        if len(self.calls) < MAX_CALLS:  # The last call of the period is for all others.
+            self.run_for_waiting_alerts()
 
-    def tell_waiting(self) -> None:
+    def run_for_waiting_alerts(self) -> None:
         """Runs the command once for all alerts that still wait, with the message of the last."""
         if not self.waiting:
             return
         others, last = len(self.waiting) - 1, self.waiting[-1]
         self.waiting.clear()
         more = f"{counted(others, 'more alert')}; the last one: " if others else ""
-        self._call(last.replace(message=f"{more}{last.message}"))
+        self._run_for(last.replace(message=f"{more}{last.message}"))
 
-    def _call(self, alert: Alert) -> None:
+    def _run_for(self, alert: Alert) -> None:
         """Runs the command for an alert. A failure of the command is an alert too."""
         self.calls.append(time.monotonic())
-        if why := _call(str(self.command), self.run, alert):
+        if why := _run_command(str(self.command), self.run, alert):
             failed = {"kind": "on_alert", "level": "warning", "message": f"on_alert: {why}"}
             self.log.add([Alert.from_dict({**alert.to_dict(), **failed, "time": time.time()})])
 
@@ -128,11 +133,11 @@ def on_alert_command() -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        told = f"{file}: cannot be read ({error}). Write one line: on_alert = 'COMMAND'"
-        raise ConfigError(told) from error
+        message = f"{file}: cannot be read ({error}). Write one line: on_alert = 'COMMAND'"
+        raise ConfigError(message) from error
 
 
-def _call(command: str, run: Run, alert: Alert) -> str:
+def _run_command(command: str, run: Run, alert: Alert) -> str:
     """Returns in one line how a call failed, nothing if it did not."""
     text = " ".join(f"{run.name}, step {alert.step:,}: {alert.message}".split())
     where = {"run": run.name, "directory": str(run.directory), "host": socket.gethostname()}

@@ -1,32 +1,29 @@
 """Step times of all ranks over the last minutes: who is slow, and on which host."""
 
 import dataclasses
-import math
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats
+from kit.monitor.detectors import MIN_SAMPLES, TEST_MEDIANS, slowest_rank
 from kit.run.metrics import median
 
-SAMPLES, BLOCKS = 120, 12
-MIN_SAMPLES = 2 * BLOCKS
+SAMPLES = 120
+"""Largest number of samples that are kept."""
 WINDOWS = (MIN_SAMPLES, SAMPLES)
-"""Newest samples that are looked at: a few for a rank that has just become slow, many for one in
-much noise."""
-SLOW = 1.15
-"""Times the others' step time from which a rank is worth an alert."""
+"""Numbers of the newest samples that are tested: few for a rank that has just become slow, many for
+a rank in much noise."""
 BY_CHANCE = 1e-5
-"""How likely noise may be to make any rank look slower than that at one look. A look a second is
-86,400 a day, of which 720 share no sample."""
-SPLIT = 5
-"""Ranks whose steps are shown by their parts."""
-SHARE = 0.1
-"""Of its time that a view may spend on reading heartbeats: those of many thousands of ranks are
-read less often."""
+"""Probability of an alert by noise at one look. A look a second is 86,400 looks a day, of which 720
+share no sample."""
+MAX_SPLIT_RANKS = 5
+"""Largest number of ranks whose steps are shown by their parts."""
+MAX_TIME_SHARE = 0.1
+"""Largest share of its time that a view spends on reading heartbeats. The heartbeats of many
+thousands of ranks are read less often."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +76,7 @@ class RankTimes:
             return False
         told = read_rank_heartbeats(self.run_dir, self.attempt)
         took_s = time.monotonic() - begun
-        self._rest_until = begun + took_s / SHARE if took_s > SHARE else 0.0
+        self._rest_until = begun + took_s / MAX_TIME_SHARE if took_s > MAX_TIME_SHARE else 0.0
         beats = {beat.rank: beat for beat in told if beat.rank < self.num_ranks}
         step = max((beat.step for beat in beats.values()), default=-1)
         if step <= self._step:
@@ -97,21 +94,21 @@ class RankTimes:
         self.slowest = self._slowest()
         return True
 
-    def last(self, count: int) -> np.ndarray:
+    def newest_samples(self, count: int) -> np.ndarray:
         """Returns the newest `count` samples at most, [rank, sample]."""
         return np.reshape(self.samples[-count:], (-1, self.num_ranks)).T
 
-    def rows(self, most: int) -> np.ndarray:
-        """Returns all samples in at most `most` rows, [row, sample]: of neighbours the slowest
+    def relative_times(self, max_rows: int) -> np.ndarray:
+        """Returns all samples in at most `max_rows` rows, [row, sample]: of neighbours the slowest
         stands for all.
         """
-        starts = np.arange(0, self.num_ranks, -(-self.num_ranks // most))
+        starts = np.arange(0, self.num_ranks, -(-self.num_ranks // max_rows))
         rows = [np.fmax.reduceat(sample, starts) for sample in self.samples]
         return np.reshape(rows, (-1, len(starts))).T
 
-    def split(self) -> list[dict[str, Any]]:
-        """Returns what the last steps were made of on the SPLIT ranks that work longest, in rank
-        order.
+    def step_parts(self) -> list[dict[str, Any]]:
+        """Returns the parts of the last steps of the ranks that work longest, at most
+        MAX_SPLIT_RANKS, in rank order.
 
         `seconds` are those of PARTS; the wait for others is taken out of the passes, in which most
         of it lies.
@@ -122,7 +119,7 @@ class RankTimes:
             if beat.parts_s
         }
         rows = []
-        for rank in sorted(sorted(told, key=lambda rank: -told[rank])[:SPLIT]):
+        for rank in sorted(sorted(told, key=lambda rank: -told[rank])[:MAX_SPLIT_RANKS]):
             beat = self.beats[rank]
             seconds = [part or 0.0 for part in beat.parts_s]
             seconds[1] = max(0.0, seconds[1] - seconds[-1])
@@ -132,55 +129,13 @@ class RankTimes:
     def _slowest(self) -> Straggler | None:
         if self.num_ranks < 2 or len(self.samples) < MIN_SAMPLES:
             return None
-        whole_blocks = len(self.samples) // BLOCKS * BLOCKS
-        sizes = sorted({min(size, whole_blocks) for size in WINDOWS})
-        found = list(filter(None, (slowest_rank(self.last(size)) for size in sizes)))
+        testable = len(self.samples) // TEST_MEDIANS * TEST_MEDIANS
+        sizes = sorted({min(size, testable) for size in WINDOWS})
+        results = [slowest_rank(self.newest_samples(size)) for size in sizes]
+        found = [result for result in results if result is not None]
         if not found:
             return None
-        rank, ratio, by_chance = min(found, key=lambda each: each[2])
+        rank, ratio, by_chance = min(found, key=lambda result: result[2])
         return Straggler(
             rank=rank, ratio=ratio, by_chance=len(WINDOWS) * by_chance, host=self.beats[rank].host
         )
-
-
-def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
-    """Returns the slowest rank, its step time over the others', and the chance that noise makes one
-    look above `SLOW`.
-
-    Neighbouring samples resemble each other on a busy machine, so BLOCKS medians of neighbours are
-    compared by a t-test, one-sided, of their logarithms against ln SLOW; the chance is multiplied
-    by the ranks, of which the slowest is looked at (Bonferroni). None where a block has no sample
-    of that rank. `relative` is step time over the median of all ranks, [rank, sample]; samples are
-    a multiple of BLOCKS.
-    """
-    with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of a rank that has not said anything
-        means = np.nanmean(relative, axis=1)
-        if not np.isfinite(means).any():
-            return None
-        rank = int(np.nanargmax(means))
-        ratios = relative[rank].astype(float)
-        if len(relative) == 2:  # the median of two is their mean, which is half the rank itself
-            ratios = ratios / (2 - ratios)
-        blocks = np.nanmedian(np.log(ratios).reshape(BLOCKS, -1), axis=1)
-    if not np.isfinite(blocks).all():
-        return None
-    mean, error = float(np.mean(blocks)), float(np.std(blocks, ddof=1)) / math.sqrt(BLOCKS)
-    excess = mean - math.log(SLOW)
-    by_chance = _tail(excess / error if error else math.copysign(math.inf, excess))
-    return rank, math.exp(mean), min(1.0, len(relative) * by_chance)
-
-
-def _tail(t: float) -> float:
-    """Returns the probability that Student's t of BLOCKS - 1 degrees of freedom, which are odd in
-    number, is above t.
-
-    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, equation 26.7.3.
-    """
-    freedom = BLOCKS - 1
-    angle = math.atan(t / math.sqrt(freedom))
-    term = series = math.cos(angle)
-    for k in range(2, freedom - 1, 2):
-        term *= k / (k + 1) * math.cos(angle) ** 2
-        series += term
-    return 0.5 - (angle + math.sin(angle) * series) / math.pi

@@ -62,7 +62,10 @@ class RunsTable:
 
     def _repr_html_(self) -> str:
         shown = [
-            {heading(name): show(name, row.get(name)) for name in (*self.columns, "reason")}
+            {
+                column_heading(name): cell_text(name, row.get(name))
+                for name in (*self.columns, "reason")
+            }
             for row in self.rows
         ]
         return Table(shown)._repr_html_()
@@ -108,7 +111,7 @@ def runs_table(folder: str | Path) -> RunsTable:
             reason = str(error) if directory.is_dir() else "deleted while it was looked at"
             row |= {"state": "unreadable", "reason": reason}
     opened = [row for row in rows if row["state"] != "unreadable"]
-    return RunsTable(folder=folder, rows=rows, settings=_differing(opened))
+    return RunsTable(folder=folder, rows=rows, settings=_differing_settings(opened))
 
 
 def live_row(run: Run) -> dict[str, Any]:
@@ -171,7 +174,7 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
     return figure, table
 
 
-def heading(column: str) -> str:
+def column_heading(column: str) -> str:
     """Returns the name of a column as people read it: of a setting its last part."""
     named = {
         "num_steps": "of steps",
@@ -183,7 +186,7 @@ def heading(column: str) -> str:
     return named.get(column) or column.rpartition(".")[2].replace("_", " ")
 
 
-def show(column: str, value: Any) -> str:
+def cell_text(column: str, value: Any) -> str:
     """Returns a cell's text."""
     if value is None or isinstance(value, float):
         return number(value, {"loss": ".4f", "mfu": ".1%", "tokens_per_s": ",.0f"}.get(column, "g"))
@@ -208,7 +211,7 @@ def _settings(run: Run) -> dict[str, Any]:
     }
 
 
-def _differing(rows: list[dict[str, Any]]) -> list[str]:
+def _differing_settings(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the names of settings whose value is not the same in all rows; no shape of a model
     that the model's name tells.
     """

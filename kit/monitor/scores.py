@@ -24,8 +24,8 @@ class ScoreCurve:
     column of its rows.
     """
 
-    asked: TaskScore
-    """The oldest score: what was asked of the others is the same."""
+    oldest_score: TaskScore
+    """Score of the oldest checkpoint. The others have the same task and settings."""
     metric: str
     rows: list[dict[str, Any]]
     """One a checkpoint: task, metric, step, tokens seen, score (a fraction, or bits for
@@ -38,12 +38,12 @@ class ScoreCurve:
     @property
     def name(self) -> str:
         """Task, shots, temperature and precision, for a legend."""
-        return name_of(self.asked)
+        return score_name(self.oldest_score)
 
     @property
     def chance(self) -> float:
         """Accuracy of guessing; NaN where there is nothing to guess."""
-        guessed = None if self.metric == ANSWER_BITS else self.asked.chance
+        guessed = None if self.metric == ANSWER_BITS else self.oldest_score.chance
         return np.nan if guessed is None else guessed
 
     @property
@@ -79,7 +79,7 @@ def eval_curve(run: Run, metric: str | None = None) -> list[ScoreCurve]:
                 if found.name != (metric or score.headline.name):
                     continue
                 key = score.key, score.precision
-                new = ScoreCurve(asked=score, metric=found.name, rows=[])
+                new = ScoreCurve(oldest_score=score, metric=found.name, rows=[])
                 curves.setdefault(key, new).rows.append(_row(report, score, found))
     return list(curves.values())
 
@@ -93,7 +93,7 @@ def _row(report: EvalReport, score: TaskScore, metric: Metric) -> dict[str, Any]
         "high": metric.high,
     }
     return {
-        "task": name_of(score),
+        "task": score_name(score),
         "metric": metric.name,
         "step": report.step,
         **{name: np.nan if value is None else float(value) for name, value in numbers.items()},
@@ -101,7 +101,7 @@ def _row(report: EvalReport, score: TaskScore, metric: Metric) -> dict[str, Any]
     }
 
 
-def name_of(score: TaskScore) -> str:
+def score_name(score: TaskScore) -> str:
     """Returns task, shots, temperature and precision, as far as these are not the usual ones."""
     shots = f", {score.num_fewshot} shots" if score.num_fewshot else ""
     temperature = f", temperature {score.temperature:g}" if score.temperature else ""
@@ -138,7 +138,7 @@ class ScoreFollower:
         for report in eval_reports(self.run):
             values: dict[str, float] = {}
             for score in report.scores:
-                task = name_of(score).replace(", ", "_").replace(" ", "_")
+                task = score_name(score).replace(", ", "_").replace(" ", "_")
                 for metric in score.metrics:
                     name = f"eval/{task}/{metric.name.replace(',', '_')}"
                     key = f"{report.step} {name}"

@@ -12,7 +12,7 @@ from cluster.state import JobState
 from kit.errors import kit_command
 from kit.monitor.alerts import ROWS_PER_LOOK
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.on_alert import OnAlert
+from kit.monitor.on_alert import AlertCommand
 from kit.monitor.scores import eval_reports, last_scores
 from kit.run import Run
 from kit.run.alerts import Alert
@@ -53,44 +53,44 @@ def status_table(run: Run, width: int = 80) -> Group:
     """Returns the text view of a run: state with its reason, numbers, curves, what was asked of
     it, and alerts.
     """
-    dashboard = _read(run)
-    dashboard.outlook.refresh(wait=True)  # nobody looks a second time
-    return _view(dashboard, width)
+    dashboard = _complete_dashboard(run)
+    dashboard.refresh_speed(wait=True)  # nobody looks a second time
+    return _text_view(dashboard, width)
 
 
 def watch(run: Run, *, console: Console | None = None) -> None:
     """Shows the text view of a run until it ends, or until Ctrl-C, which leaves the job alone.
 
-    Meanwhile the user's `on_alert` command is told of each alert that comes.
+    Meanwhile the user's `on_alert` command is run for each new alert.
 
     Raises:
         ConfigError: the file that names this command cannot be read.
     """
     console = console or PlainConsole()
     dashboard = Dashboard(run)
-    on_alert = OnAlert(run, dashboard.watchman.log)
+    alert_command = AlertCommand(run, dashboard.run_view.alert_monitor.log)
 
     def view() -> Group:
         dashboard.catch_up()
-        dashboard.outlook.refresh()
+        dashboard.refresh_speed()
         width = console.picture_width if isinstance(console, PlainConsole) else console.width
-        drawn = _view(dashboard, width)
-        on_alert.tell()
+        drawn = _text_view(dashboard, width)
+        alert_command.run_for_new_alerts()
         return drawn
 
     keep_drawing(view, console, every_s=1.0, over=lambda: dashboard.status.state.is_final)
     if dashboard.status.state.is_final:
-        on_alert.tell_waiting()
+        alert_command.run_for_waiting_alerts()
 
 
 def recorded_alerts(run: Run) -> list[Alert]:
     """Returns all alerts of a run, oldest first, after a look for new ones: nobody may have
     watched it so far.
     """
-    return _read(run).watchman.log.alerts
+    return _complete_dashboard(run).run_view.alert_monitor.log.alerts
 
 
-def _read(run: Run) -> Dashboard:
+def _complete_dashboard(run: Run) -> Dashboard:
     """Returns a dashboard that has read a whole run and looked for alerts in all of it."""
     dashboard = Dashboard(run)
     dashboard.catch_up()
@@ -99,7 +99,7 @@ def _read(run: Run) -> Dashboard:
     return dashboard
 
 
-def _view(dashboard: Dashboard, width: int) -> Group:
+def _text_view(dashboard: Dashboard, width: int) -> Group:
     """Returns the view of a run as it is now. The alerts come last, the newest first: a terminal
     that is too low leaves out the oldest.
     """
@@ -108,7 +108,7 @@ def _view(dashboard: Dashboard, width: int) -> Group:
     return Group(
         *_heading(row, facts, width),
         *_curves(dashboard, row, facts, width),
-        *_told(dashboard, facts),
+        *_details(dashboard, facts),
         *_alerts(dashboard),
     )
 
@@ -122,11 +122,11 @@ def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[Ren
         "  ",
         (row["reason"], "dim"),
     )
-    outlook = facts["outlook"]
-    style = "yellow" if outlook["verdict"].startswith("slower") else "dim"
-    goodput = outlook["goodput"] and outlook["goodput"]["share"]
+    speed = facts["speed"]
+    style = "yellow" if speed["verdict"].startswith("slower") else "dim"
+    goodput = speed["goodput"] and speed["goodput"]["share"]
     counts = "" if goodput is None else f" Goodput {goodput:.1%}."
-    pace = [Text(f"{outlook['verdict']}.{counts}", style=style)] if outlook["verdict"] else []
+    pace = [Text(f"{speed['verdict']}.{counts}", style=style)] if speed["verdict"] else []
     data = [Text(row["data"], style="dim")] if row["data"] else []
     numbers = [_tiles(row, facts["checkpoints"], width), *_kinds_of_numbers(row)]
     return [title, *numbers, *pace, *data]
@@ -182,9 +182,9 @@ def _curves(
         Text(f"{'loss':>8} {loss} {number(row['loss'], '.4f')}", style="blue"),
         Text(f"{name:>8} {speed} {number(row[key], form)}", style="green"),
     ]
-    if band := (facts["outlook"]["band"] or {}).get(key):
+    if band := (facts["speed"]["band"] or {}).get(key):
         low, high = (number(speed, form) for speed in band)
-        lines.append(Text(f"{'':>8} {facts['outlook']['label']}: {low} to {high}", style="dim"))
+        lines.append(Text(f"{'':>8} {facts['speed']['label']}: {low} to {high}", style="dim"))
     return lines
 
 
@@ -199,8 +199,8 @@ def bars(values: np.ndarray, width: int) -> str:
     return "".join(BARS[round(height)] if np.isfinite(height) else "?" for height in heights)
 
 
-def _told(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType]:
-    """Returns scores, what was asked of the run, and its last words."""
+def _details(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType]:
+    """Returns the lines on scores, on requests, and on the end of the run."""
     parts: list[RenderableType] = []
     if scores := last_scores(dashboard.run):
         spent = f"  {sum(report.seconds for report in eval_reports(dashboard.run)):.0f} s in all"
@@ -226,7 +226,7 @@ def _told(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType]:
 
 def _alerts(dashboard: Dashboard) -> list[Text]:
     """Returns the newest alerts, whole: what to do stands at their end."""
-    alerts, lines = dashboard.watchman.log.alerts, []
+    alerts, lines = dashboard.run_view.alert_monitor.log.alerts, []
     for alert in alerts[: -ALERTS_SHOWN - 1 : -1]:
         mark, colour = MARKS[alert.level]
         when = clock(alert.time, "%m-%d %H:%M:%S")

@@ -7,6 +7,7 @@ tick; the browser draws and asks. Needs anywidget where the kernel runs and wher
 """
 
 import contextvars
+import math
 import re
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.dashboard import Dashboard, PlotRange
 from kit.monitor.figure import snapshot
 from kit.run import Run
 from kit.run.columns import FAST_FROM_BYTES
@@ -116,13 +117,23 @@ class Monitor(anywidget.AnyWidget):
     ) -> None:
         self.dashboard = Dashboard(run, baselines=baselines, smoothing=smoothing)
         super().__init__()
-        self.view = View()
+        self.view = PlotRange()
         self._failures: dict[str, str] = {}
-        self._heard, self._shown_by = 0.0, (None, None)
-        self._picture, self._pictured = None, (0.0, self.dashboard.status.state)
-        self._closed, self._lock = threading.Event(), threading.RLock()
+        self._heard = 0.0
+        """Number of the newest message of the front end."""
+        self._shown_by: tuple[str | None, str | None] = (None, None)
+        """(id of the cell, id of its execution request) that have shown this view."""
+        self._picture: Any = None
+        """Display handle of the saved picture, None before it is displayed."""
+        self._pictured = (0.0, self.dashboard.status.state)
+        """(monotonic time, state of the job) of the last picture."""
+        self._closed = threading.Event()
         self._caught_up = threading.Event()
+        """Set once the whole history has been read."""
+        self._lock = threading.RLock()
         self._looked_at = time.monotonic()
+        self._sent_at = -math.inf
+        """Monotonic time of the last frame, in seconds."""
         # How a history begins is parsed at once; the rest is read behind the view, while the
         # browser builds it.
         self._more = self.dashboard.read(FAST_FROM_BYTES)
@@ -175,7 +186,7 @@ class Monitor(anywidget.AnyWidget):
         while True:
             for work in (
                 self.dashboard.look,
-                self.dashboard.outlook.refresh,
+                self.dashboard.refresh_speed,
                 self._send_facts,
                 self._refresh_picture,
             ):
@@ -237,14 +248,13 @@ class Monitor(anywidget.AnyWidget):
         kind, dashboard = message["type"], self.dashboard
         self._heard = message["number"]
         if kind == "view":
-            self.view = View.from_message(message)
+            self.view = PlotRange.from_message(message)
         elif kind == "smoothing":
-            dashboard.curves.smoothing = message["value"]
+            dashboard.set_smoothing(message["value"])
         elif kind == "log":
-            dashboard.log_search = message["search"]
-            dashboard.log_rank = max(0, int(message["rank"]))
+            dashboard.select_log(int(message["rank"]), message["search"])
         elif kind == "action":
-            dashboard.actions.start(message["name"], dashboard.status)
+            dashboard.start_action(message["name"])
         self._guarded(self._send_frame if kind in ("view", "smoothing") else self._send_facts)
 
     def _ipython_display_(self) -> None:
@@ -257,7 +267,7 @@ class Monitor(anywidget.AnyWidget):
         from IPython.display import DisplayHandle, display
 
         self._replace_earlier()
-        text = "{name}: {state}, step {step} of {num_steps}".format(**self.facts)
+        text = _status_text(self.facts)
         bundle = self._repr_mimebundle_()
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
         display({**data, "text/plain": text}, metadata=metadata, raw=True)
@@ -296,8 +306,11 @@ class Monitor(anywidget.AnyWidget):
         """Returns the picture for readers without a kernel. A live view hides it by the class of
         its element.
         """
+        facts = self.dashboard.facts()
         words = "{name}: {state}, step {step}, loss and speed"
-        bundle = self.figure().to_bundle(alt=words.format(**self.dashboard.facts()))
+        bundle = self.figure().to_bundle(alt=words.format(**facts))
+        # `make demo` prints this text while the notebook runs.
+        bundle["text/plain"] = _status_text(facts)
         name = f"kit-still-{self.model_id}"
         bundle["text/html"] = (
             f"<div class='{name}'>{NO_MODEL.format(name=name)}{bundle['text/html']}"
@@ -305,6 +318,11 @@ class Monitor(anywidget.AnyWidget):
             "</div>"
         )
         return bundle
+
+
+def _status_text(facts: Mapping[str, Any]) -> str:
+    """Returns the state and the step of a run in one line, for pages that show no HTML."""
+    return "{name}: {state}, step {step} of {num_steps}".format(**facts)
 
 
 def _ipython_shell() -> Any:

@@ -25,7 +25,7 @@ from kit.estimate.fit.calibrate import (
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Array, Layouts
-from kit.monitor.expected import sentence
+from kit.monitor.speed import comparison_sentence
 from kit.papers.facts import Facts, plain
 from kit.papers.layers import Layer
 
@@ -96,7 +96,7 @@ def verdicts() -> list[dict[str, str]]:
         rows.append(
             {
                 "log": f"{run.system}, {run.num_devices:,} GCDs",
-                "is it as fast as it should be?": sentence(
+                "is it as fast as it should be?": comparison_sentence(
                     run.step_time_s, centre, low, high, own.label
                 ),
             }

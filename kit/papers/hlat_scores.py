@@ -67,7 +67,7 @@ def scores_figure(
     panels = {name: end_points(model, name) for name in PANELS}
     for run in by_scale(runs)["cluster"]:
         for curve in eval_curve(run):
-            name = COLUMNS.get((curve.asked.task, curve.asked.num_fewshot))
+            name = COLUMNS.get((curve.oldest_score.task, curve.oldest_score.num_fewshot))
             if name in PANELS:
                 panels[name].append(_curve_layer(run, curve))
     curves = {

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 
 from cluster.state import JobState
-from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.dashboard import Dashboard, PlotRange
 from kit.run import Run
 from kit.show.results import Row, row
 from tests.bench.turns import median_row
@@ -206,7 +206,7 @@ def _kernel_side(run: Run, steps: int) -> list[Row]:
     start = time.perf_counter()
     dashboard = Dashboard(run)
     dashboard.read_all()
-    description, window = dashboard.frame(View(width=900))
+    description, window = dashboard.frame(PlotRange(width=900))
     seconds = time.perf_counter() - start
     assert description["rows"] == steps, f"{description['rows']:,} of {steps:,} steps were read"
     size = f"{(run.directory / 'metrics.jsonl').stat().st_size / 1e6:,.0f} MB of JSON"

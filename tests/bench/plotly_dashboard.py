@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.dashboard import Dashboard, PlotRange
 from kit.run import Run
 
 SHOWN = ("loss", "mfu", "tokens_per_s", "grad_norm")
@@ -21,7 +21,7 @@ class PlotlyDashboard:
         from plotly.graph_objects import FigureWidget, Scatter
         from plotly.subplots import make_subplots
 
-        self.dashboard, self.view = Dashboard(run), View(width=900)
+        self.dashboard, self.view = Dashboard(run), PlotRange(width=900)
         self.dashboard.read_all()
         self.widget: Any = FigureWidget(make_subplots(rows=2, cols=2, subplot_titles=SHOWN))
         for number in range(len(SHOWN)):
@@ -43,7 +43,7 @@ class PlotlyDashboard:
                 self._draw()
 
     def _zoom(self, _: Any, shown: Any) -> None:
-        self.view = View(width=900, start=float(shown[0]), end=float(shown[1]))
+        self.view = PlotRange(width=900, start=float(shown[0]), end=float(shown[1]))
         self._draw()
 
     def _draw(self) -> None:

@@ -16,8 +16,9 @@ from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.search import search
-from kit.monitor.dashboard import Dashboard, View
-from kit.monitor.ranks import SAMPLES, slowest_rank
+from kit.monitor.dashboard import Dashboard, PlotRange
+from kit.monitor.detectors import slowest_rank
+from kit.monitor.ranks import SAMPLES
 from kit.show.results import Row, row
 from tests.bench.alone import alone
 from tests.support.recorded_runs import recorded_run
@@ -88,11 +89,12 @@ def monitor(folder: Path, size: int) -> Work:
 
     def look() -> None:
         dashboard.look()
-        assert dashboard.ranks.samples, "no heartbeat was read"
-        dashboard.ranks.samples = dashboard.ranks.samples[:1] * SAMPLES  # as after some hours
+        ranks = dashboard.run_view.ranks
+        assert ranks.samples, "no heartbeat was read"
+        ranks.samples = ranks.samples[:1] * SAMPLES  # as after some hours
         dashboard.read()
-        dashboard.frame(View())
-        assert slowest_rank(dashboard.ranks.last(SAMPLES)) is not None
+        dashboard.frame(PlotRange())
+        assert slowest_rank(ranks.newest_samples(SAMPLES)) is not None
         dashboard.facts()
         dashboard.heat()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kit.monitor.curves import View
+from kit.monitor.curves import PlotRange
 from kit.monitor.widget import Monitor
 from kit.run import Run
 from tests.support.lab import Lab, headless, photograph, why_not
@@ -85,7 +85,7 @@ class Screen:
         self.page.evaluate("put", sent)
 
     @property
-    def view(self) -> View:
+    def view(self) -> PlotRange:
         return self.widget.view
 
     def refresh(self) -> None:

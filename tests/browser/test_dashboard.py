@@ -213,7 +213,7 @@ def test_ranks_attempts_and_baselines(open_screen, tmp_path):
     screen = open_screen(run, baselines={"published": 2.2, "last week": other})
     for step in range(3000, 3060):
         beat(run, step, slow_rank=11, attempt=2)
-        screen.dashboard.ranks.look()
+        screen.dashboard.run_view.ranks.look()
     screen.refresh()
     assert f"rank 11 on {os.uname().nodename} takes 1.40" in screen.label("rank 11")
     assert "rank 11" in screen.text(".kit-alerts")

@@ -29,7 +29,7 @@ def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path):
         for heartbeat in read_rank_heartbeats(run.directory, 1):
             file = run.directory / "ranks" / f"rank_{heartbeat.rank:05d}.json"
             heartbeat.replace(host=SCRIPT).write(file)
-        screen.dashboard.ranks.look()
+        screen.dashboard.run_view.ranks.look()
     screen.refresh()
     assert SCRIPT in screen.page.locator(".kit-heat").get_attribute("aria-label")
     assert SCRIPT in screen.text(".kit-alerts")

@@ -11,13 +11,12 @@ import pytest
 from kit.config.plan import Plan
 from kit.estimate import Panel
 from kit.monitor.figure import run_figure
-from kit.monitor.live import curve_html, view_html
 from kit.monitor.widget import Monitor
 from kit.run import Run
 from kit.show.table import Table
 from tests.browser.conftest import Screen
 from tests.support.environments import ROOT
-from tests.support.recorded_runs import beat, looked_at, recorded_run
+from tests.support.recorded_runs import beat, recorded_run
 
 OVERLAPS = """() => {
   const seen = (e) => e.getClientRects().length && e.getBoundingClientRect().width;
@@ -67,8 +66,8 @@ def full_screen(open_screen, folder, **options) -> Screen:
     screen = open_screen(run, baselines=baselines, **options)
     for step in range(900, 930):
         beat(run, step, slow_rank=2, attempt=2)
-        screen.dashboard.ranks.look()
-    screen.dashboard.outlook.refresh(wait=True)
+        screen.dashboard.run_view.ranks.look()
+    screen.dashboard.refresh_speed(wait=True)
     still = screen.widget._still()["text/html"] + EARLIER_STYLE
     screen.page.evaluate(
         """([still, theme]) => { document.body.dataset.jpThemeLight = theme;
@@ -235,7 +234,6 @@ def emitted(folder) -> dict[str, tuple[str, tuple[str, ...]]]:
         still, model = widget._still()["text/html"], widget.model_id
     finally:
         widget.close()
-    dashboard = looked_at(run)
     panel = Panel("gpt-22b", "frontier", Plan(tensor_parallel=8, precision="bf16"))
     hides = f"<style>.kit-still-{model} {{ display: none !important; }}</style>"
     return {
@@ -245,7 +243,6 @@ def emitted(folder) -> dict[str, tuple[str, tuple[str, ...]]]:
         ),
         "saved picture": (still, ("kit-figure", f"kit-still-{model}")),
         "figure": (run_figure(run)[0].to_html(), ("kit-figure",)),
-        "live view": (view_html(dashboard, curve_html(dashboard)), ("kit-figure",)),
         "panel": (panel.view.value, ("kit-panel", panel._still)),
     }
 

@@ -29,7 +29,7 @@ from kit.cli.app import app
 from kit.errors import CheckpointError, RunError
 from kit.evaluate.follow import follow_run
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.on_alert import OnAlert
+from kit.monitor.on_alert import AlertCommand
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from tests.cluster.jobs import standin, with_slurm
@@ -435,12 +435,12 @@ def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(
 
     def watching():
         dashboard = Dashboard(Run.open(here))
-        on_alert = OnAlert(dashboard.run, dashboard.watchman.log)
+        on_alert = AlertCommand(dashboard.run, dashboard.run_view.alert_monitor.log)
 
         def look():
             dashboard.read()
             dashboard.look()
-            on_alert.tell()
+            on_alert.run_for_new_alerts()
             return len(dashboard.columns)
 
         return look

@@ -7,7 +7,7 @@ import pytest
 
 import kit
 from cluster.site import Site
-from kit.monitor.expected import PASSES, WAITS, Pace, pace
+from kit.monitor.speed import PASSES, WAITS, SpeedComparison, compare_speed
 from kit.run import Run
 from tests.cluster.throttle import PLAN, SPEC, as_it_runs, slow_core, slow_links
 from tests.support.waiting import eventually, processes
@@ -41,8 +41,8 @@ def train(sandbox, site: Site, tiny_dataset, tmp_path):
         return newest(launched)
 
     def newest(run: Run) -> Run:
-        """Leaves of the steps those after something happened, and five before that `pace` leaves
-        out.
+        """Returns the run with its newest steps only: the steps after something happened, and
+        five before them that `compare_speed` leaves out.
         """
         file = run.directory / "metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()][-STEPS - 5 :]
@@ -52,7 +52,9 @@ def train(sandbox, site: Site, tiny_dataset, tmp_path):
     return run
 
 
-def assert_named(found: dict[str, tuple[Pace, str]], normal: Pace, capsys) -> None:
+def assert_named(
+    found: dict[str, tuple[SpeedComparison, str]], normal: SpeedComparison, capsys
+) -> None:
     told = {name: (part, pace.verdict) for name, (pace, part) in found.items()}
     with capsys.disabled():
         told_of = (f"{name}: {words}" for name, (_, words) in told.items())
@@ -68,7 +70,7 @@ def assert_named(found: dict[str, tuple[Pace, str]], normal: Pace, capsys) -> No
 def test_a_slow_core_is_named(train, capsys) -> None:
     """Of rank 0, which tells its parts; of the other, for which rank 0 waits; and of both."""
     site, found = as_it_runs(train("normal")), {}
-    normal = pace(train("again", site))
+    normal = compare_speed(train("again", site))
     for ranks, part in (((1,), WAITS), ((0,), PASSES), ((0, 1), PASSES)):
 
         def slowness(run: Run, ranks: tuple[int, ...] = ranks):
@@ -76,7 +78,7 @@ def test_a_slow_core_is_named(train, capsys) -> None:
             return slow_core("core", [pid for pids in each for pid in pids], 0.2)
 
         name = f"rank {' and '.join(map(str, ranks))}"
-        found[name] = pace(train(name.replace(" ", "-"), site, slowness)), part
+        found[name] = compare_speed(train(name.replace(" ", "-"), site, slowness)), part
     assert_named(found, normal, capsys)
 
 
@@ -84,10 +86,10 @@ def test_a_slow_link_is_named(train, sandbox, capsys) -> None:
     """One that was slow when the job began, and one that became slow."""
     with slow_links(sandbox, NODES, NORMAL):
         site = as_it_runs(train("normal"))
-        normal = pace(train("again", site))
+        normal = compare_speed(train("again", site))
     with slow_links(sandbox, NODES, SLOW):
-        from_the_start = pace(train("slow", site))
-    later = pace(train("late", site, lambda run: slow_links(sandbox, NODES, SLOW)))
+        from_the_start = compare_speed(train("slow", site))
+    later = compare_speed(train("late", site, lambda run: slow_links(sandbox, NODES, SLOW)))
     assert_named(
         {"from the start": (from_the_start, WAITS), "later": (later, WAITS)}, normal, capsys
     )

@@ -15,7 +15,7 @@ from cluster.sandbox import Sandbox
 from cluster.site import Fact, Links, Site
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
-from kit.monitor.expected import expectation
+from kit.monitor.speed import compare_attempt
 from kit.run import Run
 
 SPEC = ModelSpec.llama(
@@ -103,7 +103,7 @@ def as_it_runs(run: Run) -> Site:
 
     def seconds(site: Site, *names: str) -> float:
         asked = Run(run.directory, spec=run.spec, plan=run.plan, recipe=run.recipe, site=site)
-        terms = expectation(asked, 0).terms_s
+        terms = compare_attempt(asked, 0).terms_s
         return sum(terms[name] for name in names)
 
     rate = 1e11 * seconds(at(1e11, 1e9), "gemm", "attention", "embedding_logits") / passes_s

@@ -115,7 +115,7 @@ def test_a_checkpoint_is_scored_in_a_job_of_its_own_after_one_that_scores_someth
     assert found.scored and "heldout bits_per_byte" in found.said and found.seconds > 0
     job = json.loads((run.directory / "eval" / "jobs" / "step_00000003" / "job.json").read_text())
     assert job["num_processes"] == 1 and {"eval", "heldout"} <= set(job["argv"])
-    steps = {curve.asked.task: curve["step"].tolist() for curve in eval_curve(run)}
+    steps = {curve.oldest_score.task: curve["step"].tolist() for curve in eval_curve(run)}
     assert steps == {"piqa": [3], "heldout": [3]}
 
 
@@ -230,8 +230,8 @@ def test_curves_have_steps_tokens_scores_and_errors_and_status_the_last(
     assert last["eval_s"] > 0 and json.loads(json.dumps(last["scores"])) == last["scores"]
     evaluate(run, 6, ("piqa",), task_data=benchmarks)
     bits, piqa = eval_curve(run)
-    assert (bits.asked.task, bits.metric) == ("heldout", "bits_per_byte")
-    assert (piqa.asked.task, piqa.metric) == ("piqa", "acc_norm")
+    assert (bits.oldest_score.task, bits.metric) == ("heldout", "bits_per_byte")
+    assert (piqa.oldest_score.task, piqa.metric) == ("piqa", "acc_norm")
     assert piqa["step"].tolist() == [3, 6] and piqa["tokens"].tolist() == [768, 1536]
     report = EvalReport.read(run.directory / "eval" / "step_00000006.json")
     acc, last = report["piqa"].metric("acc_norm"), piqa.rows[1]

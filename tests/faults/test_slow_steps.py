@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from cluster.site import Site
 from kit.cli.app import app
 from kit.engines.native import NativeEngine
-from kit.monitor.expected import PASSES, WAITS, pace
+from kit.monitor.speed import PASSES, WAITS, compare_speed
 from kit.run import Run
 from kit.trainer.batches import Batches
 from kit.trainer.loop import Trainer
@@ -104,7 +104,7 @@ def cases(tmp_path_factory, spec, recipe) -> dict[str, Run]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_was_done_is_named(cases, name: str) -> None:
-    found = pace(cases[name])
+    found = compare_speed(cases[name])
     assert found.verdict.startswith("slower than expected"), found.verdict
     said = found.verdict, found.parts_s
     assert found.slow_part == CASES[name] and CASES[name] in found.verdict, said

@@ -21,9 +21,8 @@ from kit.errors import DataError, RunError
 from kit.interop.logs.importers import import_log
 from kit.launcher import resume
 from kit.monitor import alerts, run_figure, status_row, status_table
-from kit.monitor.export import export_table
+from kit.monitor.export import export_table, scalars
 from kit.monitor.goodput import ledger
-from kit.monitor.sinks import scalars
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from tests.interop.conftest import DEGREES, assert_told

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import time
 
 import numpy as np
@@ -14,17 +15,18 @@ from cluster.record import ConfigError
 from cluster.state import JobState, log_path, update_state
 from kit.monitor import alerts
 from kit.monitor.dashboard import Dashboard
+from kit.monitor.detectors import MIN_SAMPLES
 from kit.monitor.figure import run_figure
-from kit.monitor.ranks import MIN_SAMPLES
 from kit.monitor.runs import runs_table
 from kit.monitor.text import recorded_alerts, status_row
 from kit.run import Run
 from kit.run.alerts import AlertLog
+from tests.support.environments import ROOT
 from tests.support.recorded_runs import add_row, add_rows, alert, beat, look, recorded_run
 
 
 def kinds(dashboard: Dashboard) -> list[str]:
-    return [alert.kind for alert in look(dashboard).watchman.log.alerts]
+    return [alert.kind for alert in look(dashboard).run_view.alert_monitor.log.alerts]
 
 
 def test_nan_at_once_and_each_stretch_once(tmp_path):
@@ -39,7 +41,7 @@ def test_nan_at_once_and_each_stretch_once(tmp_path):
     add_rows(run, 104, 199)
     add_row(run, 200, grad_norm=float("nan"))
     assert kinds(dashboard) == ["nan", "nan"]
-    assert [alert.step for alert in dashboard.watchman.log.alerts] == [101, 200]
+    assert [alert.step for alert in dashboard.run_view.alert_monitor.log.alerts] == [101, 200]
 
 
 def test_gradients_that_overflow_while_fp16_finds_its_scale_are_no_alert(tmp_path):
@@ -64,7 +66,7 @@ def test_a_start_that_goes_wrong_is_told_by_whoever_looks_and_once(tmp_path):
     for step, loss in enumerate([8.3, 9.1, *wrong, *back], 1):
         add_row(run, step, loss=loss)
         assert kinds(dashboard) == ["start"] * (step >= 12)
-    (live,) = dashboard.watchman.log.alerts
+    (live,) = dashboard.run_view.alert_monitor.log.alerts
     (run.directory / "alerts.jsonl").unlink()
     (found,) = recorded_alerts(run)
     assert found == live and live.step == 12 and "loss 14 after 8.3 at the start" in live.message
@@ -76,7 +78,7 @@ def test_the_one_event_of_a_quiet_run_is_kept_once_whoever_watches(tmp_path):
     assert kinds(first) == kinds(second) == ["spike"]
     assert kinds(Dashboard(run)) == ["spike"], "a kernel that comes later"
     assert len((run.directory / "alerts.jsonl").read_text().splitlines()) == 1
-    (found,) = first.watchman.log.alerts
+    (found,) = first.run_view.alert_monitor.log.alerts
     assert (found.step, found.attempt, found.level) == (700, 1, "warning")
     assert "median" in found.message
 
@@ -138,7 +140,7 @@ def test_a_damaged_attempt_is_named_and_the_others_keep_their_mfu(tmp_path, reco
     mfu = run.metrics().mfu()
     assert np.isnan(mfu[:100]).all() and np.array_equal(mfu[100:], whole[100:])
     dashboard = look(Dashboard(run))
-    (told,) = dashboard.watchman.log.alerts
+    (told,) = dashboard.run_view.alert_monitor.log.alerts
     assert (told.kind, told.attempt, told.step) == ("record", 1, 100)
     assert told.message.startswith(f"{name}: {record}: not valid JSON")
     assert dashboard.facts()["mfu"] == pytest.approx(np.median(whole[-20:]))
@@ -203,3 +205,10 @@ def test_slow_start_without_supervisor_is_reported(tmp_path, monkeypatch):
     now = time.monotonic()
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now + 200)
     assert kinds(dashboard) == ["stall"]
+
+
+def test_every_rule_is_explained_in_the_notebook():
+    page = (ROOT / "notebooks" / "gallery" / "04_watch_a_run.md").read_text()
+    explained = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
+    assert {rule.kind for rule in alerts.RULES} == explained
+    assert all(rule.threshold for rule in alerts.RULES)

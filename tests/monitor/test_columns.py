@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
-from kit.monitor.curves import Average, Curves, View, discounted_sum, pixel_edges
+from kit.monitor.curves import Average, Curves, PlotRange, discounted_sum, pixel_edges
 from kit.run import columns as columns_module
 from kit.run.columns import Columns
 from kit.run.metrics import Metrics
@@ -166,7 +166,11 @@ def test_no_spike_is_lost_in_a_window_of_a_run_that_grows(tmp_path):
     losses[60_000:61_000] = np.nan
     run = made(tmp_path / "run", [], Plan(global_batch_size=2))
     told = [line(step, loss=loss) for step, loss in enumerate(losses.tolist(), 1)]
-    views = View(width=300), View(width=300, log_x=True), View(width=300, start=4e4, end=40_100.0)
+    views = (
+        PlotRange(width=300),
+        PlotRange(width=300, log_x=True),
+        PlotRange(width=300, start=4e4, end=40_100.0),
+    )
     curves, windows = [Curves(run) for _ in views], []
     for part in (told[:70_001], told[70_001:]):
         write(run, part)
@@ -187,19 +191,19 @@ def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path):
     one = Plan(global_batch_size=2)
     run = made(tmp_path / "run", [], one.replace(data_parallel=2), one)
     curves = Curves(run, smoothing=0.5).read_all()
-    x, values = curves.window(("loss", "mfu"), View(axis="time", width=10, log_x=True))
+    x, values = curves.window(("loss", "mfu"), PlotRange(axis="time", width=10, log_x=True))
     assert x.shape == (0,) and values.shape == (6, 0)
     write(run, [line(i, time=1e9 + i - 100 * (i > 20)) for i in range(1, 31)])
     curves.read_all()
     assert np.all(np.diff(curves["time"]) >= 0) and curves["time"][-1] == 19
-    curves.window(("loss",), View(axis="step", width=100))
+    curves.window(("loss",), PlotRange(axis="step", width=100))
     write(run, [line(11, attempt=2, loss=1.0)])
     curves.read_all()
-    x, values = curves.window(("loss", "mfu"), View(axis="tokens", width=100))
+    x, values = curves.window(("loss", "mfu"), PlotRange(axis="tokens", width=100))
     assert len(x) == 11 and x[-1] == 11 * 1024
     assert values.shape == (6, 11) and values[0, -1] == 1.0
     mfu = 2048 * run.spec.flops_per_token() / 1e11
     assert values[4].tolist() == pytest.approx([mfu / 2] * 10 + [mfu])
-    coarse, _ = curves.window(("loss",), View(axis="step", width=3))
+    coarse, _ = curves.window(("loss",), PlotRange(axis="step", width=3))
     assert (coarse[0], coarse[-1], len(coarse)) == (1, 11, 3), "from the first step to the last"
     np.testing.assert_allclose(values[2], Average(0.5).update(curves["loss"]))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from pyarrow import csv, parquet
 
+from kit.cli.exchange import SINKS, TABLES
 from kit.errors import ConfigError, RunError
-from kit.monitor.export import export
+from kit.monitor.export import TARGETS, export
 from tests.support.recorded_runs import write
 
 NUMBER = re.compile(r"-?(\d+(\.\d+)?(e[+-]?\d+)?|inf|nan)")
@@ -70,3 +71,7 @@ def test_nothing_is_overwritten_unasked(run, tmp_path):
     assert list(tmp_path.glob("*precious*")) == [file]
     (run.directory / "metrics.jsonl").unlink()
     assert export(run, tmp_path / "empty.parquet", format="parquet") == 0
+
+
+def test_command_knows_every_target():
+    assert {*TABLES, *SINKS} == {*TARGETS}

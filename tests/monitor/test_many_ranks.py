@@ -52,7 +52,7 @@ def test_files_read_at_one_look_do_not_grow_with_the_ranks(tmp_path):
             (logs / f"node_{node}.log").touch()
         dashboard = Dashboard(run)
         dashboard.look()  # what is imported or cached at the first look does not count
-        dashboard.ranks._rest_until = 0.0
+        dashboard.run_view.ranks._rest_until = 0.0
         status_row(run)
         runs_table(folder.parent)
         found[ranks] = {
@@ -62,9 +62,9 @@ def test_files_read_at_one_look_do_not_grow_with_the_ranks(tmp_path):
             "status": reads(run, partial(status_row, run)),
             "runs": reads(run, partial(runs_table, folder.parent)),
         }
-        assert dashboard.ranks.beats[ranks - 1].host and dashboard.ranks.samples[-1].shape == (
-            ranks,
-        )
+        assert dashboard.run_view.ranks.beats[ranks - 1].host and dashboard.run_view.ranks.samples[
+            -1
+        ].shape == (ranks,)
     small, large = found.values()
     assert "FOLDER/run/ranks/all.jsonl" in small["look"] + small["ranks"]
     assert large == small and max(map(len, small.values())) < 40

@@ -11,7 +11,7 @@ from cluster.record import ConfigError
 from cluster.state import JobState
 from kit.monitor import on_alert, watch
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.on_alert import OnAlert, on_alert_command
+from kit.monitor.on_alert import AlertCommand, on_alert_command
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.show.terminal import PlainConsole
@@ -50,11 +50,11 @@ def test_each_alert_from_now_on_once_whoever_found_it(config, run, tmp_path):
     told = tmp_path / "told"
     config.write_text(f"on_alert = 'echo \"$KIT_ALERT\" >> {told}'")
     dashboard = Dashboard(run)
-    on_alert = OnAlert(run, dashboard.watchman.log)
+    on_alert = AlertCommand(run, dashboard.run_view.alert_monitor.log)
 
     def told_now() -> list[str]:
         look(dashboard)
-        on_alert.tell()
+        on_alert.run_for_new_alerts()
         found = told.read_text().splitlines() if told.exists() else []
         return [json.loads(line)["kind"] for line in found]
 
@@ -91,9 +91,9 @@ def test_watch_calls_for_a_job_that_is_lost(config, run, tmp_path):
 
 def test_words_of_an_alert_are_never_part_of_the_command(config, run, tmp_path):
     config.write_text(f"on_alert = 'cd {tmp_path} && printf %s \"$KIT_MESSAGE\" > told'")
-    on_alert = OnAlert(run, AlertLog(run.directory / "alerts.jsonl"))
+    on_alert = AlertCommand(run, AlertLog(run.directory / "alerts.jsonl"))
     on_alert.log.add([_alert('spike "$(touch injected)"; true \x1b[2J\0\ud800\n`touch injected`')])
-    on_alert.tell()
+    on_alert.run_for_new_alerts()
     told = (tmp_path / "told").read_text()
     assert told == 'run, step 300: spike "$(touch injected)"; true ␛[2J␀\ufffd `touch injected`'
     assert not (tmp_path / "injected").exists()
@@ -111,10 +111,10 @@ def test_words_of_an_alert_are_never_part_of_the_command(config, run, tmp_path):
 def test_a_command_that_fails_is_an_alert_of_its_own(config, run, command, why, monkeypatch):
     monkeypatch.setattr(on_alert, "LIMIT_S", 0.3)
     config.write_text(f'on_alert = "{command}"')
-    caller = OnAlert(run, AlertLog(run.directory / "alerts.jsonl"))
+    caller = AlertCommand(run, AlertLog(run.directory / "alerts.jsonl"))
     caller.log.add([_alert("rolled back")])
     for _ in range(2):
-        caller.tell()
+        caller.run_for_new_alerts()
     first, second = AlertLog(run.directory / "alerts.jsonl").alerts
     assert first.kind == "guard" and second.kind == "on_alert" and second.level == "warning"
     assert second.message.startswith(why)
@@ -141,10 +141,10 @@ def test_clock_of_the_trainer_hides_no_alert(config, run, tmp_path, skew_s):
     log = AlertLog(run.directory / "alerts.jsonl")
     log.add([alert("old", 100, "hook", level="error", time=time.time() + skew_s)])
     dashboard = Dashboard(run)
-    caller = OnAlert(run, dashboard.watchman.log)
+    caller = AlertCommand(run, dashboard.run_view.alert_monitor.log)
     log.add([alert("went back", 301, "guard", level="error", time=time.time() + skew_s)])
     look(dashboard)
-    caller.tell()
+    caller.run_for_new_alerts()
     assert (tmp_path / "told").read_text() == "run, step 301: went back\n"
 
 
@@ -153,14 +153,14 @@ def test_thousands_of_alerts_make_ten_calls_a_minute(config, run, tmp_path, monk
     config.write_text(f"on_alert = 'echo \"$KIT_MESSAGE\" >> {calls}'")
     now = [0.0]
     monkeypatch.setattr(on_alert.time, "monotonic", lambda: now[0])
-    told = OnAlert(run, Dashboard(run).watchman.log)
+    told = AlertCommand(run, Dashboard(run).run_view.alert_monitor.log)
     for minute in (1, 2):
         planted = [_alert(f"planted {minute}.{n}", step=1000 * minute + n) for n in range(500)]
         lines = [json.dumps(alert.to_dict()) + "\n" for alert in planted]
         with (run.directory / "alerts.jsonl").open("a") as stream:
             stream.writelines(lines)
         for _ in range(3):
-            told.tell()
+            told.run_for_new_alerts()
         lines = calls.read_text().splitlines()
         assert len(lines) == 10 * minute
         assert "490 more alerts; the last one: planted" in lines[-1]

@@ -5,7 +5,7 @@ import pytest
 
 from kit.config.recipe import DataPhase, DataSource
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.rise import Rise, Rises
+from kit.monitor.detectors import Rise, RiseDetector
 from kit.monitor.text import recorded_alerts
 from kit.run import Run
 from kit.run.alerts import AlertLog
@@ -21,7 +21,7 @@ PLATEAU = np.full(len(STEPS), 2.5)
 
 
 def rises(losses: np.ndarray, rates: np.ndarray | float = np.nan, new_data=()) -> list[Rise]:
-    return Rises().look(losses, np.broadcast_to(rates, losses.shape), new_data)
+    return RiseDetector().find(losses, np.broadcast_to(rates, losses.shape), new_data)
 
 
 def as_logged(losses: np.ndarray, every: int, *, means: bool) -> np.ndarray:
@@ -108,8 +108,8 @@ def test_noise_alone_is_no_rise():
 
 def test_what_is_not_finite_is_left_out_and_looks_in_parts_find_the_same():
     risen = noisy(np.where(LATER > 0, HEALTHY[3000] * (1 + LATER / 10_000), HEALTHY), 0.01, 1)
-    watch, whole = Rises(), rises(risen)
-    parts = [watch.look(risen[:end], risen * np.nan) for end in range(70, 6001, 70)]
+    detector, whole = RiseDetector(), rises(risen)
+    parts = [detector.find(risen[:end], risen * np.nan) for end in range(70, 6001, 70)]
     assert whole and whole == [rise for part in parts for rise in part]
     risen[::7] = np.inf
     assert rises(risen) and rises(np.empty(0)) == rises(risen[:5]) == []

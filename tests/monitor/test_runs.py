@@ -19,7 +19,7 @@ from kit.cli.app import app
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 from kit.errors import ConfigError, DataError, RunError
-from kit.monitor.runs import TAIL_BYTES, compare_figure, find_runs, runs_table, show
+from kit.monitor.runs import TAIL_BYTES, cell_text, compare_figure, find_runs, runs_table
 from kit.run import Run
 from tests.support.foreign_logs import frontier
 from tests.support.pictures import check_data
@@ -99,7 +99,7 @@ def test_nan_loss_zero_time_and_impossible_speed_are_told(tmp_path):
     (run.directory / "metrics.jsonl").write_text(lines([row(1, loss=math.nan)]))
     (found,) = runs_table(tmp_path).rows
     assert math.isnan(found["loss"]) and found["tokens_per_s"] == 4096
-    shown = [show("loss", value) for value in (math.nan, math.inf, None, 2.0)]
+    shown = [cell_text("loss", value) for value in (math.nan, math.inf, None, 2.0)]
     assert shown == ["not finite", "not finite", "–", "2.0000"]
 
 

@@ -16,7 +16,7 @@ from cluster.state import JobState
 from cluster.submission import submit
 from kit.errors import ConfigError, MissingPackageError
 from kit.evaluate.report import EvalReport, Metric
-from kit.monitor.sinks import copy_metrics
+from kit.monitor.export import copy_metrics
 from kit.run import Run
 from tests.evaluate.conftest import task_score
 from tests.support.recorded_runs import STEPS, lines, row, write

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from kit.monitor.ranks import BY_CHANCE, MIN_SAMPLES, SAMPLES, SLOW, slowest_rank
+from kit.monitor.detectors import MIN_SAMPLES, SLOW, slowest_rank
+from kit.monitor.ranks import BY_CHANCE, SAMPLES
 
 WINDOWS = 400
 

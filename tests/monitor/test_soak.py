@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cluster.state import JobState, log_path, update_state
-from kit.monitor.dashboard import Dashboard, View, log_lines
+from kit.monitor.dashboard import Dashboard, PlotRange, log_lines
 from tests.support.recorded_runs import beat, lines, look, recorded_run, row, rows, say, spoil
 
 HOURS, TICK_STEPS, LOOK_TICKS = 24, 50, 4
@@ -49,7 +49,7 @@ def test_a_day_costs_no_more_at_its_end(tmp_path, monkeypatch):
     for module in ("alerts", "actions"):
         monkeypatch.setattr(f"kit.monitor.{module}.time", clock)
     run = recorded_run(tmp_path / "run", steps=1, planned=10**6, ranks=RANKS)
-    dashboard, view = Dashboard(run), View(width=WIDTH)
+    dashboard, view = Dashboard(run), PlotRange(width=WIDTH)
     sizes, resident, files = [], [], []
     steps = HOURS * 3600
     # Of the noise of step 1 on one loss in 86,400 stands out.
@@ -99,13 +99,13 @@ def test_a_log_of_ten_gigabytes_is_shown_searched_and_followed(tmp_path):
     before = _bytes_read()
     assert dashboard.log().endswith("step 200000: all is well\n")
     assert _bytes_read() - before < 100e3, "the end is read, not the file"
-    dashboard.log_search = "out of memory"
+    dashboard.select_log(search="out of memory")
     assert dashboard.log() == "Traceback: Out Of Memory on rank 3"
     assert _bytes_read() - before < 20e6 and tracemalloc.get_traced_memory()[1] < 150e6
     tracemalloc.stop()
     with file.open("ab") as stream:
         stream.write(b"a new line\n" + b"half a")
-    dashboard.log_search = ""
+    dashboard.select_log()
     assert dashboard.log().endswith("a new line\nhalf a"), "what is being written is shown too"
     assert log_lines(file, "NEW LINE") == "a new line"
 
@@ -152,7 +152,7 @@ def test_files_that_are_cut_replaced_or_removed_while_watched(tmp_path):
 
 def _everything(dashboard: Dashboard) -> dict:
     """Asks for all that a view shows, as it does in one second."""
-    look(dashboard).frame(View(axis="time", log_x=True))
+    look(dashboard).frame(PlotRange(axis="time", log_x=True))
     for ask in (dashboard.heat, dashboard.alerts, dashboard.log):
         ask()
     return json.loads(json.dumps(dashboard.facts(), allow_nan=False))
@@ -166,6 +166,6 @@ def test_clocks_that_jump_neither_hide_steps_nor_turn_time_around(tmp_path):
     dashboard = Dashboard(run)
     facts = _everything(dashboard)
     assert facts["state"] == "running" and facts["eta_s"] == pytest.approx(900, rel=0.1)
-    description, window = dashboard.frame(View(axis="time"))
+    description, window = dashboard.frame(PlotRange(axis="time"))
     x = np.frombuffer(window, "<f8", description["n"])
     assert len(dashboard.columns) == 100 and np.isfinite(x).all() and (np.diff(x) >= 0).all()

@@ -1,25 +1,20 @@
-"""The views of a run: text, HTML below a cell, and the static figure."""
+"""The views of a run: text and the static figure."""
 
-import asyncio
 import io
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from cluster.job import Job, JobSpec, JobStatus
+from cluster.job import JobSpec
 from cluster.state import JobState
 from kit.cli.options import strict_json
 from kit.config.plan import Plan
-from kit.monitor import live, run_figure, status_table
-from kit.monitor.dashboard import Dashboard
-from kit.monitor.figure import loss_figure
-from kit.monitor.live import curve_html, view_html
+from kit.monitor import run_figure, status_table
 from kit.monitor.text import status_row
-from kit.run import Run, columns
+from kit.run import Run
 from tests.support.pictures import check_data
 from tests.support.recorded_runs import lines, made, row, say, spoil
 
@@ -37,65 +32,24 @@ def run(tmp_path) -> Run:
     return run
 
 
-def test_html_view_has_the_loss_in_both_themes_and_escapes_names(run):
-    dashboard = Dashboard(run, baselines={"unigram <i>": 6.62}).read_all()
-    curve = curve_html(dashboard)
-    page = view_html(dashboard, curve)
-    assert curve in page and page.count("<img ") == 2
-    assert "alt='training loss from 7.95 to 6.00 in 40 steps'" in page
-    figure = loss_figure(run.metrics(), 80, baselines={"unigram <i>": 6.62})
-    [axis] = figure.axes
-    assert axis.get_xlim() == pytest.approx((0, 80.8)), "the planned length, and a whole last mark"
-    assert [len(line.get_xdata()) for line in axis.get_lines()[:2]] == [40, 40]
-    assert "unigram <i> 6.62" in [text.get_text() for text in axis.texts]
-    check_data(figure)
-
-
-@pytest.mark.parametrize(
-    ("losses", "told"),
-    [
-        ([], "Waiting for the first step"),
-        ([8.0, 7.0, math.inf, math.nan], "✖ 2 losses were not finite"),
-        ([math.nan] * 3, "✖ 3 losses were not finite"),
-    ],
-)
-def test_views_before_the_first_step_and_of_a_run_that_diverged(run, losses, told):
+@pytest.mark.parametrize("losses", [[], [8.0, 7.0, math.inf, math.nan], [math.nan] * 3])
+def test_figure_before_first_step_and_of_diverged_run(run, losses):
     rows = [row(step, loss=loss) for step, loss in enumerate(losses, start=1)]
     (run.directory / "metrics.jsonl").write_text(lines(rows))
-    assert told in curve_html(Dashboard(run).read_all())
-    figure = loss_figure(run.metrics(), 80)
-    raw = np.asarray(figure.axes[0].get_lines()[0].get_ydata(), dtype=float)
+    figure, _ = run_figure(run)
+    axis = figure.axes[0]
+    raw = np.asarray(axis.get_lines()[0].get_ydata(), dtype=float)
     assert raw[np.isfinite(raw)].tolist() == [loss for loss in losses if math.isfinite(loss)]
-    assert np.isfinite(figure.axes[0].get_ylim()).all(), "steps before it keep their scale"
-
-
-def test_following_draws_at_the_end_and_not_at_every_look(run, monkeypatch):
-    drawn, shown, looks, ended = [], [], [], run.job.status()
-    monkeypatch.setattr(live, "curve_html", lambda *_: drawn.append(1) or f"curve {len(drawn)}")
-    for name in ("display", "update"):
-        show = f"IPython.display.DisplayHandle.{name}"
-        monkeypatch.setattr(show, lambda _, data, **__: shown.append(data))
-
-    def status(_: Job) -> JobStatus:
-        looks.append(1)
-        return ended.replace(state=JobState.RUNNING if len(looks) < 20 else JobState.DONE)
-
-    monkeypatch.setattr(Job, "status", status)
-    monkeypatch.setattr("kit.monitor.expected.Outlook.refresh", lambda *_, **__: None)
-    read, parse = [], columns.parse_lines
-    monkeypatch.setattr(columns, "parse_lines", lambda text: read.append(len(text)) or parse(text))
-    # A browser test before this one leaves a loop running in the main thread.
-    with ThreadPoolExecutor(1) as own_thread:
-        followed = own_thread.submit(asyncio.run, live.follow(run, refresh_s=0.0)).result(60)
-    assert followed.state is JobState.DONE
-    assert len(drawn) == 2 and len(shown) > 3
-    assert read == [(run.directory / "metrics.jsonl").stat().st_size], "each line once"
-    assert "curve 1" in shown[0]["text/html"] and "curve 2" in shown[-1]["text/html"]
+    lost = len(losses) - np.isfinite(losses).sum()
+    labels = [line.get_label() for line in axis.get_lines()]
+    assert (f"not finite ({lost})" in labels) == (lost > 0)
+    assert np.isfinite(axis.get_ylim()).all(), "steps before it keep their scale"
 
 
 def test_figure_and_its_table(run):
-    figure, table = run_figure(run, baselines={"unigram": 6.62})
+    figure, table = run_figure(run, baselines={"unigram <i>": 6.62})
     check_data(figure)
+    assert "unigram <i> 6.62" in [text.get_text() for text in figure.axes[0].texts]
     assert len(table["step"]) == 40 and np.isfinite(table["validation_loss"]).sum() == 1
     speed = figure.axes[1]
     labels = [text.get_text() for text in speed.texts]

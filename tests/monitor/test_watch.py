@@ -22,10 +22,8 @@ from kit.cli.app import app
 from kit.errors import RunError
 from kit.monitor import run_figure, status_row, status_table, watch
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.export import export_table
-from kit.monitor.live import curve_html, view_html
+from kit.monitor.export import export_table, scalars
 from kit.monitor.runs import compare_figure, live_row
-from kit.monitor.sinks import scalars
 from kit.monitor.text import bars
 from kit.run import Run
 from kit.run.alerts import AlertLog
@@ -110,8 +108,6 @@ READERS: dict[str, Callable[[Run], dict]] = {
     "export": lambda run: dict.fromkeys(export_table(run).column_names, 1),
     "sink": lambda run: scalars(run, [STEP])[0],
     "dashboard": lambda run: Dashboard(run).read_all().facts(),
-    "notebook": lambda run: {"loss": view_html(Dashboard(run).read_all(), "")},
-    "curve": lambda run: {"loss": curve_html(Dashboard(run).read_all())},
 }
 
 

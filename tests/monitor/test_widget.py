@@ -13,7 +13,7 @@ import pytest
 
 from cluster.state import JobState, read_asked, take_request
 from kit.data.wheels import file_sha256
-from kit.monitor.dashboard import View
+from kit.monitor.dashboard import PlotRange
 from kit.monitor.text import status_row
 from tests.support.recorded_runs import add_rows, dead_process, looked_at, recorded_run, say
 from tests.support.waiting import eventually
@@ -26,7 +26,7 @@ from kit.monitor.widget import STATIC, CellActivity, Monitor  # noqa: E402
 def show(monkeypatch):
     """Shows runs, and ends their threads."""
     # Which takes seconds, and is a test of its own.
-    monkeypatch.setattr("kit.monitor.expected.Outlook.refresh", lambda *_, **__: None)
+    monkeypatch.setattr("kit.monitor.speed.SpeedMonitor.refresh", lambda *_, **__: None)
     shown = []
 
     def monitor(run, **options) -> Monitor:
@@ -223,7 +223,7 @@ def test_another_run_as_a_baseline_is_read_at_the_same_steps(tmp_path):
     run = recorded_run(tmp_path / "run", steps=100)
     other = recorded_run(tmp_path / "other", steps=60)
     dashboard = looked_at(run, baselines={"other": other, "level": 2.5}, smoothing=0.0)
-    description, window = dashboard.frame(View())
+    description, window = dashboard.frame(PlotRange())
     curve = np.frombuffer(window, "<f4", offset=8 * 100).reshape(-1, 100)[-1]
     np.testing.assert_allclose(curve[:60], other.metrics()["loss"], rtol=1e-5)
     assert np.isnan(curve[60:]).all()
@@ -315,3 +315,23 @@ def test_a_run_that_cannot_be_reopened_after_a_new_attempt_is_tried_again(tmp_pa
     recipe.write_text(whole)
     dashboard.look()
     assert dashboard.facts()["num_steps"] == 2000
+
+
+def test_new_attempt_replaces_the_view_and_keeps_what_the_viewer_did(tmp_path):
+    """Rows are parsed once, alerts are reported once, and a request stays on the screen."""
+    run = recorded_run(tmp_path / "run", steps=2000, planned=5000, spike_at=700)
+    dashboard = looked_at(run)
+    before, position = dashboard.run_view, dashboard.columns.position
+    dashboard.set_smoothing(0.5)
+    dashboard.start_action("checkpoint")
+    run.recipe.replace(num_steps=6000).write(run.directory / "recipe.json")
+    say(run, JobState.RUNNING, attempt=2, step=2000)
+    dashboard.look()
+    after = dashboard.run_view
+    assert after is not before and after.run is not before.run
+    assert (before.run.recipe.num_steps, after.run.recipe.num_steps) == (5000, 6000)
+    assert before.run is run, "the replaced view was not changed"
+    assert len(after.curves) == 2000 and dashboard.columns.position == position
+    assert after.curves.smoothing == 0.5
+    assert "checkpoint" in dashboard.facts()["actions"]
+    assert [alert["kind"] for alert in dashboard.alerts()] == ["spike"]

@@ -7,7 +7,7 @@ import pytest
 
 from kit.data.build import BuildProgress
 from kit.errors import kit_command
-from kit.monitor.runs import show
+from kit.monitor.runs import cell_text
 from kit.show.terminal import PlainConsole, Table, as_text, number
 
 COLUMNS = ("run", "state", "tokens", "loss", "reason")
@@ -46,8 +46,8 @@ def test_what_is_no_terminal_gets_one_line_a_row() -> None:
 def test_a_huge_loss_has_an_exponent() -> None:
     told = [number(value, ".3f") for value in (2.5, -29618484.0, float("nan"), None)]
     assert told == ["2.500", "-2.962e+07", "not finite", "–"]
-    assert show("loss", 29618484.0) == "2.962e+07"
-    assert show("tokens_per_s", 29618484.0) == "29,618,484"
+    assert cell_text("loss", 29618484.0) == "2.962e+07"
+    assert cell_text("tokens_per_s", 29618484.0) == "29,618,484"
 
 
 def test_a_command_in_a_message_can_be_pasted() -> None:

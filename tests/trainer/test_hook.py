@@ -13,7 +13,7 @@ import torch
 from kit.config.plan import Plan
 from kit.errors import ConfigError
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.sinks import scalars
+from kit.monitor.export import scalars
 from kit.run import HOOK, Run
 from kit.run.alerts import AlertLog
 from kit.trainer.hook import Hook, _checked

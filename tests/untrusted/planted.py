@@ -22,11 +22,10 @@ from cluster.state import JobError, ask, log_path, take_request
 from kit.cli.options import strict_json
 from kit.errors import DataError, RunError
 from kit.evaluate.report import EvalReport, Metric
-from kit.monitor.dashboard import Dashboard, View
+from kit.monitor.dashboard import Dashboard, PlotRange
 from kit.monitor.export import export_table
 from kit.monitor.figure import run_figure, snapshot
 from kit.monitor.goodput import ledger
-from kit.monitor.live import curve_html, view_html
 from kit.monitor.runs import compare_figure, runs_table
 from kit.monitor.scores import eval_curve
 from kit.monitor.text import recorded_alerts, status_row
@@ -232,8 +231,9 @@ def job_of(run: Run) -> None:
 
 def dashboard_of(run: Run) -> Dashboard:
     shown = looked_at(run)
-    for view in (View(), View(axis="tokens", log_x=True), View(axis="time", start=1.0, end=1e12)):
-        shown.frame(view)
+    shown.frame(PlotRange())
+    shown.frame(PlotRange(axis="tokens", log_x=True))
+    shown.frame(PlotRange(axis="time", start=1.0, end=1e12))
     json.dumps([shown.facts(), shown.alerts()])
     shown.heat(), shown.log()
     return shown
@@ -252,14 +252,12 @@ VIEWS: Views = {
     "alerts": recorded_alerts,
     "goodput": lambda run: strict_json(ledger(run).rows()),
     "dashboard": dashboard_of,
-    "notebook": lambda run: view_html(Dashboard(run).read_all(), ""),
     "records": records_of,
 }
 COMMANDS = "status RUN", "status RUN --json", "status RUN --why"
 SLOW: Views = {f"kit {words}": command(words) for words in COMMANDS}
 """Of these each case has one, in turn."""
 DRAWN: Views = {
-    "curve": lambda run: curve_html(Dashboard(run).read_all()),
     "figure": lambda run: drawn(run_figure(run)[0]),
     "compared": lambda run: drawn(compare_figure([run])[0]),
     "widget": lambda run: drawn(snapshot(looked_at(run))),

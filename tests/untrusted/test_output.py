@@ -15,8 +15,8 @@ import pytest
 
 from cluster.record import ConfigError
 from cluster.state import log_path
+from kit.monitor.export import scalars
 from kit.monitor.runs import compare_figure
-from kit.monitor.sinks import scalars
 from kit.run import Run
 from kit.show.style import plain_cell, save_figure
 from kit.show.terminal import PlainConsole, PlainStream

@@ -33,10 +33,9 @@ from kit.errors import ConfigError, RunError
 from kit.evaluate import evaluate
 from kit.evaluate.follow import follow_run
 from kit.measure.site import remeasure
-from kit.monitor.actions import NAMES
+from kit.monitor.actions import ACTION_NAMES
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.live import curve_html
-from kit.monitor.sinks import copy_metrics
+from kit.monitor.export import copy_metrics
 from kit.monitor.text import recorded_alerts, status_table
 from kit.run import Run
 from kit.run.metrics import MetricsWriter
@@ -341,7 +340,6 @@ VIEWS: tuple[Callable[[Run], Any], ...] = (
     dashboard,
     widget,
     status_table,
-    lambda run: curve_html(Dashboard(run).read_all()),
     lambda run: run.metrics().summary(),
 )
 WRITERS: dict[str, Callable[[Run], Any]] = {
@@ -399,12 +397,12 @@ def test_buttons_say_whose_it_is(run: Path, calls: Calls, give_away, sleep) -> N
     running(run, process=hostile.process_of(sleep.pid))
     owner, before, shown = give_away(run), tree(run), Dashboard(Run.open(run))
     shown.look()
-    for name in NAMES:
-        shown.actions.start(name, shown.status)
+    for name in ACTION_NAMES:
+        shown.start_action(name)
     deadline, report = time.monotonic() + 10, {}
     while not report or not all(each["done_at"] for each in report.values()):
         assert time.monotonic() < deadline
-        report = shown.actions.report(shown.status)
+        report = shown.run_view.actions.report(shown.status)
         time.sleep(0.02)
     notes = [each["note"] for each in report.values()]
     assert len(notes) == 4 and all(note.startswith("refused") for note in notes), notes

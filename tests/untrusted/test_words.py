@@ -22,7 +22,7 @@ from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 from kit.launcher import launch
 from kit.monitor.dashboard import Dashboard
-from kit.monitor.live import curve_html, view_html
+from kit.monitor.figure import snapshot
 from kit.monitor.runs import compare_figure, runs_table
 from kit.monitor.text import status_table, watch
 from kit.run import Run
@@ -244,8 +244,8 @@ def pages(run: Run) -> dict[str, str]:
         "job spec": run.job.spec,
     }
     read = Dashboard(run, baselines={SCRIPT: 2.0}).read_all()
-    view = view_html(read, curve_html(read))
-    return {"view": view} | {name: each._repr_html_() for name, each in shown.items()}
+    picture = snapshot(read).to_html(alt=f"{run.name}: loss and speed")
+    return {"saved picture": picture} | {name: each._repr_html_() for name, each in shown.items()}
 
 
 def test_html_of_a_hostile_run_holds_no_element_of_its_own(tmp_path: Path) -> None:

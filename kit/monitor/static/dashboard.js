@@ -417,7 +417,7 @@ function render({ model, el }) {
     }
     const band = bandOf(key);
     if (band && lastOf(u.data[3]) != null) {
-      const from = (frame.attempts || []).find(({ attempt }) => attempt === state.facts.outlook.band.attempt);
+      const from = (frame.attempts || []).find(({ attempt }) => attempt === state.facts.speed.band.attempt);
       const at = (v) => Math.min(Math.max(u.valToPos(v, "y", true), bbox.top), bbox.top + bbox.height);
       const left = from && !(view.log_x && from.x <= 0) ? Math.max(bbox.left, u.valToPos(from.x, "x", true)) : bbox.left, right = bbox.left + bbox.width;
       const [top, bottom] = [at(band[1]), at(band[0])];
@@ -438,8 +438,8 @@ function render({ model, el }) {
     }
     ctx.restore();
   }
-  function bandOf(key) { return ((state.facts.outlook || {}).band || {})[key]; }
-  function bandInWords(key) { return `${state.facts.outlook.label}: ${bandOf(key).map(PANES.find((pane) => pane[0] === key)[4]).join(" to ")}`; }
+  function bandOf(key) { return ((state.facts.speed || {}).band || {})[key]; }
+  function bandInWords(key) { return `${state.facts.speed.label}: ${bandOf(key).map(PANES.find((pane) => pane[0] === key)[4]).join(" to ")}`; }
   function dataOf(i) {
     const rows = state.rows, first = 1 + 3 * i, count = PANES.length * 3;
     const data = [rows[0], rows[first], rows[first + 1], rows[first + 2]];
@@ -504,7 +504,7 @@ function render({ model, el }) {
     root.dataset.step = f.step;
     root.dataset.attempt = f.attempt;
     showTiles(f);
-    showOutlook(f.outlook || {});
+    showSpeed(f.speed || {});
     mix.textContent = f.data || "";
     mix.hidden = !f.data;
     showActions();
@@ -530,7 +530,7 @@ function render({ model, el }) {
     hosts.find(({ key }) => key === "learning_rate").last.textContent = f.learning_rate == null ? "" : `last step ${rate(f.learning_rate)}`;
   }
   let shownBand = "";
-  function showOutlook(o) {
+  function showSpeed(o) {
     verdict.textContent = o.verdict || "";
     verdict.hidden = !o.verdict;
     tile.speed.box.title = Object.entries(o.parts_s || {}).map(([part, s]) => `${part}: ${+s.toPrecision(3)} s`).join("\n");

@@ -1,9 +1,8 @@
-"""Is a run as fast as it should be? What the estimate says of its plan on its site, beside what
-its steps took, and what views say of both.
+"""Speed of a run, compared with what the estimate predicts for its plan on its site.
 
-An `Outlook` is worked out in a thread of its own and seldom, so no view waits for it: the estimate
-imports much, which is why that happens where it is used, and the ledger reads the whole history.
-What cannot be told says why.
+`compare_speed` compares once. Views use a `SpeedMonitor`, which compares seldom and in a thread of
+its own, so no view waits for it: the estimate imports much, and the ledger reads the whole history.
+If there is no estimate, the verdict says why.
 """
 
 import dataclasses
@@ -22,51 +21,55 @@ from kit.monitor.goodput import ledger
 from kit.run import Run
 from kit.run.metrics import Metrics, utilisation_rates
 
-EVERY_S, SHARE = 20.0, 0.02
-"""Least seconds between two answers, and the most of its time that a view spends on them."""
-BAND = "expected (modelled, 90 %)"
-WARM, RECENT = 5, 200
-"""Steps of an attempt that do not count, and how many of the newest do."""
+REFRESH_S = 20.0
+"""Least seconds between two comparisons of one view."""
+MAX_TIME_SHARE = 0.02
+"""Largest share of its time that a view spends on comparisons."""
+BAND_LABEL = "expected (modelled, 90 %)"
+WARM_UP_STEPS = 5
+"""First steps of an attempt that are left out, and the least number of steps to compare."""
+COMPARED_STEPS = 200
+"""Largest number of the newest steps that are compared."""
 DATA = "waiting for data"
 WAITS, PASSES = "waiting for other ranks or the network", "forward and backward pass"
-LINKS = ("tensor_parallel", "context_parallel", "pipeline_send", "bubble", "data_parallel")
-PRODUCTS = ("gemm", "attention", "elementwise", "host_launch", "recompute", "overhead")
-MEASURED: dict[str, tuple[str, tuple[str, ...]]] = {
+NETWORK_TERMS = ("tensor_parallel", "context_parallel", "pipeline_send", "bubble", "data_parallel")
+COMPUTE_TERMS = ("gemm", "attention", "elementwise", "host_launch", "recompute", "overhead")
+STEP_PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     DATA: ("data_s", ()),
     "the optimizer": ("optimizer_s", ("optimizer",)),
-    WAITS: ("waiting_s", LINKS),
+    WAITS: ("waiting_s", NETWORK_TERMS),
     "reduction, norm and clipping of gradients": ("reduction_s", ("data_parallel",)),
-    PASSES: ("forward_backward_s", PRODUCTS),
+    PASSES: ("forward_backward_s", COMPUTE_TERMS),
 }
-"""(column of the metrics, terms of the estimate whose time it should take) of each part of a step.
+"""(column of the metrics, terms of the estimate whose time the part should take) by part of a step.
 The part that explains most comes first. WAITS is measured within the other parts, so it is not
 added to them."""
 
 Band = dict[str, Any]
-"""The 90 % interval of the estimate for an `attempt`: `step_time_s`, and the speeds that follow,
-`tokens_per_s` and `mfu` (None for an unknown peak), low and high."""
+"""90 % interval of the estimate for an `attempt`: (low, high) of `step_time_s`, and of the speeds
+that follow from it, `tokens_per_s` and `mfu`. `mfu` is None for an unknown peak."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pace:
-    """What a step of an attempt should take, and what it takes."""
+class SpeedComparison:
+    """Expected and measured step time of an attempt."""
 
     expected_s: float
     low_s: float
     high_s: float
-    """The 90 % interval."""
+    """Upper end of the 90 % interval. `low_s` is its lower end."""
     terms_s: dict[str, float]
-    """Of the estimate, the largest first."""
+    """Seconds of each term of the estimate, the largest first."""
     calibration: str
-    """What the estimate rests on."""
+    """Which runs the estimate is fitted to."""
     warnings: tuple[str, ...]
     took_s: float
-    """Median of the newest steps; NaN for too few of them."""
+    """Median seconds of the newest steps. NaN for too few steps."""
     took_steps: int
     """Number of steps whose median `took_s` is."""
     parts_s: dict[str, float]
-    """Median seconds of each recorded part of a step on rank 0, by its name in MEASURED. The parts
-    do not overlap."""
+    """Median seconds of each recorded part of a step on rank 0, by name in STEP_PARTS. The parts do
+    not overlap."""
     waiting_s: float | None
     """Median seconds, within these parts, in which rank 0 waited for other ranks or the network;
     None where that was not recorded."""
@@ -74,8 +77,8 @@ class Pace:
 
     @property
     def slow_part(self) -> str | None:
-        """The part of a step slower than its interval that makes up more than half of what is
-        too much.
+        """Part of a step that explains more than half of the excess over the expected time. None
+        if the step is within its interval, or no single part explains so much.
         """
         if not self.took_s > self.high_s:
             return None
@@ -83,7 +86,7 @@ class Pace:
         if PASSES in own_s and self.waiting_s is not None:
             own_s |= {WAITS: self.waiting_s, PASSES: own_s[PASSES] - self.waiting_s}
         half_s = (self.took_s - self.expected_s) / 2
-        for name, (_, terms) in MEASURED.items():
+        for name, (_, terms) in STEP_PARTS.items():
             if own_s.get(name, 0.0) - sum(self.terms_s[term] for term in terms) > half_s:
                 return name
         return None
@@ -98,7 +101,7 @@ class Pace:
                 f"expected: {self.low_s:.3g} to {self.high_s:.3g} s a step ({self.calibration});"
                 " too few steps to compare"
             )
-        text = sentence(
+        text = comparison_sentence(
             self.took_s,
             self.expected_s,
             self.low_s,
@@ -117,7 +120,7 @@ class Pace:
         return {**dataclasses.asdict(self), "verdict": self.verdict}
 
 
-def sentence(
+def comparison_sentence(
     took_s: float, expected_s: float, low_s: float, high_s: float, label: str, steps: str = ""
 ) -> str:
     """Returns how a step time compares with its 90 % interval.
@@ -134,10 +137,15 @@ def sentence(
     return f"{how} than expected by {abs(ratio):.0%}: {took}, not {band} ({label})"
 
 
-def expectation(run: Run, attempt: int | None = None, metrics: Metrics | None = None) -> Pace:
-    """Returns how the newest steps of an attempt compare with what the estimate says of them, by
-    its plan and its site; by default of the newest attempt. `metrics` are its steps, if they are
-    read already.
+def compare_attempt(
+    run: Run, attempt: int | None = None, metrics: Metrics | None = None
+) -> SpeedComparison:
+    """Returns how the newest steps of an attempt compare with the estimate for its plan and site.
+
+    Args:
+        run: the run.
+        attempt: number of the attempt. Default: the newest.
+        metrics: steps of the run, if they were read already.
 
     Raises:
         ConfigError: the site lacks a number that the estimate needs.
@@ -160,7 +168,7 @@ def expectation(run: Run, attempt: int | None = None, metrics: Metrics | None = 
     terms_s = {
         name: np.asarray(value).item() for name, value in prediction.step_time.terms_s.items()
     }
-    took_s, took_steps, parts_s = _took(metrics or run.metrics(), attempt)
+    took_s, took_steps, parts_s = _measured_step(metrics or run.metrics(), attempt)
     waiting_s = parts_s.pop(WAITS, None)
     tokens = plan.global_batch_size * run.spec.sequence_length
     rates = utilisation_rates(run.spec, plan, site, is_imported=run.is_imported)
@@ -169,7 +177,7 @@ def expectation(run: Run, attempt: int | None = None, metrics: Metrics | None = 
         max(at_peak_s, np.asarray(end).item()) for end in (prediction.low_s, prediction.high_s)
     )
     slow, fast = tokens / high_s, tokens / low_s
-    return Pace(
+    return SpeedComparison(
         expected_s=np.asarray(prediction.total_s).item(),
         low_s=low_s,
         high_s=high_s,
@@ -189,75 +197,91 @@ def expectation(run: Run, attempt: int | None = None, metrics: Metrics | None = 
     )
 
 
-def pace(run: Run) -> Pace:
+def compare_speed(run: Run) -> SpeedComparison:
     """Returns how the newest attempt of a run compares with the estimate.
 
     Raises:
-        RunError: too few steps.
-        ConfigError: as `expectation`.
+        RunError: the attempt has too few steps.
+        ConfigError: as `compare_attempt`.
     """
-    found = expectation(run)
-    if math.isnan(found.took_s):
+    comparison = compare_attempt(run)
+    if math.isnan(comparison.took_s):
         raise RunError(
-            f"{run.directory}: the newest attempt has fewer than {2 * WARM} steps. Ask again when"
-            " it has more."
+            f"{run.directory}: the newest attempt has fewer than {2 * WARM_UP_STEPS} steps. Ask"
+            " again when it has more."
         )
-    return found
+    return comparison
 
 
-def _took(metrics: Metrics, attempt: int) -> tuple[float, int, dict[str, float]]:
+def _measured_step(metrics: Metrics, attempt: int) -> tuple[float, int, dict[str, float]]:
     """Returns (median seconds of an attempt's newest steps, number of these steps, median seconds
-    of their recorded parts by name in MEASURED). The median is NaN for too few steps.
+    of their recorded parts by name in STEP_PARTS). The median is NaN for too few steps.
     """
     known = (metrics["attempt"] == attempt) & np.isfinite(metrics["step_time_s"])
-    rows = np.flatnonzero(known)[WARM:][-RECENT:]
-    if len(rows) < WARM:
+    rows = np.flatnonzero(known)[WARM_UP_STEPS:][-COMPARED_STEPS:]
+    if len(rows) < WARM_UP_STEPS:
         return math.nan, len(rows), {}
-    told = {name: column for name, (column, _) in MEASURED.items() if column in metrics.columns}
-    parts = {name: float(np.median(metrics[column][rows])) for name, column in told.items()}
-    parts = {name: seconds for name, seconds in parts.items() if np.isfinite(seconds)}
+    parts: dict[str, float] = {}
+    for name, (column, _) in STEP_PARTS.items():
+        seconds = float(np.median(metrics[column][rows])) if column in metrics.columns else math.nan
+        if math.isfinite(seconds):
+            parts[name] = seconds
     took_s = float(np.median(metrics["step_time_s"][rows]))
     phases = [seconds for name, seconds in parts.items() if name not in (DATA, WAITS)]
-    if phases and DATA in parts:  # beside a GPU's work it costs nothing
+    if phases and DATA in parts:  # loading beside the work of a GPU costs nothing
         parts[DATA] = min(parts[DATA], max(0.0, took_s - sum(phases)))
     return took_s, len(rows), parts
 
 
-class Outlook:
-    """What was worked out last, for views.
+class SpeedMonitor:
+    """Compares the speed of a run with the estimate now and then, in a thread.
 
-    `facts` are plain values, for JSON: the `band` of the newest attempt and its `label`, the
-    `verdict` in one sentence, of what a step is made, and the goodput; empty until `refresh` has
-    had its first answer.
+    Attributes:
+        facts: result of the last comparison as plain values for JSON: `band` of the newest attempt
+            and its `label`, `verdict` in one sentence, `parts_s` of a step, and `goodput`. Before
+            the first result they are empty.
+
+    Args:
+        run: the run.
+        read_metrics: returns the steps that were read so far.
+        earlier: monitor of the same run before the run changed. Its facts, without the verdict, are
+            shown until the first result.
     """
 
-    def __init__(self, run: Run, steps: Callable[[], Metrics]) -> None:
-        self.run, self.steps = run, steps
+    def __init__(
+        self,
+        run: Run,
+        read_metrics: Callable[[], Metrics],
+        *,
+        earlier: "SpeedMonitor | None" = None,
+    ) -> None:
+        self.run = run
+        self.read_metrics = read_metrics
         self.facts: dict[str, Any] = {
-            "label": BAND,
+            "label": BAND_LABEL,
             "band": None,
             "verdict": "",
             "parts_s": {},
             "goodput": None,
         }
-        self._due, self._thread = 0.0, None
+        if earlier is not None:
+            self.facts = {**earlier.facts, "verdict": ""}
+        self._due = 0.0
+        self._thread: threading.Thread | None = None
 
     def refresh(self, *, wait: bool = False) -> None:
-        """Sees to it that the answers are not much older than EVERY_S; with `wait` there is one
-        afterwards.
+        """Starts a comparison if the last one is older than REFRESH_S. With `wait`, returns after
+        its end.
         """
         if time.monotonic() >= self._due:
             self._due = float("inf")
-            self._thread = threading.Thread(target=self._work_out, name="kit_outlook", daemon=True)
+            self._thread = threading.Thread(target=self._compare, name="kit_speed", daemon=True)
             self._thread.start()
         if wait and self._thread is not None:
             self._thread.join()
 
-    def again(self, run: Run) -> None:
-        """Forgets when it last looked: the run has another attempt or another site."""
-        self.run, self._due, self.facts = run, 0.0, {**self.facts, "verdict": ""}
-
-    def _work_out(self) -> None:
+    def _compare(self) -> None:
+        """Replaces the facts. Sets when the next comparison is due."""
         start = time.thread_time()
         try:
             spent = ledger(self.run)
@@ -266,24 +290,28 @@ class Outlook:
                 "usd": spent.usd,
                 "parts": [row for row in spent.rows() if row["seconds"] > 0],
             }
-        except Exception:  # no attempt yet, or a directory that is gone: the bar is left out
+        except Exception:  # no attempt yet, or a removed directory: the bar is left out
             goodput = None
-        self.facts = {"label": BAND, **compare(self.run, self.steps()), "goodput": goodput}
-        self._due = time.monotonic() + max(EVERY_S, (time.thread_time() - start) / SHARE)
+        self.facts = {
+            "label": BAND_LABEL,
+            **speed_facts(self.run, self.read_metrics()),
+            "goodput": goodput,
+        }
+        self._due = time.monotonic() + max(REFRESH_S, (time.thread_time() - start) / MAX_TIME_SHARE)
 
 
-def compare(run: Run, metrics: Metrics) -> dict[str, Any]:
-    """Returns the expected `band` of the newest attempt of a run with these steps if there is one,
-    the `verdict`, one sentence, and `parts_s`, what a step is made of.
+def speed_facts(run: Run, metrics: Metrics) -> dict[str, Any]:
+    """Returns `band`, `verdict` and `parts_s` of the newest attempt as plain values. Without an
+    estimate `band` is None, and `verdict` says why.
 
     Raises nothing.
     """
     try:
-        found = expectation(run, metrics=metrics)
-        parts_s = dict(found.parts_s)
-        if found.waiting_s is not None:
-            parts_s[f"of these, {WAITS}"] = found.waiting_s
-        return {"band": found.band, "verdict": found.verdict, "parts_s": parts_s}
+        comparison = compare_attempt(run, metrics=metrics)
+        parts_s = dict(comparison.parts_s)
+        if comparison.waiting_s is not None:
+            parts_s[f"of these, {WAITS}"] = comparison.waiting_s
+        return {"band": comparison.band, "verdict": comparison.verdict, "parts_s": parts_s}
     except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
         why = _first_line(error) or type(error).__name__
         return {"band": None, "verdict": f"no estimate: {why}", "parts_s": {}}

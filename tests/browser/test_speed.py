@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cluster.state import JobState
-from kit.monitor.expected import BAND, Outlook
+from kit.monitor.speed import BAND_LABEL, SpeedMonitor
 from kit.run import Run
 from tests.support.recorded_runs import happened, recorded_run
 
@@ -15,9 +15,9 @@ from tests.support.recorded_runs import happened, recorded_run
 def _at_pace(folder: Path, times: float) -> Run:
     """Returns a run that takes so many times what is expected; its history ends now."""
     run = recorded_run(folder, steps=400, second_attempt_at=200)
-    outlook = Outlook(run, run.metrics)
-    outlook.refresh(wait=True)
-    low, high = outlook.facts["band"]["step_time_s"]
+    monitor = SpeedMonitor(run, run.metrics)
+    monitor.refresh(wait=True)
+    low, high = monitor.facts["band"]["step_time_s"]
     file, now = run.directory / "metrics.jsonl", time.time()
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     wanted = times * (low * high) ** 0.5
@@ -40,19 +40,20 @@ def _at_pace(folder: Path, times: float) -> Run:
 def test_the_band_the_sentence_and_the_goodput(open_screen, tmp_path, times, dark):
     screen = open_screen(_at_pace(tmp_path / "run", times), dark=dark)
     assert screen.page.locator(".kit-verdict").is_hidden(), "the first view waits for no estimate"
-    screen.dashboard.outlook.refresh(wait=True)
+    screen.dashboard.refresh_speed(wait=True)
     screen.refresh()
     verdict = "as expected" if times == 1 else "slower than expected by"
     assert screen.text(".kit-verdict").startswith(verdict)
-    mfu, band = screen.dashboard.facts()["mfu"], screen.dashboard.outlook.facts["band"]
+    facts = screen.dashboard.facts()
+    mfu, band = facts["mfu"], facts["speed"]["band"]
     assert (band["mfu"][0] < mfu < band["mfu"][1]) == (times == 1), "the chart says the same"
-    assert BAND in screen.label("MFU")
+    assert BAND_LABEL in screen.label("MFU")
     assert "waiting for data: " in screen.page.locator(".kit-tile").nth(2).get_attribute("title")
     bar = screen.page.locator(".kit-goodput")
     assert "Goodput" in bar.get_attribute("aria-label")
     assert "productive" in screen.text(".kit-shares")
     widths = bar.evaluate("e => [...e.children].map(c => c.getBoundingClientRect().width)")
-    shares = [part["share"] for part in screen.dashboard.outlook.facts["goodput"]["parts"]]
+    shares = [part["share"] for part in facts["speed"]["goodput"]["parts"]]
     total = bar.evaluate("e => e.getBoundingClientRect().width")
     assert [width / total for width in widths] == pytest.approx(shares, abs=0.01)
-    screen.photograph(f"outlook-{'dark' if dark else 'light'}")
+    screen.photograph(f"speed-{'dark' if dark else 'light'}")

@@ -21,7 +21,7 @@ from kit.errors import RunError
 from kit.estimate import Layouts, published_calibration
 from kit.estimate.fit.calibrate import Prediction
 from kit.estimate.theory.hardware import Hardware
-from kit.monitor.expected import MEASURED, PASSES, Outlook, compare, pace
+from kit.monitor.speed import PASSES, STEP_PARTS, SpeedMonitor, compare_speed, speed_facts
 from kit.run import Run
 from tests.support.recorded_runs import made, row
 
@@ -59,7 +59,7 @@ def estimated(plan: Plan) -> float:
 
 @pytest.mark.parametrize("plan", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_as_expected(tmp_path, plan):
-    found = pace(recorded(tmp_path / "run", plan, estimated(plan)))
+    found = compare_speed(recorded(tmp_path / "run", plan, estimated(plan)))
     assert found.low_s < found.took_s < found.high_s and found.verdict.startswith("as expected")
     assert f"{found.took_s:.3g} s (median of {found.took_steps} steps)" in found.verdict
     assert found.parts_s == {}, "of metrics that do not tell"
@@ -70,7 +70,7 @@ def test_as_expected(tmp_path, plan):
 def test_no_run_is_expected_above_the_peak_of_a_machine_that_no_fit_knows(tmp_path):
     plan = Plan(global_batch_size=32, micro_batch_size=8)
     rows = [row(step, step_time_s=1.0) for step in range(1, 31)]
-    found = pace(made(tmp_path / "run", rows, plan, peak=1e11))
+    found = compare_speed(made(tmp_path / "run", rows, plan, peak=1e11))
     slow, fast = found.band["mfu"]
     assert slow < 0.9 and fast == pytest.approx(1), "the interval would reach beyond it"
     assert found.low_s == found.band["step_time_s"][0] < found.expected_s < found.high_s
@@ -83,13 +83,13 @@ def test_a_slow_run_is_told_with_the_part_of_a_step_that_is_slow(tmp_path, layou
     seconds = {name: float(np.ravel(value)[0]) for name, value in slow.step_time.terms_s.items()}
     total_s = float(np.ravel(slow.total_s)[0])
     parts: dict[str, Any] = {
-        column: sum(seconds[term] for term in terms) for column, terms in MEASURED.values()
+        column: sum(seconds[term] for term in terms) for column, terms in STEP_PARTS.values()
     }
     parts["forward_backward_s"] += parts["waiting_s"]
-    found = pace(recorded(tmp_path / "run", plan, total_s, **parts))
+    found = compare_speed(recorded(tmp_path / "run", plan, total_s, **parts))
     assert found.verdict.startswith("slower than expected by") and found.slow_part == PASSES
     assert f"Most of it: {PASSES}, " in found.verdict
-    mute = pace(recorded(tmp_path / "mute", plan, total_s))
+    mute = compare_speed(recorded(tmp_path / "mute", plan, total_s))
     assert mute.slow_part is None, "nothing that was not measured is guessed"
     assert mute.verdict.endswith("runs)")
 
@@ -102,7 +102,8 @@ def test_one_answer_has_the_verdict_and_where_the_time_went(tmp_path):
     words = " ".join(CliRunner().invoke(app, command).output.split())
     assert "as expected" in words and "where the time should go" in words
     told = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
-    assert set(told) == {"pace", "goodput"} and told["pace"]["verdict"] == pace(run).verdict
+    assert set(told) == {"pace", "goodput"}
+    assert told["pace"]["verdict"] == compare_speed(run).verdict
     assert told["goodput"]["attempts"][0]["devices"] == 8
 
 
@@ -122,40 +123,40 @@ def test_views_ask_without_being_held_up_and_are_told_why_there_is_no_answer(tmp
     code = f"{views}; sys.exit('kit.estimate' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     run = recorded(tmp_path / "run", LAYOUTS["wide"], 1.0, steps=6)
-    outlook = Outlook(run, run.metrics)
-    assert outlook.facts["verdict"] == "" and outlook.facts["band"] is None
-    outlook.refresh(wait=True)
-    verdict, band = outlook.facts["verdict"], outlook.facts["band"]
+    monitor = SpeedMonitor(run, run.metrics)
+    assert monitor.facts["verdict"] == "" and monitor.facts["band"] is None
+    monitor.refresh(wait=True)
+    verdict, band = monitor.facts["verdict"], monitor.facts["band"]
     assert verdict.startswith("expected: ") and "too few steps" in verdict
     with pytest.raises(RunError, match="fewer than 10 steps"):
-        pace(run)
+        compare_speed(run)
     low, high = band["step_time_s"]
     tokens = run.plan.global_batch_size * run.spec.sequence_length
     assert band["tokens_per_s"] == pytest.approx((tokens / high, tokens / low))
-    assert outlook.facts["goodput"]["share"] == pytest.approx(1, abs=0.2)
+    assert monitor.facts["goodput"]["share"] == pytest.approx(1, abs=0.2)
     (run.directory / "plan.attempt_01.json").write_text("{")
-    outlook.refresh(wait=True)
-    assert outlook.facts["verdict"] == verdict, "not asked again within 20 s"
-    outlook.again(run)
-    outlook.refresh(wait=True)
-    verdict = outlook.facts["verdict"]
+    monitor.refresh(wait=True)
+    assert monitor.facts["verdict"] == verdict, "not asked again within 20 s"
+    monitor = SpeedMonitor(run, run.metrics, earlier=monitor)
+    monitor.refresh(wait=True)
+    verdict = monitor.facts["verdict"]
     assert verdict.startswith("no estimate: ") and "plan.attempt_01.json" in verdict
     assert not verdict.endswith("."), "a view adds its own full stop"
-    assert outlook.facts["band"] is None
+    assert monitor.facts["band"] is None
 
 
 def test_verdict_without_estimate_ends_with_a_sentence(tmp_path):
     """The error of a site without numbers continues with an example on further lines."""
     rows = [row(step) for step in range(1, 31)]
     run = made(tmp_path / "run", rows, Plan(global_batch_size=32), site="generic-gpu-slurm")
-    verdict = compare(run, run.metrics())["verdict"]
+    verdict = speed_facts(run, run.metrics())["verdict"]
     assert verdict.startswith("no estimate: ") and verdict.endswith("`kit bench --out FILE.toml`)")
 
 
 def test_a_new_attempt_is_not_judged_by_the_steps_of_the_one_before(tmp_path):
     plan = LAYOUTS["one node"]
     run = recorded(tmp_path / "run", plan, 10 * estimated(plan))
-    assert compare(run, run.metrics())["verdict"].startswith("slower than expected")
+    assert speed_facts(run, run.metrics())["verdict"].startswith("slower than expected")
     update_state(run.directory, attempt=2, state=JobState.STARTING)  # its plan comes later
-    found = compare(run, run.metrics())
+    found = speed_facts(run, run.metrics())
     assert found["verdict"].endswith("too few steps to compare") and found["band"]["attempt"] == 2

@@ -1,0 +1,252 @@
+"""Detectors: the statistics behind the alert rules. They know arrays only, and need no torch.
+
+`RiseDetector` finds a loss that rises and does not come back. `slowest_rank` tests whether a rank
+is slower than the others. `rows_not_finite` and its neighbours find where stretches of bad rows
+begin.
+"""
+
+import math
+import statistics
+import warnings
+from collections import deque
+from collections.abc import Collection
+from typing import NamedTuple
+
+import numpy as np
+
+from kit.run.columns import Columns
+from kit.trainer.spikes import lines
+
+LEVEL_STEPS = 50
+"""Steps whose median loss is one level of `RiseDetector`."""
+RISE_LEVELS = 8
+"""Number of levels above the lowest level that are enough for a rise, whatever their height."""
+RISE_STEPS = LEVEL_STEPS * RISE_LEVELS
+"""Number of steps for which a loss must have been above its lowest level."""
+LAG = 2
+"""Distance, in levels, between the levels of a second difference. Where a line of a log stands for
+more steps than a level, neighbouring lines are compared."""
+NOISES = 7.0
+"""Least height of a rise, in standard deviations of a level. LOG.md says what less of it gives."""
+LEAST_RISE = 0.015
+"""Least height of a rise, as a share of the lowest level. LOG.md says what less of it gives."""
+LONGEST_LINE = 10_000
+"""Largest number of steps for which one line of a log may stand."""
+RATE_RISE = 1.01
+"""Factor above which a learning rate that had begun to fall counts as a second warm-up."""
+
+SLOW = 1.15
+"""Ratio to the step time of the others from which a rank deserves an alert."""
+TEST_MEDIANS = 12
+"""Number of medians over neighbouring samples that the t-test of a rank compares."""
+MIN_SAMPLES = 2 * TEST_MEDIANS
+"""Least number of samples for the t-test."""
+
+
+class Rise(NamedTuple):
+    """A loss that has risen: two rows of the metrics, and the levels there."""
+
+    row: int
+    """Row at which the rise was found."""
+    level: float
+    low_row: int
+    """Last row of the lowest level."""
+    low: float
+
+
+class RiseDetector:
+    """Follows the loss of one run and finds each rise once, until the loss has come back.
+
+    Blocks of LEVEL_STEPS steps, or the lines of a log that has fewer, have a level: their median
+    loss. The loss has risen if the levels of RISE_STEPS steps, and of eight blocks or lines, are
+    all above the lowest level so far by more than the noise, and are not half the way back. Higher
+    levels need fewer lines, at least two: their number times their height counts. The noise is
+    estimated from second differences of levels 100 steps apart, which are about zero for a steady
+    fall and for a steady rise.
+
+    The comparison begins anew where new data begin, and where a learning rate rises again, after
+    which a loss rises for a while. LOG.md says what is found, how late, and on which healthy runs
+    it was tried.
+    """
+
+    def __init__(self) -> None:
+        self._row = 0
+        """Number of rows that were judged."""
+        self._before = np.empty(0)
+        """Last finite loss before `_row`, if there is one."""
+        self._highest_rate = 0.0
+        self._rate = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begins the comparison anew."""
+        self._low = float("inf")
+        self._low_row = 0
+        self._back_row = 0
+        """Last row at which the loss was not above the bar."""
+        self._is_reported = False
+        self._levels: deque[tuple[int, float]] = deque(maxlen=2 * LAG + 1)
+        self._bends: deque[float] = deque(maxlen=100)
+        """Newest second differences of the levels, without sign."""
+        self._above: deque[float] = deque(maxlen=RISE_LEVELS)
+        """Levels above the bar since `_back_row`."""
+
+    def find(
+        self, losses: np.ndarray, rates: np.ndarray, new_data: Collection[int] = ()
+    ) -> list[Rise]:
+        """Returns the rises in the rows since the last call.
+
+        Args:
+            losses: all losses so far. Those of the last call must be their beginning.
+            rates: learning rate of each row, NaN where it is unknown.
+            new_data: rows at which another mix of data begins.
+        """
+        start = self._row
+        before = self._before
+        found: list[Rise] = []
+        self._row = max(start, len(losses) - (len(losses) - start) % LEVEL_STEPS)
+        known = np.append(before, losses[start : self._row])
+        self._before = known[np.isfinite(known)][-1:]
+        line_rows = lines(known)[len(before) :] + start - len(before)
+        for first in range(start, self._row, LEVEL_STEPS):
+            end = first + LEVEL_STEPS
+            rows = line_rows[slice(*np.searchsorted(line_rows, (first, end)))]
+            if len(rows):
+                level = statistics.median(losses[rows].tolist())  # NumPy's takes ten times as long
+                found += self._add_level(level, end_of_line(losses, int(rows[-1])))
+            warms_again = self._warms_again(float(rates[end - 1]))
+            if warms_again or any(first <= row < end for row in new_data):
+                self._begin()
+        return found
+
+    def _add_level(self, level: float, row: int) -> list[Rise]:
+        """Takes a level into account whose last line ends at a row. Returns the rise that it
+        completes, if any.
+        """
+        self._levels.append((row, level))
+        bar = LEAST_RISE * abs(self._low)
+        if level > self._low + bar:
+            bar = max(bar, NOISES * self._noise())
+        if not level > self._low + bar:
+            self._add_bend()
+            self._back_row = row
+            self._is_reported = False
+            self._above.clear()
+            if level < self._low:
+                self._low = level
+                self._low_row = row
+            return []
+        self._above.append(level)
+        height = min(self._above) - self._low
+        count = len(self._above)
+        is_high = count > 1 and count * height >= RISE_LEVELS * bar
+        is_long = row - self._back_row >= RISE_STEPS
+        comes_back = level < (self._low + max(self._above)) / 2
+        if self._is_reported or not is_high or not is_long or comes_back:
+            return []
+        self._is_reported = True
+        return [Rise(row, level, self._low_row, self._low)]
+
+    def _noise(self) -> float:
+        """Returns the standard deviation of a level, infinity while too few levels are known."""
+        if len(self._bends) < 3:
+            return float("inf")
+        return float(np.median(self._bends)) / (0.6745 * 6**0.5)
+
+    def _add_bend(self) -> None:
+        """Takes the second difference of the newest levels into account."""
+        rows, levels = zip(*self._levels, strict=True)
+        lag = LAG if rows[-1] - rows[0] < 2 * LEVEL_STEPS * len(rows) else 1
+        if len(levels) > 2 * lag:
+            self._bends.append(abs(levels[-1] - 2 * levels[-1 - lag] + levels[-1 - 2 * lag]))
+
+    def _warms_again(self, rate: float) -> bool:
+        """Returns whether a learning rate that had begun to fall rises. An unknown rate (NaN) does
+        not rise.
+        """
+        warms = RATE_RISE * self._rate < min(rate, self._highest_rate)
+        self._rate = rate if warms or rate >= self._highest_rate else min(self._rate, rate)
+        self._highest_rate = max(self._highest_rate, rate)
+        return warms
+
+
+def end_of_line(losses: np.ndarray, row: int) -> int:
+    """Returns the last row of the line that begins at a row, as far as it is recorded."""
+    others = np.flatnonzero(losses[row : row + LONGEST_LINE] != losses[row])
+    return row + int(others[0] if len(others) else len(losses[row : row + LONGEST_LINE])) - 1
+
+
+def rows_not_finite(columns: Columns, name: str, start: int, end: int) -> np.ndarray:
+    """Returns the rows from `start` to `end` at which a stretch of non-finite losses or gradient
+    norms begins.
+
+    A gradient norm that has never been finite was not logged. A loss is only judged in rows with a
+    duration. Where fp16 skips a step to find its loss scale, a value that is not finite is no
+    fault: its gradient has overflowed, and Megatron prints no loss where all steps of a line were
+    skipped.
+    """
+    since = max(0, start - 1)
+    bad = ~np.isfinite(columns[name][since:end]) & np.isfinite(columns["step_time_s"][since:end])
+    if name == "grad_norm":
+        known = np.isfinite(columns[name][:end])
+        bad[: max(0, int(known.argmax()) - since) if known.any() else None] = False
+    counts = np.nan_to_num(columns["skipped_steps"][since:end])
+    skipped = np.diff(counts, prepend=0 if start == 0 else np.inf) > 0
+    if name == "loss":
+        skipped &= columns["nan_steps"][since:end] == 0
+    rows = first_rows(bad, start)
+    return rows[~skipped[rows - since]]
+
+
+def first_rows(bad: np.ndarray, start: int) -> np.ndarray:
+    """Returns the rows from `start` on at which a stretch of bad rows begins. `bad` begins with the
+    row before `start`, if there is one.
+    """
+    rows = max(0, start - 1) + np.flatnonzero(bad & ~np.append(False, bad[:-1]))
+    return rows[rows >= start]
+
+
+def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
+    """Returns (slowest rank, its step time over that of the others, probability that noise makes
+    any rank look that much slower than `SLOW`). Returns None if a block has no sample of the rank.
+
+    Neighbouring samples resemble each other on a busy machine. So TEST_MEDIANS medians of
+    neighbours are compared by a one-sided t-test of their logarithms against ln SLOW. The
+    probability is multiplied by the number of ranks, since the slowest is tested (Bonferroni).
+
+    Args:
+        relative: step time over the median of all ranks, [rank, sample]. The number of samples is a
+            multiple of TEST_MEDIANS.
+    """
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a rank without any sample
+        means = np.nanmean(relative, axis=1)
+        if not np.isfinite(means).any():
+            return None
+        rank = int(np.nanargmax(means))
+        ratios = relative[rank].astype(float)
+        if len(relative) == 2:  # the median of two is their mean, which is half the rank itself
+            ratios = ratios / (2 - ratios)
+        medians = np.nanmedian(np.log(ratios).reshape(TEST_MEDIANS, -1), axis=1)
+    if not np.isfinite(medians).all():
+        return None
+    mean = float(np.mean(medians))
+    error = float(np.std(medians, ddof=1)) / math.sqrt(TEST_MEDIANS)
+    excess = mean - math.log(SLOW)
+    by_chance = _t_tail(excess / error if error else math.copysign(math.inf, excess))
+    return rank, math.exp(mean), min(1.0, len(relative) * by_chance)
+
+
+def _t_tail(t: float) -> float:
+    """Returns the probability that Student's t of TEST_MEDIANS - 1 degrees of freedom, an odd
+    number, is above t.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, equation 26.7.3.
+    """
+    freedom = TEST_MEDIANS - 1
+    angle = math.atan(t / math.sqrt(freedom))
+    term = series = math.cos(angle)
+    for k in range(2, freedom - 1, 2):
+        term *= k / (k + 1) * math.cos(angle) ** 2
+        series += term
+    return 0.5 - (angle + math.sin(angle) * series) / math.pi

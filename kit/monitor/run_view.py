@@ -1,0 +1,67 @@
+"""One run as its files describe it at one time, with everything that views derive from it."""
+
+import threading
+from pathlib import Path
+
+from kit.monitor.actions import Actions
+from kit.monitor.alerts import AlertMonitor
+from kit.monitor.curves import Curves
+from kit.monitor.ranks import RankTimes
+from kit.monitor.speed import SpeedMonitor
+from kit.run import Run
+from kit.run.metrics import Metrics
+
+
+class RunView:
+    """A run with its curves, actions, alerts, expected speed and step times of ranks.
+
+    A new attempt may have another plan and more steps to do, and a corrected site has another peak.
+    A dashboard then makes a new view and replaces the old one as a whole.
+
+    Args:
+        run: the run as its files describe it.
+        attempt: number of the attempt whose ranks are watched.
+        site_written_at: result of the function `site_written_at` before `run` was opened.
+        lock: lock of the dashboard. It is held wherever curves are read or extended.
+        smoothing: weight of the past in the averages. A view that replaces another one keeps the
+            smoothing of that view.
+        earlier: view that this view replaces. The parsed rows, the requests of this viewer, and
+            what the alert rules have judged are taken over from it.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        attempt: int,
+        site_written_at: float | None,
+        lock: threading.RLock,
+        *,
+        smoothing: float = 0.9,
+        earlier: "RunView | None" = None,
+    ) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.site_written_at = site_written_at
+        self.lock = lock
+        self.curves = Curves(run, smoothing, earlier=earlier.curves if earlier else None)
+        self.actions = Actions(run, earlier=earlier.actions if earlier else None)
+        self.alert_monitor = AlertMonitor(run, earlier=earlier.alert_monitor if earlier else None)
+        self.speed_monitor = SpeedMonitor(
+            run, self.metrics, earlier=earlier.speed_monitor if earlier else None
+        )
+        self.ranks = RankTimes(run.directory, run.plan.num_devices, attempt)
+
+    def metrics(self) -> Metrics:
+        """Returns the steps that were read so far."""
+        with self.lock:
+            return self.curves.metrics()
+
+
+def site_written_at(directory: Path) -> float | None:
+    """Returns the unix time of the last change of a run's site.json, None if the file is missing.
+    `kit bench --apply` corrects a peak in it.
+    """
+    try:
+        return (directory / "site.json").stat().st_mtime
+    except OSError:
+        return None
