@@ -10,7 +10,13 @@ from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 from kit.estimate.fit import published
-from kit.estimate.theory.communication import Link, Links, all_gather, all_reduce, exposed
+from kit.estimate.theory.communication import (
+    Link,
+    Links,
+    all_gather_seconds,
+    all_reduce_seconds,
+    exposed_seconds,
+)
 from kit.estimate.theory.hardware import BOUNDS, NAMES, Coefficients, Hardware
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.step_time import TERMS, step_time
@@ -150,9 +156,11 @@ def test_one_call_equals_many_and_select_gives_parts():
 
 def test_collectives_follow_the_ring():
     link = Link(1e9, 0.1)
-    assert all_reduce(1e9, np.array([1.0, 2.0, 4.0]), link) == pytest.approx([0, 1.1, 1.6])
-    assert all_gather(1e9, np.array(4.0), link) == pytest.approx(0.8)
-    assert exposed(np.array([0.0, 3.0, 1e9]), 4.0) == pytest.approx([0, 1, 1e9 - 4], rel=1e-6)
+    assert all_reduce_seconds(1e9, np.array([1.0, 2.0, 4.0]), link) == pytest.approx([0, 1.1, 1.6])
+    assert all_gather_seconds(1e9, np.array(4.0), link) == pytest.approx(0.8)
+    assert exposed_seconds(np.array([0.0, 3.0, 1e9]), 4.0) == pytest.approx(
+        [0, 1, 1e9 - 4], rel=1e-6
+    )
 
 
 def test_links_never_exceed_the_machines_own():

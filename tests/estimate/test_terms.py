@@ -18,9 +18,9 @@ from kit.estimate.choose.explain import answers
 from kit.estimate.choose.report import plan_report
 from kit.estimate.choose.search import describe, search
 from kit.estimate.theory.activations import MEGATRON
-from kit.estimate.theory.communication import Links, all_gather, exposed
+from kit.estimate.theory.communication import Links, all_gather_seconds, exposed_seconds
 from kit.estimate.theory.hardware import NARROW_CEILING, Coefficients, Hardware
-from kit.estimate.theory.layer import layer_params, product_time
+from kit.estimate.theory.layer import layer_params, product_seconds
 from kit.estimate.theory.layouts import EXCHANGES, SCHEDULES, Layouts, cast_bytes
 from kit.estimate.theory.memory import memory_by_stage
 from kit.estimate.theory.orders import Order
@@ -52,8 +52,10 @@ def test_a_ring_hides_behind_attention_and_what_it_sends_grows_with_ranks_and_ke
     kv = LLAMA.hidden_size * 8 / 32
     once = 4 * tokens * kv / 2 / links.context.rate + links.context.latency_s
     blocks = (x.context_parallel - 1) * once
-    attention = time.layer.terms["attention"] / 3.5
-    assert time.layer.terms["context_parallel"] == pytest.approx(3 * exposed(blocks, attention))
+    attention = time.layer.terms_s["attention"] / 3.5
+    assert time.layer.terms_s["context_parallel"] == pytest.approx(
+        3 * exposed_seconds(blocks, attention)
+    )
     assert time.terms_s["context_parallel"][0] == 0 < time.terms_s["context_parallel"][1]
     assert attention == pytest.approx(attention[0] / x.context_parallel), "equal parts of the mask"
     assert (np.diff(time.total_s) < 0).all(), "ranks more"
@@ -65,7 +67,7 @@ def test_all_to_all_moves_heads_both_ways_and_nothing_hides_it():
     tokens, c = LLAMA.sequence_length / x.context_parallel, x.context_parallel
     sent = (c - 1) / c * 2 * tokens * (2 * LLAMA.hidden_size + 2 * LLAMA.hidden_size * 8 / 32) / 2
     once = sent / links.context.rate + 2 * links.context.latency_s
-    assert time.layer.terms["context_parallel"] == pytest.approx(2 * once)
+    assert time.layer.terms_s["context_parallel"] == pytest.approx(2 * once)
     ring, _, _ = timed(plan(context_parallel=2))
     assert time.terms_s["gemm"][0] == pytest.approx(ring.terms_s["gemm"][0])
 
@@ -124,15 +126,15 @@ def test_narrow_products_are_faster_by_the_sites_peaks_and_their_casts_are_memor
     rate = Hardware.of(H100).memory_bytes_per_s * C.memory_efficiency
     tokens, h, f = LLAMA.sequence_length, LLAMA.hidden_size, LLAMA.ffn_hidden_size
     numbers = tokens * (h / 2 + 2 * h + (h + h / 2) / 2) + layer_params(x) / 2
-    more = narrow.layer.terms["elementwise"] - wide.layer.terms["elementwise"]
+    more = narrow.layer.terms_s["elementwise"] - wide.layer.terms_s["elementwise"]
     assert more == pytest.approx(4 * numbers / rate)
     rates = Hardware.of(H100, "fp8").matmul_flops_per_s / Hardware.of(H100).matmul_flops_per_s
-    assert 1.7 < float((wide.layer.terms["gemm"] / narrow.layer.terms["gemm"])[0]) < rates
-    assert narrow.layer.terms["attention"] == wide.layer.terms["attention"]
+    assert 1.7 < float((wide.layer.terms_s["gemm"] / narrow.layer.terms_s["gemm"])[0]) < rates
+    assert narrow.layer.terms_s["attention"] == wide.layer.terms_s["attention"]
     logits = [time.terms_s["embedding_logits"] for time in (narrow, wide)]
     assert logits[0] == pytest.approx(logits[1]), "they stay in bf16"
     unfused, plain = (
-        timed(each, fused_norm=False)[0].layer.terms["elementwise"]
+        timed(each, fused_norm=False)[0].layer.terms_s["elementwise"]
         for each in (plan(precision="fp8"), plan())
     )
     numbers += tokens * (2 * h + f / 2 + 2 * f / 2)
@@ -171,8 +173,8 @@ def test_interleaved_stages_hide_gradients_behind_a_round_of_micro_batches():
         timed(each, native=False, data_overlap=on)[0]
         for each, on in ((plan(**fields), False), (plan(**fields), True), (many, True))
     )
-    assert one.window == pytest.approx(one.middle), "the last micro-batch alone"
-    assert rounds.window == pytest.approx(rounds.middle * (1 + 7 * 4) / 8)
+    assert one.overlap_window_s == pytest.approx(one.inner_stage_s), "the last micro-batch alone"
+    assert rounds.overlap_window_s == pytest.approx(rounds.inner_stage_s * (1 + 7 * 4) / 8)
     waits = [float(each.terms_s["data_parallel"][0]) for each in (plain, one, rounds)]
     assert waits[0] > 2 * waits[1] > 4 * waits[2] > 0
 
@@ -260,10 +262,14 @@ def test_zero_3_exposes_the_first_gather_the_last_scatter_and_what_layers_do_not
     for width, kernels in ((2, {}), (1, {"gathered_bytes": 1.0})):
         time, links, x = timed(*plans, **kernels)
         params = 32 * layer_params(x) + LLAMA.vocab_size * LLAMA.hidden_size
-        gather = all_gather(width * params, x.num_shards, links.shard, steps=32)
-        scatter = all_gather(4 * params, x.num_shards, links.shard, steps=32)
-        work = 32 * time.layer.total + C.microbatch_s
-        seen = exposed(gather, work / 3) + exposed(gather + scatter, work * 2 / 3) + gather / 32
+        gather = all_gather_seconds(width * params, x.num_shards, links.shard, steps=32)
+        scatter = all_gather_seconds(4 * params, x.num_shards, links.shard, steps=32)
+        work = 32 * time.layer.total_s + C.microbatch_s
+        seen = (
+            exposed_seconds(gather, work / 3)
+            + exposed_seconds(gather + scatter, work * 2 / 3)
+            + gather / 32
+        )
         found = time.terms_s["data_parallel"] / C.factor
         assert found == pytest.approx(x.num_microbatches * seen + scatter / 32)
     published, own = (timed(*plans, native=native)[0] for native in (False, True))
@@ -275,7 +281,7 @@ def test_zero_3_exposes_the_first_gather_the_last_scatter_and_what_layers_do_not
 def test_eager_blocks_move_what_each_operation_reads_and_writes_and_compiled_ones_less():
     rate = Hardware.of(H100).memory_bytes_per_s * C.memory_efficiency
     eager, fused, compiled = (
-        timed(plan(sequence_parallel=True, compile=is_compiled), native=native)[0].layer.terms
+        timed(plan(sequence_parallel=True, compile=is_compiled), native=native)[0].layer.terms_s
         for native, is_compiled in ((True, False), (False, False), (True, True))
     )
     tokens, h, f = LLAMA.sequence_length, LLAMA.hidden_size, LLAMA.ffn_hidden_size
@@ -315,14 +321,14 @@ def test_asynchronous_tensor_parallelism_hides_sums_behind_products_that_are_cut
     }
     hardware = Hardware.of(H100)
     times = {key: step_time(x, hardware, C) for key, x in layouts.items()}
-    whole = [times[False, on].layer.terms for on in (True, False)]
+    whole = [times[False, on].layer.terms_s for on in (True, False)]
     assert whole[0] == whole[1], "sums without sequence parallelism cannot be cut"
-    plain, cut = times[True, False].layer.terms, times[True, True].layer.terms
+    plain, cut = times[True, False].layer.terms_s, times[True, True].layer.terms_s
     moved = np.sqrt((plain["gemm"] / 3) ** 2 - _products(layouts[True, False], hardware, 1) ** 2)
     gemm = np.hypot(_products(layouts[True, True], hardware, t), moved)
     assert cut["gemm"] == pytest.approx(3 * gemm) and cut["gemm"] > 1.01 * plain["gemm"]
     forward, beside = plain["tensor_parallel"] / 2.25, (t - 1) / t * gemm
-    seen = exposed(forward, beside) + exposed(1.25 * forward, 2 * beside)
+    seen = exposed_seconds(forward, beside) + exposed_seconds(1.25 * forward, 2 * beside)
     assert cut["tensor_parallel"] == pytest.approx(seen) and seen < 0.6 * plain["tensor_parallel"]
     assert times[True, True].total_s < times[True, False].total_s
 
@@ -330,7 +336,7 @@ def test_asynchronous_tensor_parallelism_hides_sums_behind_products_that_are_cut
 def _products(x, hardware, parts):
     tokens, h = x.micro_batch_size * x.sequence_length / parts, x.hidden_size
     width = layer_params(x) / x.tensor_parallel / h
-    return parts * product_time(tokens, h, width, 4.0, hardware.matmul_flops_per_s, C)
+    return parts * product_seconds(tokens, h, width, 4.0, hardware.matmul_flops_per_s, C)
 
 
 def test_a_step_has_a_fixed_time_that_grows_with_the_logarithm_of_the_ranks():
@@ -362,10 +368,11 @@ def test_zero_3_gathers_twice_and_scatters_once_a_micro_batch_beside_its_work():
     ]
     time, links, layouts = timed(*many, native=False)
     gather, scatter = (
-        all_gather(size * time.params, np.array(64.0), links.shard, steps=32) for size in (2.0, 4.0)
+        all_gather_seconds(size * time.device_params, np.array(64.0), links.shard, steps=32)
+        for size in (2.0, 4.0)
     )
-    one = exposed(2 * gather + scatter, time.middle)
-    assert time.data_parallel == pytest.approx(one * np.array([1, 4]))
+    one = exposed_seconds(2 * gather + scatter, time.inner_stage_s)
+    assert time.data_parallel_s == pytest.approx(one * np.array([1, 4]))
 
 
 @pytest.mark.parametrize(

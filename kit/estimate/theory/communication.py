@@ -1,8 +1,8 @@
-"""Communication between devices: alpha-beta costs over the tiers of a machine. No torch.
+"""Time of collectives and sends by the alpha-beta model, on the links of each group. No torch.
 
 A ring all-reduce of n bytes over g ranks moves 2 (g - 1) / g n bytes through the slowest link of
-the ring and takes 2 (g - 1) steps inside a node; between nodes trees are used, 2 log2 of the nodes
-(Thakur et al. 2005; NCCL). Gathering or scattering alone is half of it.
+the ring. Inside a node it takes 2 (g - 1) steps. Between nodes trees are used, with 2 log2 of the
+number of nodes steps (Thakur et al. 2005, NCCL). An all-gather or reduce-scatter takes half of it.
 """
 
 import dataclasses
@@ -15,25 +15,25 @@ from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 
 SMALL_SUMS = 4
-"""Of a step: loss, tokens, norm of gradients, whether one is not finite (Megatron-LM:
-training.py, clip_grads.py)."""
+"""Number of all-reduces of a few bytes per step: loss, tokens, gradient norm, and whether a
+gradient is not finite (Megatron-LM: training.py, clip_grads.py)."""
 
 
 class Link(NamedTuple):
-    """What a group of ranks communicates over."""
+    """Rate and latency of the communication of one group of ranks."""
 
     rate: Array
     """Bytes/s of one rank."""
     latency_s: Array
-    """That one collective takes, whatever its size."""
+    """Seconds of one collective of zero bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """What each group of a layout gets.
+    """Links of each group of ranks of many layouts.
 
-    Ranks are laid out as tensor, context, data, pipeline, neighbours first, as Megatron and
-    DeepSpeed do.
+    Ranks are numbered in the order tensor, context, data, pipeline, with tensor parallel ranks next
+    to each other, as in Megatron and DeepSpeed.
     """
 
     layouts: Layouts
@@ -42,8 +42,9 @@ class Links:
 
     @cached_property
     def tensor(self) -> Link:
-        """Inside a node its links, in 2 (g - 1) steps of a ring; across nodes no more than the
-        network, in 2 log2 of the nodes steps of a tree.
+        """Link of tensor parallel groups: the links of a node, with 2 (g - 1) steps of a ring.
+        Across nodes the network limits the rate, with 2 log2 of the number of nodes steps of a
+        tree.
         """
         ranks, coefficients = self.layouts.tensor_parallel, self.coefficients
         rate, inside = self._on_node(ranks, ranks), np.minimum(ranks, self.hardware.node_devices)
@@ -57,8 +58,8 @@ class Links:
 
     @property
     def context(self) -> Link:
-        """As tensor parallelism's, but all groups of a node share the network; the latency is that
-        of one hop of a ring, or of one exchange of all with all.
+        """Link of context parallel groups. All groups of a node share its network. The latency is
+        that of one hop of a ring, or of one all-to-all.
         """
         ranks = self.layouts.tensor_parallel * self.layouts.context_parallel
         groups = np.minimum(self.layouts.tensor_parallel, self.hardware.node_devices)
@@ -68,7 +69,9 @@ class Links:
 
     @property
     def pipeline(self) -> Link:
-        """Between neighbours: a pair's links on one node, else a device's part of the network."""
+        """Link between neighbouring stages: the links of a pair inside one node, or the share of
+        one device in the network.
+        """
         one_node = self.layouts.num_devices <= self.hardware.node_devices
         inside: Array | float = 1.0
         if np.any(one_node):
@@ -78,8 +81,8 @@ class Links:
 
     @cached_property
     def data(self) -> Link:
-        """Of all replicas: links inside a node, or the share of the network that is left, with 2
-        log2 of twice the nodes steps between these.
+        """Link of a data parallel group: the links of a node, or its share of the network. Between
+        nodes there are 2 log2 of twice the number of nodes steps.
         """
         x, coefficients = self.layouts, self.coefficients
         replicas = x.context_parallel * x.data_parallel
@@ -92,8 +95,9 @@ class Links:
 
     @cached_property
     def shard(self) -> Link:
-        """Of ZeRO's shards: with `shard_size` the links of a node, which are no slower than the
-        ring over all replicas that they are part of; else, or across nodes, those of data.
+        """Link of the ranks among which ZeRO shards. With `shard_size` inside a node it is the
+        links of the node, which are no slower than the ring over all replicas. Otherwise it is the
+        link of data parallelism.
         """
         if not np.any(self.layouts.shard_size):
             return self.data
@@ -107,8 +111,8 @@ class Links:
 
     @property
     def copy(self) -> Link:
-        """Between copies of a shard: each device of a group sums its own shard, so that they share
-        the node's network.
+        """Link between the copies of a shard. Each device of a shard group reduces its own shard,
+        so the devices of a node share its network.
         """
         tensor_parallel, node_devices = self.layouts.tensor_parallel, self.hardware.node_devices
         groups = np.minimum(tensor_parallel, node_devices)
@@ -119,8 +123,9 @@ class Links:
 
     @cached_property
     def _data_efficiency(self) -> Array:
-        """Of the links, by gradients and weights: all that the network gives where they overlap,
-        since they move from contiguous buffers then (Megatron-Core's `ParamAndGradBuffer`).
+        """Share of the link rate that gradients and weights reach. With overlap it is the
+        efficiency of the network, since they move from contiguous buffers (Megatron-Core's
+        `ParamAndGradBuffer`).
         """
         x, coefficients = self.layouts, self.coefficients
         return x.where(
@@ -129,7 +134,7 @@ class Links:
 
     @property
     def network_rate(self) -> Array | float:
-        """Bytes/s of one device, all devices of a node sending at once."""
+        """Bytes/s of one device if all devices of a node send at once."""
         return self._network_rate / self.hardware.node_devices
 
     @property
@@ -139,18 +144,18 @@ class Links:
 
     @cached_property
     def _nodes(self) -> Array:
-        """t c r / node: that a data-parallel group and its neighbours span; it crosses them from 1
-        on.
+        """Number of nodes that a data parallel group and its neighbours span, t c r / devices of a
+        node. Above 1 the group communicates between nodes.
         """
         replicas = self.layouts.context_parallel * self.layouts.data_parallel
         return self.layouts.tensor_parallel * replicas / self.hardware.node_devices
 
     @property
     def _network_share(self) -> Array:
-        """Bytes/s between nodes of one data-parallel group.
+        """Bytes/s between nodes of one data parallel group.
 
-        All groups of a node share its network. So do the nodes of a large job its links, but in a
-        full fat tree, whose rails are free of contention.
+        All groups of a node share its network. The nodes of a large job share the links of the
+        network, except in a full fat tree, whose rails are free of contention.
         """
         node_devices = self.hardware.node_devices
         jobs = np.maximum(1.0, self.layouts.num_devices / (8 * node_devices))
@@ -160,16 +165,17 @@ class Links:
         return share * jobs ** -(self.coefficients.data_contention * self.hardware.contention)
 
     def _inside(self, ranks: Array) -> Array:
-        """Returns bytes/s of one device in groups of so many neighbours on a node."""
+        """Returns bytes/s of one device in a group of `ranks` neighbours on a node."""
         hardware, near = self.hardware, ranks <= self.hardware.near_devices
         return self.layouts.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
 
     def _on_node(self, ranks: Array | float, span: Array) -> Array:
-        """Returns bytes/s of one device in a group on the links of tensor parallelism: their
-        efficiency x min(1, ranks / all) ^ sharing; `span` is how many neighbours it reaches over.
+        """Returns bytes/s of one device in a tensor parallel group: rate x efficiency x min(1,
+        ranks / all) ^ sharing. `span` is the number of neighbouring devices that the group reaches
+        over.
 
-        On a mesh a group only has the links between its own devices; on a switch it should have
-        all, but rarely has.
+        On a mesh a group has only the links between its own devices. On a switch it should have
+        the full rate, which is rarely measured.
         """
         hardware, coefficients = self.hardware, self.coefficients
         near = span <= hardware.near_devices
@@ -179,28 +185,29 @@ class Links:
         return rate * np.minimum(1.0, ranks / all_ranks) ** coefficients.node_sharing
 
     def _hop(self, on_node: Array) -> Array:
-        """Returns seconds of one step, inside a node or between nodes."""
+        """Returns the latency in seconds of one step, inside a node or between nodes."""
         node_s, network_s = self.coefficients.node_latency_s, self.coefficients.network_latency_s
         return self.layouts.where(on_node, node_s, network_s)
 
 
-def all_reduce(size: Array, ranks: Array, link: Link) -> Array:
-    """Returns seconds to sum `size` bytes over `ranks`; 0 for one rank."""
+def all_reduce_seconds(size: Array, ranks: Array, link: Link) -> Array:
+    """Returns seconds to all-reduce `size` bytes over `ranks`. 0 for one rank."""
     return np.where(ranks > 1, 2 * (ranks - 1) / ranks * size / link.rate + link.latency_s, 0.0)
 
 
-def all_gather(size: Array, ranks: Array, link: Link, steps: Array | float = 1.0) -> Array:
-    """Returns seconds to gather, or to reduce and scatter, `size` bytes in all over `ranks`, in so
-    many collectives one after the other; 0 for one rank.
+def all_gather_seconds(size: Array, ranks: Array, link: Link, steps: Array | float = 1.0) -> Array:
+    """Returns seconds to all-gather or reduce-scatter `size` bytes in total over `ranks`, in
+    `steps` collectives one after the other. 0 for one rank.
     """
-    return all_reduce(size, ranks, link._replace(latency_s=link.latency_s * steps)) / 2
+    return all_reduce_seconds(size, ranks, link._replace(latency_s=link.latency_s * steps)) / 2
 
 
-def small_sums(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) -> Array:
-    """Returns seconds per step of summing a few bytes over all ranks, `SMALL_SUMS` times: latency
-    alone.
+def small_sums_seconds(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) -> Array:
+    """Returns seconds per optimizer step of `SMALL_SUMS` all-reduces of a few bytes over all ranks,
+    which cost their latency only.
 
-    Up and down a tree, twice log2 of the ranks steps (Thakur et al. 2005), inside a node first.
+    Each goes up and down a tree, with twice log2 of the number of ranks steps (Thakur et al. 2005),
+    inside a node first.
     """
     ranks, node_devices = layouts.num_devices, hardware.node_devices
     inside = np.log2(np.minimum(ranks, node_devices))
@@ -212,8 +219,8 @@ def small_sums(layouts: Layouts, hardware: Hardware, coefficients: Coefficients)
     )
 
 
-def exposed(communication_s: Array, work_s: Array) -> Array:
-    """Returns what is left of communication that runs beside work: little where it is short, all
-    of the rest if not.
+def exposed_seconds(communication_s: Array, work_s: Array) -> Array:
+    """Returns seconds of communication that work of `work_s` seconds does not hide, by a rounded
+    maximum: little if communication is shorter, and about the difference if it is longer.
     """
     return np.hypot(communication_s, work_s) - work_s

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kit.estimate.theory.communication import Links, all_reduce, exposed
+from kit.estimate.theory.communication import Links, all_reduce_seconds, exposed_seconds
 from kit.estimate.theory.hardware import Coefficients, Hardware, Number
 from kit.estimate.theory.layouts import EXCHANGES, RECOMPUTE, Array, Layouts
 
@@ -47,12 +47,12 @@ class Layer:
     links: Links
 
     @cached_property
-    def memory_rate(self) -> Array | float:
+    def memory_bytes_per_s(self) -> Array | float:
         """Bytes/s that kernels reach."""
         return self.hardware.memory_bytes_per_s * self.coefficients.memory_efficiency
 
     @cached_property
-    def gemm_forward(self) -> Array:
+    def gemm_forward_s(self) -> Array:
         """The four products: a rounded roofline of multiplying and of moving 2 (T (4 h + (2 h + 2 K
         + 2 or 3 f) / t) + weights) bytes.
 
@@ -67,15 +67,15 @@ class Layer:
             is_cut = x.tensor_overlap & x.native & x.sequence_parallel
             parts = np.where(is_cut, x.tensor_parallel, 1.0)
         params, rate = layer_params(x) / x.tensor_parallel, self.hardware.matmul_flops_per_s
-        part = product_time(
+        part = product_seconds(
             x.tokens / parts, hidden_size, params / hidden_size, 4.0, rate, self.coefficients
         )
         cut = 2 * hidden_size + 2 * x.kv_size + (2.0 + x.gated) * x.ffn_hidden_size
         moved = x.tokens * (4 * hidden_size + cut / x.tensor_parallel) + params
-        return np.hypot(parts * part, 2 * moved / self.memory_rate)
+        return np.hypot(parts * part, 2 * moved / self.memory_bytes_per_s)
 
     @cached_property
-    def attention_forward(self) -> Array:
+    def attention_forward_s(self) -> Array:
         """Between projections, 4 T s h / t FLOPs: fused, half of them, since the causal mask is
         skipped, and 8 T h / t bytes; written out, all, and `score_bytes` for each of T s a / t
         scores.
@@ -95,12 +95,12 @@ class Layer:
         scores = per_score * x.tokens * x.sequence_length * x.num_heads / x.tensor_parallel
         return np.where(
             x.flash_attention > 0,
-            0.5 * products / speed + moved / self.memory_rate,
-            products / coefficients.attention_efficiency + scores / self.memory_rate,
+            0.5 * products / speed + moved / self.memory_bytes_per_s,
+            products / coefficients.attention_efficiency + scores / self.memory_bytes_per_s,
         )
 
     @cached_property
-    def elementwise_forward(self) -> Array:
+    def elementwise_forward_s(self) -> Array:
         """Norms, residuals, activation: T (22 h / q + (8 h + 4 or 6 f) / t) bytes.
 
         The kit's decoder moves more where it is not compiled. Rotation by positions takes seven
@@ -118,10 +118,10 @@ class Layer:
             compiled = -4 * hidden_size / x.sequence_shards
             traffic = traffic + x.tokens * np.where(x.compiled, compiled, eager)
         unfused = x.where(x.fused_norm, 1.0, self.coefficients.unfused_traffic)
-        return traffic / self.memory_rate * unfused
+        return traffic / self.memory_bytes_per_s * unfused
 
     @property
-    def casts(self) -> Both:
+    def casts_s(self) -> Both:
         """In which operands of linear layers become narrower.
 
         Inputs, and the kit's weights, going forward, gradients of outputs going back (torchao's
@@ -138,11 +138,11 @@ class Layer:
         products = 2 * hidden_size + (hidden_size + 2 * x.kv_size) / t
         outputs = products + apart * (1.0 + x.gated) * f / t
         weights = np.where(x.native, layer_params(x) / t, 0.0)
-        cast = x.cast_bytes / self.memory_rate
+        cast = x.cast_bytes / self.memory_bytes_per_s
         return cast * (x.tokens * inputs + weights), cast * x.tokens * outputs
 
     @cached_property
-    def sums(self) -> Both:
+    def tensor_sums_s(self) -> Both:
         """Two sums of 2 T h bytes over tensor ranks in each pass; in the backward pass Megatron
         gathers an input once more under sequence parallelism.
 
@@ -150,19 +150,19 @@ class Layer:
         parallelism there are no parts.
         """
         x, ranks = self.layouts, self.layouts.tensor_parallel
-        sums = 2 * all_reduce(2 * x.tokens * x.hidden_size, ranks, self.links.tensor)
+        sums = 2 * all_reduce_seconds(2 * x.tokens * x.hidden_size, ranks, self.links.tensor)
         backward = sums * x.where(x.sequence_parallel, 1.25, 1.0)
         if not np.any(x.tensor_overlap):
             return sums, backward
-        beside = np.where(x.native, (ranks - 1) / ranks * self.gemm_forward, self.gemm_forward)
+        beside = np.where(x.native, (ranks - 1) / ranks * self.gemm_forward_s, self.gemm_forward_s)
         overlap = x.tensor_overlap & (x.sequence_parallel | np.logical_not(x.native))
         return (
-            np.where(overlap, exposed(sums, beside), sums),
-            np.where(overlap, exposed(backward, 2 * beside), backward),
+            np.where(overlap, exposed_seconds(sums, beside), sums),
+            np.where(overlap, exposed_seconds(backward, 2 * beside), backward),
         )
 
     @cached_property
-    def context(self) -> Both:
+    def context_s(self) -> Both:
         """In which parts of a sequence wait for each other.
 
         Ring (arXiv 2310.01889): keys and values go round while attention computes, and with them
@@ -178,7 +178,7 @@ class Layer:
         link = self.links.context
         width = 2 * x.tokens / x.tensor_parallel / link.rate
         blocks = (ranks - 1) * (2 * x.kv_size * width + link.latency_s)
-        ring = exposed(blocks, self.attention_forward)
+        ring = exposed_seconds(blocks, self.attention_forward_s)
         exchanged = (ranks - 1) / ranks * (2 * x.hidden_size + 2 * x.kv_size) * width
         swap = exchanged + 2 * link.latency_s
         is_ring = x.context_exchange == EXCHANGES.index("ring")
@@ -188,29 +188,29 @@ class Layer:
         )
 
     @cached_property
-    def work(self) -> Both:
+    def device_s(self) -> Both:
         """What the device does; in a backward pass twice the products, 2.5 times fused attention or
         twice a written-out one, and 1.6 times the element-wise traffic.
         """
         gemm, attention, elementwise = (
-            self.gemm_forward,
-            self.attention_forward,
-            self.elementwise_forward,
+            self.gemm_forward_s,
+            self.attention_forward_s,
+            self.elementwise_forward_s,
         )
         again = self.layouts.where(self.layouts.flash_attention > 0, 2.5, 2.0) * attention
-        (casts, casts_back), (sums, sums_back) = self.casts, self.sums
-        context, context_back = self.context
+        (casts, casts_back), (sums, sums_back) = self.casts_s, self.tensor_sums_s
+        context, context_back = self.context_s
         return (
             gemm + attention + elementwise + casts + sums + context,
             2 * gemm + again + 1.6 * elementwise + casts_back + sums_back + context_back,
         )
 
     @cached_property
-    def passes(self) -> Both:
+    def passes_s(self) -> Both:
         """The longer of what the device does and of what its host needs to launch it: kernels, and
         two collectives over tensor ranks.
         """
-        x, coefficients, (forward, backward) = self.layouts, self.coefficients, self.work
+        x, coefficients, (forward, backward) = self.layouts, self.coefficients, self.device_s
         kernels = x.where(x.flash_attention > 0, KERNELS - 6.0, KERNELS) * coefficients.launch_s
         sums = x.where(x.tensor_parallel > 1, 2 * coefficients.collective_launch_s, 0.0)
         host = kernels + sums
@@ -220,7 +220,7 @@ class Layer:
         )
 
     @property
-    def recompute(self) -> Array:
+    def recompute_s(self) -> Array:
         """A forward pass once more, or under selective recomputation attention, where it is fused
         the element-wise kernels.
 
@@ -228,37 +228,37 @@ class Layer:
         `Plan.recomputes_whole`.
         """
         x, flash = self.layouts, self.layouts.flash_attention > 0
-        some = np.where(flash, self.elementwise_forward, self.attention_forward)
-        product = self.gemm_forward * x.hidden_size * x.ffn_hidden_size / layer_params(x)
+        some = np.where(flash, self.elementwise_forward_s, self.attention_forward_s)
+        product = self.gemm_forward_s * x.hidden_size * x.ffn_hidden_size / layer_params(x)
         stops = x.native & np.logical_not(x.compiled)
-        whole = self.passes[0] - np.where(stops, product + self.sums[0] / 2, 0.0)
+        whole = self.passes_s[0] - np.where(stops, product + self.tensor_sums_s[0] / 2, 0.0)
         some = np.where(x.recompute == SELECTIVE, some, 0.0)
         return np.where(x.recompute == FULL, x.recomputed_share * whole, some)
 
     @cached_property
-    def total(self) -> Array:
+    def total_s(self) -> Array:
         """Forward + backward + recompute."""
-        return self.passes[0] + self.passes[1] + self.recompute
+        return self.passes_s[0] + self.passes_s[1] + self.recompute_s
 
     @property
-    def terms(self) -> dict[str, Array | float]:
+    def terms_s(self) -> dict[str, Array | float]:
         """Both passes by kind of work, and what comes on top: how much longer the host takes than
         the device, and recomputation (which repeats sums too).
         """
         attention = self.layouts.where(self.layouts.flash_attention > 0, 3.5, 3.0)
-        (forward, backward), (forward_work, backward_work) = self.passes, self.work
+        (forward, backward), (forward_work, backward_work) = self.passes_s, self.device_s
         return {
-            "gemm": 3 * self.gemm_forward,
-            "attention": attention * self.attention_forward,
-            "elementwise": 2.6 * self.elementwise_forward + self.casts[0] + self.casts[1],
+            "gemm": 3 * self.gemm_forward_s,
+            "attention": attention * self.attention_forward_s,
+            "elementwise": 2.6 * self.elementwise_forward_s + self.casts_s[0] + self.casts_s[1],
             "host_launch": forward - forward_work + backward - backward_work,
-            "tensor_parallel": self.sums[0] + self.sums[1],
-            "context_parallel": self.context[0] + self.context[1],
-            "recompute": self.recompute,
+            "tensor_parallel": self.tensor_sums_s[0] + self.tensor_sums_s[1],
+            "context_parallel": self.context_s[0] + self.context_s[1],
+            "recompute": self.recompute_s,
         }
 
 
-def product_time(
+def product_seconds(
     tokens: Array, inner: Array, outer: Array, count: float, rate: Number, c: Coefficients
 ) -> Array:
     """Returns seconds of `count` products that read tokens x inner and write tokens x (outer /

@@ -1,10 +1,10 @@
-"""Step time of any layout in closed form, broken down in named terms; all layouts at once. No
-torch.
+"""Step time of many layouts at once, in closed form and by named terms. No torch.
 
-A layer takes the longer of what its device does (products, attention, element-wise kernels,
-collectives) and of what its host needs to launch it (`layer.py`). A stage takes its layers, its
-sends, and the embedding or the logits. A step takes the slowest stage for every micro-batch, the
-bubble, gradient reduction and the optimizer: `StepTime.total_s`. Symbols: layouts.py.
+A layer takes the longer of two times: the work of its device (matrix products, attention,
+element-wise kernels, collectives) and the launches of its host (`layer.py`). A pipeline stage takes
+the time of its layers and sends, and of the embedding or the logits. A step takes the slowest stage
+for each micro-batch, then the bubble, gradient reduction and the optimizer (`StepTime.total_s`).
+Symbols are those of `layouts.py`.
 """
 
 import dataclasses
@@ -13,16 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from kit.estimate.theory.communication import Links, all_gather, all_reduce, exposed, small_sums
+from kit.estimate.theory.communication import (
+    Links,
+    all_gather_seconds,
+    all_reduce_seconds,
+    exposed_seconds,
+    small_sums_seconds,
+)
 from kit.estimate.theory.hardware import Coefficients, Hardware
-from kit.estimate.theory.layer import Layer, layer_params, product_time
+from kit.estimate.theory.layer import Layer, layer_params, product_seconds
 from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
 
 BACKWARD = 2 / 3
-"""Of a layer's time, by its backward pass."""
+"""Share of the backward pass in the time of a layer."""
 JITTER = 0.006
-"""How much longer a step takes per doubling of the groups of tensor ranks that wait for each
-other, since some are late."""
+"""Relative increase of the step time for each doubling of the tensor parallel groups that wait for
+each other, since some groups are late."""
 TERMS = (
     "gemm",
     "attention",
@@ -43,8 +49,9 @@ TERMS = (
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds per step of many layouts, on hardware of one machine or one element per layout; the
-    terms add up to the total.
+    """Seconds per optimizer step of many layouts, as arrays with one element per layout.
+
+    `hardware` describes one machine for all layouts, or has arrays with one element per layout.
     """
 
     layouts: Layouts
@@ -53,32 +60,38 @@ class StepTime:
 
     @cached_property
     def total_s(self) -> Array:
-        """factor x (m x slowest stage + bubble + filling + data parallelism + optimizer + own)."""
-        pipeline = self.layouts.num_microbatches * self.slowest + self.bubble + self.filling
+        """Seconds per step: factor x (m x slowest stage + bubble + filling + data parallelism +
+        optimizer + fixed costs), with m micro-batches.
+        """
+        pipeline = (
+            self.layouts.num_microbatches * self.slowest_stage_s + self.bubble_s + self.filling_s
+        )
         return self.coefficients.factor * (
-            pipeline + self.data_parallel + self.optimizer + self.own
+            pipeline + self.data_parallel_s + self.optimizer_s + self.fixed_s
         )
 
     @property
     def terms_s(self) -> dict[str, Array]:
-        """Seconds by name in TERMS; they add up to the total."""
+        """Seconds per step by name in TERMS. They add up to `total_s`."""
         m = self.layouts.num_microbatches
         layers = m * self.layouts.num_layers / self.layouts.pipeline_parallel
-        terms = {name: layers * term for name, term in self.layer.terms.items()} | {
-            "embedding_logits": m * (self.embedding + self.logits) / self.layouts.pipeline_parallel,
-            "pipeline_send": m * self.send + self.filling,
-            "imbalance": m * (self.slowest - self.mean),
-            "bubble": self.bubble,
-            "data_parallel": self.data_parallel,
-            "optimizer": self.optimizer,
-            "overhead": m * self.coefficients.microbatch_s + self.own,
+        terms = {name: layers * term for name, term in self.layer.terms_s.items()} | {
+            "embedding_logits": m
+            * (self.embedding_s + self.logits_s)
+            / self.layouts.pipeline_parallel,
+            "pipeline_send": m * self.exposed_sends_s + self.filling_s,
+            "imbalance": m * (self.slowest_stage_s - self.mean_stage_s),
+            "bubble": self.bubble_s,
+            "data_parallel": self.data_parallel_s,
+            "optimizer": self.optimizer_s,
+            "overhead": m * self.coefficients.microbatch_s + self.fixed_s,
         }
         factor, shape = self.coefficients.factor, np.shape(self.total_s)
         return {name: np.broadcast_to(factor * terms[name], shape) for name in TERMS}
 
     @property
     def tokens_per_s(self) -> Array:
-        """Of all devices together."""
+        """Tokens per second over all devices."""
         return self.layouts.global_batch_size * self.layouts.sequence_length / self.total_s
 
     def days(self, tokens: float) -> Array:
@@ -93,43 +106,53 @@ class StepTime:
 
     @cached_property
     def links(self) -> Links:
-        """What each group of a layout gets."""
+        """Links of each group of ranks."""
         return Links(self.layouts, self.hardware, self.coefficients)
 
     @cached_property
     def layer(self) -> Layer:
-        """One layer and micro-batch."""
+        """Times of one layer and micro-batch."""
         return Layer(self.layouts, self.hardware, self.coefficients, self.links)
 
     @cached_property
-    def embedding(self) -> Array:
-        """Per micro-batch, both passes: 12 T h bytes, and a sum over tensor ranks."""
+    def embedding_s(self) -> Array:
+        """Seconds of the embedding per micro-batch, forward and backward: 12 T h bytes of memory
+        traffic, and an all-reduce over tensor parallel ranks.
+        """
         x, moved = self.layouts, 12 * self.layouts.tokens * self.layouts.hidden_size
-        gather = all_reduce(2 * x.tokens * x.hidden_size, x.tensor_parallel, self.links.tensor)
-        return moved / self.layer.memory_rate + gather
+        gather = all_reduce_seconds(
+            2 * x.tokens * x.hidden_size, x.tensor_parallel, self.links.tensor
+        )
+        return moved / self.layer.memory_bytes_per_s + gather
 
     @cached_property
-    def logits(self) -> Array:
-        """Per micro-batch, both passes: three products T x h x V / t in bf16, and the loss, which
-        moves 14 bytes a logit in the forward pass and half of it in the backward pass.
+    def logits_s(self) -> Array:
+        """Seconds of the output projection and loss per micro-batch, forward and backward.
+
+        There are three products T x h x V / t in bf16. The loss moves 14 bytes per logit in the
+        forward pass and 7 in the backward pass.
         """
         x, tokens, hidden_size = self.layouts, self.layouts.tokens, self.layouts.hidden_size
         vocab_size = x.vocab_size / x.tensor_parallel
         rate = self.hardware.attention_flops_per_s
         moved = tokens * (hidden_size + vocab_size) + hidden_size * vocab_size
-        product = product_time(tokens, hidden_size, vocab_size, 1.0, rate, self.coefficients)
-        product = product + 2 * moved / self.layer.memory_rate
-        return 3 * product + 1.5 * (14 * tokens * vocab_size / self.layer.memory_rate)
+        product = product_seconds(tokens, hidden_size, vocab_size, 1.0, rate, self.coefficients)
+        product = product + 2 * moved / self.layer.memory_bytes_per_s
+        return 3 * product + 1.5 * (14 * tokens * vocab_size / self.layer.memory_bytes_per_s)
 
     @cached_property
-    def few(self) -> Array:
-        """Where no micro-batch is left whose work could hide a send, m < p: `exposed_trips`."""
+    def has_few_micro_batches(self) -> Array:
+        """Whether there are fewer micro-batches than stages (m < p). Then no other micro-batch
+        hides a send (`exposed_trips`).
+        """
         return self.layouts.num_microbatches < self.layouts.pipeline_parallel
 
     @cached_property
-    def sent(self) -> Array:
-        """All sends of one micro-batch by one device, there and back: 2 v times a part of its
-        activations by each tensor rank, gathered on arrival.
+    def sends_s(self) -> Array:
+        """Seconds of all sends of one micro-batch by one device, forward and backward.
+
+        There are 2 v sends. Each tensor parallel rank sends its part of the activations, and the
+        receivers gather the parts unless they use sequence parallelism.
         """
         x, ranks, link = self.layouts, self.layouts.tensor_parallel, self.links.pipeline
         size = 2 * x.tokens * x.hidden_size
@@ -138,104 +161,121 @@ class StepTime:
         return np.where(x.pipeline_parallel > 1, 2 * x.virtual_stages * one, 0.0)
 
     @property
-    def send(self) -> Array:
-        """What of them nothing hides, per micro-batch: a part, or, interleaved and overlapped, what
-        takes longer than the layers (Megatron-Core's `overlap_p2p_comm`).
+    def exposed_sends_s(self) -> Array:
+        """Seconds of sends per micro-batch that no computation hides.
+
+        It is a fitted share of all sends. With an interleaved schedule and overlap
+        (Megatron-Core's `overlap_p2p_comm`) it is the time by which sends exceed the layers.
         """
-        x, part = self.layouts, self.coefficients.pipeline_exposed * self.sent
+        x, part = self.layouts, self.coefficients.pipeline_exposed * self.sends_s
         if np.any(x.data_overlap & (x.virtual_stages > 1)):
-            beside = exposed(self.sent, x.most_layers * self.layer.total)
+            beside = exposed_seconds(self.sends_s, x.most_layers * self.layer.total_s)
             part = np.where(x.data_overlap & (x.virtual_stages > 1), beside, part)
-        return np.where(self.few, 0.0, part)
+        return np.where(self.has_few_micro_batches, 0.0, part)
 
     @cached_property
-    def each(self) -> Array:
-        """What each micro-batch takes beside layers: sends and the host."""
-        return self.send + self.coefficients.microbatch_s
+    def beside_layers_s(self) -> Array:
+        """Seconds per micro-batch beside layers: exposed sends and the host."""
+        return self.exposed_sends_s + self.coefficients.microbatch_s
 
     @cached_property
-    def middle(self) -> Array:
-        """A stage with most layers, without embedding and logits, per micro-batch."""
-        return self.layouts.most_layers * self.layer.total + self.each
+    def inner_stage_s(self) -> Array:
+        """Seconds per micro-batch of a stage with the largest number of layers, without embedding
+        and logits.
+        """
+        return self.layouts.most_layers * self.layer.total_s + self.beside_layers_s
 
     @cached_property
-    def mean(self) -> Array:
-        """Of all stages, per micro-batch: (L layers + embedding + logits) / p + sends."""
+    def mean_stage_s(self) -> Array:
+        """Mean seconds per micro-batch over all stages: (L layers + embedding + logits) / p +
+        sends.
+        """
         x = self.layouts
-        work = x.num_layers * self.layer.total + self.embedding + self.logits
-        return work / x.pipeline_parallel + self.each
+        work = x.num_layers * self.layer.total_s + self.embedding_s + self.logits_s
+        return work / x.pipeline_parallel + self.beside_layers_s
 
     @cached_property
-    def _ideal(self) -> Array:
-        """The slowest stage if none is late: the first with the embedding, or the last with the
-        logits, which has a layer less where stages are uneven, as frameworks place the logits.
+    def _slowest_without_jitter_s(self) -> Array:
+        """Seconds per micro-batch of the slowest stage if no rank is late.
+
+        It is the first stage with the embedding, or the last one with the logits. If stages are
+        uneven, the last stage has one layer less, as frameworks place the logits.
         """
         p = self.layouts.pipeline_parallel
         lighter = p * self.layouts.most_layers > self.layouts.num_layers
-        last = self.middle - lighter * self.layer.total + self.logits
-        ends = np.where(p > 1, np.maximum(self.middle + self.embedding, last), 0.0)
-        return np.maximum(ends, self.mean)
+        last = self.inner_stage_s - lighter * self.layer.total_s + self.logits_s
+        ends = np.where(p > 1, np.maximum(self.inner_stage_s + self.embedding_s, last), 0.0)
+        return np.maximum(ends, self.mean_stage_s)
 
     @cached_property
-    def jitter(self) -> Array:
-        """1 + JITTER log2(p c r)."""
+    def jitter_factor(self) -> Array:
+        """Factor of the step time for late ranks: 1 + JITTER log2(p c r)."""
         return 1 + JITTER * np.log2(self.layouts.num_devices / self.layouts.tensor_parallel)
 
     @cached_property
-    def slowest(self) -> Array:
-        """The slowest stage, per micro-batch, as late as some are."""
-        return self.jitter * self._ideal
+    def slowest_stage_s(self) -> Array:
+        """Seconds per micro-batch of the slowest stage, with late ranks."""
+        return self.jitter_factor * self._slowest_without_jitter_s
 
     @property
-    def bubble(self) -> Array:
-        """What the others wait for: p x mean - slowest, 1/v of it interleaved, a third where weight
-        gradients fill in (ZB-H1).
+    def bubble_s(self) -> Array:
+        """Seconds per step in which stages wait for others: p x mean - slowest.
 
+        Interleaved schedules have 1/v of it, ZB-H1 a third, since weight gradients fill the gap.
         With m < p the first micro-batch passes all p v stages, and devices wait for it in each
         round but the last.
         """
         x, p, v = self.layouts, self.layouts.pipeline_parallel, self.layouts.virtual_stages
         zero = np.where(x.schedule == SCHEDULES.index("zero_bubble"), 1 / 3, 1.0)
         share = x.where(x.schedule == SCHEDULES.index("zbv"), 0.1, zero) / v
-        bubble = self.jitter * (p * self.mean - self._ideal) * share
-        if not np.any(self.few):
+        bubble = (
+            self.jitter_factor * (p * self.mean_stage_s - self._slowest_without_jitter_s) * share
+        )
+        if not np.any(self.has_few_micro_batches):
             return bubble
-        rounds = (v - 1) / v * (p - x.num_microbatches) * (self.mean - self.each)
-        return bubble + np.where(self.few, rounds, 0.0)
+        rounds = (v - 1) / v * (p - x.num_microbatches) * (self.mean_stage_s - self.beside_layers_s)
+        return bubble + np.where(self.has_few_micro_batches, rounds, 0.0)
 
     @property
-    def filling(self) -> Array | float:
-        """Sends that a step with m < p waits for."""
+    def filling_s(self) -> Array | float:
+        """Seconds of sends per step that a step with m < p waits for."""
         x, p = self.layouts, self.layouts.pipeline_parallel
-        if not np.any(self.few):
+        if not np.any(self.has_few_micro_batches):
             return 0.0
         exposed_part = self.coefficients.pipeline_exposed
         trips = exposed_trips(p, x.virtual_stages, x.num_microbatches, x.schedule, exposed_part)
-        return np.where(self.few, trips * self.sent, 0.0)
+        return np.where(self.has_few_micro_batches, trips * self.sends_s, 0.0)
 
     @property
-    def own(self) -> Array:
-        """Of a step, whatever its micro-batches: host, and sums of a few bytes over all ranks."""
-        return self.coefficients.step_s + small_sums(self.layouts, self.hardware, self.coefficients)
+    def fixed_s(self) -> Array:
+        """Seconds per step that do not depend on the micro-batches: the host, and all-reduces of a
+        few bytes over all ranks.
+        """
+        return self.coefficients.step_s + small_sums_seconds(
+            self.layouts, self.hardware, self.coefficients
+        )
 
     @cached_property
-    def params(self) -> Array:
-        """Weights that a device reduces and updates: (layers + h V) / t."""
+    def device_params(self) -> Array:
+        """Parameters that a device reduces and updates: (layers + h V) / t."""
         x = self.layouts
         layers = x.most_layers * layer_params(x)
         return (layers + x.vocab_size * x.hidden_size) / x.tensor_parallel
 
     @property
-    def optimizer(self) -> Array:
-        """Adam: 44 bytes per parameter it owns, 6 per parameter of the device for norm and cast."""
+    def optimizer_s(self) -> Array:
+        """Seconds per step of AdamW: 44 bytes of memory traffic per parameter that the rank
+        updates, and 6 per parameter of the device for gradient norm and cast.
+        """
         sharded = self.layouts.zero_stage >= 1
-        owned = np.where(sharded, self.params / self.layouts.num_shards, self.params)
-        return (44 * owned + 6 * self.params) / self.layer.memory_rate
+        owned = np.where(sharded, self.device_params / self.layouts.num_shards, self.device_params)
+        return (44 * owned + 6 * self.device_params) / self.layer.memory_bytes_per_s
 
     @cached_property
-    def once(self) -> Array:
-        """Sent once a step: gradients of tied embeddings between the ends of a pipeline, and those
-        of a shard between its copies (arXiv 2304.11277, 3.2.2).
+    def once_per_step_s(self) -> Array:
+        """Seconds per step of communication that happens once: gradients of tied embeddings between
+        the ends of a pipeline, and gradients of a shard between its copies (arXiv 2304.11277,
+        3.2.2).
         """
         x, table = self.layouts, self.layouts.vocab_size * self.layouts.hidden_size
         tied = table / x.tensor_parallel * x.gradient_bytes / self.links.network_rate
@@ -243,27 +283,27 @@ class StepTime:
         if not np.any(x.shard_size):
             return once
         copies = x.context_parallel * x.data_parallel / x.num_shards
-        size = x.gradient_bytes * self.params / x.num_shards
-        return once + all_reduce(size, copies, self.links.copy)
+        size = x.gradient_bytes * self.device_params / x.num_shards
+        return once + all_reduce_seconds(size, copies, self.links.copy)
 
     @cached_property
-    def reduction(self) -> Array:
-        """Of gradients. ZeRO scatters them and gathers bf16 weights; without it both halves of the
-        all-reduce move gradients.
+    def gradient_reduction_s(self) -> Array:
+        """Seconds per step to reduce gradients. ZeRO reduce-scatters gradients and gathers bf16
+        weights. Without ZeRO both halves of the all-reduce move gradients.
         """
         x, zero = self.layouts, (self.layouts.gradient_bytes + self.layouts.gathered_bytes) / 2
-        size = np.where(x.zero_stage >= 1, zero, x.gradient_bytes) * self.params
-        return all_reduce(size, x.num_shards, self.links.shard)
+        size = np.where(x.zero_stage >= 1, zero, x.gradient_bytes) * self.device_params
+        return all_reduce_seconds(size, x.num_shards, self.links.shard)
 
-    def _by_layer(self, bytes_per_param: Array) -> Array:
-        """Returns seconds to gather or scatter all weights of a device, layer by layer."""
-        size, ranks = bytes_per_param * self.params, self.layouts.num_shards
-        return all_gather(size, ranks, self.links.shard, steps=self.layouts.most_layers)
+    def _layerwise_seconds(self, bytes_per_param: Array) -> Array:
+        """Returns seconds to gather or reduce-scatter all parameters of a device layer by layer."""
+        size, ranks = bytes_per_param * self.device_params, self.layouts.num_shards
+        return all_gather_seconds(size, ranks, self.links.shard, steps=self.layouts.most_layers)
 
     @property
-    def window(self) -> Array:
-        """What overlapped gradients and weights move beside: (1 + (v - 1) min(p, m)) / v
-        micro-batches.
+    def overlap_window_s(self) -> Array:
+        """Seconds of computation that hide the reduction of gradients and the gathering of weights:
+        (1 + (v - 1) min(p, m)) / v micro-batches.
 
         A stage's gradients are complete with its last backward pass, and its weights are needed by
         its first forward pass. A device goes through its v stages in rounds of p micro-batches, so
@@ -271,51 +311,64 @@ class StepTime:
         """
         x, v = self.layouts, self.layouts.virtual_stages
         rounds = np.minimum(x.pipeline_parallel, x.num_microbatches)
-        return self.middle * (1 + (v - 1) * rounds) / v
+        return self.inner_stage_s * (1 + (v - 1) * rounds) / v
 
     @property
-    def data_parallel(self) -> Array:
-        """Reducing gradients and gathering weights, as far as no micro-batch hides it.
+    def data_parallel_s(self) -> Array:
+        """Seconds per step to reduce gradients and gather weights that no computation hides.
 
-        Without a pipeline, ZeRO reduces buckets of gradients beside the last micro-batch's backward
-        pass; plain data parallelism of Megatron-LM waits for its end. With overlap weights are
-        gathered beside forward passes too, and both have a `window`. ZeRO 3 gathers weights in both
-        passes of each micro-batch, and scatters gradients in each.
+        Without a pipeline, ZeRO reduces buckets of gradients during the backward pass of the last
+        micro-batch. Plain data parallelism of Megatron-LM waits for the end of that pass. With
+        overlap, weights are gathered during forward passes too, and both have the time of
+        `overlap_window_s`. ZeRO 3 gathers weights in both passes of each micro-batch, and
+        reduce-scatters gradients in each.
         """
-        x, m, middle = self.layouts, self.layouts.num_microbatches, self.middle
+        x = self.layouts
+        m = x.num_microbatches
+        stage = self.inner_stage_s
         waits = (x.pipeline_parallel > 1) | (x.zero_stage < 1)
-        beside = np.where(x.data_overlap, self.window, np.where(waits, 0.0, BACKWARD * middle))
-        data = exposed(self.reduction + self.once, beside)
+        beside = np.where(
+            x.data_overlap, self.overlap_window_s, np.where(waits, 0.0, BACKWARD * stage)
+        )
+        data = exposed_seconds(self.gradient_reduction_s + self.once_per_step_s, beside)
         is_third = x.zero_stage >= 3
         if not np.any(is_third):
             return data
         bulk = fully = data
         if not np.all(x.native):
-            each = 2 * self._by_layer(x.gathered_bytes) + self._by_layer(x.gradient_bytes)
-            bulk = (m - 1) * exposed(each, middle) + exposed(each + self.once, middle)
+            gathers = 2 * self._layerwise_seconds(x.gathered_bytes)
+            sent = gathers + self._layerwise_seconds(x.gradient_bytes)
+            last = exposed_seconds(sent + self.once_per_step_s, stage)
+            bulk = (m - 1) * exposed_seconds(sent, stage) + last
         if np.any(x.native):
-            fully = self._fully_sharded()
+            fully = self._fully_sharded_seconds()
         return np.where(is_third, np.where(x.native, fully, bulk), data)
 
-    def _fully_sharded(self) -> Array:
+    def _fully_sharded_seconds(self) -> Array:
         """Returns seconds per step in which ZeRO 3 waits as FSDP2 does it (PyTorch FSDP, arXiv
         2304.11277, section 3.3).
 
-        In each pass the weights of the next layer are gathered while this one computes, and in the
-        backward pass the gradients of the last are scattered besides: what takes longer than the
-        layers is seen. Nothing hides the gather of a pass's first layer and the last scatter of a
-        step. What is sent once a step (sums over copies of a shard; under a pipeline all gradients)
-        goes beside the last backward pass.
+        In each pass the weights of the next layer are gathered while the present layer computes.
+        In the backward pass the gradients of the previous layer are reduce-scattered too. The time
+        by which both exceed the layers is exposed. Nothing hides the gather of the first layer of a
+        pass and the last reduce-scatter of a step. What is sent once per step (all-reduces over
+        copies of a shard, and all gradients under a pipeline) runs beside the last backward pass.
         """
-        x, m, once = self.layouts, self.layouts.num_microbatches, self.once
-        gather, scatter = self._by_layer(x.gathered_bytes), self._by_layer(x.gradient_bytes)
-        piped = x.pipeline_parallel > 1
-        forward = exposed(gather, (1 - BACKWARD) * self.middle) + gather / self.layouts.most_layers
-        sent = gather + np.where(piped, 0.0, scatter)
-        at_end = sent + (once + np.where(piped, scatter, 0.0))
-        backward = exposed(sent, BACKWARD * self.middle)
-        last = exposed(at_end, BACKWARD * self.middle)
-        return m * forward + (m - 1) * backward + last + (scatter + once) / self.layouts.most_layers
+        x = self.layouts
+        m = x.num_microbatches
+        once = self.once_per_step_s
+        has_pipeline = x.pipeline_parallel > 1
+        gather = self._layerwise_seconds(x.gathered_bytes)
+        scatter = self._layerwise_seconds(x.gradient_bytes)
+        forward_work = (1 - BACKWARD) * self.inner_stage_s
+        backward_work = BACKWARD * self.inner_stage_s
+
+        forward = exposed_seconds(gather, forward_work) + gather / x.most_layers
+        sent_backward = gather + np.where(has_pipeline, 0.0, scatter)
+        sent_last = sent_backward + (once + np.where(has_pipeline, scatter, 0.0))
+        backward = exposed_seconds(sent_backward, backward_work)
+        last = exposed_seconds(sent_last, backward_work)
+        return m * forward + (m - 1) * backward + last + (scatter + once) / x.most_layers
 
 
 def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) -> StepTime:
@@ -326,11 +379,11 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
 
 
 def exposed_trips(p: Any, v: Any, m: Any, schedule: Any, exposed_part: Any) -> Any:
-    """Returns how often a step waits for all sends of one micro-batch, there and back.
+    """Returns how often a step waits for all sends of one micro-batch, forward and backward.
 
-    With fewer micro-batches than stages: p - 1/v times, and under 1F1B for each but two more, as
-    the simulation of these orders (schedule.py) has it exactly; else `exposed_part` (fitted) of
-    each.
+    With fewer micro-batches than stages it waits p - 1/v times, and under 1F1B also for each
+    micro-batch but two. The simulation of these orders (`schedule.py`) gives exactly that. With
+    more micro-batches it waits for a fitted share `exposed_part` of each.
     """
     alternating = np.where(schedule == SCHEDULES.index("1f1b"), np.maximum(m - 2, 0), 0.0)
     return np.where(m < p, p - 1 / v + alternating, m * exposed_part)
