@@ -1,7 +1,7 @@
-"""Seconds of one layer and one micro-batch: products, attention, element-wise kernels, collectives,
-host. No torch.
+"""Time of one layer and one micro-batch: matrix products, attention, element-wise kernels,
+collectives, and the host. No torch.
 
-Symbols: layouts.py.
+Symbols are those of `layouts.py`.
 """
 
 import dataclasses
@@ -14,21 +14,21 @@ from kit.estimate.theory.hardware import Coefficients, Hardware, Number
 from kit.estimate.theory.layouts import EXCHANGES, RECOMPUTE, Array, Layouts
 
 KERNELS = 30.0
-"""Launched by one layer's forward pass; fused attention saves six."""
+"""Number of kernels in the forward pass of one layer. Fused attention has six fewer."""
 DROPOUT = 0.6
-"""Traffic of a written-out score without dropout, which gated (Llama) models do not have, over
-that with it."""
+"""Memory traffic of an attention score without dropout, as a share of the traffic with dropout.
+Gated (Llama) models have no dropout."""
 FIRST_GENERATION = 0.6
-"""Speed of fused attention's first generation over its second (FlashAttention-2, arXiv
-2307.08691, section 4.1)."""
+"""Speed of FlashAttention 1 as a share of the speed of FlashAttention 2 (arXiv 2307.08691, section
+4.1)."""
 SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
 Both = tuple[Array | float, Array | float]
-"""Of a forward pass, and of a backward pass."""
+"""Seconds of (forward pass, backward pass)."""
 
 
 def layer_params(layouts: Layouts) -> Array:
-    """Returns the weights of one layer that multiply activations: 2 h (h + K) + 2 h f, gated
-    3 h f.
+    """Returns the number of parameters of the matrix products of one layer: 2 h (h + K) + 2 h f.
+    Gated models have 3 h f instead of 2 h f.
     """
     hidden_size = layouts.hidden_size
     attention = 2 * hidden_size * (hidden_size + layouts.kv_size)
@@ -37,8 +37,8 @@ def layer_params(layouts: Layouts) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Seconds of one layer and micro-batch on one device: first of a forward pass or of both, then
-    the terms, which add up to the total.
+    """Seconds of one layer and micro-batch on one device, by kind of work. `terms_s` adds up to
+    `total_s`.
     """
 
     layouts: Layouts
@@ -48,19 +48,19 @@ class Layer:
 
     @cached_property
     def memory_bytes_per_s(self) -> Array | float:
-        """Bytes/s that kernels reach."""
+        """Memory bandwidth in bytes/s that kernels reach."""
         return self.hardware.memory_bytes_per_s * self.coefficients.memory_efficiency
 
     @cached_property
     def gemm_forward_s(self) -> Array:
-        """The four products: a rounded roofline of multiplying and of moving 2 (T (4 h + (2 h + 2 K
-        + 2 or 3 f) / t) + weights) bytes.
+        """Seconds of the four matrix products in the forward pass: a rounded roofline of their
+        FLOPs and of 2 (T (4 h + (2 h + 2 K + 2 or 3 f) / t) + weights) bytes of memory traffic.
 
-        Where torch overlaps them with collectives it cuts the tokens in as many parts as there are
-        ranks: an all-gather is pipelined with the product that reads it, a product with the
-        reduce-scatter of its result (asynchronous TP:
-        `torch._inductor.fx_passes.micro_pipeline_tp`). All-reduces, without sequence parallelism,
-        are left as they are.
+        If torch overlaps the products with collectives, it splits the tokens into as many parts as
+        there are ranks. An all-gather is pipelined with the product that reads its result, and a
+        product with the reduce-scatter of its result (asynchronous tensor parallelism:
+        `torch._inductor.fx_passes.micro_pipeline_tp`). Without sequence parallelism there are
+        all-reduces, which torch does not overlap.
         """
         x, hidden_size, parts = self.layouts, self.layouts.hidden_size, 1.0
         if np.any(x.tensor_overlap & x.native):
@@ -76,9 +76,11 @@ class Layer:
 
     @cached_property
     def attention_forward_s(self) -> Array:
-        """Between projections, 4 T s h / t FLOPs: fused, half of them, since the causal mask is
-        skipped, and 8 T h / t bytes; written out, all, and `score_bytes` for each of T s a / t
-        scores.
+        """Seconds of attention between the projections in the forward pass.
+
+        There are 4 T s h / t FLOPs. Fused kernels do half of them, since they skip masked blocks,
+        and move 8 T h / t bytes. Kernels that write the scores out do all of them, and move
+        `score_bytes` for each of T s a / t scores.
         """
         x, coefficients = self.layouts, self.coefficients
         flops = 4 * x.tokens * x.sequence_length * x.hidden_size / x.tensor_parallel
@@ -101,13 +103,14 @@ class Layer:
 
     @cached_property
     def elementwise_forward_s(self) -> Array:
-        """Norms, residuals, activation: T (22 h / q + (8 h + 4 or 6 f) / t) bytes.
+        """Seconds of norms, residuals and activation in the forward pass: T (22 h / q + (8 h + 4 or
+        6 f) / t) bytes of memory traffic.
 
-        The kit's decoder moves more where it is not compiled. Rotation by positions takes seven
-        kernels over queries and keys (`kit.model.rotate`: to fp32, half negated, joined, two
-        products, sum, to bf16: 52 bytes a number, not 4); silu(gate) is written and read again.
-        Compiled, on the other hand, a residual is added in the kernel of the norm that reads it: 2
-        bytes fewer for each of two norms.
+        The kit's decoder moves more if it is not compiled. Rotary embeddings take seven kernels
+        over queries and keys (`kit.model.rotate`: to fp32, negate one half, join, two products,
+        sum, to bf16), which move 52 bytes per element instead of 4. The result of silu(gate) is
+        written and read again. A compiled block adds a residual in the kernel of the norm that
+        reads it, which saves 2 bytes per element for each of two norms.
         """
         x, hidden_size = self.layouts, self.layouts.hidden_size
         cut = 8 * hidden_size + (4.0 + 2.0 * x.gated) * x.ffn_hidden_size
@@ -122,12 +125,13 @@ class Layer:
 
     @property
     def casts_s(self) -> Both:
-        """In which operands of linear layers become narrower.
+        """Seconds of casting operands of linear layers to a narrower format.
 
-        Inputs, and the kit's weights, going forward, gradients of outputs going back (torchao's
-        `Float8Linear`), `cast_bytes` each; Transformer Engine keeps weights in the narrow format.
-        The kit's fused norms and activations write it in place of bf16; what attention gives and
-        takes, and gradients of the residual stream, are cast by themselves.
+        Each element costs `cast_bytes`. Cast are inputs and the kit's weights in the forward pass,
+        and gradients of outputs in the backward pass (torchao's `Float8Linear`). Transformer Engine
+        keeps weights in the narrow format. The kit's fused norms and activations write the narrow
+        format instead of bf16. Inputs and outputs of attention, and gradients of the residual
+        stream, are cast by kernels of their own.
         """
         x, hidden_size = self.layouts, self.layouts.hidden_size
         if not np.any(x.cast_bytes):
@@ -143,10 +147,10 @@ class Layer:
 
     @cached_property
     def tensor_sums_s(self) -> Both:
-        """Two sums of 2 T h bytes over tensor ranks in each pass; in the backward pass Megatron
-        gathers an input once more under sequence parallelism.
+        """Seconds of tensor parallel collectives: two all-reduces of 2 T h bytes in each pass. In
+        the backward pass Megatron gathers an input once more under sequence parallelism.
 
-        Overlapped, a rank begins with its own part while the next is on its way; without sequence
+        With overlap a rank computes on its own part while the next part arrives. Without sequence
         parallelism there are no parts.
         """
         x, ranks = self.layouts, self.layouts.tensor_parallel
@@ -163,14 +167,14 @@ class Layer:
 
     @cached_property
     def context_s(self) -> Both:
-        """In which parts of a sequence wait for each other.
+        """Seconds of context parallel communication that attention does not hide.
 
-        Ring (arXiv 2310.01889): keys and values go round while attention computes, and with them
-        their gradients in the backward pass. All to all (DeepSpeed-Ulysses, arXiv 2309.14509):
-        query, key, value and result change from parts of the sequence to parts of the heads and
-        back, and nothing hides it. Both take each rank's work as equal: each has a part of the head
-        of the sequence and one of its tail (as torch's and Megatron-LM's context parallelism),
-        since in plain order the last of c ranks has 2 - 1/c times the mean under a causal mask.
+        Ring attention (arXiv 2310.01889) passes keys and values round while attention computes, and
+        in the backward pass their gradients too. All-to-all (DeepSpeed-Ulysses, arXiv 2309.14509)
+        exchanges parts of the sequence for parts of the heads and back, and nothing hides it. All
+        ranks are assumed to have equal work: each holds a part of the head of the sequence and one
+        of its tail, as in torch and Megatron-LM. In plain order the last of c ranks would have
+        2 - 1/c times the mean under a causal mask.
         """
         x, ranks = self.layouts, self.layouts.context_parallel
         if not np.any(ranks > 1):
@@ -189,8 +193,9 @@ class Layer:
 
     @cached_property
     def device_s(self) -> Both:
-        """What the device does; in a backward pass twice the products, 2.5 times fused attention or
-        twice a written-out one, and 1.6 times the element-wise traffic.
+        """Seconds of work of the device. Relative to the forward pass, the backward pass has 2
+        times the products, 2.5 times fused attention (2 times if scores are written out), and 1.6
+        times the element-wise traffic.
         """
         gemm, attention, elementwise = (
             self.gemm_forward_s,
@@ -207,8 +212,8 @@ class Layer:
 
     @cached_property
     def passes_s(self) -> Both:
-        """The longer of what the device does and of what its host needs to launch it: kernels, and
-        two collectives over tensor ranks.
+        """Seconds of each pass: the work of the device, or the launches of its host if they take
+        longer. The host launches kernels and two tensor parallel collectives.
         """
         x, coefficients, (forward, backward) = self.layouts, self.coefficients, self.device_s
         kernels = x.where(x.flash_attention > 0, KERNELS - 6.0, KERNELS) * coefficients.launch_s
@@ -221,11 +226,11 @@ class Layer:
 
     @property
     def recompute_s(self) -> Array:
-        """A forward pass once more, or under selective recomputation attention, where it is fused
-        the element-wise kernels.
+        """Seconds of recomputation: the forward pass under full recomputation. Selective
+        recomputation repeats attention, or the element-wise kernels if attention is fused.
 
-        Blocks of the kit that are not compiled stop before their last product and its sum:
-        `Plan.recomputes_whole`.
+        Blocks of the kit that are not compiled stop before their last product and its all-reduce
+        (`Plan.recomputes_whole`).
         """
         x, flash = self.layouts, self.layouts.flash_attention > 0
         some = np.where(flash, self.elementwise_forward_s, self.attention_forward_s)
@@ -237,13 +242,13 @@ class Layer:
 
     @cached_property
     def total_s(self) -> Array:
-        """Forward + backward + recompute."""
+        """Seconds of forward pass, backward pass and recomputation."""
         return self.passes_s[0] + self.passes_s[1] + self.recompute_s
 
     @property
     def terms_s(self) -> dict[str, Array | float]:
-        """Both passes by kind of work, and what comes on top: how much longer the host takes than
-        the device, and recomputation (which repeats sums too).
+        """Seconds of both passes by kind of work, the time by which the host exceeds the device,
+        and recomputation (with its all-reduces).
         """
         attention = self.layouts.where(self.layouts.flash_attention > 0, 3.5, 3.0)
         (forward, backward), (forward_work, backward_work) = self.passes_s, self.device_s
@@ -261,11 +266,10 @@ class Layer:
 def product_seconds(
     tokens: Array, inner: Array, outer: Array, count: float, rate: Number, c: Coefficients
 ) -> Array:
-    """Returns seconds of `count` products that read tokens x inner and write tokens x (outer /
-    count) each.
+    """Returns seconds of `count` matrix products. Each reads tokens x inner elements and writes
+    tokens x (outer / count).
 
-    Each side of a product is rounded up by `gemm_edge`, which is where small and thin ones lose
-    their efficiency.
+    `gemm_edge` is added to each side of a product. It makes small and thin products less efficient.
     """
     edge = c.gemm_edge
     flops = 2 * (tokens + edge) * (inner + edge) * (outer + count * edge)
