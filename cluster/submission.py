@@ -39,7 +39,7 @@ def prepare(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob
 
     Raises:
         ConfigError: the job cannot run there.
-        JobError: the run directory is somebody else's.
+        JobError: the run directory belongs to another user.
     """
     check_startable(job, site)
     prepared = draft(job, site, files)
@@ -53,7 +53,7 @@ def check_startable(job: JobSpec, site: Site) -> None:
 
     Raises:
         ConfigError: the site file is not filled in, or the job does not fit the site.
-        JobError: the run directory is somebody else's.
+        JobError: the run directory belongs to another user.
     """
     refuse_other_owner(Path(job.run_dir), "start a job in it")
     if site.login is None:

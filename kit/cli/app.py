@@ -43,7 +43,7 @@ kit plan llama3-8b --site dgx-h100 --devices 64 --batch 1024
 """
 LONG = 200
 PATHLIB = ("Symlink loop from", "Could not determine home directory")
-"""How the standard library tells of two kinds of wrong paths, as errors without a type of their
+"""Messages of the standard library for two kinds of wrong paths, whose errors have no type of their
 own."""
 
 

@@ -119,7 +119,7 @@ class Plan(Record):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the plan's engine can do."""
+        """Capabilities of the plan's engine."""
         return capabilities_of(self.engine)
 
     @property

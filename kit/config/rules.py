@@ -22,9 +22,11 @@ class Rule:
     """One rule: of a plan (`RULES`), or of a plan and a model (`kit.config.model_rules`)."""
 
     breaks: Callable[..., Any]
-    """Of (plan) or (plan, spec): bool. Of layouts in the place of the plan: their mask."""
+    """Takes (plan) or (plan, spec) and returns whether the rule is broken. With layouts in place of
+    the plan it returns their mask."""
     sentence: Callable[..., str]
-    """Of the same: what is wrong, the value, what is allowed, what to do."""
+    """Takes the arguments of `breaks` and returns the error message: what is wrong, the value, what
+    is allowed, what to do."""
     applies_to: Callable[[Capabilities], bool] = lambda _: True
     """Returns whether the rule holds for an engine."""
 

@@ -28,8 +28,10 @@ class Group:
     """Expression of pytest's option `-k`."""
 
     def command(self, *options: str) -> list[str]:
-        """Returns the command that runs the group."""
-        command = [sys.executable, "-m", "pytest", "-q", *options, *self.paths]
+        """Returns the command that runs the group. Its output is not buffered, so that a killed
+        group leaves what it printed.
+        """
+        command = [sys.executable, "-u", "-m", "pytest", "-q", *options, *self.paths]
         command += [f"--ignore={path}" for path in self.ignored]
         if self.keywords:
             command += ["-k", self.keywords]
