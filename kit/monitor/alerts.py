@@ -517,7 +517,7 @@ RULES = (
         level="warning",
         judges="new rows",
         find=_loss_rises,
-        threshold="kit.monitor.detectors.RiseDetector, tried on 75 public curves (LOG.md)",
+        threshold="kit.monitor.detectors.RiseDetector, tried on 75 public curves (decision 024)",
     ),
     AlertRule(
         kind="peak",

@@ -27,9 +27,11 @@ LAG = 2
 """Distance, in levels, between the levels of a second difference. Where a line of a log stands for
 more steps than a level, neighbouring lines are compared."""
 NOISES = 7.0
-"""Least height of a rise, in standard deviations of a level. LOG.md says what less of it gives."""
+"""Least height of a rise, in standard deviations of a level. Results with less are in
+`docs/decisions/024-spikes-and-rises-of-the-loss.md`."""
 LEAST_RISE = 0.015
-"""Least height of a rise, as a share of the lowest level. LOG.md says what less of it gives."""
+"""Least height of a rise, as a share of the lowest level. Results with less are in
+`docs/decisions/024-spikes-and-rises-of-the-loss.md`."""
 LONGEST_LINE = 10_000
 """Largest number of steps for which one line of a log may stand."""
 RATE_RISE = 1.01
@@ -65,8 +67,8 @@ class RiseDetector:
     fall and for a steady rise.
 
     The comparison begins anew where new data begin, and where a learning rate rises again, after
-    which a loss rises for a while. LOG.md says what is found, how late, and on which healthy runs
-    it was tried.
+    which a loss rises for a while. `docs/decisions/024-spikes-and-rises-of-the-loss.md` lists what
+    is found, how late, and the healthy runs on which the detector was tried.
     """
 
     def __init__(self) -> None:
