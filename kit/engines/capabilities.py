@@ -32,7 +32,7 @@ class Capabilities:
     copies_kv_heads: bool = False
     """Whether several tensor parallel ranks may hold a copy of one key/value head."""
     bf16_without_zero: bool = True
-    """Whether it sums bf16 gradients in fp32 at ZeRO stage 0."""
+    """Whether it trains in bf16 at ZeRO stage 0. DeepSpeed would sum gradients in bf16 there."""
     pure_bf16_without_zero: bool = False
     """Whether ZeRO stage 0 in bf16 keeps no fp32 copies and rounds stochastically."""
     selective_recompute_with_zero_3: bool = True
