@@ -112,7 +112,8 @@ def refuse_live(run_dir: Path) -> None:
     """Raises JobError if a run directory is somebody else's, or a job is live in it."""
     refuse_other_owner(run_dir, "start a job in it")
     watch_silent([run_dir])
-    state, status = read_state(run_dir), read_status(run_dir, waits=False)
+    state = read_state(run_dir)
+    status = read_status(run_dir, waits=False)
     scheduled = state is not None and state.scheduler_job is not None
     # Out of reach: should it come back, it is fenced off.
     beyond_reach = status.state is JobState.STALLED and is_alive(state) is None and not scheduled

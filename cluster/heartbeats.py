@@ -66,7 +66,8 @@ def read_rank_heartbeats(run_dir: Path, attempt: int) -> list[RankHeartbeat]:
     """Returns the heartbeats of one attempt in rank order; a rank that has not written yet is
     absent.
     """
-    folder, beats = run_dir / "ranks", list[RankHeartbeat]()
+    folder = run_dir / "ranks"
+    beats = list[RankHeartbeat]()
     with contextlib.suppress(OSError):
         lines = read_small(folder / "all.jsonl").splitlines()
         beats = [

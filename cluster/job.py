@@ -257,7 +257,8 @@ class Job(Owned):
         """All changes of state so far, over all attempts, oldest first; the last one is how it
         stands now.
         """
-        events, status = read_history(self.run_dir), self.status()
+        events = read_history(self.run_dir)
+        status = self.status()
         if events and events[-1].state is not status.state:
             now = events[-1].replace(
                 time=time.time(), state=status.state, reason=status.reason, step=status.step
@@ -324,7 +325,9 @@ class Job(Owned):
         """Yields the lines that a rank prints in the newest attempt, old ones first, until that
         attempt ends. A line above CHUNK_BYTES is yielded in parts.
         """
-        attempt, position, line = last_attempt(self.run_dir), 0, b""
+        attempt = last_attempt(self.run_dir)
+        position = 0
+        line = b""
         file = self._log(rank, attempt)
         while True:
             # Before reading, so that what was printed before the end is not missed.
@@ -387,7 +390,8 @@ class Job(Owned):
         self.check_writable("end it")
         if mirror.forward(self.run_dir, "cancel"):
             return
-        state, status = read_state(self.run_dir), self.status()
+        state = read_state(self.run_dir)
+        status = self.status()
         if status.state.is_final or state is None:
             return
         if job := state.scheduler_job:

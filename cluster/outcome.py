@@ -63,7 +63,9 @@ RETRY_DELAYS_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 of a file system can restart."""
 END_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 """Signals that end a supervisor."""
-LOG_TAIL_LINES, LOG_TAIL_BYTES, NODE_TAIL_BYTES = 30, 16384, 1 << 20
+LOG_TAIL_LINES = 30
+LOG_TAIL_BYTES = 16384
+NODE_TAIL_BYTES = 1 << 20
 
 
 Result = TypeVar("Result")
@@ -218,7 +220,8 @@ def _port_was_taken(home: RunDirectory, rank: int) -> bool:
 
 def limit_retries(outcome: AttemptOutcome, home: RunDirectory, max_restarts: int) -> AttemptOutcome:
     """Returns an outcome, with an end instead of a start that would lead nowhere."""
-    run_dir, reason = home.run_dir, outcome.reason
+    run_dir = home.run_dir
+    reason = outcome.reason
     if lost := home.why_lost():
         reason = lost
     elif outcome.fate in ("end", "taken"):
@@ -324,7 +327,8 @@ def write_end(run_dir: Path, attempt: int, outcome: AttemptOutcome) -> None:
     Raises:
         StaleAttemptError: a newer attempt owns the directory.
     """
-    rank, reason = outcome.failing_rank, outcome.reason
+    rank = outcome.failing_rank
+    reason = outcome.reason
     tail = "" if rank is None else log_tail(log_path(run_dir, attempt, rank))
     if said := last_words(tail):
         reason = f"{reason}: {said}"
@@ -361,7 +365,8 @@ def keep_last_lines(
 
     In these logs each line begins with the number of the task that printed it (`srun --label`).
     """
-    own, said = log_path(run_dir, attempt, rank), find_log(run_dir, attempt, rank, ranks_per_node)
+    own = log_path(run_dir, attempt, rank)
+    said = find_log(run_dir, attempt, rank, ranks_per_node)
     if not said.exists() or not said.stat().st_size:
         said = script_log
     elif not said.name.startswith("node_"):

@@ -153,8 +153,10 @@ class Record:
                 f" {cut(repr(data), 200)}."
             )
         _check_known(cls, data, path)
-        hints, required = _hints(cls), _required(cls)
-        values, missing = dict(data), [f"{path}.{name}" for name in required if name not in data]
+        hints = _hints(cls)
+        required = _required(cls)
+        values = dict(data)
+        missing = [f"{path}.{name}" for name in required if name not in data]
         # What is missing in records inside this one is told too; the rest is converted once, below.
         for name, value in data.items():
             try:
@@ -357,7 +359,8 @@ def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat 
     is_large = size > BITS
     if hint is Any or (type(value) in _as_they_are(hint) and not is_large):
         return value
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     is_class = isinstance(hint, type)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:

@@ -114,7 +114,8 @@ def import_storm(job: JobSpec, site: Site, python: str | None = None) -> str | N
     """
     if not reads_shared_disk(slurm_table(site)) or Path(job.argv[0]).name in CONTAINERS:
         return None
-    prefix, tar = Path(python or sys.executable).parent.parent, "environment.tar"
+    prefix = Path(python or sys.executable).parent.parent
+    tar = "environment.tar"
     pack = (
         "conda-pack --format tar -p %s -o %s"
         if (prefix / "conda-meta").is_dir()

@@ -68,7 +68,8 @@ def slurm_request(job: JobSpec, site: Site) -> SlurmRequest:
     _check_devices(table, site, ranks, tasks)
     options = list(table.sbatch_options)
     derived: list[str] = []
-    gpus_per_node, cpus_per_task = table.gpus_per_node, table.cpus_per_task
+    gpus_per_node = table.gpus_per_node
+    cpus_per_task = table.cpus_per_task
     counts_cpus = False
     if table.derive_request and not site.device.is_cpu:
         takes_node = ranks == site.devices_per_node or not shares_nodes(site)

@@ -336,7 +336,8 @@ class Site(Record):
         return self.replace(device=self.device.replace(peak_flops_per_s=peaks))
 
     def _repr_html_(self) -> str:
-        peaks, links = self.device.peak_flops_per_s, self.links
+        peaks = self.device.peak_flops_per_s
+        links = self.links
         facts = {
             "memory (bytes)": self.device.memory_bytes,
             **{f"peak {name} (FLOP/s)": peaks.get(name) for name in DTYPES[:3]},

@@ -349,7 +349,8 @@ def script_logs(run_dir: Path, state: RunState) -> list[Path]:
     They are the batch script of Slurm with the supervisor in it, or the supervisor on this machine;
     then the script that compiled ahead. Under Kubernetes there is none: the pods have it.
     """
-    job, logs = state.scheduler_job, run_dir / "logs"
+    job = state.scheduler_job
+    logs = run_dir / "logs"
     if job is None:
         # One supervisor may have started several attempts.
         started = [

@@ -93,14 +93,15 @@ def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
     rc = None
     if report:
         verdict = JobState.FAILED if report.rc else JobState.DONE
-        reason, rc = report.reason, report.rc
+        reason = report.reason
+        rc = report.rc
     elif state is None:
-        verdict, reason = (
-            JobState.LOST,
-            "state.json is missing or damaged, and there is no exit.json",
-        )
+        verdict = JobState.LOST
+        reason = "state.json is missing or damaged, and there is no exit.json"
     elif state.state is JobState.IMPORTED:
-        verdict, reason, age_s = state.state, state.reason, None
+        verdict = state.state
+        reason = state.reason
+        age_s = None
     elif answer:
         verdict, reason, rc = _scheduled(run_dir, state, answer, age_s)
     elif alive is False and state.process:
@@ -131,7 +132,8 @@ def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
 
 def _newest(run_dir: Path, waits: bool) -> tuple[RunState | None, poll.SchedulerAnswer | None]:
     """Returns what state.json says, and the scheduler's answer where one runs the job."""
-    state, answer = read_state(run_dir), None
+    state = read_state(run_dir)
+    answer = None
     if state is None:
         return None, None
     if state.scheduler_job and not _report(run_dir, state.attempt):

@@ -92,7 +92,8 @@ def submit_prepared(prepared: PreparedJob) -> Job:
         JobError: a job is live in this run directory, or the scheduler refuses, with its words.
             The run directory is as it was before.
     """
-    job, site = prepared.job, prepared.site
+    job = prepared.job
+    site = prepared.site
     run_dir = Path(job.run_dir)
     with uninterrupted():
         if site.login:

@@ -53,8 +53,10 @@ class TerminalClient(NotebookClient):
             on_cell_execute=self._started,
             on_cell_executed=self._ended,
         )
-        self.console, self.status = console, console.status("Starting a kernel")
-        self.number, self.start = 0, time.monotonic()
+        self.console = console
+        self.status = console.status("Starting a kernel")
+        self.number = 0
+        self.start = time.monotonic()
         self.total = sum(cell.cell_type == "code" for cell in document.cells)
 
     def _started(self, cell: Any, cell_index: int) -> None:
@@ -147,7 +149,8 @@ def main(arguments: list[str] | None = None) -> int:
             " repository."
         )
         return 1
-    executed, code = options.out / options.notebook.name, 0
+    executed = options.out / options.notebook.name
+    code = 0
     runs = options.notebook.resolve().parent.parent / "runs"
     before = set(runs.glob("*"))
     try:

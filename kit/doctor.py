@@ -157,7 +157,8 @@ def _rates(gpus: int) -> list[Finding]:
         advice = "see NCCL_DEBUG=INFO kit doctor" if gpus else again
         told = f"{ranks} {what} failed: {_last(str(error))}"
         return [Finding("matrix product, all-reduce", told, False, advice)]
-    rate, sent = seen["nodes"][0]["matmul_flops_per_s"], seen["all_reduce_bytes_per_s"]
+    rate = seen["nodes"][0]["matmul_flops_per_s"]
+    sent = seen["all_reduce_bytes_per_s"]
     told = f"{rate / 1e12:.3g} TFLOP/s in {seen['dtype']}, the slower of {ranks} {what}"
     summed = f"right, {(sent or 0) / 1e9:.3g} GB/s sent by each of {ranks} {what}"
     return [
@@ -198,7 +199,8 @@ def _neuron() -> Finding:
     """
     from kit.engines.neuron.probe import INSTALL, has_device, probe
 
-    name, status = "neuronx-distributed", probe()
+    name = "neuronx-distributed"
+    status = probe()
     if not status.versions:
         return Finding(name, "not installed", None, f"on a Trainium host: {INSTALL}")
     if status.state == "ok":

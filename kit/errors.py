@@ -38,10 +38,8 @@ def install_command(extra: str = "") -> str:
     or from its wheel.
     """
     extras = f"[{extra}]" if extra else ""
-    editable, whole = (
-        f"-e {shlex.quote(f'.{extras}')}",
-        shlex.quote(f"pretraining-notebook-kit{extras}"),
-    )
+    editable = f"-e {shlex.quote(f'.{extras}')}"
+    whole = shlex.quote(f"pretraining-notebook-kit{extras}")
     return f"pip install {editable if CHECKOUT.exists() else whole}"
 
 

@@ -324,7 +324,8 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
     """
     argv = module_command("kit.train", "--run", str(run.directory))
     is_trainium = run.plan.capabilities.runs_on_trainium
-    num_processes, is_local = run.plan.num_devices, run.site.scheduler == "local"
+    num_processes = run.plan.num_devices
+    is_local = run.site.scheduler == "local"
     if is_local:
         local.check_count(num_processes)  # a torchrun would count as one
     if is_local and is_trainium and num_processes > 1:
@@ -332,7 +333,8 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
             "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"
         )
         # Without the dashes it would take --run for one of its own options.
-        argv, num_processes = (*agent, "--no-python", "--", *argv), 1
+        argv = (*agent, "--no-python", "--", *argv)
+        num_processes = 1
     return JobSpec(
         name=run.name,
         run_dir=str(run.directory),
@@ -396,7 +398,8 @@ def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
         return  # `check_data` reports missing data.
     dataset = Dataset.open(Path(recipe.data))
     if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        ours, theirs = dataset.info.tokenizer_sha256, load_tokenizer(folder).sha256
+        ours = dataset.info.tokenizer_sha256
+        theirs = load_tokenizer(folder).sha256
         if theirs != ours:
             raise ConfigError(
                 f"recipe.data: {recipe.data} is in tokens of {ours[:12]},"

@@ -27,7 +27,8 @@ from cluster.site import Site
 from cluster.state import JobError, JobState, SchedulerJob
 from cluster.submission import prepare, submit_prepared
 
-TIMEOUT_S, GONE_WAIT_S = 20.0, 900.0
+TIMEOUT_S = 20.0
+GONE_WAIT_S = 900.0
 OUTPUT_LINES, OUTPUT_BYTES = 100_000, 64 << 20
 """Largest part of the output of a container that is fetched, in lines and in bytes."""
 
@@ -43,7 +44,8 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> S
     Raises:
         JobError: the cluster refuses or does not answer; nothing is left of the job.
     """
-    table, context = kubernetes_table(site), ""
+    table = kubernetes_table(site)
+    context = ""
     with contextlib.suppress(JobError):  # in a pod kubectl needs none
         context = _kubectl("config", "current-context").strip()
     name = id_of(table.kind, job_name(job, attempt))
@@ -198,7 +200,8 @@ def answer_from(item: dict | None) -> SchedulerAnswer:
             state=JobState.LOST,
             reason="Kubernetes no longer has this job, and it left no exit.json",
         )
-    status, name = item.get("status") or {}, item["metadata"]["name"]
+    status = item.get("status") or {}
+    name = item["metadata"]["name"]
     told = {
         each["type"]: each for each in status.get("conditions") or [] if each["status"] == "True"
     }

@@ -33,9 +33,11 @@ from cluster.state import last_attempt
 
 MANAGED_BY = {"app.kubernetes.io/managed-by": "pretraining-notebook-kit"}
 INSTANCE = "app.kubernetes.io/instance"
-JOB_SET_API, REPLICATED_JOB = "jobset.x-k8s.io/v1alpha2", "node"
+JOB_SET_API = "jobset.x-k8s.io/v1alpha2"
+REPLICATED_JOB = "node"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-SCRIPT, CONTAINER = "run.sh", "node"
+SCRIPT = "run.sh"
+CONTAINER = "node"
 STOPPED_CODE = 143
 """Exit code of pods that saved and stopped because one of them was told to end."""
 FAILS = {

@@ -17,7 +17,8 @@ from cluster.site import Site
 from cluster.state import JobError, read_exit
 from cluster.submission import prepare, submit_prepared
 
-MAX_PROCESSES, END_WAIT_S = 256, 60.0
+MAX_PROCESSES = 256
+END_WAIT_S = 60.0
 STARTED = b"started\n"
 """What a supervisor tells whoever has submitted its job."""
 

@@ -90,7 +90,8 @@ def guard(supervisor: Callable[[], int]) -> int:
     for ignored in (signal.SIGINT, signal.SIGHUP):  # a terminal sends these to the supervisor too
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
-    ended, status = 0, 0
+    ended = 0
+    status = 0
     while ended != pid:
         ended, status = os.wait()
     kill_descendants()
@@ -106,7 +107,8 @@ def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], o
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     # The caller may ignore it, and then no exit code could be read.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    home, deadline = RunDirectory(run_dir), time.monotonic() + (job.time_limit_s or float("inf"))
+    home = RunDirectory(run_dir)
+    deadline = time.monotonic() + (job.time_limit_s or float("inf"))
     while True:
         outcome = run_attempt(home, job, attempt, started, deadline)
         outcome = limit_retries(outcome, home, job.max_restarts)
@@ -145,7 +147,8 @@ def run_attempt(
     home: RunDirectory, job: JobSpec, attempt: int, started: Callable[[], object], deadline: float
 ) -> AttemptOutcome:
     """Runs all ranks to their end and returns it; none of them is left."""
-    run_dir, ranks = home.run_dir, Ranks()
+    run_dir = home.run_dir
+    ranks = Ranks()
     try:
         own = Process.current()
         retry_disk(lambda: update_state(run_dir, attempt=attempt, process=own), home)

@@ -22,7 +22,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError, JobError: it is refused.
     """
-    run_dir, wanted = Path(request["run"]).expanduser(), request["do"]
+    run_dir = Path(request["run"]).expanduser()
+    wanted = request["do"]
     if wanted == "lacking":
         asked = {path: Path(path).expanduser() for path in request["paths"]}
         lacking = [path for path, it in asked.items() if not any(it.parent.glob(f"{it.name}*"))]
@@ -49,7 +50,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             "requeue": job.requeue,
         }[wanted]()
         return {}
-    history, alerts = read_history(run_dir), b""
+    history = read_history(run_dir)
+    alerts = b""
     began = history[0].time if history else None
     with contextlib.suppress(OSError):
         alerts = read_small(run_dir / "alerts.jsonl")

@@ -20,11 +20,13 @@ from pathlib import Path
 
 from cluster.state import JobError
 
-CONNECT_S, TIMEOUT_S = 10, 60.0
+CONNECT_S = 10
+TIMEOUT_S = 60.0
 OWN_PATH = "ControlPath=~/.ssh/kit-%C"
 NOT_CONNECTED = 255
 # as rsync tells of a connection that ends or is silent, and of files that are gone or not readable
-CUT, SOME_FILES = (10, 12, 30), (23, 24)
+CUT = (10, 12, 30)
+SOME_FILES = (23, 24)
 FIRST = {
     "Could not resolve hostname": (
         "No machine of that name is known here: give its HostName in ~/.ssh/config. "
@@ -113,7 +115,8 @@ def _answer(login: str, words: list[str], data: bytes, timeout_s: float = TIMEOU
             ) from error
         said.seek(0)
         lines = said.read().decode(errors="replace").strip().splitlines() or ["no reason given"]
-    code, is_copy = done.returncode, words[0] == "rsync"
+    code = done.returncode
+    is_copy = words[0] == "rsync"
     last = lines[0 if is_copy else -1].strip()
     if code == NOT_CONNECTED or (is_copy and code in CUT):
         raise NoConnectionError(f"no connection to {login} ({last}). {_advice(login, last)}")

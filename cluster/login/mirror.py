@@ -35,8 +35,12 @@ from cluster.ownership import Owned
 from cluster.record import Record, config_folder, field_doc
 from cluster.state import JobError, RunState, find_log, rank_logs, script_logs
 
-MIRROR, SEEN, LOCK = "login.json", "login_seen.json", ".login.lock"
-INTERVAL_S, LATE_S, FIRST_WAIT_S = 5.0, 12.0, 20.0
+MIRROR = "login.json"
+SEEN = "login_seen.json"
+LOCK = ".login.lock"
+INTERVAL_S = 5.0
+LATE_S = 12.0
+FIRST_WAIT_S = 20.0
 SUBMIT_WAIT_S = 300.0  # longer than the scheduler may take there, twice where it compiles first
 SYNCED = "/kit-source-"
 """In the path of source that was sent there, which must be its user's own; one that a site file

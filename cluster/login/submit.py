@@ -76,7 +76,8 @@ def texts(job: JobSpec, site: Site) -> dict[str, str]:
     """Returns the scripts of a job with the paths of the other side, as this kit writes them;
     nobody is asked.
     """
-    there, theirs = _there(site), site.replace(login=None, there=None)
+    there = _there(site)
+    theirs = site.replace(login=None, there=None)
     job = _translated(
         job, there.python, str(there.source), f"{there.folder}/{Path(job.run_dir).name}"
     )

@@ -199,10 +199,12 @@ class Sandbox(Record):
     def values(self) -> dict[str, str]:
         """Returns what the templates and daemon.sh leave open."""
         host = socket.gethostname().split(".")[0]
-        number, count = int(self.tag[1:], 16) + self.shift, self.num_nodes
+        number = int(self.tag[1:], 16) + self.shift
+        count = self.num_nodes
         # The first three bytes: a /24 of 198.18.0.0/15, which RFC 2544 reserves for benchmarks.
         network = f"198.{18 + number // 250 % 2}.{1 + number % 250}"
-        port, first = 10000 + number % 4000 * 5, 30000 + number % 200 * 10
+        port = 10000 + number % 4000 * 5
+        first = 30000 + number % 200 * 10
         # Device files that can pass for accelerators: Slurm takes character devices only.
         devices = all(Path(f"/dev/tty{number}").is_char_device() for number in range(8))
         values = {
@@ -312,7 +314,8 @@ def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -
     if (found := left_in(directory)) is None:
         return False
     sandbox, keeper = found
-    was_running, deadline = keeper.send_signal(signal.SIGTERM), time.monotonic() + 30
+    was_running = keeper.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 30
     while keeper.is_alive and time.monotonic() < deadline:
         time.sleep(0.02)
     if sandbox.isolated:
@@ -327,7 +330,8 @@ def write_files(sandbox: Sandbox) -> None:
     # scratch: the same path with another file system on each node
     for folder in ("etc", "state", "log", "run", "scratch"):
         sandbox.path(folder).mkdir(parents=True, exist_ok=True)
-    values, templates = sandbox.values(), Path(__file__).with_name("etc").iterdir()
+    values = sandbox.values()
+    templates = Path(__file__).with_name("etc").iterdir()
     files = {
         file.name: Template(file.read_text()).substitute(values).encode() for file in templates
     }

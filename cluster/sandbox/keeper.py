@@ -23,7 +23,8 @@ LOOK_EVERY_S = 0.2
 
 def tend(sandbox: Sandbox) -> None:
     """Starts all daemons, and those that have ended again, for ever."""
-    keeper, daemons = os.getpid(), dict[str, subprocess.Popen]()
+    keeper = os.getpid()
+    daemons = dict[str, subprocess.Popen]()
     while True:
         with contextlib.suppress(ChildProcessError):
             # What daemons leave behind becomes a child of this process.

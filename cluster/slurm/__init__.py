@@ -62,7 +62,8 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> S
     Raises:
         JobError: as `_sbatch`; nothing is left in the queue of what was sent before.
     """
-    run_dir, job_id = Path(job.run_dir), ""
+    run_dir = Path(job.run_dir)
+    job_id = ""
     try:
         for name in texts:
             options = (

@@ -28,7 +28,8 @@ from cluster.state import JobError
 LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs")
 SINFO_LINE = re.compile(r"([^|]+)\|(\w+)\|([^|]+)\|(\d+)")
 """A line of `%P|%a|%l|%D`: partition, whether it takes jobs, time limit, number of nodes."""
-NODE_WAIT_S, ANSWER_WAIT_S = 60.0, 20.0
+NODE_WAIT_S = 60.0
+ANSWER_WAIT_S = 20.0
 ASKED = """\
 token=$1 port=$2 folder=$3 node="node $SLURMD_NODENAME"
 shift 3
@@ -131,7 +132,8 @@ def check_nodes(job: JobSpec, num_nodes: int, port: int) -> str | None:
     """
     run_dir = Path(job.run_dir)
     places = [path for path in (run_dir, run_dir / "checkpoints") if path.is_dir()]
-    token, name = secrets.token_hex(8), f".probe-{os.getpid()}"
+    token = secrets.token_hex(8)
+    name = f".probe-{os.getpid()}"
     probes = [place / name for place in places]
     for probe in probes:
         probe.write_text(f"{token}\n")
@@ -209,7 +211,8 @@ def _check_partition(job: JobSpec, wanted: str | None) -> None:
     if not found:
         return
     starred, state, limit, num_nodes = found[0]
-    name, limit_s = starred.rstrip("*"), seconds(limit)
+    name = starred.rstrip("*")
+    limit_s = seconds(limit)
     if state != "up":
         wrong = f"site.slurm.partition: {name!r} is {state} and starts no jobs."
     elif job.num_nodes > int(num_nodes):

@@ -58,7 +58,8 @@ def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
     Raises:
         JobError: Slurm does not answer.
     """
-    wanted, config = [job.id for job in jobs], jobs[0].config
+    wanted = [job.id for job in jobs]
+    config = jobs[0].config
     answers, unknown_text = _squeue(wanted, config)
     for job_id in wanted:
         seen = answers.get(job_id)

@@ -52,7 +52,8 @@ def failures_of(run_dir: Path, attempt: int) -> Path:
 
 def run_rank(home: RunDirectory, command: list[str]) -> int:
     """Runs a rank's command and answers for it; returns its exit code, 128 + n for signal n."""
-    keeper, folder = os.getpid(), failures_of(home.run_dir, int(os.environ.get("KIT_ATTEMPT", "1")))
+    keeper = os.getpid()
+    folder = failures_of(home.run_dir, int(os.environ.get("KIT_ATTEMPT", "1")))
     killed = []
 
     def on_signal(number: int, frame: object) -> None:

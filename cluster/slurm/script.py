@@ -35,7 +35,8 @@ from cluster.site_lines import checked_lines, complete_commands
 
 ADDRESS_VARIABLES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")
 """Variables that decide by which network the ranks meet. A site may set them for each task."""
-SUPERVISOR, KEEPER = "cluster.slurm.supervisor", "cluster.slurm.rank"
+SUPERVISOR = "cluster.slurm.supervisor"
+KEEPER = "cluster.slurm.rank"
 RULER = "# " + "-" * 100
 
 
@@ -47,9 +48,11 @@ def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str
     """
     request = slurm_request(job, site)
     slurm = request.table
-    python, source = sys.executable, str(PACKAGE_ROOT)
+    python = sys.executable
+    source = str(PACKAGE_ROOT)
     if there:
-        python, source = there.python, str(there.source)
+        python = there.python
+        source = str(there.source)
     common = [
         *environment(job, slurm, python, counts_cpus=request.counts_cpus),
         *_meeting_point(slurm),
@@ -257,7 +260,8 @@ def _ranks(
     """Returns the functions that tasks run: `run_rank` and, where an agent starts the ranks of a
     node, `run_node`.
     """
-    direct, per_node = slurm.launcher == "srun", job.num_processes // job.num_nodes
+    direct = slurm.launcher == "srun"
+    per_node = job.num_processes // job.num_nodes
     identity = [
         "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID",
         f"export WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE={per_node}",

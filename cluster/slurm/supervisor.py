@@ -84,7 +84,8 @@ WATCHED = (
     signal.SIGCHLD,
 )
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-LOOK_EVERY_S, END_WAIT_S = 1.0, 15.0
+LOOK_EVERY_S = 1.0
+END_WAIT_S = 15.0
 REQUEUE_PATIENCE_S = 120.0
 CUT_OFF_WAIT_S = 5.0
 WHY_TERMINATED = {
@@ -104,8 +105,11 @@ class Supervisor:
     """One allocation of a job."""
 
     def __init__(self, run_dir: Path, command: list[str], job: SchedulerJob) -> None:
-        self.run_dir, self.command, self.job = run_dir, command, job
-        self.home, self.spec = RunDirectory(run_dir), JobSpec.read(run_dir / "job.json")
+        self.run_dir = run_dir
+        self.command = command
+        self.job = job
+        self.home = RunDirectory(run_dir)
+        self.spec = JobSpec.read(run_dir / "job.json")
         self.attempt = self.starts = 0
         self.stop_reason: str | None = None
         self.must_ask = False
@@ -183,7 +187,8 @@ class Supervisor:
             # As srun's --output: a file a node, each line with the number of its task.
             logs = f"{self.run_dir}/logs/attempt_{self.attempt:02d}"
             environment["SLURM_STDOUTMODE"] = f"{logs}/node_%n.log"
-        ranks, nodes = counted(self.spec.num_processes, "rank"), os.environ["SLURM_JOB_NODELIST"]
+        ranks = counted(self.spec.num_processes, "rank")
+        nodes = os.environ["SLURM_JOB_NODELIST"]
         starting = f"{ranks} starting on {nodes}"
         retry_disk(functools.partial(self._note, JobState.STARTING, starting), self.home)
         failures = failures_of(self.run_dir, self.attempt)
@@ -305,7 +310,8 @@ class Supervisor:
 
     def _ask_to_stop(self, reason: str, next_state: JobState = JobState.REQUEUED) -> None:
         if self.stop_reason is None and not is_stop_requested(self.run_dir):
-            self.stop_reason, self.next_state = reason, next_state
+            self.stop_reason = reason
+            self.next_state = next_state
             say(f"{reason}: asking the ranks to save and stop")
             self.must_ask = True
             self._write_request()

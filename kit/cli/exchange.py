@@ -198,7 +198,8 @@ def import_(
         check_text(source)
     if site is None:
         raise ConfigError("--site: missing. Name the machine on which the log was written.")
-    spec, notes = None, ()
+    spec = None
+    notes = ()
     if model is not None:
         length = changes["spec"].get("sequence_length")
         spec, notes = training_spec(model, sequence_length=length)

@@ -193,7 +193,8 @@ def launch(
         # Before the recipe is built, since fewer steps than its warm-up are an error of another
         # kind.
         launcher.refuse_done(begun, asked.plan, steps or begun.recipe.num_steps)
-    time_limit_s, chosen = _time_limit(minutes, time), as_given(asked.fields)
+    time_limit_s = _time_limit(minutes, time)
+    chosen = as_given(asked.fields)
     for text in asked.notes:
         note(text)
     if show:
@@ -472,7 +473,8 @@ def _show(
 
 def _tell_schedule(recipe: Recipe) -> None:
     """Says where the learning rate's schedule ends, unless that is where the run does."""
-    end, last = recipe.decay_steps or recipe.num_steps, recipe.num_steps
+    end = recipe.decay_steps or recipe.num_steps
+    last = recipe.num_steps
     if recipe.schedule == "constant" or end == last:
         return
     then = f"and stays there to step {last:,}"

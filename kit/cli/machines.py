@@ -194,7 +194,8 @@ def _apply_peak(directory: Path) -> None:
     """Measures a run's peak again, and reads the run again with it."""
     found = remeasure(Run.open(directory))
     metrics = Run.open(directory).metrics()
-    mfu, why = metrics.summary().get("mfu"), metrics.why_no_mfu
+    mfu = metrics.summary().get("mfu")
+    why = metrics.why_no_mfu
     facts = {
         f"{dtype} peak, FLOP/s": f"{old or 'unknown'} before, {new} now"
         for dtype, (old, new) in found.items()

@@ -232,7 +232,8 @@ def _known(
 
     if (Path(name).expanduser() / "recipe.json").exists():
         run = Run.open(name)
-        fields, place = run.recipe.to_dict() | changes["recipe"], run.site
+        fields = run.recipe.to_dict() | changes["recipe"]
+        place = run.site
         layout = run.plan.replace(**changes["plan"])
         return run.spec, layout, fields, Site.load(site) if site else place
     if name not in names() and Path(name).suffix != ".toml":

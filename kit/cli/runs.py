@@ -192,9 +192,11 @@ def _tell_why(run: Run) -> None:
     spent = monitor.ledger(run)
     try:
         found = monitor.compare_speed(run)
-        told, facts = found.to_dict(), _facts(found)
+        told = found.to_dict()
+        facts = _facts(found)
     except (ConfigError, RunError) as error:  # a number that the site lacks, or too few steps
-        told, facts = {"verdict": str(error)}, [("pace", str(error))]
+        told = {"verdict": str(error)}
+        facts = [("pace", str(error))]
     used = {"share": spent.goodput, "usd": spent.usd, "parts": spent.rows()}
     tell(
         {"pace": told, "goodput": spent.to_dict() | used},
@@ -324,7 +326,8 @@ def _drawn(table: "RunsTable") -> Table | str:
 
     if not table.rows:
         return f"no run below {table.folder}"
-    names, colours = table.columns, {str(state): colour for state, colour in COLOURS.items()}
+    names = table.columns
+    colours = {str(state): colour for state, colour in COLOURS.items()}
     headings = [column_heading(name) for name in names]
     rows = [
         [

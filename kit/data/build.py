@@ -86,7 +86,8 @@ def build_dataset(
     """
     if workers is not None and workers < 1:
         raise DataError(f"workers: {workers} is not allowed. Give 1 or more, or leave it out.")
-    log, directory = BuildProgress(shown=progress), Path(os.path.abspath(out_dir))
+    log = BuildProgress(shown=progress)
+    directory = Path(os.path.abspath(out_dir))
     corpus, settings, given = _asked(
         sources,
         tokenizer,
@@ -100,7 +101,8 @@ def build_dataset(
         allow_unread,
     )
     if part is not None:
-        corpus, directory = corpus.part(*part), _part_folder(out_dir, settings, *part)
+        corpus = corpus.part(*part)
+        directory = _part_folder(out_dir, settings, *part)
     settings = settings.replace(sources=corpus.sources())
     if there := _existing(directory, settings, overwrite):
         log.say(f"Reusing {directory}: built with the same settings from the same text.")
@@ -110,7 +112,8 @@ def build_dataset(
     for left in directory.parent.glob(f"{building}*"):
         log.say(f"{left}: of a build that runs now, or of one that was killed: then remove it.")
     with tempfile.TemporaryDirectory(prefix=building, dir=directory.parent) as name:
-        cores, folder = len(os.sched_getaffinity(0)), Path(name)
+        cores = len(os.sched_getaffinity(0))
+        folder = Path(name)
         by_piece = functools.partial(share_out, workers or cores, log)
         text = read(corpus, settings, by_piece)
         vocabulary, runs = tokenize(text, settings, given, folder, by_piece)
@@ -247,7 +250,8 @@ class BuildProgress:
     def __init__(self, shown: bool) -> None:
         from kit.show.terminal import PlainConsole
 
-        self._console, self._told_at = PlainConsole(quiet=not shown), time.monotonic()
+        self._console = PlainConsole(quiet=not shown)
+        self._told_at = time.monotonic()
 
     def say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
@@ -273,8 +277,10 @@ class BuildProgress:
             def advance(num_bytes: int) -> None:
                 bars.advance(task, num_bytes)
                 if is_log and time.monotonic() - self._told_at > TELL_EVERY_S:
-                    self._told_at, now = time.monotonic(), bars.tasks[task]
-                    done, left = f"{now.completed / 1e9:,.2f}", now.time_remaining
+                    self._told_at = time.monotonic()
+                    now = bars.tasks[task]
+                    done = f"{now.completed / 1e9:,.2f}"
+                    left = now.time_remaining
                     ending = "" if left is None else f", {left / 60:.0f} min left"
                     self.say(f"{title}: {done} of {total / 1e9:,.2f} GB{ending}")
 

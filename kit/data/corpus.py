@@ -136,7 +136,8 @@ class Corpus:
             if separator and not any(_may_be_text(path) for path, _ in self.files):
                 raise DataError("separator: there is no text file to split. Leave it out.")
         self.separator = separator
-        self.counts, self.skipped = Counter[str](), list[str]()
+        self.counts = Counter[str]()
+        self.skipped = list[str]()
 
     @property
     def files(self) -> Files:
@@ -150,7 +151,9 @@ class Corpus:
             DataError: a file, line or row cannot be read (unless `skip_corrupt`); the message names
                 it.
         """
-        self.counts, self.skipped, seen = Counter[str](), [], set[bytes]()
+        self.counts = Counter[str]()
+        self.skipped = []
+        seen = set[bytes]()
         for path, file_name in self.files:
             texts = read_texts(path, file_name, self._report, self.text_key, self.separator)
             for name, text in texts:
@@ -237,7 +240,8 @@ class Corpus:
 
     def pieces(self) -> list[Self]:
         """Returns the files by pieces that processes can share; as one if reading has a limit."""
-        pieces, room = list[Files](), 0
+        pieces = list[Files]()
+        room = 0
         for file in self.files:
             if not pieces or (room <= 0 and self.max_bytes is None):
                 pieces.append([])

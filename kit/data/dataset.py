@@ -279,7 +279,8 @@ class Dataset:
             documents = counted(split.documents, "document")
             return f"{split.tokens:,} tokens, {documents}, {split.text_bytes / 1e6:.2f} MB"
 
-        info, sources = self.info, self.info.settings.sources
+        info = self.info
+        sources = self.info.settings.sources
         read = (
             info.train.documents
             + info.validation.documents

@@ -150,7 +150,9 @@ def _token_file(path: Path, dataset: Dataset) -> TokenFile:
         ]
     else:
         other = Dataset.open(path)
-        file, theirs, mine = other.train, other.info.tokenizer_sha256, info.tokenizer_sha256
+        file = other.train
+        theirs = other.info.tokenizer_sha256
+        mine = info.tokenizer_sha256
         rules = [(theirs == mine, f"tokenizer {theirs[:12]}", f"tokenizer {mine[:12]}")]
     for holds, theirs, mine in rules:
         if not holds:

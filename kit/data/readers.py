@@ -502,7 +502,8 @@ def _table(file: Path, name: str, report: Report, text_key: str) -> Texts:
         with _opened(file, text_key) as (schema, batches):
             column, _, inner = text_key.partition(".")
             if text_key in schema.names:
-                column, inner = text_key, ""
+                column = text_key
+                inner = ""
             if column not in schema.names:
                 return report(
                     name, f"no column {text_key!r} (found: {', '.join(schema.names)}){OTHER_KEY}"
@@ -511,7 +512,8 @@ def _table(file: Path, name: str, report: Report, text_key: str) -> Texts:
             for number, cell in enumerate(cells, start=1):
                 yield from _cell(cell, f"{name}:row {number}", report, text_key, inner)
     except pyarrow.ArrowException as error:
-        kind, reason = file.suffix[1:].title(), str(error).splitlines()[0]
+        kind = file.suffix[1:].title()
+        reason = str(error).splitlines()[0]
         report(f"{name}:row {number + 1}", f"damaged {kind} file ({reason})")
 
 

@@ -49,7 +49,9 @@ class Windows:
                 f" tokens, but {short[0].prefix.name}.bin holds {short[0].num_tokens:,}. Give at"
                 f" most {short[0].num_tokens - 1:,}, or build the dataset from more text."
             )
-        self._files, self._length, self._key = files, sequence_length, (seed, source)
+        self._files = files
+        self._length = sequence_length
+        self._key = (seed, source)
         self._bounds = np.cumsum([0, *((file.num_tokens - 1) // sequence_length for file in files)])
         self.epoch_sequences = int(self._bounds[-1])
 
@@ -125,7 +127,8 @@ class Samples:
             phases: first sample and weights of the sources; the first begins at 0. Default: all
                 sources alike.
         """
-        self.sequence_length, self._sources = sequence_length, sources
+        self.sequence_length = sequence_length
+        self._sources = sources
         self._turns = Turns(phases or [(0, [1.0] * len(sources))])
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
@@ -166,7 +169,8 @@ class Turns:
 
     def of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the source of each sample, and which of its sequences that is."""
-        turns, numbers = np.empty_like(samples), np.empty_like(samples)
+        turns = np.empty_like(samples)
+        numbers = np.empty_like(samples)
         for phase in self._phases:  # a later one takes over what is its own
             of = samples >= phase.first
             turns[of], numbers[of] = phase.turns(samples[of])
@@ -204,7 +208,8 @@ class _Phase:
         nth = [np.arange(count) for count in counts.tolist()]
         order = np.argsort(np.concatenate([(n + 0.5) / n.size for n in nth]), kind="stable")
         self._before = np.zeros_like(counts) + before
-        self._counts, self._nth = counts, np.concatenate(nth)[order]
+        self._counts = counts
+        self._nth = np.concatenate(nth)[order]
         self._source = np.repeat(np.arange(counts.size), counts)[order]
 
     def drawn(self, sample: int) -> np.ndarray:

@@ -95,8 +95,10 @@ def read(corpus: Corpus, settings: BuildSettings, share_out: ShareOut) -> Survey
     Raises:
         DataError: too little of it can be read, or none would be left to train on.
     """
-    purpose, share = f"validation {settings.seed}", settings.validation_fraction
-    pieces, name = corpus.pieces(), ", ".join(name for name, _ in corpus.groups)
+    purpose = f"validation {settings.seed}"
+    share = settings.validation_fraction
+    pieces = corpus.pieces()
+    name = ", ".join(name for name, _ in corpus.groups)
     work = [(piece, purpose, share) for piece in pieces]
     found = share_out("Reading", survey, work, [_expected_bytes(piece) for piece in pieces])
     of_each, skipped, drawn, longest = zip(*found, strict=True)
@@ -125,7 +127,8 @@ def survey(
     """Returns what a piece holds and what of it cannot be read; how many documents draw less than
     `share`, which are held out; and size and digest of the largest.
     """
-    drawn, longest = 0, (0, "")
+    drawn = 0
+    longest = (0, "")
     for document in piece:
         drawn += document.draw(purpose) < share
         longest = max(longest, (document.num_bytes, document.digest.hex()))
@@ -160,7 +163,8 @@ def tokenize(
     sizes = [counts["text_bytes"] for counts in text.of_each]
     work = [(text, settings.vocab_size)]
     tokenizer = given or share_out("Training the tokenizer", _train, work, [sum(sizes)])[0]
-    file, order = folder / tokenizer.file_name, f"order {settings.seed}"
+    file = folder / tokenizer.file_name
+    order = f"order {settings.seed}"
     file.write_bytes(tokenizer.data)
     work = [
         (piece, text.held_out, order, (file, tokenizer.eos_id), folder / f"piece-{number}")
@@ -174,7 +178,8 @@ def tokenize(
 
 def _train(text: Survey, vocab_size: int, advance: Advance) -> Tokenizer:
     """Returns a tokenizer that has seen no held-out document, and a sample of a large corpus."""
-    share, seen = min(1.0, TOKENIZER_BYTES / text.counts["text_bytes"]), set[bytes]()
+    share = min(1.0, TOKENIZER_BYTES / text.counts["text_bytes"])
+    seen = set[bytes]()
 
     def texts() -> Iterator[str]:
         for piece in text.pieces:
@@ -200,37 +205,45 @@ def encode(
 
     Returns the prefixes of the runs, and what was counted, as for the survey.
     """
-    runs, run, size, reader = [], [], 0, read_tokenizer(*tokenizer)
+    runs = []
+    run = []
+    size = 0
+    reader = read_tokenizer(*tokenizer)
     with open(f"{prefix}.held", "w", encoding="utf-8") as held:
         for chunk in _chunks(held_out.sides(piece)):
             encoded = reader.encode_batch([document.text for document, *_ in chunk])
             for (document, is_held_out, is_cut), ids in zip(chunk, encoded, strict=True):
-                tokens, num_bytes = [*ids, reader.eos_id], document.num_bytes
+                tokens = [*ids, reader.eos_id]
+                num_bytes = document.num_bytes
                 digest = document.digest
                 if is_held_out:
                     row = digest.hex(), document.name, document.text, num_bytes, is_cut, tokens
                     held.write(json.dumps(row) + "\n")
                 else:
-                    place, found = document.draw(order), np.array(tokens, np.int32)
+                    place = document.draw(order)
+                    found = np.array(tokens, np.int32)
                     run.append((place, digest, num_bytes, found))
                     size += len(tokens)
                 advance(num_bytes)
             if size >= RUN_TOKENS or (run and not chunk):
                 runs.append(prefix.with_name(f"{prefix.name}-{len(runs)}"))
                 _put_down(run, runs[-1])
-                run, size = [], 0
+                run = []
+                size = 0
     return runs, piece.counts
 
 
 def _chunks(sides: Iterator[Side]) -> Iterator[list[Side]]:
     """Yields documents by the chunk; the last is empty."""
-    chunk, size = [], 0
+    chunk = []
+    size = 0
     for side in sides:
         chunk.append(side)
         size += side[0].num_bytes
         if size >= CHUNK_BYTES:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     yield from (chunk, [])
 
 
@@ -291,7 +304,9 @@ def merge(runs: list[Path], prefix: Path, vocab_size: int, advance: Advance) -> 
     Returns how many documents, tokens and bytes of text it holds, and how many duplicates it does
     not.
     """
-    counts, last, order = Counter[str](), b"", itemgetter(0, 1)
+    counts = Counter[str]()
+    last = b""
+    order = itemgetter(0, 1)
     with TokenFileWriter(prefix, vocab_size) as writer:
         for _, digest, num_bytes, tokens in heapq.merge(*map(_documents, runs), key=order):
             advance(num_bytes)
@@ -308,7 +323,8 @@ def _documents(run: Path) -> Iterator[tuple[float, bytes, int, np.ndarray]]:
     """Yields draw, digest, bytes and tokens of the documents of a run; no file is held open, since
     there may be thousands.
     """
-    first, begin = 0, 0
+    first = 0
+    begin = 0
     while (rows := np.fromfile(f"{run}.rows", ROW, AT_ONCE, offset=first * ROW.itemsize)).size:
         ends = np.cumsum(rows["tokens"])
         tokens = np.fromfile(f"{run}.bin", np.int32, ends[-1], offset=4 * begin)
@@ -328,7 +344,10 @@ def _held_out(
 
     Returns their sizes, and how many came again and were cut.
     """
-    text_bytes, repeated, cut, seen = 0, 0, 0, set[str]()
+    text_bytes = 0
+    repeated = 0
+    cut = 0
+    seen = set[str]()
     with (
         TokenFileWriter(whole / "validation", tokenizer.vocab_size) as writer,
         (whole / VALIDATION_TEXT).open("w", encoding="utf-8") as lines,

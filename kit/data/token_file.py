@@ -53,8 +53,10 @@ class TokenFileWriter:
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
         self._bin, self._idx = _paths(Path(prefix))
-        self._vocab_size, self._dtype = vocab_size, token_dtype(vocab_size)
-        self._lengths, self.num_tokens = array.array("i"), 0
+        self._vocab_size = vocab_size
+        self._dtype = token_dtype(vocab_size)
+        self._lengths = array.array("i")
+        self.num_tokens = 0
         self._stream = self._bin.open("wb")
 
     def add(self, tokens: Sequence[int] | np.ndarray) -> None:
@@ -162,7 +164,8 @@ class TokenFile:
         Raises:
             DataError: the file holds a token that is not in the vocabulary.
         """
-        chunk, counts = 1 << 22, np.zeros(vocab_size, np.int64)
+        chunk = 1 << 22
+        counts = np.zeros(vocab_size, np.int64)
         for begin in range(0, self.num_tokens, chunk):
             piece = self.tokens[begin : begin + chunk]
             if piece.min() < 0 or piece.max() >= vocab_size:

@@ -93,7 +93,8 @@ def check_site(spec: ModelSpec, plan: Plan, site: Site) -> None:
     """Raises ConfigError if the plan's engine does not train such a model on the devices of a
     site.
     """
-    device, platform = site.device.name, site.device.trainium
+    device = site.device.name
+    platform = site.device.trainium
     # On a Trainium host itself, that is a local site, no file need say so.
     elsewhere = site.device.is_gpu or (platform is None and site.scheduler != "local")
     if plan.engine == "neuron" and elsewhere:

@@ -81,7 +81,10 @@ class Engine(abc.ABC):
     """What alone changes weights and moments."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, recipe: Recipe, device: torch.device) -> None:
-        self.spec, self.plan, self.recipe, self.device = spec, plan, recipe, device
+        self.spec = spec
+        self.plan = plan
+        self.recipe = recipe
+        self.device = device
 
     @abc.abstractmethod
     def begin_step(

@@ -164,7 +164,8 @@ class NativeEngine(PortableEngine):
         """
         if self.schedule is not None:
             return self._run_schedule(self.schedule, samples)
-        decoder, count = self.decoders[0], self.plan.num_microbatches
+        decoder = self.decoders[0]
+        count = self.plan.num_microbatches
         total = torch.zeros((), device=self.device)
         for i, (x_BT, y_BT, past) in enumerate(self._micro_batches_with_past(samples)):
             prepare_backward(decoder, self.plan, last_microbatch=i == count - 1)
@@ -201,7 +202,8 @@ class NativeEngine(PortableEngine):
             yield x_BT, y_BT, past
 
     def _run_schedule(self, schedule: Any, samples: Tensor) -> Tensor:
-        samples, losses = samples.to(self.device, non_blocking=True), []
+        samples = samples.to(self.device, non_blocking=True)
+        losses = []
         # Pipelines of torch 2.11 and 2.12 refuse strides other than those that stages were built
         # with.
         first = [samples[:, :-1].contiguous()] if self.is_first else []
@@ -221,7 +223,8 @@ class NativeEngine(PortableEngine):
         if self.pipeline_group is None:
             logits_BTV = self.decoders[0](tokens_BT, past=past)
             return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
-        group, rank = self.pipeline_group, pipeline_rank(self.mesh)
+        group = self.pipeline_group
+        rank = pipeline_rank(self.mesh)
         logits_BTV = forward_only(
             self.decoders, tokens_BT, plan=self.plan, pipeline_rank=rank, group=group
         )
@@ -249,7 +252,8 @@ class _TiedStages:
         """Adds up the gradients of both copies."""
         if self.embedding is not None and self.output is not None:
             total = cast(Tensor, self.embedding.grad) + cast(Tensor, self.output.grad)
-            self.embedding.grad, self.output.grad = total, total.clone()
+            self.embedding.grad = total
+            self.output.grad = total.clone()
             return
         weight = self.embedding if self.embedding is not None else self.output
         if weight is not None:
@@ -263,6 +267,7 @@ class _TiedStages:
         if self.embedding is None or self.output is None:
             return
         local(self.output).copy_(local(self.embedding))
-        target, source = optimizer.state[self.output], optimizer.state[self.embedding]
+        target = optimizer.state[self.output]
+        source = optimizer.state[self.embedding]
         for moment in MOMENTS:
             local(target[moment]).copy_(local(source[moment]))

@@ -79,11 +79,13 @@ def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
     if os.environ["WORLD_SIZE"] == "1":
         alone: Any = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
         return {"store": alone, "rank": 0, "world_size": 1}
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     # torchrun's agent has it.
     if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     listening = socket.create_server((address, port), backlog=world).detach() if rank == 0 else None
     store: Any = dist.TCPStore(  # type: ignore[reportPrivateImportUsage]
         address, port, world, rank == 0, timeout, multi_tenant=True, master_listen_fd=listening

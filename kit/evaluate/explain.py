@@ -110,7 +110,8 @@ def explain_item(
     with quiet():
         definition.build_all_requests(samples=[index])
     document = definition.eval_docs[index]
-    texts, right = definition.doc_to_choice(document), definition.doc_to_target(document)
+    texts = definition.doc_to_choice(document)
+    right = definition.doc_to_target(document)
     requests = definition.instances[: len(texts)]
     lm = decoder_lm(model, tokenizer, sequence_length, Options(), "cpu")
     found = lm.loglikelihood(requests)

@@ -81,7 +81,8 @@ def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tu
         axis.axhline(100 * accuracy, color=BLUE, label=f"measured: {accuracy:.1%}")
         axis.axhline(100 * chance, color=GREY, linestyle=(0, (4, 3)), label="guessing")
         for row in rows:
-            down, up = 100 * (accuracy - row["low"]), 100 * (row["high"] - accuracy)
+            down = 100 * (accuracy - row["low"])
+            up = 100 * (row["high"] - accuracy)
             axis.errorbar(
                 row["items"], 100 * accuracy, [[down], [up]], color=VERMILION, fmt="o", capsize=4
             )

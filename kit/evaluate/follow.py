@@ -74,7 +74,8 @@ def follow_run(
     there = kit_command("eval", run.directory, "--follow", "--submit")
     refuse_elsewhere(run.directory, f", and are scored by jobs there: `{there}`.")
     run.check_writable("keep scores in it")
-    chosen, tasks = Options.of(options), absolute_files(tasks)
+    chosen = Options.of(options)
+    tasks = absolute_files(tasks)
     requests = check_request(tasks, chosen.include_path)
     layout(run.spec, run.site, chosen)
     score_or_submit = _submit if submit else _score
@@ -105,7 +106,8 @@ def follow_run(
 
 
 def _score(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> Followed:
-    start, given = time.perf_counter(), dataclasses.asdict(options)
+    start = time.perf_counter()
+    given = dataclasses.asdict(options)
     try:
         report = evaluate(run, step, tasks, **given)
     except (RunError, JobError, ConfigError, DataError, OSError) as error:

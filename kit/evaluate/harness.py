@@ -49,7 +49,8 @@ def score_task(
     import torch
     from lm_eval.evaluator import evaluate
 
-    request, name = loaded.request, loaded.request.task
+    request = loaded.request
+    name = loaded.request.task
     if loaded.runs_code and scorer is None:
         raise ConfigError(
             f"{name}: runs programs that the model wrote, and that was not allowed. Allow it with"

@@ -110,7 +110,9 @@ def compare(reports: EvalReport | Sequence[EvalReport], table: str = "II") -> Co
     """
     if table not in ("II", "V"):
         raise ConfigError(f"table: {table!r} cannot be compared with. Allowed: 'II', 'V'.")
-    known, notes, own = published_table(table), [], []
+    known = published_table(table)
+    notes = []
+    own = []
     for report in [reports] if isinstance(reports, EvalReport) else reports:
         cells = {}
         for column in known.columns:

@@ -311,14 +311,16 @@ def load_lm(
     Raises:
         ConfigError, DataError: as `load_model`.
     """
-    split, replicas = {}, None
+    split = {}
+    replicas = None
     if layout.num_devices > 1 and str(options.batch_size).startswith("auto"):
         raise ConfigError(
             f"batch_size: {options.batch_size!r} may differ between the {layout.num_devices}"
             " processes that score this model. Give a number."
         )
     if layout.num_devices > 1:
-        shape, names = (layout.replicas, layout.shards), ("replica", "shard")
+        shape = (layout.replicas, layout.shards)
+        names = ("replica", "shard")
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         replicas = mesh["replica"].get_group()
     if layout.shards > 1:
@@ -353,7 +355,8 @@ def decoder_lm(
     Raises:
         ConfigError: tokenizer or length do not fit the model, or transformers has no such model.
     """
-    spec, dtype = decoder.spec, next(decoder.parameters()).dtype
+    spec = decoder.spec
+    dtype = next(decoder.parameters()).dtype
     if spec.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"tokenizer: it has {tokenizer.vocab_size:,} tokens but the model has"

@@ -168,7 +168,8 @@ class PackedLM(HFLM):
         Raises:
             DataError: a continuation has no token.
         """
-        score, found = super().loglikelihood, []
+        score = super().loglikelihood
+        found = []
         starts = range(0, len(requests), PART)
         for start in tqdm(starts, desc="log-likelihoods", disable=None, leave=False):
             found += score(requests[start : start + PART], disable_tqdm=True)
@@ -213,7 +214,8 @@ class PackedLM(HFLM):
         """Returns `HFLM`'s own results. A continuation longer than the model, which `HFLM` refuses,
         is scored in windows.
         """
-        windows, owners = [], []
+        windows = []
+        owners = []
         for index, (texts, context, continuation) in enumerate(requests):
             for start in range(0, len(continuation), self.max_length):
                 target = continuation[start : start + self.max_length]
@@ -221,7 +223,8 @@ class PackedLM(HFLM):
                 owners.append(index)
         with patch.object(self, "batch_size_per_gpu", self.sequences):
             found = super()._loglikelihood_tokens(windows, disable_tqdm=True)
-        totals, is_greedy = [0.0] * len(requests), [True] * len(requests)
+        totals = [0.0] * len(requests)
+        is_greedy = [True] * len(requests)
         for index, (value, greedy) in zip(owners, found, strict=True):
             totals[index] += value
             is_greedy[index] = is_greedy[index] and greedy
@@ -245,7 +248,8 @@ class PackedLM(HFLM):
         for start in range(0, len(place_N), chunk):
             here = (which >= start) & (which < start + chunk)
             logits_NV = self.model.get_output_embeddings()(x_NH[start : start + chunk]).float()
-            n, chosen = which[here] - start, token[here]
+            n = which[here] - start
+            chosen = token[here]
             # Not logsumexp: on a large vocabulary its rounding differs from this, which is HFLM's.
             value = logits_NV.log_softmax(-1)[n, chosen]
             missed = logits_NV.argmax(-1)[n] != chosen
@@ -308,8 +312,10 @@ def pack(sequences: Iterable[Sequence], longest: int) -> list[PackedRow]:
         limit = min(longest, max(SHORTEST_ROW, SEQUENCES_PER_ROW * len(sequence)))
         if not rows or len(rows[-1].tokens) + len(sequence) - shared > limit:
             rows.append(PackedRow())
-            path, shared = [], 0
-        row, first = rows[-1], len(rows[-1].tokens)
+            path = []
+            shared = 0
+        row = rows[-1]
+        first = len(rows[-1].tokens)
         for node in path[shared:]:
             row.ends[node] = first
         path = path[:shared] + list(range(first, first + len(sequence) - shared))

@@ -118,7 +118,8 @@ class Metric(Record):
             if log_stderr is not None:
                 low, high = perplexity_interval(value, log_stderr)
         elif stderr is not None:
-            low, high = value - Z_95 * stderr, value + Z_95 * stderr
+            low = value - Z_95 * stderr
+            high = value + Z_95 * stderr
             if name.endswith(BITS_PER_BYTE):
                 low = max(0.0, low)
         return cls(name=name, value=value, stderr=stderr, low=low, high=high)
@@ -158,7 +159,8 @@ def wilson(share: float, num_items: float) -> tuple[float, float]:
     Amer. Statist. Assoc. 22, 1927.
     """
     z2 = Z_95**2
-    centre, scale = share + z2 / (2 * num_items), 1 + z2 / num_items
+    centre = share + z2 / (2 * num_items)
+    scale = 1 + z2 / num_items
     half = Z_95 * math.sqrt(share * (1 - share) / num_items + z2 / (4 * num_items**2))
     return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 

@@ -21,13 +21,11 @@ namespaces."""
 
 def main() -> None:
     """Runs the request on standard input and writes its result."""
-    result, secret, write, read, leave = (
-        int(sys.argv[1]),
-        int(sys.argv[2]),
-        os.write,
-        os.read,
-        os._exit,
-    )
+    result = int(sys.argv[1])
+    secret = int(sys.argv[2])
+    write = os.write
+    read = os.read
+    leave = os._exit
     build, run = compile, exec  # the program may put others in their place
     request = json.load(sys.stdin)
     for name, value in request["limits"].items():
@@ -36,7 +34,8 @@ def main() -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(limit, (value, value))
     forbid_namespaces()
-    sys.argv, sys.stdin = [""], open(os.devnull) if os.path.exists(os.devnull) else None
+    sys.argv = [""]
+    sys.stdin = open(os.devnull) if os.path.exists(os.devnull) else None
     names = {"__name__": "program"}
     try:
         run(build(request["program"], "program", "exec"), names)
@@ -60,7 +59,10 @@ def forbid_namespaces() -> None:
     if sys.platform != "linux" or (machine := os.uname().machine) not in UNSHARE:
         return
     arch, unshare = UNSHARE[machine]
-    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    end = 0x06
     steps = [
         (load, 0, 0, 4),
         (equal, 0, 4, arch),
@@ -71,7 +73,8 @@ def forbid_namespaces() -> None:
     steps += [(end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x00050001)]  # allowed; EPERM
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     told = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))
-    prctl, zero = ctypes.CDLL(None).prctl, ctypes.c_ulong(0)
+    prctl = ctypes.CDLL(None).prctl
+    zero = ctypes.c_ulong(0)
     prctl(38, ctypes.c_ulong(1), zero, zero, zero)  # PR_SET_NO_NEW_PRIVS
     prctl(22, ctypes.c_ulong(2), told)  # PR_SET_SECCOMP
 

@@ -60,12 +60,15 @@ def evaluate(
         RunError: the directory is not a run.
         DataError, MissingPackageError: as `evaluate_model`.
     """
-    chosen, tasks = Options.of(options), absolute_files(tasks)
+    chosen = Options.of(options)
+    tasks = absolute_files(tasks)
     requests = check_request(tasks, chosen.include_path)
     run = Run.open(run) if isinstance(run, str | Path) else run
     checkpoint = run.checkpoints.manifest(run.checkpoints.step_or_newest(step))
-    file, ranks = report_file(run, checkpoint.step), int(os.environ.get("WORLD_SIZE", "1"))
-    dataset, plan = run.dataset(), layout(run.spec, run.site, chosen, ranks)
+    file = report_file(run, checkpoint.step)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    dataset = run.dataset()
+    plan = layout(run.spec, run.site, chosen, ranks)
     owner = run.other_owner
     is_kept = not owner and os.environ.get("RANK", "0") == "0"
     report = EvalReport(
@@ -95,7 +98,8 @@ def evaluate(
         return EvalReport.read(file).answering(asked, chosen.seed, chosen.precision)
     from kit.evaluate.loading import checkpoint_folder, joined, load_lm
 
-    start, skip = time.perf_counter(), isinstance(tasks, str)
+    start = time.perf_counter()
+    skip = isinstance(tasks, str)
     with (
         joined(plan, chosen.device) as device,
         checkpoint_folder(run, checkpoint.step, chosen.precision) as folder,
@@ -138,7 +142,8 @@ def evaluate_folder(
             f"devices: {chosen.devices} score a run only, in a job of its site. Leave it out for a"
             " folder."
         )
-    file, start = out or report_beside(folder), time.perf_counter()
+    file = out or report_beside(folder)
+    start = time.perf_counter()
     check_keepable(file)
     load_config(folder)
     with joined(DeviceLayout(), chosen.device) as device:
@@ -187,7 +192,8 @@ def evaluate_model(
         raise ConfigError(
             f"{key}: `evaluate_model` scores the decoder as it is. Leave it out, or use `evaluate`."
         )
-    start, chosen = time.perf_counter(), Options.of(options)
+    start = time.perf_counter()
+    chosen = Options.of(options)
     requests = check_request(tasks, chosen.include_path)
     report = EvalReport(name=name, tokenizer_sha256=hashlib.sha256(tokenizer.data).hexdigest())
     lm = decoder_lm(model, tokenizer, sequence_length, chosen, device)
@@ -310,7 +316,8 @@ def score_all(
     from kit.evaluate.harness import score_task
     from kit.evaluate.loading import first_alone, is_first
 
-    scorer, asked = None, [options.applied(request) for request in requests]
+    scorer = None
+    asked = [options.applied(request) for request in requests]
     if options.untrusted_code != "refuse":
         from kit.evaluate.sandbox import CodeScorer, ProgramSandbox
 
@@ -365,7 +372,8 @@ def keep_scores(
     """
     whole = report
     for one in found:
-        spent, start = time.perf_counter() - start, time.perf_counter()
+        spent = time.perf_counter() - start
+        start = time.perf_counter()
         kind = "scores" if isinstance(one, TaskScore) else "unscored"
         part = report.replace(seconds=spent, **{kind: (one,)})
         if file is not None:

@@ -56,12 +56,15 @@ def read_data(
     Raises:
         DataError: there is none, or it lacks the split that is scored, or it is damaged.
     """
-    path, name, config = task.DATASET_PATH, task.DATASET_NAME, task.config
+    path = task.DATASET_PATH
+    name = task.DATASET_NAME
+    config = task.config
     scored = config.test_split or config.validation_split  # as the harness's `eval_docs`
     asked = (scored, config.validation_split, config.training_split, task.fewshot_cfg.split)
     splits = list(dict.fromkeys(filter(None, asked)))
     wanted = f"{path} ({f'config {name}, ' if name else ''}splits {', '.join(splits)})"
-    rows, sources = {}, []
+    rows = {}
+    sources = []
     if folder is not None:
         rows, files = read_folder(folder, path, name, options)
         for file in files:
@@ -122,7 +125,8 @@ def read_folder(
     from datasets.exceptions import DatasetGenerationError
     from datasets.features.features import require_decoding
 
-    root, resolve = folder.resolve(), data_files.resolve_pattern
+    root = folder.resolve()
+    resolve = data_files.resolve_pattern
 
     def below(pattern: str, *where: Any, **more: Any) -> list[str]:
         found = [pattern] if "://" in pattern else resolve(pattern, *where, **more)

@@ -184,8 +184,10 @@ def quiet() -> Iterator[None]:
     import lm_eval.api.task
     import lm_eval.utils
 
-    logger, had_bars = logging.getLogger("lm_eval"), not datasets.are_progress_bars_disabled()
-    level, templates = logger.level, lm_eval.utils.env
+    logger = logging.getLogger("lm_eval")
+    had_bars = not datasets.are_progress_bars_disabled()
+    level = logger.level
+    templates = lm_eval.utils.env
     datasets.disable_progress_bars()
     logger.setLevel(logging.ERROR)
     silent = functools.partial(lm_eval.api.task.tqdm, disable=True)
@@ -362,7 +364,8 @@ def _local_data(
     from lm_eval.api.task import ConfigurableTask
 
     sources: list[ItemSource] = []
-    fetch, load_metric = ConfigurableTask.download, evaluate.load
+    fetch = ConfigurableTask.download
+    load_metric = evaluate.load
 
     def fill(task: Any, dataset_kwargs: dict[str, Any] | None = None, **more: Any) -> None:
         if callable(task.config.custom_dataset):
@@ -465,7 +468,8 @@ def _set_shots(request: TaskRequest, tasks: dict[str, Any]) -> None:
     As the harness does, a task that fixes zero keeps it.
     """
     for task in tasks.values():
-        defined, path = task.get_config("num_fewshot"), task.config.dataset_path
+        defined = task.get_config("num_fewshot")
+        path = task.config.dataset_path
         is_fixed = request.num_fewshot is None or defined == 0
         shots = defined or 0 if is_fixed else request.num_fewshot
         task.set_config(key="num_fewshot", value=shots)

@@ -38,7 +38,8 @@ def measure(device: torch.device) -> list[dict]:
     """Returns rows of ranks, bytes, seconds (of the best all-reduce) and bus_bytes_per_s; all
     ranks must call it.
     """
-    world, rows = dist.get_world_size(), []
+    world = dist.get_world_size()
+    rows = []
     sizes = sorted({n for n in (2**k for k in range(1, 20)) if n <= world} | {world})
     for ranks in sizes:
         group = dist.new_group(list(range(ranks)))

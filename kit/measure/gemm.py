@@ -18,7 +18,8 @@ from kit.measure.device import torch_device
 SIZE = 512
 """Edge of the square matrices on a CPU: large enough for its full rate, small enough to lie in a
 core's own cache."""
-ROUND_S, ROUNDS = 0.2, 15
+ROUND_S = 0.2
+ROUNDS = 15
 CHILD_LIMIT_S = 120.0
 """Time limit in seconds of a measurement on a GPU, including the import of torch and the start of
 the device."""

@@ -30,7 +30,8 @@ from kit.measure.timing import timed
 COMPARED = (("computes", 0.75, "matmul_flops_per_s"), ("sends", 0.5, "bytes_per_s"))
 """What of a node is compared, the share of the median of all nodes below which it is called slow
 (links differ more than chips do), and the field of it."""
-SECONDS, REPEATS = 0.3, 3
+SECONDS = 0.3
+REPEATS = 3
 CPU_NUMBERS, DEVICE_NUMBERS = 2**20, 2**24
 """In fp32, of one message."""
 
@@ -122,7 +123,8 @@ def _exchange_rates(firsts: list[int], device: torch.device) -> list[float]:
     """Returns bytes/s of the exchanges of this rank, which speaks for its node if it is one of
     `firsts`.
     """
-    own, rates = dist.get_rank(), []
+    own = dist.get_rank()
+    rates = []
     for pairs in _rounds(len(firsts)):
         for left, right in pairs:
             partner = {firsts[left]: firsts[right], firsts[right]: firsts[left]}.get(own)
@@ -143,7 +145,8 @@ def _rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def _exchange_bytes_per_s(partner: int, device: torch.device) -> float:
-    mine, theirs = _message(device), _message(device)
+    mine = _message(device)
+    theirs = _message(device)
 
     def exchange() -> None:
         sends = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]

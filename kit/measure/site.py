@@ -77,7 +77,8 @@ def remeasure(run: Run) -> dict[str, tuple[Fact | None, Fact]]:
             f"{run.directory}: it was trained on {state.process.host}, which is not this machine."
             " Measure there, or give the peak by hand: device.peak_flops_per_s in its site.json."
         )
-    site, found = run.site, {}
+    site = run.site
+    found = {}
     for dtype in sorted({plan.precision for plan in (run.plan, *run.plans().values())}):
         old = site.device.peak_flops_per_s.get(dtype)
         new = measure_peak(dtype, device=torch_device(site))
@@ -99,7 +100,8 @@ def _tell(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
     """Says in the run's alerts, which keep what was wrong before, that its peak is another one
     now.
     """
-    attempt, step = last_attempt(run.directory), run.metrics().summary()["step"]
+    attempt = last_attempt(run.directory)
+    step = run.metrics().summary()["step"]
     AlertLog(run.directory / "alerts.jsonl").add(
         [
             Alert(

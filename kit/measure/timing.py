@@ -36,7 +36,8 @@ def best_within(
     """Returns the shortest of the calls on one thread that fit into some seconds on the wall, at
     least one, by any clock.
     """
-    end, best = time.perf_counter() + seconds, timed(run, clock)
+    end = time.perf_counter() + seconds
+    best = timed(run, clock)
     while time.perf_counter() < end:
         best = min(best, timed(run, clock))
     return best

@@ -96,7 +96,8 @@ class Attention(nn.Module):
         k_BKTD = self.key(x_BTH).view(heads).transpose(1, 2)
         v_BKTD = self.value(x_BTH).view(heads).transpose(1, 2)
         if rotary_2TD is not None:
-            q_BNTD, k_BKTD = rotate(q_BNTD, rotary_2TD), rotate(k_BKTD, rotary_2TD)
+            q_BNTD = rotate(q_BNTD, rotary_2TD)
+            k_BKTD = rotate(k_BKTD, rotary_2TD)
         if past is not None and past.begins_N is not None:
             y_BNTD = attend_within_documents(q_BNTD, k_BKTD, v_BKTD, past.begins_N)
         else:

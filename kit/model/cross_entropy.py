@@ -44,7 +44,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         compiled: bool,
     ) -> Tensor:
         rows = _rows(len(weight_VH), x_NH.device)
-        dx_NH, dweight_VH = torch.empty_like(x_NH if gradients else x_NH[:0]), None
+        dx_NH = torch.empty_like(x_NH if gradients else x_NH[:0])
+        dweight_VH = None
         loss = x_NH.new_zeros((), dtype=torch.float32)
         for start in range(0, len(x_NH), rows):
             chunk = slice(start, start + rows)

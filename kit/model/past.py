@@ -18,7 +18,9 @@ try:
     DOCUMENT_KERNELS = {document_attention()}
     DOCUMENT_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 except ModuleNotFoundError:  # torch 2.9, the last for Trainium, where none is called
-    varlen_attn, DOCUMENT_KERNELS, DOCUMENT_ARGUMENTS = None, set(), frozenset()
+    varlen_attn = None
+    DOCUMENT_KERNELS = set()
+    DOCUMENT_ARGUMENTS = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,8 @@ class PlotRange:
         that end of the run. The number of pixels is kept between what a chart needs and what a
         screen has.
         """
-        start, end = message["start"], message["end"]
+        start = message["start"]
+        end = message["end"]
         return cls(
             axis=message["axis"],
             start=-math.inf if start is None else start,
@@ -206,7 +207,8 @@ class Curves:
         """Returns the least and the largest finite value of a series between edges, [2, pixels];
         NaN where there is none.
         """
-        values, inner = self[name], edges[1:-1]
+        values = self[name]
+        inner = edges[1:-1]
         if len(inner) < 2 or (inner % BLOCK_ROWS).any():
             return extremes_between(values, values, edges)
         first = extremes_between(values, values, edges[:2])
@@ -217,7 +219,8 @@ class Curves:
 
     def _extremes_of_blocks(self, name: str) -> np.ndarray:
         """Returns the least and the largest finite value in each whole block of a series."""
-        known, values = self._blocks.setdefault(name, Growing(2)), self[name]
+        known = self._blocks.setdefault(name, Growing(2))
+        values = self[name]
         new = values[known.length * BLOCK_ROWS : len(values) // BLOCK_ROWS * BLOCK_ROWS]
         blocks = new.reshape(-1, BLOCK_ROWS)
         known.extend([np.fmin.reduce(blocks, axis=1), np.fmax.reduce(blocks, axis=1)])
@@ -227,7 +230,8 @@ class Curves:
         """Returns MFU and HFU of `count` further steps, [2, count], with NaN for values above 1."""
         if rates is None:
             return np.full((2, count), np.nan)
-        was_refuted, hardware = self.times_peak is not None, rates[1]
+        was_refuted = self.times_peak is not None
+        hardware = rates[1]
         self._above_peak.extend(hardware[hardware > 1])
         self._known_peak += int(np.isfinite(hardware).sum())
         if was_refuted != (self.times_peak is not None):

@@ -173,7 +173,8 @@ class Dashboard:
         not known.
         """
         with self.lock:
-            run, status = self.run, self.status
+            run = self.run
+            status = self.status
             step = self._last_step() if len(self.curves) else {"step": 0}
             mix = mix_words(run.recipe, run.spec.sequence_length, step.get("tokens", 0))
             left_s = time_left_s(self.columns, run.recipe.num_steps)
@@ -266,7 +267,8 @@ class Dashboard:
         """Returns the numbers of the last step, its speeds as the median of the last 20 steps with
         its layout.
         """
-        columns, curves = self.columns, self.curves
+        columns = self.columns
+        curves = self.curves
         speeds = {name: curves[name] for name in ("tokens_per_s", "mfu", "hfu")}
         speeds["step_time_s"] = columns["step_time_s"][: len(curves)]
         known = last_step(columns, speeds, curves["layout"])
@@ -282,7 +284,9 @@ class Dashboard:
         }
 
     def _formula(self) -> str:
-        spec, plan, site = self.run.spec, self.run.plan, self.run.site
+        spec = self.run.spec
+        plan = self.run.plan
+        site = self.run.site
         peak = site.peak_flops_per_s(plan.precision)
         if peak is None:
             return (
@@ -298,7 +302,8 @@ class Dashboard:
         )
 
     def _attempts(self, axis: str) -> list[dict[str, float]]:
-        x, steps = self.curves[axis], self.curves["step"]
+        x = self.curves[axis]
+        steps = self.curves["step"]
         if not len(x):
             return []
         return [

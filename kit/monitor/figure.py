@@ -57,7 +57,8 @@ def run_figure(
         facts = speed_facts(run, metrics)
         notes = [facts["verdict"]]
         if len(metrics):
-            speed, firsts = "mfu" if "mfu" in table else "tokens_per_s", _first_steps(table)
+            speed = "mfu" if "mfu" in table else "tokens_per_s"
+            firsts = _first_steps(table)
             draw_band(right, facts["band"], firsts, float(table["step"][-1]), speed)
             seen = int(metrics.total_tokens[-1])
             notes.append(mix_words(run.recipe, run.spec.sequence_length, seen))
@@ -76,14 +77,16 @@ def snapshot(dashboard: Dashboard) -> Any:
         names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")
         x, rows = dashboard.curves.window(names, PlotRange(width=120))
         lost = dashboard.columns["step"][_steps_not_finite(dashboard.columns)]
-    status, step = dashboard.status, "no step yet"
+    status = dashboard.status
+    step = "no step yet"
     figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_pane(left, TITLES["loss"], x, rows[:3], BLUE)
     _use_log_axis_if_wide(left, rows[2])
     _draw_pane(right, TITLES[names[1]], x, rows[3:] * (100 if "mfu" in names else 1), GREEN)
     if len(x):
-        band, firsts = dashboard.run_view.speed_monitor.facts["band"], dashboard.columns.first_steps
+        band = dashboard.run_view.speed_monitor.facts["band"]
+        firsts = dashboard.columns.first_steps
         draw_band(right, band, firsts, x[-1], names[1])
         step = f"step {int(x[-1]):,}"
         figure.supxlabel(
@@ -168,13 +171,15 @@ def _draw_loss(
     axis: Any, table: dict[str, np.ndarray], lost: np.ndarray, baselines: dict[str, float]
 ) -> None:
     axis.set_title(TITLES["loss"])
-    step, loss = table["step"], drawable(table["loss"])
+    step = table["step"]
+    loss = drawable(table["loss"])
     axis.plot(step, loss, color=BLUE, alpha=0.3, linewidth=0.8)
     axis.plot(step, table["loss_ema"], color=BLUE, label=f"smoothed, {EMA_STEPS} steps")
     _mark_not_finite(axis, step[lost])
     held_out = np.isfinite(drawable(table["validation_loss"]))
     if held_out.any():
-        x, y = step[held_out], table["validation_loss"][held_out]
+        x = step[held_out]
+        y = table["validation_loss"][held_out]
         axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="validation")
     _use_log_axis_if_wide(axis, loss)
     draw_levels(axis, baselines)

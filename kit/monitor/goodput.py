@@ -118,12 +118,14 @@ class Ledger(Record):
         """
         prices = np.array([share.usd_per_hour for share in self.attempts], float)  # None is NaN
         devices = np.array([share.devices for share in self.attempts])
-        rows, wall_s = [], self.wall_s
+        rows = []
+        wall_s = self.wall_s
         for part, seconds in self.seconds.items():
             # While it waits, a job holds no node.
             factor = 0 if part == "waiting" else 1 / 3600
             held = factor * np.array([share.seconds[part] for share in self.attempts])
-            hours, usd = float(held @ devices), float(held @ prices)
+            hours = float(held @ devices)
+            usd = float(held @ prices)
             rows.append(
                 {
                     "part": part,
@@ -160,9 +162,12 @@ def ledger(run: Run) -> Ledger:
     numbers = {*steps["attempt"].astype(int).tolist(), *(event.attempt for event in history)}
     if not numbers:
         raise RunError(f"{run.directory} has no attempt yet, so no time has been spent.")
-    plans, sites = run.plans(), run.other_sites()
+    plans = run.plans()
+    sites = run.other_sites()
     shares: list[AttemptLedger] = []
-    idle_s, before, was_over = 0.0, None, False
+    idle_s = 0.0
+    before = None
+    was_over = False
     for attempt in sorted(numbers):
         events = [event for event in history if event.attempt == attempt]
         own = {name: column[steps["attempt"] == attempt] for name, column in steps.items()}
@@ -175,7 +180,8 @@ def ledger(run: Run) -> Ledger:
             seconds["waiting"] += gap
         elif shares:  # killed with its supervisor: nobody was left to say so
             shares[-1].seconds["lost"] += gap
-        before, was_over = end, any(map(_is_over, events))
+        before = end
+        was_over = any(map(_is_over, events))
         plan = plans.get(attempt, run.plan)
         shares.append(
             AttemptLedger(
@@ -209,7 +215,8 @@ def _attempt(
         event.time for event in events if event.state not in (JobState.QUEUED, JobState.CONFIGURING)
     ]
     start = max(begin, min([*held[:1], *starts[:1]], default=begin))
-    starts, ends = np.maximum(starts, start), np.maximum(ends, start)
+    starts = np.maximum(starts, start)
+    ends = np.maximum(ends, start)
     over = [event.time for event in events if _is_over(event)]
     last = ends[-1] if len(ends) else start
     end = max(last, over[0] if over else max([heard, *times[-1:]]))

@@ -99,7 +99,8 @@ class AlertCommand:
         """Runs the command once for all alerts that still wait, with the message of the last."""
         if not self.waiting:
             return
-        others, last = len(self.waiting) - 1, self.waiting[-1]
+        others = len(self.waiting) - 1
+        last = self.waiting[-1]
         self.waiting.clear()
         more = f"{counted(others, 'more alert')}; the last one: " if others else ""
         self._run_for(last.replace(message=f"{more}{last.message}"))

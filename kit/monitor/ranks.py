@@ -61,8 +61,11 @@ class RankTimes:
     """
 
     def __init__(self, run_dir: Path, num_ranks: int, attempt: int) -> None:
-        self.run_dir, self.num_ranks, self.attempt = run_dir, num_ranks, attempt
-        self._step, self._rest_until = -1, 0.0
+        self.run_dir = run_dir
+        self.num_ranks = num_ranks
+        self.attempt = attempt
+        self._step = -1
+        self._rest_until = 0.0
         self.samples: list[np.ndarray] = []
         self.beats: dict[int, RankHeartbeat] = {}
         self.slowest: Straggler | None = None

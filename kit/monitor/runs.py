@@ -120,9 +120,12 @@ def live_row(run: Run) -> dict[str, Any]:
     """
     try:
         status = run.job.status()
-        state, reason = str(status.state), status.reason
+        state = str(status.state)
+        reason = status.reason
     except JobError:
-        status, state, reason = None, "not started", "no job was submitted for it"
+        status = None
+        state = "not started"
+        reason = "no job was submitted for it"
     row = {"state": state, "reason": reason, "num_steps": run.recipe.num_steps}
     if status and status.heard_at is not None:
         row |= {"heard": f"{status.age} ago", "heard_s": status.age_s}
@@ -155,9 +158,13 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
         )
     found = dict(zip(_labels(runs), [run.metrics() for run in runs], strict=True))
     speeds = {label: metrics.speeds() for label, metrics in found.items()}
-    speed, scale, title = "mfu", 100, "MFU, % of peak"
+    speed = "mfu"
+    scale = 100
+    title = "MFU, % of peak"
     if whys := sorted({why for metrics in found.values() if (why := metrics.why_no_mfu)}):
-        speed, scale, title = "tokens_per_s", 1, f"Tokens/s\n(no MFU: {', '.join(whys)})"
+        speed = "tokens_per_s"
+        scale = 1
+        title = f"Tokens/s\n(no MFU: {', '.join(whys)})"
     table = {
         label: {"step": metrics["step"], "loss": metrics["loss"], speed: speeds[label][speed]}
         for label, metrics in found.items()

@@ -128,7 +128,8 @@ class ScoreFollower:
     """
 
     def __init__(self, run: Run, seen: dict[str, float] | None = None) -> None:
-        self.run, self.seen = run, dict(seen or {})
+        self.run = run
+        self.seen = dict(seen or {})
 
     def read(self) -> list[tuple[int, int, dict[str, float]]]:
         """Returns (attempt, step, values) of what is new; a value is named `eval/TASK/METRIC`,
@@ -189,11 +190,15 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
     of_answers = all(curve.metric == ANSWER_BITS for curve in curves)
     scale = 100 if accuracy else 1
     for i, curve in enumerate(curves):
-        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-        x, y, partial = curve["tokens"], scale * curve["score"], curve["partial"]
+        colour = COLOURS[i % len(COLOURS)]
+        marker = MARKERS[i % len(MARKERS)]
+        x = curve["tokens"]
+        y = scale * curve["score"]
+        partial = curve["partial"]
         label = curve.name if curve.metric == ANSWER_BITS else f"{curve.name} ({curve.metric})"
         axis.plot(x, y, color=colour, linewidth=1.2, marker=marker, label=label)
-        low, high = scale * curve["low"], scale * curve["high"]
+        low = scale * curve["low"]
+        high = scale * curve["high"]
         axis.fill_between(x, low, high, color=colour, alpha=0.12, linewidth=0)
         axis.vlines(x, low, high, color=colour, alpha=0.6, linewidth=1)
         for here, face in ((~partial, colour), (partial, "white")):

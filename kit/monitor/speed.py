@@ -31,7 +31,8 @@ WARM_UP_STEPS = 5
 COMPARED_STEPS = 200
 """Largest number of the newest steps that are compared."""
 DATA = "waiting for data"
-WAITS, PASSES = "waiting for other ranks or the network", "forward and backward pass"
+WAITS = "waiting for other ranks or the network"
+PASSES = "forward and backward pass"
 NETWORK_TERMS = ("tensor_parallel", "context_parallel", "pipeline_send", "bubble", "data_parallel")
 COMPUTE_TERMS = ("gemm", "attention", "elementwise", "host_launch", "recompute", "overhead")
 STEP_PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -156,7 +157,8 @@ def compare_attempt(
 
     if attempt is None:
         attempt = max(*run.plans(), last_attempt(run.directory), 1)
-    plan, site = run.plans().get(attempt, run.plan), run.other_sites().get(attempt, run.site)
+    plan = run.plans().get(attempt, run.plan)
+    site = run.other_sites().get(attempt, run.site)
     layouts = Layouts.of(run.spec, [plan])
     hardware = hardware_on(site, layouts, plan.precision)
     calibration = (
@@ -176,7 +178,8 @@ def compare_attempt(
     low_s, high_s = (
         max(at_peak_s, np.asarray(end).item()) for end in (prediction.low_s, prediction.high_s)
     )
-    slow, fast = tokens / high_s, tokens / low_s
+    slow = tokens / high_s
+    fast = tokens / low_s
     return SpeedComparison(
         expected_s=np.asarray(prediction.total_s).item(),
         low_s=low_s,

@@ -104,7 +104,8 @@ def _text_view(dashboard: Dashboard, width: int) -> Group:
     that is too low leaves out the oldest.
     """
     width = max(40, min(width, 120))
-    row, facts = dashboard.row(), dashboard.facts()
+    row = dashboard.row()
+    facts = dashboard.facts()
     return Group(
         *_heading(row, facts, width),
         *_curves(dashboard, row, facts, width),
@@ -226,7 +227,8 @@ def _details(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType
 
 def _alerts(dashboard: Dashboard) -> list[Text]:
     """Returns the newest alerts, whole: what to do stands at their end."""
-    alerts, lines = dashboard.run_view.alert_monitor.log.alerts, []
+    alerts = dashboard.run_view.alert_monitor.log.alerts
+    lines = []
     for alert in alerts[: -ALERTS_SHOWN - 1 : -1]:
         mark, colour = MARKS[alert.level]
         when = clock(alert.time, "%m-%d %H:%M:%S")
@@ -257,7 +259,8 @@ def duration(seconds: float | None) -> str:
     """Returns a time in seconds, minutes or hours; none is a dash."""
     if seconds is None:
         return "–"
-    minutes, hours = seconds / 60, seconds / 3600
+    minutes = seconds / 60
+    hours = seconds / 3600
     return (
         f"{seconds:.0f} s"
         if minutes < 2

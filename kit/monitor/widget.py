@@ -26,7 +26,10 @@ from kit.run import Run
 from kit.run.columns import FAST_FROM_BYTES
 from kit.show.theme import MUTED
 
-POLL_S, TICK_S, LOOK_S, PICTURE_S = 0.05, 0.2, 1.0, 60.0
+POLL_S = 0.05
+TICK_S = 0.2
+LOOK_S = 1.0
+PICTURE_S = 60.0
 BEAT_S = 2.0
 """Seconds between two heartbeats of a view. The front end reports a silent kernel after several
 that are missing."""
@@ -74,7 +77,8 @@ class CellActivity:
         """Follows the cells of an IPython shell, if there is one. It is called by a cell."""
         if shell is None or shell is self._shell:
             return
-        self._shell, self.is_running = shell, True
+        self._shell = shell
+        self.is_running = True
         shell.events.register("pre_execute", self._begin)
         shell.events.register("post_execute", self._end)
 
@@ -170,7 +174,8 @@ class Monitor(anywidget.AnyWidget):
                 self._guarded(self._tick)
 
     def _tick(self) -> None:
-        start, columns = time.monotonic(), self.dashboard.columns
+        start = time.monotonic()
+        columns = self.dashboard.columns
         before = len(columns), columns.revision
         self._more = False  # also after a failure, which must not be repeated without a pause
         while (more := self.dashboard.read()) and time.monotonic() - start < LOOK_S:
@@ -230,7 +235,8 @@ class Monitor(anywidget.AnyWidget):
             self._sent_at = time.monotonic()
             frame, window = self.dashboard.frame(self.view)
             with self.hold_sync():  # one message
-                self.frame, self.window = {**frame, "heard": self._heard}, window
+                self.frame = {**frame, "heard": self._heard}
+                self.window = window
 
     def _send_facts(self) -> None:
         with self._lock, self.hold_sync():
@@ -241,11 +247,13 @@ class Monitor(anywidget.AnyWidget):
                 "heard": self._heard,
             }
             self.alerts = self.dashboard.alerts()
-            self.heat, self.log = self.dashboard.heat(), self.dashboard.log()
+            self.heat = self.dashboard.heat()
+            self.log = self.dashboard.log()
 
     def _on_message(self, _: Any, message: Any, buffers: Any) -> None:
         """Answers the browser; in whichever thread the kernel runs this, and never for long."""
-        kind, dashboard = message["type"], self.dashboard
+        kind = message["type"]
+        dashboard = self.dashboard
         self._heard = message["number"]
         if kind == "view":
             self.view = PlotRange.from_message(message)

@@ -111,7 +111,8 @@ def checked(claim: Claim, rows: Rows | None) -> Relation | None:
     if rows is None:
         return None
     own = _row_with(claim, claim.at, rows)
-    less, ends = 0.0, {}
+    less = 0.0
+    ends = {}
     if claim.less:
         less = _number_of(claim, _row_with(claim, claim.less, rows, own))
     elif claim.column in ("y", "value"):

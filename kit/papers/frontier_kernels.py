@@ -50,7 +50,10 @@ def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True
     writes queries, keys, values and result; where scores are written out, each moves as many bytes
     as LUMI's runs tell (`score_bytes`).
     """
-    h, f, s, t = spec.hidden_size, spec.ffn_hidden_size, spec.sequence_length, plan.tensor_parallel
+    h = spec.hidden_size
+    f = spec.ffn_hidden_size
+    s = spec.sequence_length
+    t = plan.tensor_parallel
     kv = h * spec.num_kv_heads / spec.num_heads
     tokens = plan.micro_batch_size * s
     weights = spec.matmul_params_per_layer / t
@@ -68,14 +71,16 @@ def roofline_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> D
     """Returns the roofline of a GCD with the three recipes below it, and the table; `dress` as
     `picture` takes it.
     """
-    fused, written = _under_roof("fused attention", 2), _under_roof("scores written out", 0)
+    fused = _under_roof("fused attention", 2)
+    written = _under_roof("scores written out", 0)
     rates = [
         fact.replace(x=str(place))
         for fact, place in zip(FACTS["throughput_tflops"], fused.x, strict=True)
     ]
     paper = Layer.published(rates, label="paper (fused)")
     hardware = calibration().hardware
-    peak, memory = float(hardware.peak_flops_per_s), float(hardware.memory_bytes_per_s)
+    peak = float(hardware.peak_flops_per_s)
+    memory = float(hardware.memory_bytes_per_s)
     own = on_clusters(
         runs,
         x=lambda run: layer_intensity(run.spec, run.plan),
@@ -126,7 +131,8 @@ def flash_attention_figure(
     kernels = {"fused, second generation": 2, "fused, first generation": 1, "scores written out": 0}
     layers = [_by_length(label, code, lengths) for label, code in kernels.items()]
     layers += on_clusters(runs, x=lambda run: run.spec.sequence_length, y=run_hfu_percent)
-    demo, gains = _timed_attention(runs), flash_gains()
+    demo = _timed_attention(runs)
+    gains = flash_gains()
     panels = {"paper's scale": layers, "demo scale": demo} if demo else [*layers]
     places = (lengths, sorted({int(x) for layer in demo for x in layer.x}))
     told = ", ".join(f"{gain['model']} {gain['y']:+.0f} %" for gain in gains)

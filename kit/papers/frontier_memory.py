@@ -17,7 +17,9 @@ from kit.papers.frontier_model import FACTS, LUMI, MODELS, lumi_plan, paper_plan
 from kit.papers.layers import Drawn, Layer, Runs, on_clusters, table
 from kit.papers.panels import picture
 
-MIB, GIB, TB = 2.0**20, 2.0**30, 1e12
+MIB = 2.0**20
+GIB = 2.0**30
+TB = 1e12
 
 
 def memory_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:

@@ -83,7 +83,9 @@ def verdicts() -> list[dict[str, str]]:
     It is the sentence of `kit status --why`. Each run of LUMI is judged by the others; the authors'
     own log of Frontier by all of LUMI's.
     """
-    runs, site, rows = lumi_runs(), Site.load("lumi"), []
+    runs = lumi_runs()
+    site = Site.load("lumi")
+    rows = []
     logs = [run for run in published.load(system="Frontier") if AUTHORS_LOG in run.source]
     for run in [*(run for run in runs if run.spec.name.startswith("GPT-175B")), *logs]:
         others = [other for other in runs if other is not run]
@@ -214,7 +216,8 @@ def compared(published_layer: Layer, modelled: Layer) -> tuple[str, str]:
     sentences, "" for none.
     """
     names = published_layer.names or [f"{x:,.0f}" for x in published_layer.x]
-    inside, missed = [], []
+    inside = []
+    missed = []
     for name, x, y in zip(names, published_layer.x, published_layer.y, strict=True):
         place = int(np.argmin(np.abs(modelled.x - x)))
         text = f"{name} (paper {plain(y)}, model {plain(modelled.y[place])})"

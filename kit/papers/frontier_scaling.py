@@ -36,7 +36,8 @@ STRONG_BATCH = 8064
 replicas divide."""
 BATCHES = (1008, 1536, 2016, 4032, STRONG_BATCH, 16128)
 SPEC_1T = ModelSpec.preset(MODELS["1T"])
-TOKENS, YEAR = 20e12, 365.25 * 86_400
+TOKENS = 20e12
+YEAR = 365.25 * 86_400
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
@@ -156,7 +157,8 @@ def batch_layer(model: str) -> Layer:
     """Returns modelled efficiency on all replicas against the batch: what the unknown batch of
     the paper decides.
     """
-    spec, most = ModelSpec.preset(MODELS[model]), REPLICAS[model][-1]
+    spec = ModelSpec.preset(MODELS[model])
+    most = REPLICAS[model][-1]
     batches = [batch for batch in BATCHES if batch % most == 0]
     ends = []
     for batch in batches:
@@ -188,7 +190,8 @@ def _own_panels(runs: Runs, kind: str) -> dict[str, list[Layer]]:
         groups.setdefault((scale_of(run), shape, batch), []).append(run)
     panels: dict[str, list[Layer]] = {}
     for (scale, _, batch), group in groups.items():
-        size, each = group[0].spec.num_params / 1e9, " a replica" if weak else ""
+        size = group[0].spec.num_params / 1e9
+        each = " a replica" if weak else ""
         lines = measured(
             group,
             x=lambda run: run.plan.num_devices,
@@ -255,10 +258,8 @@ def cost_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn
     """Returns years and device-hours of 1T parameters on 20T tokens against the number of GCDs,
     and the table; `dress` as `picture` takes it, without the ends of y.
     """
-    years, read = (
-        years_layer(),
-        Layer.published([_published_years()], label="from the paper's rate"),
-    )
+    years = years_layer()
+    read = Layer.published([_published_years()], label="from the paper's rate")
     spent, hours = (layer.times(layer.x * YEAR / 3600e6) for layer in (read, years))
     at = int(np.flatnonzero(years.x == 3072)[0])
     own = on_clusters(runs, x=lambda run: run.plan.num_devices, y=_years_of_run)

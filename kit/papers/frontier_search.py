@@ -117,7 +117,8 @@ def _spec(name: str) -> ModelSpec:
 @lru_cache(maxsize=4)
 def _search(name: str) -> tuple[Trials, Array]:
     """Returns (trials, the objective on the whole space)."""
-    rate, space = objective(name), SPACES[name]["choices"]
+    rate = objective(name)
+    space = SPACES[name]["choices"]
     return tune(rate, space, num_trials=NUM_TRIALS, seed=0), rate.rates(space)
 
 
@@ -125,9 +126,11 @@ def _model_layers(name: str) -> list[Layer]:
     """Returns the trials, and the best so far with the interval of that layout: TFLOP/s, counted
     as the authors' objective reads it from a log, with recomputation.
     """
-    trials, spec = _search(name)[0], _spec(name)
+    trials = _search(name)[0]
+    spec = _spec(name)
     unit = spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE) / 1e12
-    numbers, best = np.arange(1.0, len(trials.trials) + 1), unit * trials.best_so_far
+    numbers = np.arange(1.0, len(trials.trials) + 1)
+    best = unit * trials.best_so_far
     known = np.flatnonzero(np.isfinite(best))
     winners = [trials.trials[np.nanargmax(trials.values[: i + 1])].parameters for i in known]
     plans = [plan_of(winner, devices_per_node=8, base=paper_plan()) for winner in winners]

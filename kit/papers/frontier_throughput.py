@@ -53,7 +53,8 @@ def sweep_figure(
     place of the legend.
     """
     x = attrgetter(f"plan.{field}")
-    paper, here = [], []
+    paper = []
+    here = []
     for label, columns in lines.items():
         plans = [paper_plan(**row) for row in rows_of(columns)]
         places = [getattr(plan, field) for plan in plans]

@@ -90,7 +90,8 @@ def throughput_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) ->
     """Returns tokens/s and node of AWS's benchmarks beside the model's, fitted to the others
     each time; the table. `dress` as `picture` takes it, without the ticks.
     """
-    rates, factor = _benchmark_rates(), math.exp(1.645 * calibration(TRN1).misfit)
+    rates = _benchmark_rates()
+    factor = math.exp(1.645 * calibration(TRN1).misfit)
     names = [rate.x for rate in rates]
     centre = np.array([rate.number / math.exp(left_out()[rate.x]) for rate in rates])
     ticks = [name.removeprefix("3.1-").replace(", SDK ", "\n") for name in names]
@@ -149,7 +150,8 @@ def cost_draws(machine: str, model: str) -> tuple[Array, Array]:
     They are of what is not known: the coefficients, and the formula's misfit of each layout.
     """
     plans: dict[int, Plan] = {n: plan for n in NODES if (plan := plan_of(machine, model, n))}
-    found, seed = calibration(machine), (TRN1, P4D).index(machine)
+    found = calibration(machine)
+    seed = (TRN1, P4D).index(machine)
     seconds = found.draws(layouts_of(machine, model, list(plans.values())), seed=seed)
     wrong = np.random.default_rng(10 + seed).normal(0, found.misfit, size=seconds.shape)
     hourly = [usd_per_hour(plan, Site.load(machine)) for plan in plans.values()]

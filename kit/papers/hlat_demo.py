@@ -29,7 +29,8 @@ from kit.trainer.spikes import WINDOW, stands_out
 
 RUN = "llama-demo"
 """Where the run is, below the folder of the studies."""
-STEPS, CHECKPOINT_EVERY = 60, 20
+STEPS = 60
+CHECKPOINT_EVERY = 20
 PLAN = Plan(data_parallel=2, micro_batch_size=4, global_batch_size=8)
 SUITE = "curve"
 """What is scored at each checkpoint: a part of the items."""
@@ -179,7 +180,8 @@ class SmallTraining:
 
     def __init__(self, data: Dataset, recipe: Recipe, precision: str, batch_size: int) -> None:
         computed, self.rounded = PRECISIONS[precision]
-        self.recipe, self.batch_size = recipe, batch_size
+        self.recipe = recipe
+        self.batch_size = batch_size
         self.samples = data.samples("train", SPEC.sequence_length, recipe.seed)
         held_out = data.samples("validation", SPEC.sequence_length, recipe.seed)
         self.held_out = torch.from_numpy(held_out.batch(0, VALIDATION))
@@ -223,7 +225,8 @@ def train_with_spike(data: Dataset, recipe: Recipe) -> dict[str, Steps]:
     """
     with small_training(data, recipe, batch_size=SPIKE_BATCH) as training:
         common = _answered(training, range(1, GARBLED.start), "no spike", [])
-        saved, losses = training.save(), [row["loss"] for row in common]
+        saved = training.save()
+        losses = [row["loss"] for row in common]
         arms = {}
         for answer in ANSWERS:
             training.restore(saved)
@@ -242,8 +245,13 @@ def _answered(training: SmallTraining, steps: range, answer: str, losses: list[f
     """Returns the rows of some steps; each takes a batch of its own, so a roll-back never reads
     one again.
     """
-    recipe, engine, before, rows = training.recipe, training.engine, losses[-WINDOW:], []
-    saved, spikes, factor = training.save(), 0, 1.0
+    recipe = training.recipe
+    engine = training.engine
+    before = losses[-WINDOW:]
+    rows = []
+    saved = training.save()
+    spikes = 0
+    factor = 1.0
     noise = torch.Generator().manual_seed(recipe.seed)
 
     def is_bad(loss: float) -> bool:
@@ -262,7 +270,8 @@ def _answered(training: SmallTraining, steps: range, answer: str, losses: list[f
         loss, norm = result.read()
         training.round()
         bad = is_bad(loss)
-        spikes, before = (spikes + 1 if bad else 0), [*before, loss][-WINDOW:]
+        spikes = spikes + 1 if bad else 0
+        before = [*before, loss][-WINDOW:]
         if spikes == PATIENCE and answer == "roll back":
             training.restore(saved)
             spikes = 0

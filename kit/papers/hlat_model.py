@@ -31,7 +31,8 @@ FACTS = Facts.load("hlat")
 """What is known of the paper."""
 MODELS = {"7B": "hlat-7b", "70B": "hlat-70b"}
 """Names of the paper, and the presets of the same shapes."""
-TRN1, P4D = "trn1.32xlarge", "p4d.24xlarge"
+TRN1 = "trn1.32xlarge"
+P4D = "p4d.24xlarge"
 NODES = (4, 8, 16, 32, 64)
 """Of the cost figure."""
 BATCH = 1024

@@ -106,11 +106,13 @@ def end_points(model: str, panel: str) -> list[Layer]:
     and 10 for code.
     """
     columns = {"code_pass_1": "pass@1", "code_pass_10": "pass@10"}
-    two, four = published_table("II"), published_table("IV")
+    two = published_table("II")
+    four = published_table("IV")
     [row] = [row for row in two.rows if row["model"] == "HLAT" and row["size"] == model]
     layers = []
     for column, label in (columns if panel == "code" else {panel: "published"}).items():
-        source, values = two.source, {1800: row[column]}
+        source = two.source
+        values = {1800: row[column]}
         # Table II has the mean of both checkpoints; Table IV has each.
         if model == "70B" and column != "code_pass_10":
             swapped = SWAPPED.get(column, column)
@@ -193,7 +195,8 @@ def sequence_length_figure(runs: Runs = ()) -> Drawn:
     """
     own = []
     for run in opened(runs):
-        count, length = run.spec.num_params, str(run.spec.sequence_length)
+        count = run.spec.num_params
+        length = str(run.spec.sequence_length)
         size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.2g}M"
         own.append({"made": _made(run), "model": run.name, "size": size, "sequence_length": length})
     return _table("I", own, [run["model"] for run in own])
@@ -206,13 +209,15 @@ def compared_figure(runs: Runs = (), *, table: str, headings: Sequence[str] = ()
     A column needs all of its data sets in the paper's shots, whole. `headings` say what its name
     stands for.
     """
-    found, columns = reports(runs), published_table(table).columns
+    found = reports(runs)
+    columns = published_table(table).columns
     own = []
     for report, made, _ in found:
         cells = compare(report, table).own[0]
         name = cells["model"].split(",")[0] if made == DEMO else cells["model"]
         own.append({"made": made, **cells, "model": name})
-    notes, left = [*headings], ""
+    notes = [*headings]
+    left = ""
     if own:
         notes.append("Own rows: 95 % intervals in brackets.")
     if missing := sum(not any(row[column] for column in columns) for row in own):

@@ -46,7 +46,8 @@ def learning_rate_figure(runs: Runs = ()) -> Drawn:
             axis.ticklabel_format(axis="y", scilimits=(0, 0))
         legend_above(figure, 3)
 
-    met, last = tokens_of("7B", floor_step("7B")), last_step("7B")
+    met = tokens_of("7B", floor_step("7B"))
+    last = last_step("7B")
     end, other = (recipe("7B", kind).learning_rate_at(last) for kind in ("clamped", "rescaled"))
     return picture(
         panels,
@@ -88,9 +89,12 @@ def data_mix_figure(runs: Runs = ()) -> Drawn:
     """Returns Table III, the data of the last 400 billion tokens of the 70B, as bars; and the
     table.
     """
-    tokens, shares = FACTS["mix_tokens"], FACTS["mix_share"]
-    whole, part = FACTS.value("mix_whole", "total"), FACTS.value("mix_whole_share", "total")
-    stage, begin = FACTS.value("mix_stage", "length"), FACTS.value("mix_stage", "from")
+    tokens = FACTS["mix_tokens"]
+    shares = FACTS["mix_share"]
+    whole = FACTS.value("mix_whole", "total")
+    part = FACTS.value("mix_whole_share", "total")
+    stage = FACTS.value("mix_stage", "length")
+    begin = FACTS.value("mix_stage", "from")
 
     def bars(axis: Any, layers: Sequence[Layer]) -> None:
         [layer] = layers
@@ -180,7 +184,8 @@ def spikes_figure(runs: Runs = ()) -> Drawn:
     begin = _begin(arms)
     garbled = sum(row["stands_out"] for row in arms["skip"])
     shown = [layer.y[layer.x > begin - 45] for layer in panels["held out"]]
-    worst, last = worst_after(arms), last_losses(arms)
+    worst = worst_after(arms)
+    last = last_losses(arms)
     told = ", ".join(f"{name} {worst[name]:.2f}" for name in arms if name != "no spike")
     ends = "; ".join(f"{name} {worst[name]:.2f}, then {last[name]:.2f}" for name in arms)
     special = {"no spike": {"linestyle": (0, (4, 2))}, "skip": {"linewidth": 3.2}}

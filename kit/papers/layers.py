@@ -107,9 +107,11 @@ class Layer:
             )
         source = "; ".join(dict.fromkeys(fact.source for fact in facts))
         try:
-            x, names = [float(fact.x) for fact in facts], ()
+            x = [float(fact.x) for fact in facts]
+            names = ()
         except ValueError:
-            x, names = range(len(facts)), tuple(fact.x for fact in facts)
+            x = range(len(facts))
+            names = tuple(fact.x for fact in facts)
         return cls(
             kind="published",
             label=label,
@@ -294,7 +296,8 @@ def own_points(own: Sequence[Run], x: Any, y: Any, **fields: Any) -> Layer:
     """Returns measured points of runs of one scale, with further fields of `Layer`: by default the
     label is the first run's name, and all points are of that run.
     """
-    scale, source = scale_of(own[0]), "run directories given to the figure"
+    scale = scale_of(own[0])
+    source = "run directories given to the figure"
     if scale == "demo":
         source = demo_source({run.directory.parent for run in own})
     named = {"label": own[0].name, "runs": (own[0].name,), "source": source} | fields
@@ -321,7 +324,8 @@ def curves(runs: Runs, column: str) -> tuple[dict[str, list[Layer]], dict[str, s
     """Returns one column of the metrics of each run that has a step against its tokens, by scale;
     and what an axis of these tokens is called, in a unit that suits the longest run.
     """
-    found, labels = {}, {}
+    found = {}
+    labels = {}
     for scale, group in by_scale(runs).items():
         steps = {run: run.metrics() for run in group}
         longest = max((each.total_tokens[-1] for each in steps.values() if len(each)), default=0)

@@ -100,8 +100,10 @@ def _draw_own(axis: Any, layer: Layer, number: int) -> None:
     where there is an interval or a place is only a name.
     """
     colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
-    colour, marker = colours[number % len(colours)], MARKERS[number % len(MARKERS)]
-    is_model, has_ends = layer.kind == "modelled", bool(np.isfinite(layer.low).any())
+    colour = colours[number % len(colours)]
+    marker = MARKERS[number % len(MARKERS)]
+    is_model = layer.kind == "modelled"
+    has_ends = bool(np.isfinite(layer.low).any())
     label = short(layer.label, 40)
     if (is_model and not layer.names) or (layer.joined and not has_ends):
         marked = is_model and len(layer.x) <= MARKED

@@ -104,7 +104,8 @@ def read_points(file: Path, known: dict[str, Series]) -> dict[str, Layer]:
 
 def _place(axis: Any, text: str, where: str) -> float:
     """Returns where a number or a name lies on an axis; raises ConfigError where it is neither."""
-    names, log = _names(axis), axis.get_scale() == "log"
+    names = _names(axis)
+    log = axis.get_scale() == "log"
     by_name = names and not log
     try:
         value = names[text] if by_name or text in names else float(text)
@@ -124,7 +125,9 @@ def _check_unit(axis: Any, value: float, what: str) -> None:
     """
     first, last = sorted(axis.get_view_interval())
     scale = math.log if axis.get_scale() == "log" else float
-    low, high, place = scale(first), scale(last), scale(value)
+    low = scale(first)
+    high = scale(last)
+    place = scale(value)
     advice = f"Give a number in the unit of: {_unit(axis)}."
     if not low - BEYOND * (high - low) <= place <= high + BEYOND * (high - low):
         raise ConfigError(f"{what} is far from what is drawn ({first:.3g} to {last:.3g}). {advice}")
@@ -169,7 +172,8 @@ def _layer(name: str, points: list[tuple[float, float, str]]) -> Layer:
 
 def _unit(axis: Any) -> str:
     """Returns what an axis shows, as its panel says it."""
-    title, names = axis.axes.get_title(loc="left"), ", ".join(_names(axis))
+    title = axis.axes.get_title(loc="left")
+    names = ", ".join(_names(axis))
     return axis.get_label_text() or (title if axis.axis_name == "y" else names or "as at its ticks")
 
 

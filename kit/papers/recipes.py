@@ -31,7 +31,8 @@ NOT_STATED = {
     "hlat": {},
 }
 """Fields without which nobody should train, and why a paper's release does not give them."""
-FRONTIER, HLAT = frontier_model.FACTS, hlat_model.FACTS
+FRONTIER = frontier_model.FACTS
+HLAT = hlat_model.FACTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,8 @@ def published_recipe(name: str, replicas: int = 0) -> PublishedRecipe:
             " file."
         )
     paper, _, size = name.partition("-")
-    model, facts = size.upper(), PAPERS[paper].FACTS
+    model = size.upper()
+    facts = PAPERS[paper].FACTS
     stated = facts.fields(Recipe, model)
     if paper == "frontier":
         plan = frontier_model.recipe_plan(model, replicas, engine="deepspeed", precision="fp16")
@@ -167,7 +169,8 @@ def _modelled(model: str) -> dict[str, str]:
     layouts = frontier_model.layouts_of(spec, [plan])
     held = memory(layouts, kernels=MEGATRON, reserve=RESERVE)
     size = float(frontier_model.calibration().hardware.memory_bytes)
-    m, p = plan.num_microbatches, plan.pipeline_parallel
+    m = plan.num_microbatches
+    p = plan.pipeline_parallel
     rate = frontier_model.throughput_layer("", [0], [(spec, layouts)])
     return {
         "replicas": str(plan.data_parallel),

@@ -14,7 +14,8 @@ def reduce_partial(parameters: list[Parameter]) -> None:
     parallelism), in place.
     """
     for parameter in parameters:
-        gradient, wanted = parameter.grad, getattr(parameter, "placements", None)
+        gradient = parameter.grad
+        wanted = getattr(parameter, "placements", None)
         if isinstance(gradient, DTensor) and gradient.placements != wanted:
             parameter.grad = gradient.redistribute(placements=wanted)
 

@@ -132,7 +132,8 @@ def unbound_device() -> Iterator[None]:
     at first use, alone.
     """
     world: Any = dist.group.WORLD
-    bound, world.bound_device_id = world.bound_device_id, None
+    bound = world.bound_device_id
+    world.bound_device_id = None
     try:
         yield
     finally:
@@ -148,7 +149,8 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     ZeRO 1-3, and on both with a `shard_size`: those that share states are neighbours. fully_shard
     needs an axis `shard` even if nothing is cut.
     """
-    replicate, shard = plan.data_parallel // plan.num_shards, plan.num_shards
+    replicate = plan.data_parallel // plan.num_shards
+    shard = plan.num_shards
     sizes = {
         "pipeline": plan.pipeline_parallel,
         "replicate": replicate,

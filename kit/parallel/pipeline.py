@@ -92,7 +92,8 @@ def forward_only(
     owner = {
         index: rank for rank in range(plan.pipeline_parallel) for index in stage_indices(plan, rank)
     }
-    spec, x = decoders[0].spec, tokens_BT
+    spec = decoders[0].spec
+    x = tokens_BT
     for decoder, index in zip(decoders, stage_indices(plan, pipeline_rank), strict=True):
         if index > 0 and owner[index - 1] != pipeline_rank:
             x = torch.empty_like(
@@ -110,7 +111,9 @@ def _handed_to(stage: int, spec: ModelSpec, plan: Plan) -> Tensor:
     hidden states between.
     """
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
-    batch, length, width = plan.micro_batch_size, spec.sequence_length, spec.hidden_size
+    batch = plan.micro_batch_size
+    length = spec.sequence_length
+    width = spec.hidden_size
     if stage == 0:
         return torch.empty(batch, length, dtype=torch.int64, device="meta")
     if stage == plan.num_stages:

@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from kit.model import TENSOR_PARALLEL_SPLIT, Decoder
 
-T_AXIS, V_AXIS = Shard(1), Shard(-1)
+T_AXIS = Shard(1)
+V_AXIS = Shard(-1)
 
 
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:

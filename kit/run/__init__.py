@@ -67,7 +67,10 @@ class Run(Owned):
         self, directory: Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site
     ) -> None:
         self.directory = directory
-        self.spec, self.plan, self.recipe, self.site = spec, plan, recipe, site
+        self.spec = spec
+        self.plan = plan
+        self.recipe = recipe
+        self.site = site
         self.checkpoints = Checkpoints(directory / "checkpoints")
 
     @classmethod
@@ -249,7 +252,8 @@ class Run(Owned):
         damaged has neither here, and its reason in `damaged`.
         """
         damaged: dict[int, str] = {}
-        plans, sites = self.plans(damaged), self.other_sites(damaged)
+        plans = self.plans(damaged)
+        sites = self.other_sites(damaged)
         return {
             "spec": self.spec,
             "site": self.site,

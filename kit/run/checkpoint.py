@@ -28,7 +28,9 @@ from kit.errors import CheckpointError, DamagedCheckpointError, kit_command
 
 BYTES_PER_PARAM = 12
 """fp32 weight and two fp32 Adam moments."""
-MANIFEST, DESCRIPTION, DESCRIPTION_BYTES = "manifest.json", ".metadata", 1 << 30
+MANIFEST = "manifest.json"
+DESCRIPTION = ".metadata"
+DESCRIPTION_BYTES = 1 << 30
 READ_BYTES = 16 << 20
 LEFT_OVER = re.compile(r"step_\d+\.(partial-\d+|replaced-\d+|deleting(-[0-9a-f]+)?)")
 """Names of folders that a killed attempt leaves. Other names with a suffix, such as
@@ -215,7 +217,8 @@ class Checkpoints:
         Raises:
             CheckpointError: a shape differs.
         """
-        saved, wanted = manifest.spec.to_dict(), spec.to_dict()
+        saved = manifest.spec.to_dict()
+        wanted = spec.to_dict()
         for key in wanted.keys() - {"name", "init_std", "scaled_init"}:
             if saved[key] != wanted[key]:
                 raise CheckpointError(
@@ -345,7 +348,8 @@ def checksum(file: Path) -> int:
     Measured on one core of an AMD EPYC: CRC-32 1,500 MB/s, SHA-256 960 (where the CPU has it in
     hardware), BLAKE2b 460. It is meant for accidents, not for forgers.
     """
-    value, buffer = 0, memoryview(bytearray(READ_BYTES))
+    value = 0
+    buffer = memoryview(bytearray(READ_BYTES))
     with opened(file) as stream:
         while count := stream.readinto(buffer):
             value = zlib.crc32(buffer[:count], value)  # lets other threads run meanwhile

@@ -41,8 +41,10 @@ class CheckpointWriter:
     def __init__(
         self, checkpoints: Checkpoints, *, attempt: int, keep_last: int, keep_every: int | None
     ) -> None:
-        self.checkpoints, self.attempt = checkpoints, attempt
-        self.keep_last, self.keep_every = keep_last, keep_every
+        self.checkpoints = checkpoints
+        self.attempt = attempt
+        self.keep_last = keep_last
+        self.keep_every = keep_every
         # Kept open: what takes the place of a run directory is another one.
         self.run_directory = os.open(checkpoints.directory.parent, os.O_RDONLY | os.O_DIRECTORY)
         self.group: Any = None
@@ -202,7 +204,8 @@ class Writer(FileSystemWriter):
         self, path: Path, planner: SteadyPlanner, complete: Callable[[dict, dict], None]
     ) -> None:
         super().__init__(path)
-        self.planner, self.complete = planner, complete
+        self.planner = planner
+        self.complete = complete
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Makes the checkpoint's folder, but none above it, as torch's own call would: nothing is
@@ -215,7 +218,8 @@ class Writer(FileSystemWriter):
         """Writes the description, on the coordinator, and makes the checkpoint complete."""
         assert self.planner.description is not None
         super().finish(dataclasses.replace(self.planner.description), results)
-        file, sizes = Path(self.path) / DESCRIPTION, {}
+        file = Path(self.path) / DESCRIPTION
+        sizes = {}
         for place in (result.storage_data for part in results for result in part):
             sizes[place.relative_path] = max(
                 sizes.get(place.relative_path, 0), place.offset + place.length

@@ -60,7 +60,8 @@ class Growing:
     """Rows of float64 values, [rows, n], that grow at their end."""
 
     def __init__(self, rows: int) -> None:
-        self._data, self.length = np.empty((rows, 1024)), 0
+        self._data = np.empty((rows, 1024))
+        self.length = 0
 
     @property
     def values(self) -> np.ndarray:
@@ -71,7 +72,8 @@ class Growing:
 
         `to_come` is how many more are expected: with room for them at once, less is copied.
         """
-        values, start = np.asarray(values), self.length if start is None else start
+        values = np.asarray(values)
+        start = self.length if start is None else start
         needed = start + values.shape[-1]
         if needed > self._data.shape[1]:
             # Room that is not written to yet costs nothing.
@@ -127,7 +129,8 @@ class Columns(Tail):
         """Forgets what was read."""
         super().restart()
         # One without a value so far stays empty, and takes no memory.
-        self._columns, self.skipped_lines = {name: Growing(1) for name in NAMES}, 0
+        self._columns = {name: Growing(1) for name in NAMES}
+        self.skipped_lines = 0
         self.first_steps: dict[int, int] = {}
         self.revision += 1
 
@@ -174,7 +177,8 @@ def that_count(
     The rows are in the order of the file: the later of two equals counts. `first_steps` are those
     of the attempts of rows before, and get those of these rows.
     """
-    steps, attempts = np.asarray(steps, float), np.asarray(attempts, float)
+    steps = np.asarray(steps, float)
+    attempts = np.asarray(attempts, float)
     firsts = {} if first_steps is None else first_steps
     for attempt in np.unique(attempts).tolist():
         first = int(steps[attempts == attempt].min())
@@ -260,7 +264,8 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     """
     try:
         row = json.loads(line)
-        step, attempt = int(row["step"]), int(row["attempt"])
+        step = int(row["step"])
+        attempt = int(row["attempt"])
         for value in filter(is_number, row.values()):
             float(value)  # raises OverflowError where it has hundreds of digits
         return (

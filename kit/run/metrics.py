@@ -303,7 +303,8 @@ def utilisation_rates(
     Of another trainer's steps, full recomputation is counted whole, as Megatron runs it and the
     papers count it.
     """
-    peak, devices = site.peak_flops_per_s(plan.precision), plan.num_devices
+    peak = site.peak_flops_per_s(plan.precision)
+    devices = plan.num_devices
     if peak is None:
         return None
     if site.scheduler == "local":  # more processes than cores share the cores
@@ -369,7 +370,8 @@ def _pause_s_per_step(gaps_s: np.ndarray, pauses: np.ndarray) -> float:
     counted = pauses[-PERIODS:]
     if len(pauses) <= PERIODS:  # too few periods: all steps of the attempt
         return float(gaps_s[counted].sum()) / (now + 1)
-    begin, end = pauses[-PERIODS - 1], pauses[-1]
+    begin = pauses[-PERIODS - 1]
+    end = pauses[-1]
     if now - end > np.diff(pauses[-PERIODS - 1 :]).max():  # the pauses have become rarer
         end = now
     return float(gaps_s[counted].sum()) / float(end - begin)

@@ -26,7 +26,9 @@ TEXTS = {ord("U"): 1, 0x8C: 1, ord("C"): 1, ord("X"): 4, ord("T"): 4, ord("B"): 
 PUTS = {ord("q"): 1, ord("r"): 4}
 GETS = {ord("h"): 1, ord("j"): 4}
 """Opcodes that store an object in the memo and get one from it, with the size of the index."""
-MEMOIZE, GLOBAL, LONG1 = 0x94, ord("c"), 0x8A
+MEMOIZE = 0x94
+GLOBAL = ord("c")
+LONG1 = 0x8A
 
 
 def check_pickle(data: bytes) -> None:  # noqa: C901 - one flat case per kind of opcode
@@ -36,7 +38,8 @@ def check_pickle(data: bytes) -> None:  # noqa: C901 - one flat case per kind of
         pickle.UnpicklingError: an opcode, a memo index, a number or the sharing of tuples could
             take time or memory out of proportion.
     """
-    sizes, tuples = SIZES, set[int]()
+    sizes = SIZES
+    tuples = set[int]()
     place = before = stored = shared = 0
     while place < len(data):
         opcode = data[place]

@@ -23,7 +23,10 @@ class Tail:
     """The bytes that each end a line."""
 
     def __init__(self, file: Path, position: int = 0) -> None:
-        self.file, self.position, self._last, self._endless = file, position, b"", 0
+        self.file = file
+        self.position = position
+        self._last = b""
+        self._endless = 0
 
     def new_lines(self, limit_bytes: int = CHUNK_BYTES) -> bytes:
         """Returns the next lines, at most so many bytes of them; empty where nothing is new.
@@ -43,7 +46,8 @@ class Tail:
         whole = text[: max(map(text.rfind, self.ENDS)) + 1]
         self._endless = 0 if whole else self._endless
         if not whole and len(text) == limit_bytes and self._endless < ENDLESS_BYTES:
-            whole, self._endless = text, self._endless + len(text)
+            whole = text
+            self._endless = self._endless + len(text)
         self.position += len(whole)
         self._last = (self._last + whole)[-FINGERPRINT_BYTES:]
         return whole
@@ -57,7 +61,9 @@ class Tail:
 
     def restart(self) -> None:
         """Forgets what was read."""
-        self.position, self._last, self._endless = 0, b"", 0
+        self.position = 0
+        self._last = b""
+        self._endless = 0
 
     @property
     def unread_bytes(self) -> int:

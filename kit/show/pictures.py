@@ -77,7 +77,8 @@ def stage_weights_figure(weights: dict[int, tuple[int, int]]) -> tuple[Any, Rows
         for stage, (blocks, whole) in weights.items()
     ]
     with new_figure(height=2.8) as (figure, axis):
-        stages, blocks = [row["stage"] for row in rows], [row["blocks"] / 1e9 for row in rows]
+        stages = [row["stage"] for row in rows]
+        blocks = [row["blocks"] / 1e9 for row in rows]
         axis.bar(stages, blocks, color=BLUE, width=0.8, label="blocks")
         extra = [row["embedding and output"] / 1e9 for row in rows]
         axis.bar(

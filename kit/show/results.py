@@ -27,11 +27,14 @@ def row(
     note: str = "",
 ) -> Row:
     """Returns a row, judged by one limit if there is one."""
-    target, ok = "", None
+    target = ""
+    ok = None
     if at_least is not None:
-        target, ok = f"≥ {format_value(at_least, unit)}", value >= at_least
+        target = f"≥ {format_value(at_least, unit)}"
+        ok = value >= at_least
     elif at_most is not None:
-        target, ok = f"≤ {format_value(at_most, unit)}", value <= at_most
+        target = f"≤ {format_value(at_most, unit)}"
+        ok = value <= at_most
     return Row(name=name, value=value, unit=unit, target=target, ok=ok, note=note)
 
 

@@ -55,7 +55,9 @@ class Table(TextTable):
         names = list(dict.fromkeys(name for row in rows for name in row))
         cells = ([_show(row.get(name)) for name in names] for row in rows)
         super().__init__(*names, rows=cells, title=caption)
-        self.rows, self.caption, self.notes = rows, caption, tuple(notes)
+        self.rows = rows
+        self.caption = caption
+        self.notes = tuple(notes)
         self.runs = frozenset(runs)
         self.left_out: tuple[str, ...] = ()
 

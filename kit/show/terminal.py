@@ -177,7 +177,8 @@ def keep_drawing(
     printed = -math.inf
     with contextlib.suppress(KeyboardInterrupt), screen as live:
         while True:
-            drawn, ended = view(), over()
+            drawn = view()
+            ended = over()
             if live:
                 live.update(drawn, refresh=True)
             elif ended or time.monotonic() - printed >= APART_S:
@@ -207,7 +208,9 @@ class Table:
         right: Iterable[str] = (),
         title: str = "",
     ) -> None:
-        self.columns, self.right, self.title = columns, frozenset(right), title
+        self.columns = columns
+        self.right = frozenset(right)
+        self.title = title
         self.cells: list[list[Text]] = []
         for cells in rows:
             self.add(*cells)

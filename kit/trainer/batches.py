@@ -22,8 +22,11 @@ class Batches:
     """
 
     def __init__(self, run: Run, dataset: Dataset, data_rank: int, device: torch.device) -> None:
-        self.recipe, self.plan, self.length = run.recipe, run.plan, run.spec.sequence_length
-        self.dataset, self.data_rank = dataset, data_rank
+        self.recipe = run.recipe
+        self.plan = run.plan
+        self.length = run.spec.sequence_length
+        self.dataset = dataset
+        self.data_rank = data_rank
         self.samples = training_samples(run.recipe, self.length)
         self.is_pinned = device.type == "cuda"
         start = (

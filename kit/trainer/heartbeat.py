@@ -45,7 +45,9 @@ class Notices:
     """
 
     def __init__(self, directory: Path, attempt: int) -> None:
-        self.directory, self.attempt, self.newest = directory, attempt, ""
+        self.directory = directory
+        self.attempt = attempt
+        self.newest = ""
         self.unwritten = deque[Alert]()
         """Notices that are not in the alerts and the history yet, oldest first."""
 
@@ -101,8 +103,11 @@ class Heartbeat:
         notices: Notices,
         wake: Callable[[], None],
     ) -> None:
-        self.home, self.directory, self.notices = home, home.run_dir, notices
-        self.group, self.num_ranks = group, dist.get_world_size()
+        self.home = home
+        self.directory = home.run_dir
+        self.notices = notices
+        self.group = group
+        self.num_ranks = dist.get_world_size()
         self.wake = wake
         self.beat = RankHeartbeat(
             rank=dist.get_rank(),
@@ -164,7 +169,8 @@ class Heartbeat:
         Raises:
             JobError: the run directory is lost, or belongs to a newer attempt.
         """
-        last, final = self.last, self.final
+        last = self.last
+        final = self.final
         if last is self.recorded and final is None:
             return
         self.home.check()

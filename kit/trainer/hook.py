@@ -53,8 +53,12 @@ class Hook(Callback):
     needs_each_result = True  # it sees the step's own weights
 
     def __init__(self, run: Run, engine: Engine, group: Any, notices: Notices) -> None:
-        self.run, self.engine, self.group, self.notices = run, engine, group, notices
-        self.file, self.is_on = run.directory / HOOK, True
+        self.run = run
+        self.engine = engine
+        self.group = group
+        self.notices = notices
+        self.file = run.directory / HOOK
+        self.is_on = True
         # Modules beside the user's own file can be imported. Last in sys.path, they shadow none.
         if (folder := str(Path(str(run.recipe.hook)).parent)) not in sys.path:
             sys.path.append(folder)

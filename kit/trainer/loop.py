@@ -365,7 +365,8 @@ class Trainer:
 
     def _start_background(self) -> None:
         """Starts the thread that reads and writes the monitoring files of this rank."""
-        background, beat_s = self.background, heartbeat.BEAT_EVERY_S
+        background = self.background
+        beat_s = heartbeat.BEAT_EVERY_S
         if self.rank == 0:
             background.add(self.metrics.flush)
             background.add(self.notices.write)

@@ -30,7 +30,10 @@ class Profiler(Callback):
     def __init__(
         self, run: Run, group: dist.ProcessGroup, device: torch.device, watchdog: Watchdog
     ) -> None:
-        self.run, self.group, self.device, self.rank = run, group, device, dist.get_rank()
+        self.run = run
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank()
         self.watchdog = watchdog
         self.first, self.last = run.recipe.profile_steps or (0, 0)  # no step has the number 0
         self.is_on = False

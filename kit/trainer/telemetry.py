@@ -105,7 +105,8 @@ class SpeedProbe:
         )
         self.out = torch.empty_like(self.matrix)
         self.marks: list[torch.cuda.Event] = []
-        self.asked_at, self.seconds = float("-inf"), None
+        self.asked_at = float("-inf")
+        self.seconds = None
 
     def look(self) -> float | None:
         """Returns the seconds of the best part of the newest probe that has ended; launches

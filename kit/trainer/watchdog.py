@@ -75,12 +75,16 @@ class Watchdog:
         silent_ranks: Callable[[], list[int] | None],
         dump: Callable[[], None] | None = None,
     ) -> None:
-        self.limit_s, self.rank, self.dump = limit_s, rank, dump
+        self.limit_s = limit_s
+        self.rank = rank
+        self.dump = dump
         self.alive = alive
         self.look_at_ranks = look_at_ranks
         self.silent_ranks = silent_ranks
         self.times: deque[float] = deque(maxlen=REMEMBERED)
-        self.silent_s, self.step, self.has_compiled = 0.0, 0, False
+        self.silent_s = 0.0
+        self.step = 0
+        self.has_compiled = False
         self.pauses = 1  # until the first step is done
         self.ended = threading.Event()
 
@@ -99,7 +103,9 @@ class Watchdog:
             self.pauses -= 1
         elif not self.has_compiled:
             self.times.append(step.row["step_time_s"])
-        self.step, self.silent_s, self.has_compiled = step.number, 0.0, False
+        self.step = step.number
+        self.silent_s = 0.0
+        self.has_compiled = False
 
     def compile_begins(self, *_: object) -> None:
         """Until `compile_ends` nothing is late: torch may compile at any step, for a new shape,

@@ -117,7 +117,8 @@ class DeepSpeedEngine(PortableEngine):
         """
         result = StepResult(self.device)
         self.set_learning_rate(learning_rate)
-        batches, loss = self.micro_batches(samples), torch.zeros((), device=self.device)
+        batches = self.micro_batches(samples)
+        loss = torch.zeros((), device=self.device)
         with self.loss_context():
             if self.pipeline_group is not None:
                 loss = self.engine.train_batch(batches)
@@ -146,7 +147,8 @@ class DeepSpeedEngine(PortableEngine):
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token."""
-        count, batches = len(samples) // self.plan.micro_batch_size, self.micro_batches(samples)
+        count = len(samples) // self.plan.micro_batch_size
+        batches = self.micro_batches(samples)
         loss = torch.zeros((), device=self.device)
         with self.loss_context():
             if self.pipeline_group is not None:
@@ -238,7 +240,8 @@ class ShardedState:
     """
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
-        self.engine, self.optimizer = engine, optimizer
+        self.engine = engine
+        self.optimizer = optimizer
         self.stage = engine.zero_optimization_stage()
 
     def read(self, parameter: Parameter) -> dict[str, Tensor]:

@@ -38,7 +38,11 @@ class LayerBuilder:
         device: torch.device,
         seed: int | None,
     ) -> None:
-        self.spec, self.plan, self.group, self.device, self.seed = spec, plan, group, device, seed
+        self.spec = spec
+        self.plan = plan
+        self.group = group
+        self.device = device
+        self.seed = seed
         self.rotary = functools.cache(self._rotary)
 
     def decoder(self) -> Decoder:
@@ -53,7 +57,8 @@ class LayerBuilder:
         """Returns this rank's stage: an equal share of the blocks; the embedding comes first,
         norm and output last.
         """
-        spec, plan = self.spec, self.plan
+        spec = self.spec
+        plan = self.plan
         tokens = functools.partial(nn.Embedding, spec.vocab_size, spec.hidden_size)
         positions = functools.partial(nn.Embedding, spec.sequence_length, spec.hidden_size)
         block = functools.partial(Block, spec, plan.recompute)
@@ -135,7 +140,8 @@ class PipelineLayer(nn.Module):
         run: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__,
     ) -> None:
         super().__init__()
-        self.name, self.run = name, run
+        self.name = name
+        self.run = run
         with torch.device("meta"):
             module = build()
         outer, _, inner = name.partition(".")

@@ -66,9 +66,15 @@ class Nxd:
         from torch_neuronx.utils import get_platform_target  # pyright: ignore[reportMissingImports]
 
         self.platform: str = get_platform_target()
-        self._nxd, self._xm, self._layers, self._qkv = nxd, xm, layers, qkv_linear
-        self._losses, self._mappings, self._state = loss_functions, mappings, parallel_state
-        self.sequence_parallel, self.dtype = sequence_parallel, dtype
+        self._nxd = nxd
+        self._xm = xm
+        self._layers = layers
+        self._qkv = qkv_linear
+        self._losses = loss_functions
+        self._mappings = mappings
+        self._state = parallel_state
+        self.sequence_parallel = sequence_parallel
+        self.dtype = dtype
 
     # Building -------------------------------------------------------------------------------------
 

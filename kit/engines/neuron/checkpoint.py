@@ -34,13 +34,17 @@ class NxdCheckpoints:
     """
 
     def __init__(self, run: Run, engine: NeuronEngine, *, attempt: int) -> None:
-        self.checkpoints, self.spec, self.engine = run.checkpoints, run.spec, engine
-        self.attempt, self.recipe = attempt, run.recipe
+        self.checkpoints = run.checkpoints
+        self.spec = run.spec
+        self.engine = engine
+        self.attempt = attempt
+        self.recipe = run.recipe
         self.pending: dict[str, Any] | None = None  # facts of what NxD writes
         self.steps_to_settle = 0
         self.completing: Future[None] | None = None
         # To look at files behind training.
-        self.thread, self.group = ThreadPoolExecutor(1), cpu_group("checkpoint")
+        self.thread = ThreadPoolExecutor(1)
+        self.group = cpu_group("checkpoint")
 
     def save(self, facts: dict[str, Any]) -> None:
         """Begins to write a checkpoint; returns as soon as training may go on."""
@@ -59,7 +63,8 @@ class NxdCheckpoints:
             is_sharded=self.engine.plan.zero_stage == 1,
             content={name: facts[name] for name in ("step", "samples", "tokens", "seed")},
         )
-        self.pending, self.steps_to_settle = facts, SETTLE_STEPS
+        self.pending = facts
+        self.steps_to_settle = SETTLE_STEPS
 
     def poll(self) -> None:
         """Begins to complete the pending checkpoint once it has had time enough.
@@ -82,7 +87,8 @@ class NxdCheckpoints:
         if self.pending is not None:
             self._begin_to_complete(self.pending)
         if self.completing is not None:
-            completing, self.completing = self.completing, None
+            completing = self.completing
+            self.completing = None
             completing.result()
 
     def _begin_to_complete(self, facts: dict[str, Any]) -> None:
@@ -129,7 +135,8 @@ class NxdCheckpoints:
         self.checkpoints.check_model(manifest, self.spec)
         with raised_on_all(self.group):
             self.checkpoints.verify(manifest, _share(manifest.files))
-        now, folder = self.engine.plan, self.checkpoints.path(step)
+        now = self.engine.plan
+        folder = self.checkpoints.path(step)
         _check_layout(manifest.plan, now, folder)
         fits = now.zero_stage == 0 or manifest.plan.data_parallel == now.data_parallel
         self.engine.nxd.load(

@@ -19,7 +19,8 @@ CASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
 """Variables by which HLAT's SDK 2.20 made bf16 of torch's floats. Torch-XLA has dropped them after
 2.7, so weights are made bf16 here, and the variables must be off where they still work. Source:
 "Migration From XLA_USE_BF16 / XLA_DOWNCAST_BF16", AWS Neuron documentation 2.28."""
-ROUNDING, COMPILER = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_CC_FLAGS"
+ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
+COMPILER = "NEURON_CC_FLAGS"
 FIRST_GROUP_ALONE = "NEURON_EXPERIMENTAL_COMPRESS_RG"
 """Makes NxD name the first tensor group alone and guess the others from it, as HLAT's 70B did. With
 four tensor ranks, which are not neighbours, it guesses wrong."""

@@ -80,7 +80,8 @@ class NxdTurn(nn.Module):
 
     def __init__(self, nxd: Nxd, turn: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.nxd, self.turn = nxd, turn
+        self.nxd = nxd
+        self.turn = turn
 
     def forward(self, x: Tensor) -> Tensor:
         return self.turn(x) if self.nxd.sequence_parallel else x
@@ -91,7 +92,8 @@ class NxdNorm(nn.Module):
 
     def __init__(self, spec: ModelSpec, plan: Plan) -> None:
         super().__init__()
-        self.eps, self.statistics = spec.norm_eps, statistics_dtype(plan)
+        self.eps = spec.norm_eps
+        self.statistics = statistics_dtype(plan)
         self.weight = nn.Parameter(torch.ones(spec.hidden_size, dtype=weight_dtype(plan)))
         # By this mark NxD adds up over the tensor ranks what each saw of the sequence.
         self.weight.sequence_parallel_enabled = plan.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
@@ -130,7 +132,8 @@ class NxdAttention(nn.Module):
         rotary_2TD: Tensor,
     ) -> None:
         super().__init__()
-        self.head_size, self.is_grouped = spec.head_size, spec.num_kv_heads < spec.num_heads
+        self.head_size = spec.head_size
+        self.is_grouped = spec.num_kv_heads < spec.num_heads
         self.nxd = weights.nxd
         self.repeats = spec.num_heads // (spec.num_kv_heads * weights.copies)
         names = [f"{name}.{which}.weight" for which in ("query", "key", "value")]
@@ -211,7 +214,8 @@ class NxdLoss(nn.Module):
 
     def __init__(self, nxd: Nxd, scale: float) -> None:
         super().__init__()
-        self.nxd, self.scale = nxd, scale
+        self.nxd = nxd
+        self.scale = scale
 
     def forward(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
         logits_NV = logits_BTV.flatten(0, 1).to(torch.float32, copy=True)  # NxD changes it in place

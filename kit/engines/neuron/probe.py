@@ -93,9 +93,11 @@ def probe(*, here: bool = False) -> NeuronStatus:
             versions[name] = importlib.metadata.version(name)
     state, reason = _judge(versions)
     if state == "ok" and (fault := _import_here() if here else _import()):
-        state, reason = "broken", f"it is installed but {fault.rstrip('.')}."
+        state = "broken"
+        reason = f"it is installed but {fault.rstrip('.')}."
         if "WRONG PACKAGE" in fault:
-            state, reason = "placeholder", f"one of its packages {NO_CODE}."
+            state = "placeholder"
+            reason = f"one of its packages {NO_CODE}."
     return NeuronStatus(state=state, reason=reason, versions=versions)
 
 

@@ -22,8 +22,11 @@ class RankWeights:
     """
 
     def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, *, seed: int | None) -> None:
-        self.spec, self.nxd, self.seed = spec, nxd, seed
-        self.ranks, self.rank = plan.tensor_parallel, nxd.tensor_rank
+        self.spec = spec
+        self.nxd = nxd
+        self.seed = seed
+        self.ranks = plan.tensor_parallel
+        self.rank = nxd.tensor_rank
         self.copies = plan.kv_replication(spec)
         with torch.device("meta"):
             self.whole = dict(Decoder(spec).named_parameters())

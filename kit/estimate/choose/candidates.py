@@ -111,7 +111,8 @@ def _once(x: Layouts, mask: Array, node_devices: int) -> Array:
     Without a pipeline all schedules are one, and on one replica all stages of ZeRO are the lowest
     that is allowed. ZeRO 3 inside a node needs several whole nodes of several ranks.
     """
-    schedules, stages = x.schedule, x.zero_stage[mask.any(axis=0)]
+    schedules = x.schedule
+    stages = x.zero_stage[mask.any(axis=0)]
     one = SCHEDULES.index("1f1b") if np.any(x.is_one_of("schedule", "1f1b")) else schedules.min()
     ranks = x.tensor_parallel * x.data_parallel
     nodes = (x.shard_size > 1) & (x.shard_size % 1 == 0) & (ranks > node_devices)

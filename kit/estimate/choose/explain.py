@@ -100,9 +100,11 @@ class Answer:
         closed form's stage times but no delays of single ranks, so it is shorter by 0 to 10 % on
         published runs. A ratio above 1 means that the closed form is too short for the schedule.
         """
-        plan, terms = self.plan, self.time_terms_s
+        plan = self.plan
+        terms = self.time_terms_s
         outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
-        m, p = plan.num_microbatches, plan.pipeline_parallel
+        m = plan.num_microbatches
+        p = plan.pipeline_parallel
         times = self.search.machine.stage_times(self.search.spec, plan, terms)
         # Per stage and micro-batch.
         whole = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
@@ -115,7 +117,8 @@ class Answer:
     @cached_property
     def binding(self) -> str:
         """What keeps the step from being faster: memory, or the largest loss of time."""
-        search, capacity = self.search, float(self.search.machine.hardware.memory_bytes)
+        search = self.search
+        capacity = float(self.search.machine.hardware.memory_bytes)
         near = np.flatnonzero(~search.feasible & (search.used_bytes <= WITHIN_REACH * capacity))
         if len(near):
             fastest = int(near[np.argmin(search.step_time_s[near])])
@@ -152,7 +155,9 @@ class Answer:
     @cached_property
     def warnings(self) -> tuple[str, ...]:
         """Where the prediction should not be trusted as it stands."""
-        site, hardware, texts = self.search.machine.site, self.search.machine.hardware, []
+        site = self.search.machine.site
+        hardware = self.search.machine.hardware
+        texts = []
         ceiling = site.device.matmul_flops_per_s.get("bf16")
         rate = self._hfu * float(hardware.peak_flops_per_s)
         if self.plan.untrained:
@@ -238,7 +243,8 @@ class Answer:
     @property
     def _base(self) -> str:
         """What MFU and HFU are fractions of, where it is not the peak of the products."""
-        precision, device = self.plan.precision, self.search.machine.site.device
+        precision = self.plan.precision
+        device = self.search.machine.site.device
         if precision == "bf16":
             return ""
         peak = device.peak_flops_per_s[precision].value
@@ -248,7 +254,8 @@ class Answer:
     @property
     def _wide_texts(self) -> list[str]:
         """Returns the warning that tensor groups span several nodes, if they do."""
-        degree, near = self.plan.tensor_parallel, int(self.search.machine.hardware.node_devices)
+        degree = self.plan.tensor_parallel
+        near = int(self.search.machine.hardware.node_devices)
         if degree <= near:
             return []
         is_node = near == self.search.machine.site.devices_per_node
@@ -260,7 +267,8 @@ class Answer:
 
     @property
     def _hfu(self) -> float:
-        spec, plan = self.search.spec, self.plan
+        spec = self.search.spec
+        plan = self.plan
         flops = spec.hardware_flops_per_token(
             plan.recompute, whole=plan.recomputes_whole, layers=plan.recomputed_layers(spec)
         )
@@ -370,8 +378,10 @@ def _changed(answer: Answer, name: str, factors: dict[str, float]) -> str | None
 
 def _runner_up(answer: Answer) -> str | None:
     """Returns the fastest feasible layout with other tensor or pipeline degrees."""
-    search, layouts = answer.search, answer.search.layouts
-    t, p = answer.plan.tensor_parallel, answer.plan.pipeline_parallel
+    search = answer.search
+    layouts = answer.search.layouts
+    t = answer.plan.tensor_parallel
+    p = answer.plan.pipeline_parallel
     other = (layouts.tensor_parallel != t) | (layouts.pipeline_parallel != p)
     # Of one element where all layouts have the same degrees.
     rows = search.order[np.broadcast_to(other, search.step_time_s.shape)[search.order]]

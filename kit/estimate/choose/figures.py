@@ -65,7 +65,8 @@ def memory_figure(
     with new_figure(1, len(stages), height=3.7, sharey=True, squeeze=False) as (figure, axes):
         for axis, (title, stage) in zip(axes[0], stages.items(), strict=True):
             count = np.size(stage.total)
-            bottom, places = np.zeros(count), np.arange(count)
+            bottom = np.zeros(count)
+            places = np.arange(count)
             for (name, held), colour in zip(
                 stage.with_reserve(reserve).items(), MEMORY_COLOURS, strict=True
             ):
@@ -161,7 +162,8 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
     `marked` are indices of layouts to name in the picture.
     """
     rows = [search.row(int(index)) for index in search.pareto]
-    used, time_s = search.used_bytes / 2**30, search.step_time_s
+    used = search.used_bytes / 2**30
+    time_s = search.step_time_s
     capacity = float(search.machine.hardware.memory_bytes) / 2**30
     near = (time_s < 6 * time_s.min()) & (used < 4 * capacity)
     with new_figure(height=3.9) as (figure, axis):

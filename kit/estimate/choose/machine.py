@@ -71,7 +71,8 @@ class Machine:
         float32.
         """
         layouts, count = single_precision(layouts), len(layouts)
-        time_s, used_bytes = np.empty(count, np.float32), np.empty(count, np.float32)
+        time_s = np.empty(count, np.float32)
+        used_bytes = np.empty(count, np.float32)
         for start in range(0, count, CHUNK):
             rows = slice(start, start + CHUNK)
             chunk = layouts.select(rows)
@@ -94,7 +95,9 @@ class Machine:
         gradients; recomputation is part of the backward pass; logits and embedding are on the last
         stage, the heavier of the two by far.
         """
-        m, p, v = plan.num_microbatches, plan.pipeline_parallel, plan.virtual_stages
+        m = plan.num_microbatches
+        p = plan.pipeline_parallel
+        v = plan.virtual_stages
         held = np.array([len(plan.stage_layers(spec, stage)) for stage in range(p * v)])
         part = held * p / (m * spec.num_layers)
         share = {name: value * part for name, value in terms.items()}  # stage and micro-batch

@@ -30,10 +30,12 @@ class Nearest:
     """Predicted over measured step time, less 1."""
 
     def __str__(self) -> str:
-        run, plan = self.run, self.run.plan
+        run = self.run
+        plan = self.run.plan
         told = "derived" if run.is_derived else "measured"
         assert run.step_time_s
-        predicted_s, off = run.step_time_s * (1 + self.residual), f"{self.residual:+.0%}"
+        predicted_s = run.step_time_s * (1 + self.residual)
+        off = f"{self.residual:+.0%}"
         return (
             f"{run.spec.name} on {run.num_devices} {run.device} (TP{plan.tensor_parallel}"
             f" PP{plan.pipeline_parallel} DP{plan.data_parallel} micro {plan.micro_batch_size},"

@@ -29,7 +29,9 @@ from kit.estimate.theory.timeline import timeline_figure
 from kit.show.style import new_figure
 from kit.show.theme import GREY, INK
 
-GIB, WIDTH, DPI = 2.0**30, 600, 192
+GIB = 2.0**30
+WIDTH = 600
+DPI = 192
 MOST_OPERATIONS = 256
 """Operations of a device that the timeline draws. More would be thinner than a line."""
 SIDE = 19.0
@@ -94,10 +96,8 @@ class Estimate:
                 " training. Use 'bf16', or 'fp16' with engine 'deepspeed'."
             )
         layouts = Layouts.of(spec, [plan])
-        found, memory = (
-            machine.calibration.predict(layouts, machine.hardware),
-            machine.memory(layouts),
-        )
+        found = machine.calibration.predict(layouts, machine.hardware)
+        memory = machine.memory(layouts)
         used = float(memory.used_bytes[0])
         spread = SIDE ** (1 / machine.reserve.sharpness)
         terms = {name: float(np.ravel(value)[0]) for name, value in found.step_time.terms_s.items()}
@@ -133,7 +133,8 @@ class Estimate:
         peak = float(self.machine.hardware.peak_flops_per_s) * self.plan.num_devices
         mfu = [100 * flops / (peak * value) for value in (time, high, low)]
         idle = self.terms_s["bubble"]
-        drawn, total = self.drawn_microbatches, self.plan.num_microbatches
+        drawn = self.drawn_microbatches
+        total = self.plan.num_microbatches
         part = "the whole step"
         if drawn < total:
             part = f"the first {drawn} of {total:,} micro-batches, then cut"
@@ -158,7 +159,8 @@ class Estimate:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from PIL import Image
 
-        figures, stream = (*above, *self.figures()), io.BytesIO()
+        figures = (*above, *self.figures())
+        stream = io.BytesIO()
         canvases = [FigureCanvasAgg(figure) for figure in figures]
         for canvas in canvases:
             canvas.draw()
@@ -170,10 +172,8 @@ class Estimate:
         """Returns the kit's figures of memory, step and pipeline, with the intervals as black
         strokes.
         """
-        capacity, ends = (
-            float(self.machine.hardware.memory_bytes),
-            np.array(self.used_bytes[1:]) / GIB,
-        )
+        capacity = float(self.machine.hardware.memory_bytes)
+        ends = np.array(self.used_bytes[1:]) / GIB
         memory, rows = memory_figure({"": self.stages}, capacity, self.machine.reserve)
         fullest = max(rows, key=lambda row: row["GiB"])["stage"]
         memory.axes[0].plot([fullest, fullest], ends, color=INK, linewidth=2)
@@ -198,17 +198,21 @@ def _timeline_microbatches(plan: Plan) -> tuple[int, int]:
     fill, and at least one round of the steady state. Two more rounds are simulated, so that the
     drawn part equals the beginning of the whole step.
     """
-    p, v, m = plan.pipeline_parallel, plan.virtual_stages, plan.num_microbatches
+    p = plan.pipeline_parallel
+    v = plan.virtual_stages
+    m = plan.num_microbatches
     wanted = max(4, math.ceil(16 / p))
     rounds = max(2, min(wanted, MOST_OPERATIONS // (2 * p * v)))
-    drawn, simulated = rounds * p, (rounds + 2) * p
+    drawn = rounds * p
+    simulated = (rounds + 2) * p
     return (m, m) if m <= simulated else (simulated, drawn)
 
 
 def _lay_out(figure: Any, title: str) -> None:
     """Places a figure between title and legend: matplotlib's own way takes half of the time."""
     figure.set_layout_engine(None)
-    figure.dpi, height = DPI, figure.get_figheight()
+    figure.dpi = DPI
+    height = figure.get_figheight()
     figure.axes[0].set_title(title, loc="left")
     legend = figure.legends[0].get_window_extent().height / DPI
     figure.subplots_adjust(
@@ -228,7 +232,8 @@ class Panel:
     def __init__(self, model: str, site: str, plan: Plan) -> None:
         import ipywidgets as widgets
 
-        style, layout = {"description_width": "90px"}, widgets.Layout(width="235px")
+        style = {"description_width": "90px"}
+        layout = widgets.Layout(width="235px")
 
         def choice(name: str, options: Any, value: Any) -> Any:
             return widgets.Dropdown(
@@ -262,7 +267,8 @@ class Panel:
             "precision": named("precision", Precision, plan.precision),
             "compile": choice("compile", FLAGS, plan.compile),
         }
-        self.view, self.text = widgets.HTML(), widgets.HTML()
+        self.view = widgets.HTML()
+        self.text = widgets.HTML()
         button = widgets.Button(
             description="Plan(...)", tooltip="this layout as Python", layout=layout
         )
@@ -273,7 +279,8 @@ class Panel:
         self.box = widgets.VBox(
             [widgets.HBox([*self.controls.values(), button], layout=wrap), self.text, self.view]
         )
-        self.first, self.plan = plan, None
+        self.first = plan
+        self.plan = None
         self.update()
 
     def estimate(self) -> Estimate:
@@ -283,7 +290,8 @@ class Panel:
             ConfigError: it is impossible.
         """
         asked = {name: control.value for name, control in self.controls.items()}
-        spec, site = ModelSpec.preset(asked["model"]), Site.load(asked["site"])
+        spec = ModelSpec.preset(asked["model"])
+        site = Site.load(asked["site"])
         degrees = (
             asked["tensor_parallel"] * asked["pipeline_parallel"] * self.first.context_parallel
         )
@@ -304,7 +312,8 @@ class Panel:
 
     def update(self) -> None:
         """Draws what the controls say, or says why that is impossible."""
-        self.text.value, self.plan = "", None
+        self.text.value = ""
+        self.plan = None
         # The live panel hides its saved picture, also while it shows an error.
         style = f"<style>{DARK_PAGE}.{self._still} {{display: none !important}}</style>"
         try:
@@ -355,7 +364,8 @@ class Panel:
         with new_figure(height=0.37 * rows) as (figure, axis):
             axis.axis("off")
             for number, control in enumerate(self.controls.values()):
-                x, y = (0.03 + number % 3 / 3), 1 - (number // 3 + 0.5) / rows
+                x = 0.03 + number % 3 / 3
+                y = 1 - (number // 3 + 0.5) / rows
                 value = getattr(control, "label", control.value)
                 figure.text(
                     x,

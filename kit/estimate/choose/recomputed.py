@@ -7,7 +7,8 @@ import numpy as np
 
 from kit.estimate.theory.layouts import RECOMPUTE, Array, Layouts
 
-NONE, FULL = RECOMPUTE.index("none"), RECOMPUTE.index("full")
+NONE = RECOMPUTE.index("none")
+FULL = RECOMPUTE.index("full")
 MOST = 200
 """How many of the fastest layouts that recompute all blocks are tried with fewer."""
 PARTS = 16
@@ -51,7 +52,8 @@ def _with_fewer(layouts: Layouts, equal_stages: bool) -> tuple[Layouts, Array]:
     blocks = np.broadcast_to(layouts.most_layers, layouts.shape)[:, None]
     counts = np.ceil(blocks / step * np.arange(PARTS) / PARTS) * step
     is_new = (np.diff(counts, prepend=-1) > 0) & (counts < blocks)
-    origin, counts = np.nonzero(is_new)[0], counts[is_new]
+    origin = np.nonzero(is_new)[0]
+    counts = counts[is_new]
     recompute = np.where(counts > 0, FULL, NONE).astype(np.int8)
     fewer = dataclasses.replace(
         layouts.select(origin), recompute=recompute, recompute_layers=counts

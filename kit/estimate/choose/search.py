@@ -288,7 +288,8 @@ def search(
             )
         evaluated = layouts, *machine.evaluate(layouts)
         if can_recompute_some and not {"recompute", "recompute_layers"} & only.keys():
-            most_bytes, alike = machine.most_bytes(max_risk), base is not None
+            most_bytes = machine.most_bytes(max_risk)
+            alike = base is not None
             evaluated = with_some_recomputed(*evaluated, machine.evaluate, most_bytes, alike)
         layouts, time_s, used_bytes = evaluated
         time_s, used_bytes = _fastest_in_float64(
@@ -339,7 +340,8 @@ def _fastest_in_float64(
     """Returns (step time in seconds, used bytes) of all layouts as float64 arrays. For the
     EXACT_LAYOUTS fastest feasible layouts the values are computed again in float64.
     """
-    time_s, used_bytes = time_s.astype(np.float64), used_bytes.astype(np.float64)
+    time_s = time_s.astype(np.float64)
+    used_bytes = used_bytes.astype(np.float64)
     rows = np.flatnonzero(used_bytes <= most_bytes)
     if len(rows) > EXACT_LAYOUTS:
         rows = rows[np.argpartition(time_s[rows], EXACT_LAYOUTS)[:EXACT_LAYOUTS]]

@@ -183,13 +183,15 @@ def calibrate(
     prior = _local(Prior.default()) if is_local else Prior.default()
     if runs:
         rows = rows_of_any(runs, site, hardware)
-        found, hardware = fitting.fit(rows, prior), hardware or rows.hardware.select(0)
+        found = fitting.fit(rows, prior)
+        hardware = hardware or rows.hardware.select(0)
     elif site is None and hardware is None:
         raise ConfigError(
             "calibrate: neither runs nor a site are given. Give at least one of them."
         )
     else:
-        rows, found = None, fitting.prior_only(prior)
+        rows = None
+        found = fitting.prior_only(prior)
         hardware = hardware or Hardware.of(site)  # type: ignore[arg-type]
     calibration = from_fit(found, prior, rows, hardware)
     derived = sum(isinstance(run, PublishedRun) and run.is_derived for run in runs)
@@ -198,7 +200,8 @@ def calibrate(
 
 
 def _local(prior: Prior) -> Prior:
-    mean, spread = prior.mean.copy(), prior.spread * LOCAL_SPREAD
+    mean = prior.mean.copy()
+    spread = prior.spread * LOCAL_SPREAD
     for i, name in enumerate(NAMES):
         if name in LOCAL:
             mean[i], spread[i] = np.log(LOCAL[name][0]), LOCAL[name][1]
@@ -250,7 +253,8 @@ def from_fit(
     """Returns the calibration that a fit amounts to."""
     deviation = np.sqrt(np.diag(found.covariance))
     told = deviation < UNIDENTIFIED * prior.spread
-    error, measured = float("nan"), None
+    error = float("nan")
+    measured = None
     if rows is not None:
         off = fitting.log_time(rows.layouts, rows.hardware, found.values) - np.log(rows.seconds)
         error = float(np.mean(np.abs(np.expm1(off))))

@@ -176,7 +176,8 @@ def fit(
             improved = evaluate(trial)
             if improved[0] < loss:
                 break
-            damping, improved = damping * 6, None
+            damping = damping * 6
+            improved = None
         if improved is None:
             break
         done = loss - improved[0] < 1e-4 * loss
@@ -297,7 +298,9 @@ def minimise(loss: Callable[[Array], float], start: Array) -> Array:
     """Returns positive numbers at which `loss` is smallest near `start`: compass search on their
     logarithms.
     """
-    best, value, step = np.asarray(start, dtype=float), loss(start), 0.2
+    best = np.asarray(start, dtype=float)
+    value = loss(start)
+    step = 0.2
     while step > 1e-3:
         before = best
         for i in range(len(best)):
@@ -305,11 +308,13 @@ def minimise(loss: Callable[[Array], float], start: Array) -> Array:
                 trial = best.copy()
                 trial[i] *= np.exp(sign)
                 if (new := loss(trial)) < value:
-                    best, value = trial, new
+                    best = trial
+                    value = new
                     break
         onwards = best * (best / before)  # along the sum of the moves
         if best is before:
             step /= 2
         elif (new := loss(onwards)) < value:
-            best, value = onwards, new
+            best = onwards
+            value = new
     return best

@@ -114,7 +114,8 @@ def errors(
     measured = MeasuredRange.of(runs.layouts, runs.hardware) if runs is not None else None
     count = sum(untried(rows.layouts, rows.hardware, measured).values(), np.zeros(len(rows)))
     misfit = SCALES.misfit_after(found.left_out_error, found.left_out_variance)
-    misfit, num_runs = float(np.hypot(misfit, other_stack)), 0 if runs is None else len(runs)
+    misfit = float(np.hypot(misfit, other_stack))
+    num_runs = 0 if runs is None else len(runs)
     return np.expm1(off), np.abs(off) <= SCALES.half_width(variance, misfit, count, num_runs)
 
 

@@ -71,7 +71,8 @@ def hardware_of(run: PublishedRun, site: Site | None = None) -> Hardware:
         ConfigError: the site lacks a number, or there is none and the peak is not known, or is not
             that of the run's format.
     """
-    is_narrow, site = run.precision in NARROW, site or run.site()
+    is_narrow = run.precision in NARROW
+    site = site or run.site()
     if site is not None:
         return Hardware.of(site, run.precision if is_narrow else "bf16")
     if run.peak_flops_per_s is None or is_narrow:
@@ -98,7 +99,8 @@ def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
     if site.scheduler != "local":
         return Hardware.of(site, "bf16" if dtype == "fp16" else dtype)
     peak = site.peak_flops_per_s(dtype) or site.peak_flops_per_s("fp32") or CORE["peak"]
-    memory, tiers = site.device.memory_bytes_per_s, site.links.intra_node
+    memory = site.device.memory_bytes_per_s
+    tiers = site.links.intra_node
     share = np.minimum(1.0, site.devices_per_node / layouts.num_devices)
     link = (tiers[0].bytes_per_s.value if tiers else CORE["link_bytes_per_s"]) * share
     rate = (memory.value if memory else CORE["memory_bytes_per_s"]) * share
@@ -142,8 +144,12 @@ def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
             f" {site.name} has {site.device.name!r}. Leave the site out, or give one with the"
             " device of the runs."
         )
-    metrics, plans, elsewhere = run.metrics(), run.plans(), run.other_sites()
-    times, layouts, machines = [], [], []
+    metrics = run.metrics()
+    plans = run.plans()
+    elsewhere = run.other_sites()
+    times = []
+    layouts = []
+    machines = []
     for attempt, plan in plans.items():
         steps = metrics["step_time_s"][metrics["attempt"] == attempt][WARM_UP:]
         if len(steps):

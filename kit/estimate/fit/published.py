@@ -127,7 +127,9 @@ def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], Lines,
             f"{path}: columns {', '.join(missing)} are missing. Needed:"
             f" {', '.join((*REQUIRED, *LAYOUT))}."
         )
-    runs, refused, left_out = [], [], []
+    runs = []
+    refused = []
+    left_out = []
     for line, row in enumerate(rows, start=2):
         try:
             run = _run(row)
@@ -149,7 +151,8 @@ def _run(row: dict[str, str]) -> PublishedRun | str:
     )
     if lacking := [name for name in ("source", "gpu", *LAYOUT) if x[name] in (None, "")]:
         return f"no {', '.join(lacking)}"
-    kind, spec = x["kind"] or "measured", _spec(x)
+    kind = x["kind"] or "measured"
+    spec = _spec(x)
     seconds = (x["seconds_per_iter"] or _derived_seconds(spec, x)) if kind == "measured" else None
     if kind == "measured" and seconds is None:
         return TIMELESS
@@ -212,7 +215,8 @@ def _plan(x: dict[str, Any]) -> Plan:
 
 
 def _spec(x: dict[str, Any]) -> ModelSpec:
-    hidden, ffn = int(x["hidden"]), int(x["ffn_hidden"] or 4 * x["hidden"])
+    hidden = int(x["hidden"])
+    ffn = int(x["ffn_hidden"] or 4 * x["hidden"])
     family = ModelSpec.llama if _is_llama(x) or ffn != 4 * hidden else ModelSpec.gpt
     return family(
         name=x["model"],
@@ -300,7 +304,8 @@ def _check(run: PublishedRun, x: dict[str, Any]) -> None:
 
 def _ceiling(run: PublishedRun) -> tuple[float | None, str]:
     """Returns the highest FLOP/s that one device can be believed to do, and why."""
-    site, speedup = run.site(), SPEEDUP.get(run.precision, 1.0)
+    site = run.site()
+    speedup = SPEEDUP.get(run.precision, 1.0)
     matmul = site.device.matmul_flops_per_s.get("bf16") if site else None
     if matmul and site:
         return (

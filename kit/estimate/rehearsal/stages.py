@@ -130,7 +130,8 @@ class Job:
 
 def plan(job: Job) -> list[Count]:
     """The layout: memory of the fullest device, time of a step and of the run."""
-    slurm, step = job.site.slurm, job.step_time
+    slurm = job.site.slurm
+    step = job.step_time
     run_s = job.recipe.num_steps * step.total_s.item()
     limit_s = slurm.max_seconds(job.num_nodes) if slurm else None
     jobs = f", {counted(math.ceil(run_s / limit_s), 'job')} one after the other" if limit_s else ""
@@ -177,7 +178,8 @@ def ranks(job: Job) -> list[Count]:
     if job.plan.capabilities.runs_on_trainium:
         told = "NxD splits the model on the devices, which is not yet tested"
         return [Count(stage="ranks", what="kinds of ranks cut", value=0, note=told)]
-    plan, found = job.plan, cut(job.spec, job.plan)
+    plan = job.plan
+    found = cut(job.spec, job.plan)
     shards = plan.shard_size or plan.data_parallel
     axes = (plan.pipeline_parallel, plan.data_parallel // shards, shards, plan.tensor_parallel)
     groups = [plan.num_devices, *(size for size in axes if size > 1)]
@@ -222,8 +224,11 @@ def start(job: Job) -> list[Count]:
 
 def checkpoints(job: Job) -> list[Count]:
     """Size, number and time of checkpoints."""
-    storage, recipe, size = job.site.storage, job.recipe, job.checkpoint_bytes
-    every, keep = recipe.checkpoint_every or recipe.num_steps, recipe.keep_every
+    storage = job.site.storage
+    recipe = job.recipe
+    size = job.checkpoint_bytes
+    every = recipe.checkpoint_every or recipe.num_steps
+    keep = recipe.keep_every
     for_good = recipe.num_steps // math.lcm(every, keep) if keep else 0
     kept = min(math.ceil(recipe.num_steps / every), recipe.keep_last + 1 + for_good)
     counts = [
@@ -257,7 +262,8 @@ def failures(job: Job) -> list[Count]:
     """What failures cost as often as the recipe saves, and how often would be best (Young 1974)."""
     hours = job.hours_between_failures or DEVICE_HOURS_BETWEEN_FAILURES / job.plan.num_devices
     what = f"time that counts, with a failure every {hours:.3g} h"
-    size, storage = job.checkpoint_bytes, job.site.storage
+    size = job.checkpoint_bytes
+    storage = job.site.storage
     if storage.read_bytes_per_s is None or storage.write_bytes_per_s is None:
         lacking = "give site.storage.read_bytes_per_s and site.storage.write_bytes_per_s"
         return [Count(stage="failures", what=what, value=None, known="modelled", note=lacking)]
@@ -328,7 +334,8 @@ def cut(spec: ModelSpec, plan: Plan) -> Cut:
     kinds = {place: _kind(spec, plan, place) for place in range(plan.pipeline_parallel)}
     first_of = {kind: place for place, kind in reversed(kinds.items())}
     ends = [{0, degree - 1} for degree in (plan.data_parallel, plan.tensor_parallel)]
-    views, num_params = [], 0
+    views = []
+    num_params = 0
     for kind, count in Counter(kinds.values()).items():
         for data, tensor in itertools.product(*ends):
             rank = (first_of[kind] * plan.data_parallel + data) * plan.tensor_parallel + tensor

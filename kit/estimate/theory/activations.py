@@ -34,7 +34,8 @@ from kit.config.plan import logits_at_once
 from kit.engines.capabilities import EngineName, capabilities_of
 from kit.estimate.theory.layouts import EXCHANGES, RECOMPUTE, SCHEDULES, Array, Layouts
 
-_NONE, _FULL = RECOMPUTE.index("none"), RECOMPUTE.index("full")
+_NONE = RECOMPUTE.index("none")
+_FULL = RECOMPUTE.index("full")
 _CODE = {name: SCHEDULES.index(name) for name in SCHEDULES}
 
 
@@ -159,7 +160,8 @@ class LayerActivations:
         """Of the query and feed-forward matrices, at i bytes (2, fewer in a narrow format): 2 i h /
         q, or whole, 2 i h.
         """
-        x, is_whole = self.layouts, self.kernels.gathered_inputs
+        x = self.layouts
+        is_whole = self.kernels.gathered_inputs
         return 2 * x.input_bytes * (x.hidden_size if is_whole else self.residual)
 
     @cached_property
@@ -180,7 +182,8 @@ class LayerActivations:
 
         All to all, the result lies there as parts of heads and as parts of the sequence: + 2 h / t.
         """
-        layouts, tensor_parallel = self.layouts, self.layouts.tensor_parallel
+        layouts = self.layouts
+        tensor_parallel = self.layouts.tensor_parallel
         heads = (4 * layouts.hidden_size + 4 * layouts.kv_size) / tensor_parallel
         if not np.any(layouts.context_exchange):
             return heads
@@ -192,7 +195,8 @@ class LayerActivations:
         """Log-sum-exp of fused attention, 4 a / t; written out `score_bytes` a s / t, with dropout
         3 a s / t more.
         """
-        layouts, kernels = self.layouts, self.kernels
+        layouts = self.layouts
+        kernels = self.kernels
         each = layouts.where(layouts.fused_softmax, 2.0, kernels.score_bytes)
         each = each + 3.0 * layouts.plain if kernels.dropout else each
         heads = layouts.num_heads / layouts.tensor_parallel
@@ -204,7 +208,8 @@ class LayerActivations:
         """Of feed-forward: (2 + i) f / t, gated (6 + i) f / t, or (4 + i) f / t where the gate is
         fused.
         """
-        x, gate = self.layouts, 2.0 if self.kernels.fused_gate else 4.0
+        x = self.layouts
+        gate = 2.0 if self.kernels.fused_gate else 4.0
         width = x.ffn_hidden_size / x.tensor_parallel
         return (2 + x.input_bytes + (1 - x.plain) * gate) * width
 
@@ -226,7 +231,8 @@ class LayerActivations:
         if self.kernels.selective == "attention":
             scores = np.where(layouts.flash_attention > 0, 0.0, self.scores)
             return self.everything - scores, scores
-        hidden_size, tensor_parallel = layouts.hidden_size, layouts.tensor_parallel
+        hidden_size = layouts.hidden_size
+        tensor_parallel = layouts.tensor_parallel
         gated = 1 - self.layouts.plain
         hidden = (2 + 2 * gated) * (layouts.ffn_hidden_size / tensor_parallel)
         summed = np.where(tensor_parallel > 1, 4 * self.residual, 0.0)
@@ -268,7 +274,9 @@ def in_flight(layouts: Layouts, stage: Any) -> Array:
     - zero_bubble (ZB-H1), zbv: p on every device: later devices spend what they save on delayed
       weight gradients (arXiv 2401.10241, sections 2 and 5).
     """
-    m, p, v = layouts.num_microbatches, layouts.pipeline_parallel, layouts.virtual_stages
+    m = layouts.num_microbatches
+    p = layouts.pipeline_parallel
+    v = layouts.virtual_stages
     code = layouts.schedule
     remaining = p - stage
     virtual = (

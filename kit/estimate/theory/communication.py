@@ -46,8 +46,10 @@ class Links:
         Across nodes the network limits the rate, with 2 log2 of the number of nodes steps of a
         tree.
         """
-        ranks, coefficients = self.layouts.tensor_parallel, self.coefficients
-        rate, inside = self._on_node(ranks, ranks), np.minimum(ranks, self.hardware.node_devices)
+        ranks = self.layouts.tensor_parallel
+        coefficients = self.coefficients
+        rate = self._on_node(ranks, ranks)
+        inside = np.minimum(ranks, self.hardware.node_devices)
         return Link(
             np.where(
                 ranks <= self.hardware.node_devices, rate, np.minimum(rate, self._network_rate)
@@ -63,7 +65,8 @@ class Links:
         """
         ranks = self.layouts.tensor_parallel * self.layouts.context_parallel
         groups = np.minimum(self.layouts.tensor_parallel, self.hardware.node_devices)
-        rate, fits = self._on_node(ranks, ranks), ranks <= self.hardware.node_devices
+        rate = self._on_node(ranks, ranks)
+        fits = ranks <= self.hardware.node_devices
         crossing = np.minimum(rate, self._network_rate / groups)
         return Link(np.where(fits, rate, crossing), self._hop(fits))
 
@@ -84,7 +87,8 @@ class Links:
         """Link of a data parallel group: the links of a node, or its share of the network. Between
         nodes there are 2 log2 of twice the number of nodes steps.
         """
-        x, coefficients = self.layouts, self.coefficients
+        x = self.layouts
+        coefficients = self.coefficients
         replicas = x.context_parallel * x.data_parallel
         # Its ring is as long as the group, and goes round all neighbours between its ranks.
         inside = np.minimum(self._inside(replicas), self._inside(x.tensor_parallel * replicas))
@@ -114,7 +118,8 @@ class Links:
         """Link between the copies of a shard. Each device of a shard group reduces its own shard,
         so the devices of a node share its network.
         """
-        tensor_parallel, node_devices = self.layouts.tensor_parallel, self.hardware.node_devices
+        tensor_parallel = self.layouts.tensor_parallel
+        node_devices = self.hardware.node_devices
         groups = np.minimum(tensor_parallel, node_devices)
         ranks = np.minimum(tensor_parallel * self.layouts.num_shards, node_devices)
         shared = self._network_share * self._data_efficiency * groups / ranks
@@ -127,7 +132,8 @@ class Links:
         efficiency of the network, since they move from contiguous buffers (Megatron-Core's
         `ParamAndGradBuffer`).
         """
-        x, coefficients = self.layouts, self.coefficients
+        x = self.layouts
+        coefficients = self.coefficients
         return x.where(
             x.data_overlap, coefficients.network_efficiency, coefficients.data_efficiency
         )
@@ -166,7 +172,8 @@ class Links:
 
     def _inside(self, ranks: Array) -> Array:
         """Returns bytes/s of one device in a group of `ranks` neighbours on a node."""
-        hardware, near = self.hardware, ranks <= self.hardware.near_devices
+        hardware = self.hardware
+        near = ranks <= self.hardware.near_devices
         return self.layouts.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
 
     def _on_node(self, ranks: Array | float, span: Array) -> Array:
@@ -177,7 +184,8 @@ class Links:
         On a mesh a group has only the links between its own devices. On a switch it should have
         the full rate, which is rarely measured.
         """
-        hardware, coefficients = self.hardware, self.coefficients
+        hardware = self.hardware
+        coefficients = self.coefficients
         near = span <= hardware.near_devices
         nearest = np.minimum(hardware.near_devices, hardware.full_devices)
         all_ranks = self.layouts.where(near, nearest, hardware.full_devices)
@@ -186,7 +194,8 @@ class Links:
 
     def _hop(self, on_node: Array) -> Array:
         """Returns the latency in seconds of one step, inside a node or between nodes."""
-        node_s, network_s = self.coefficients.node_latency_s, self.coefficients.network_latency_s
+        node_s = self.coefficients.node_latency_s
+        network_s = self.coefficients.network_latency_s
         return self.layouts.where(on_node, node_s, network_s)
 
 
@@ -209,7 +218,8 @@ def small_sums_seconds(layouts: Layouts, hardware: Hardware, coefficients: Coeff
     Each goes up and down a tree, with twice log2 of the number of ranks steps (Thakur et al. 2005),
     inside a node first.
     """
-    ranks, node_devices = layouts.num_devices, hardware.node_devices
+    ranks = layouts.num_devices
+    node_devices = hardware.node_devices
     inside = np.log2(np.minimum(ranks, node_devices))
     outside = np.log2(np.maximum(1.0, ranks / node_devices))
     return (

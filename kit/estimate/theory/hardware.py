@@ -82,7 +82,8 @@ class Hardware(Columns):
                 them, or has one in another unit.
         """
         wide = "bf16" if dtype in NARROW else dtype
-        peak, matmul = site.peak_flops_per_s(wide), sustained(site, dtype)
+        peak = site.peak_flops_per_s(wide)
+        matmul = sustained(site, dtype)
         check_numbers(site, dtype)
         assert peak and matmul and site.device.memory_bytes and site.device.memory_bytes_per_s
         _check_units(site)
@@ -147,7 +148,8 @@ def check_numbers(site: Site, dtype: str, num_devices: int = 1) -> None:
     Processes of one CPU share its memory, so CPU cores need no links. Accelerators need links: the
     bandwidth of their own memory is no estimate of the bandwidth of a link.
     """
-    device, links = site.device, site.links
+    device = site.device
+    links = site.links
     wide = "bf16" if dtype in NARROW else dtype
     needed = {
         f"device.peak_flops_per_s.{dtype}": sustained(site, dtype),
@@ -182,12 +184,14 @@ def ceiling(site: Site, dtype: str) -> float | None:
     TYPICAL_CEILING of the peak, in a narrow format NARROW_CEILING and no more than in bf16; None
     where the site has neither.
     """
-    measured, peak = site.device.matmul_flops_per_s.get(dtype), site.peak_flops_per_s(dtype)
+    measured = site.device.matmul_flops_per_s.get(dtype)
+    peak = site.peak_flops_per_s(dtype)
     if measured or peak is None:
         return measured and measured.value
     if dtype not in NARROW:
         return TYPICAL_CEILING * peak
-    wide, reached = site.peak_flops_per_s("bf16"), ceiling(site, "bf16")
+    wide = site.peak_flops_per_s("bf16")
+    reached = ceiling(site, "bf16")
     return peak * (min(NARROW_CEILING, reached / wide) if wide and reached else NARROW_CEILING)
 
 
@@ -197,7 +201,8 @@ def sustained(site: Site, dtype: str) -> float | None:
 
     Power goes with the cube of the clock, since voltage goes with the clock.
     """
-    burst, watts = ceiling(site, dtype), site.device.watts
+    burst = ceiling(site, dtype)
+    watts = site.device.watts
     if not (burst and watts and dtype in JOULES_PER_FLOP):
         return burst
     return burst * min(1.0, watts.value / (burst * JOULES_PER_FLOP[dtype])) ** (1 / 3)
@@ -207,7 +212,8 @@ def _check_units(site: Site) -> None:
     """Refuses what no device has: a number in GB, GB/s or kW, as a rule, and products above the
     peak.
     """
-    device, links = site.device, site.links
+    device = site.device
+    links = site.links
     near = links.intra_node[0].bytes_per_s if links.intra_node else None
     for name, fact, least, unit in (
         ("device.memory_bytes", device.memory_bytes, 1e9, "bytes"),

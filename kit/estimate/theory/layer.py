@@ -21,7 +21,8 @@ Gated (Llama) models have no dropout."""
 FIRST_GENERATION = 0.6
 """Speed of FlashAttention 1 as a share of the speed of FlashAttention 2 (arXiv 2307.08691, section
 4.1)."""
-SELECTIVE, FULL = RECOMPUTE.index("selective"), RECOMPUTE.index("full")
+SELECTIVE = RECOMPUTE.index("selective")
+FULL = RECOMPUTE.index("full")
 Both = tuple[Array | float, Array | float]
 """Seconds of (forward pass, backward pass)."""
 
@@ -62,11 +63,14 @@ class Layer:
         `torch._inductor.fx_passes.micro_pipeline_tp`). Without sequence parallelism there are
         all-reduces, which torch does not overlap.
         """
-        x, hidden_size, parts = self.layouts, self.layouts.hidden_size, 1.0
+        x = self.layouts
+        hidden_size = self.layouts.hidden_size
+        parts = 1.0
         if np.any(x.tensor_overlap & x.native):
             is_cut = x.tensor_overlap & x.native & x.sequence_parallel
             parts = np.where(is_cut, x.tensor_parallel, 1.0)
-        params, rate = layer_params(x) / x.tensor_parallel, self.hardware.matmul_flops_per_s
+        params = layer_params(x) / x.tensor_parallel
+        rate = self.hardware.matmul_flops_per_s
         part = product_seconds(
             x.tokens / parts, hidden_size, params / hidden_size, 4.0, rate, self.coefficients
         )
@@ -82,7 +86,8 @@ class Layer:
         and move 8 T h / t bytes. Kernels that write the scores out do all of them, and move
         `score_bytes` for each of T s a / t scores.
         """
-        x, coefficients = self.layouts, self.coefficients
+        x = self.layouts
+        coefficients = self.coefficients
         flops = 4 * x.tokens * x.sequence_length * x.hidden_size / x.tensor_parallel
         products = flops / self.hardware.attention_flops_per_s
         speed = coefficients.flash_efficiency * x.where(
@@ -112,7 +117,8 @@ class Layer:
         written and read again. A compiled block adds a residual in the kernel of the norm that
         reads it, which saves 2 bytes per element for each of two norms.
         """
-        x, hidden_size = self.layouts, self.layouts.hidden_size
+        x = self.layouts
+        hidden_size = self.layouts.hidden_size
         cut = 8 * hidden_size + (4.0 + 2.0 * x.gated) * x.ffn_hidden_size
         traffic = x.tokens * (22 * hidden_size / x.sequence_shards + cut / x.tensor_parallel)
         if np.any(x.compiled | x.native):
@@ -133,10 +139,12 @@ class Layer:
         format instead of bf16. Inputs and outputs of attention, and gradients of the residual
         stream, are cast by kernels of their own.
         """
-        x, hidden_size = self.layouts, self.layouts.hidden_size
+        x = self.layouts
+        hidden_size = self.layouts.hidden_size
         if not np.any(x.cast_bytes):
             return 0.0, 0.0
-        t, f = x.tensor_parallel, x.ffn_hidden_size
+        t = x.tensor_parallel
+        f = x.ffn_hidden_size
         apart = np.where(x.fused_norm & x.native, 0.0, 1.0)
         inputs = hidden_size / t + apart * (2 * hidden_size + f / t)
         products = 2 * hidden_size + (hidden_size + 2 * x.kv_size) / t
@@ -153,7 +161,8 @@ class Layer:
         With overlap a rank computes on its own part while the next part arrives. Without sequence
         parallelism there are no parts.
         """
-        x, ranks = self.layouts, self.layouts.tensor_parallel
+        x = self.layouts
+        ranks = self.layouts.tensor_parallel
         sums = 2 * all_reduce_seconds(2 * x.tokens * x.hidden_size, ranks, self.links.tensor)
         backward = sums * x.where(x.sequence_parallel, 1.25, 1.0)
         if not np.any(x.tensor_overlap):
@@ -176,7 +185,8 @@ class Layer:
         of its tail, as in torch and Megatron-LM. In plain order the last of c ranks would have
         2 - 1/c times the mean under a causal mask.
         """
-        x, ranks = self.layouts, self.layouts.context_parallel
+        x = self.layouts
+        ranks = self.layouts.context_parallel
         if not np.any(ranks > 1):
             return 0.0, 0.0
         link = self.links.context
@@ -197,11 +207,9 @@ class Layer:
         times the products, 2.5 times fused attention (2 times if scores are written out), and 1.6
         times the element-wise traffic.
         """
-        gemm, attention, elementwise = (
-            self.gemm_forward_s,
-            self.attention_forward_s,
-            self.elementwise_forward_s,
-        )
+        gemm = self.gemm_forward_s
+        attention = self.attention_forward_s
+        elementwise = self.elementwise_forward_s
         again = self.layouts.where(self.layouts.flash_attention > 0, 2.5, 2.0) * attention
         (casts, casts_back), (sums, sums_back) = self.casts_s, self.tensor_sums_s
         context, context_back = self.context_s
@@ -232,7 +240,8 @@ class Layer:
         Blocks of the kit that are not compiled stop before their last product and its all-reduce
         (`Plan.recomputes_whole`).
         """
-        x, flash = self.layouts, self.layouts.flash_attention > 0
+        x = self.layouts
+        flash = self.layouts.flash_attention > 0
         some = np.where(flash, self.elementwise_forward_s, self.attention_forward_s)
         product = self.gemm_forward_s * x.hidden_size * x.ffn_hidden_size / layer_params(x)
         stops = x.native & np.logical_not(x.compiled)

@@ -36,7 +36,8 @@ class Columns:
     @classmethod
     def joined(cls, parts: Sequence[Self], sizes: Sequence[int] | None = None) -> Self:
         """Returns the fields of all parts end to end, each as long as its part says, or of one."""
-        columns, sizes = {}, sizes or [1] * len(parts)
+        columns = {}
+        sizes = sizes or [1] * len(parts)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
             values = [getattr(part, field.name) for part in parts]
             columns[field.name] = np.concatenate(list(map(np.broadcast_to, values, sizes)))
@@ -256,7 +257,8 @@ class Layouts(Columns):
         """Returns these layouts and others; columns of size 1, which both share, stay so."""
 
         def joined(name: str) -> Array:
-            ours, theirs = getattr(self, name), getattr(others, name)
+            ours = getattr(self, name)
+            theirs = getattr(others, name)
             if ours.size == theirs.size == 1:
                 return ours
             both = np.broadcast_to(ours, self.shape), np.broadcast_to(theirs, others.shape)

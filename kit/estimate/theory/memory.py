@@ -54,7 +54,8 @@ from kit.estimate.theory.state import CONVENTIONS, Convention, ModelState
 STATE = ("weights", "gradients", "optimizer")
 DYNAMIC = ("activations", "embedding_logits", "workspace", "buffers")
 TERMS = (*STATE, *DYNAMIC)
-_GPIPE, _ZBV = SCHEDULES.index("gpipe"), SCHEDULES.index("zbv")
+_GPIPE = SCHEDULES.index("gpipe")
+_ZBV = SCHEDULES.index("zbv")
 
 
 class CodeBase(NamedTuple):
@@ -176,7 +177,8 @@ def memory(
     and the width of gradients are in `layouts`.
     """
     devices = _Devices(layouts, kernels, convention)
-    p, zbv = layouts.pipeline_parallel, layouts.schedule == _ZBV
+    p = layouts.pipeline_parallel
+    zbv = layouts.schedule == _ZBV
     stages = [
         devices.memory(0.0, is_first=True, is_last=(p == 1) | zbv),
         devices.memory(p - 1, is_first=p == 1, is_last=(p == 1) | ~zbv),
@@ -247,7 +249,9 @@ class _Devices(ModelState):
         chunk, its input's gradient (2 h) and, of several, the sum of the output projection's (4 h V
         in all).
         """
-        x, kernels, vocab_size = self.layouts, self.kernels, self.layouts.vocab_size
+        x = self.layouts
+        kernels = self.kernels
+        vocab_size = self.layouts.vocab_size
         at_once = np.minimum(vocab_size, kernels.chunk_logits / x.tokens)
         summed = np.where(at_once < vocab_size, 4 * x.hidden_size * vocab_size / x.tokens, 0.0)
         chunk = kernels.chunk_logit_bytes * at_once + summed + 2 * x.hidden_size
@@ -289,7 +293,9 @@ class _Devices(ModelState):
 
     def memory(self, stage: Any, *, is_first: Any, is_last: Any, layers: Any = None) -> StageMemory:
         """Returns the terms of pipeline device `stage`; arguments broadcast against the layouts."""
-        x, layer, tokens = self.layouts, self.layer, self.layouts.tokens
+        x = self.layouts
+        layer = self.layer
+        tokens = self.layouts.tokens
         if layers is None:
             layers = x.most_layers - self.balanced * np.add(is_first, is_last, dtype=tokens.dtype)
         params = self.params(layers, is_first, is_last)

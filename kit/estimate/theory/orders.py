@@ -10,7 +10,11 @@ import numpy as np
 
 from kit.estimate.theory.layouts import Array
 
-FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, PADDING = 0, 1, 2, 3, -1
+FORWARD = 0
+BACKWARD = 1
+BACKWARD_INPUT = 2
+BACKWARD_WEIGHT = 3
+PADDING = -1
 KINDS = "FBIW"
 """Letters of the kinds: forward, whole backward, backward for the input alone, backward for the
 weights alone."""
@@ -44,7 +48,9 @@ class Order:
         stages torch's ZB1P) or `zbv` (section 6 there: stages in the shape of a V, two on each
         device); a Plan has checked that it exists.
         """
-        p, m, v = pipeline_parallel, num_microbatches, virtual_stages
+        p = pipeline_parallel
+        m = num_microbatches
+        v = virtual_stages
         return cls(
             name=schedule, **(_zbv(p, m) if schedule == "zbv" else _one_pass(schedule, p, m, v))
         )
@@ -67,7 +73,8 @@ class Order:
     @cached_property
     def device_of_stage(self) -> Array:
         """The device that holds each stage, shape (stages,)."""
-        device, work = np.full(self.num_stages, -1), self.kind != PADDING
+        device = np.full(self.num_stages, -1)
+        work = self.kind != PADDING
         rows = np.broadcast_to(np.arange(self.num_devices)[:, None], self.kind.shape)
         device[self.stage[work]] = rows[work]
         return device
@@ -105,9 +112,11 @@ def _one_pass(schedule: str, p: int, m: int, v: int) -> dict[str, Array]:
     forward k in slot k - warm_up, backward k in slot k, the backward for the weights (zero bubble
     only) r slots later, which holds memory at 1F1B's level.
     """
-    rank, k = np.arange(p)[:, None], np.arange(m * v)
+    rank = np.arange(p)[:, None]
+    k = np.arange(m * v)
     per_round = m // max(1, m // p)
-    chunk, micro_batch = k // per_round % v, k // (per_round * v) * per_round + k % per_round
+    chunk = k // per_round % v
+    micro_batch = k // (per_round * v) * per_round + k % per_round
     hops = p - 1 - rank
     warm_up = {
         "gpipe": m,
@@ -141,9 +150,11 @@ def _zbv(p: int, m: int) -> dict[str, Array]:
     which also says what is done below 2p - 1 micro-batches: the order of 2p - 1 with what is not
     there left out.
     """
-    rank, n = np.arange(p)[:, None], max(m, 2 * p - 1)
+    rank = np.arange(p)[:, None]
+    n = max(m, 2 * p - 1)
     k = np.arange(n)
-    down, up = rank, 2 * p - 1 - rank
+    down = rank
+    up = 2 * p - 1 - rank
     steady = n - p
     forward_down = k - (2 * p - 1 - rank)
     forward_down = np.where(

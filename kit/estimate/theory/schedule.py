@@ -102,11 +102,10 @@ def simulate_plan(
     """Returns the simulation of a plan's schedule, of all its micro-batches or of so many;
     `times` as in `simulate`.
     """
-    count, schedule = (
-        num_microbatches or plan.num_microbatches,
-        plan.schedule if plan.pipeline_parallel > 1 else "1f1b",
-    )
-    p, v = plan.pipeline_parallel, plan.virtual_stages
+    count = num_microbatches or plan.num_microbatches
+    schedule = plan.schedule if plan.pipeline_parallel > 1 else "1f1b"
+    p = plan.pipeline_parallel
+    v = plan.virtual_stages
     return simulate(
         Order.of(schedule, pipeline_parallel=p, num_microbatches=count, virtual_stages=v), **times
     )
@@ -130,7 +129,9 @@ def _dependencies(order: Order, boundary_s: Array) -> tuple[Array, Array]:
     Index -1 is an operation that ended at 0 (nothing needed), -2 one that never ends (padding).
     """
     place = _places(order)
-    kind, stage, micro_batch = order.kind, order.stage, order.micro_batch
+    kind = order.kind
+    stage = order.stage
+    micro_batch = order.micro_batch
     forward = np.concatenate([np.full((1, order.num_microbatches), -1), place[FORWARD]])
     backward = np.concatenate([place[BACKWARD], place[FORWARD][-1:]])
     needs = np.select(
@@ -179,7 +180,8 @@ def _run(order: Order, duration_s: Array, needs: Array, delay: Array) -> dict[st
         np.pad(a, padded, constant_values=value).ravel() for a, value in ((needs, -2), (delay, 0.0))
     )
     duration = duration_s.ravel()
-    here, column = np.arange(devices) * (width + 1), np.arange(devices) * width
+    here = np.arange(devices) * (width + 1)
+    column = np.arange(devices) * width
     free = np.zeros(devices)
     while True:
         arrival = end[needs[here]] + delay[here]
@@ -192,5 +194,6 @@ def _run(order: Order, duration_s: Array, needs: Array, delay: Array) -> dict[st
         free[ready] = end[operation] = begin + duration[operation]
         here[ready] += 1
         column[ready] += 1
-    start, end = start.reshape(order.kind.shape), end[:-2].reshape(order.kind.shape)
+    start = start.reshape(order.kind.shape)
+    end = end[:-2].reshape(order.kind.shape)
     return {"start_s": start, "end_s": np.where(np.isinf(end), np.nan, end)}

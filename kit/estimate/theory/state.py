@@ -93,7 +93,9 @@ class ModelState:
         GPT-style 2 h f in the place of 3 h f, biases h + 2 K + f of column-split matrices, and 4 h
         of other biases.
         """
-        x, plain, hidden_size = self.layouts, self.layouts.plain, self.layouts.hidden_size
+        x = self.layouts
+        plain = self.layouts.plain
+        hidden_size = self.layouts.hidden_size
         attention = hidden_size * (2 * hidden_size + 2 * x.kv_size)
         feed_forward = (3 - plain) * hidden_size * x.ffn_hidden_size
         biases = plain * (hidden_size + 2 * x.kv_size + x.ffn_hidden_size)
@@ -105,7 +107,8 @@ class ModelState:
         """What the first and the last device have beside their layers: the embedding, h V / t, and
         learned positions, h s; the output projection, unless it is the embedding, and a norm.
         """
-        x, plain = self.layouts, self.layouts.plain
+        x = self.layouts
+        plain = self.layouts.plain
         table = x.hidden_size * x.vocab_size / x.tensor_parallel
         positions = plain * x.hidden_size * x.sequence_length
         output = table * (self.piped | np.logical_not(x.tied_embeddings))
@@ -122,7 +125,8 @@ class ModelState:
     @cached_property
     def gradient_bytes(self) -> Array:
         """Of one gradient, by the convention or as each layout says."""
-        own, stated = self.layouts.gradient_bytes, self.convention.gradients
+        own = self.layouts.gradient_bytes
+        stated = self.convention.gradients
         return own if stated is None else np.full_like(own, stated)
 
     @cached_property
@@ -150,7 +154,8 @@ class ModelState:
         Code that is fully sharded has no bf16 weights in stage 3; code that keeps a copy of whole
         gradients has it up to stage 2.
         """
-        zero_stage, convention = self.layouts.zero_stage, self.convention
+        zero_stage = self.layouts.zero_stage
+        convention = self.convention
         weights = self.layouts.where(
             zero_stage == 3, 0.0 if self.kernels.fully_sharded else self.shard, 1.0
         )

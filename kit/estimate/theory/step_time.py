@@ -86,7 +86,8 @@ class StepTime:
             "optimizer": self.optimizer_s,
             "overhead": m * self.coefficients.microbatch_s + self.fixed_s,
         }
-        factor, shape = self.coefficients.factor, np.shape(self.total_s)
+        factor = self.coefficients.factor
+        shape = np.shape(self.total_s)
         return {name: np.broadcast_to(factor * terms[name], shape) for name in TERMS}
 
     @property
@@ -119,7 +120,8 @@ class StepTime:
         """Seconds of the embedding per micro-batch, forward and backward: 12 T h bytes of memory
         traffic, and an all-reduce over tensor parallel ranks.
         """
-        x, moved = self.layouts, 12 * self.layouts.tokens * self.layouts.hidden_size
+        x = self.layouts
+        moved = 12 * self.layouts.tokens * self.layouts.hidden_size
         gather = all_reduce_seconds(
             2 * x.tokens * x.hidden_size, x.tensor_parallel, self.links.tensor
         )
@@ -132,7 +134,9 @@ class StepTime:
         There are three products T x h x V / t in bf16. The loss moves 14 bytes per logit in the
         forward pass and 7 in the backward pass.
         """
-        x, tokens, hidden_size = self.layouts, self.layouts.tokens, self.layouts.hidden_size
+        x = self.layouts
+        tokens = self.layouts.tokens
+        hidden_size = self.layouts.hidden_size
         vocab_size = x.vocab_size / x.tensor_parallel
         rate = self.hardware.attention_flops_per_s
         moved = tokens * (hidden_size + vocab_size) + hidden_size * vocab_size
@@ -154,7 +158,9 @@ class StepTime:
         There are 2 v sends. Each tensor parallel rank sends its part of the activations, and the
         receivers gather the parts unless they use sequence parallelism.
         """
-        x, ranks, link = self.layouts, self.layouts.tensor_parallel, self.links.pipeline
+        x = self.layouts
+        ranks = self.layouts.tensor_parallel
+        link = self.links.pipeline
         size = 2 * x.tokens * x.hidden_size
         parts = (ranks - 1) / ranks * size / self.links.tensor.rate
         one = size / ranks / link.rate + link.latency_s + np.where(x.sequence_parallel, 0.0, parts)
@@ -167,7 +173,8 @@ class StepTime:
         It is a fitted share of all sends. With an interleaved schedule and overlap
         (Megatron-Core's `overlap_p2p_comm`) it is the time by which sends exceed the layers.
         """
-        x, part = self.layouts, self.coefficients.pipeline_exposed * self.sends_s
+        x = self.layouts
+        part = self.coefficients.pipeline_exposed * self.sends_s
         if np.any(x.data_overlap & (x.virtual_stages > 1)):
             beside = exposed_seconds(self.sends_s, x.most_layers * self.layer.total_s)
             part = np.where(x.data_overlap & (x.virtual_stages > 1), beside, part)
@@ -225,7 +232,9 @@ class StepTime:
         With m < p the first micro-batch passes all p v stages, and devices wait for it in each
         round but the last.
         """
-        x, p, v = self.layouts, self.layouts.pipeline_parallel, self.layouts.virtual_stages
+        x = self.layouts
+        p = self.layouts.pipeline_parallel
+        v = self.layouts.virtual_stages
         zero = np.where(x.schedule == SCHEDULES.index("zero_bubble"), 1 / 3, 1.0)
         share = x.where(x.schedule == SCHEDULES.index("zbv"), 0.1, zero) / v
         bubble = (
@@ -239,7 +248,8 @@ class StepTime:
     @property
     def filling_s(self) -> Array | float:
         """Seconds of sends per step that a step with m < p waits for."""
-        x, p = self.layouts, self.layouts.pipeline_parallel
+        x = self.layouts
+        p = self.layouts.pipeline_parallel
         if not np.any(self.has_few_micro_batches):
             return 0.0
         exposed_part = self.coefficients.pipeline_exposed
@@ -277,7 +287,8 @@ class StepTime:
         the ends of a pipeline, and gradients of a shard between its copies (arXiv 2304.11277,
         3.2.2).
         """
-        x, table = self.layouts, self.layouts.vocab_size * self.layouts.hidden_size
+        x = self.layouts
+        table = self.layouts.vocab_size * self.layouts.hidden_size
         tied = table / x.tensor_parallel * x.gradient_bytes / self.links.network_rate
         once = np.where((x.pipeline_parallel > 1) & x.tied_embeddings, tied, 0.0)
         if not np.any(x.shard_size):
@@ -291,13 +302,15 @@ class StepTime:
         """Seconds per step to reduce gradients. ZeRO reduce-scatters gradients and gathers bf16
         weights. Without ZeRO both halves of the all-reduce move gradients.
         """
-        x, zero = self.layouts, (self.layouts.gradient_bytes + self.layouts.gathered_bytes) / 2
+        x = self.layouts
+        zero = (self.layouts.gradient_bytes + self.layouts.gathered_bytes) / 2
         size = np.where(x.zero_stage >= 1, zero, x.gradient_bytes) * self.device_params
         return all_reduce_seconds(size, x.num_shards, self.links.shard)
 
     def _layerwise_seconds(self, bytes_per_param: Array) -> Array:
         """Returns seconds to gather or reduce-scatter all parameters of a device layer by layer."""
-        size, ranks = bytes_per_param * self.device_params, self.layouts.num_shards
+        size = bytes_per_param * self.device_params
+        ranks = self.layouts.num_shards
         return all_gather_seconds(size, ranks, self.links.shard, steps=self.layouts.most_layers)
 
     @property
@@ -309,7 +322,8 @@ class StepTime:
         its first forward pass. A device goes through its v stages in rounds of p micro-batches, so
         that v - 1 of them have a round, and the last one its own micro-batch.
         """
-        x, v = self.layouts, self.layouts.virtual_stages
+        x = self.layouts
+        v = self.layouts.virtual_stages
         rounds = np.minimum(x.pipeline_parallel, x.num_microbatches)
         return self.inner_stage_s * (1 + (v - 1) * rounds) / v
 

@@ -98,7 +98,8 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float, end_s:
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_rgba
 
-    order, devices = simulation.order, simulation.order.num_devices
+    order = simulation.order
+    devices = simulation.order.num_devices
     height = 0.86 if devices <= LABELLED_DEVICES else 1.0
     whole = boxes(
         np.zeros(devices),
@@ -188,7 +189,8 @@ def boxes(start: Array, end: Array, middle: Array, height: Any) -> Any:
     """Returns the corners of boxes from `start` to `end`, of a height around a middle; shape
     (boxes, 4, 2).
     """
-    top, bottom = middle - height / 2, middle + height / 2
+    top = middle - height / 2
+    bottom = middle + height / 2
     corners = [(start, top), (end, top), (end, bottom), (start, bottom)]
     return np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1)
 

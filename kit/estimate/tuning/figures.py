@@ -21,7 +21,9 @@ def trials_figure(
     Raises:
         RunError: no trial succeeded.
     """
-    values, best, highest = trials.values, trials.best_so_far, trials.best.value
+    values = trials.values
+    best = trials.best_so_far
+    highest = trials.best.value
     rows = [
         {
             "trial": number,

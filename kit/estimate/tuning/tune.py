@@ -76,7 +76,8 @@ class Trials:
     @classmethod
     def of(cls, study: Any) -> Self:
         """Returns what has ended of a search, which is told by the name of its study."""
-        search, states = json.loads(study.study_name), optuna().trial.TrialState
+        search = json.loads(study.study_name)
+        states = optuna().trial.TrialState
         space = {name: tuple(choices) for name, choices in search["space"].items()}
         trials = tuple(
             Trial(
@@ -164,7 +165,8 @@ def tune(
     """
     trials = Trials(space={name: tuple(c) for name, c in space.items()}, sampler=sampler, seed=seed)
     _check(trials, num_trials)
-    study, size = _study(trials, storage), math.prod(map(len, trials.space.values()))
+    study = _study(trials, storage)
+    size = math.prod(map(len, trials.space.values()))
     while len((trials := Trials.of(study)).trials) < min(num_trials, size):
         asked = _ask(study, trials)
         parameters = {name: choices[asked.params[name]] for name, choices in trials.space.items()}
@@ -235,7 +237,8 @@ def _ask(study: Any, trials: Trials) -> Any:
     The sampler is made anew for each, from the seed and the number of trials before, so that a
     search that goes on proposes what it would have proposed.
     """
-    seen, choices = trials.indices(), trials.distributions()
+    seen = trials.indices()
+    choices = trials.distributions()
     seed = int(np.random.SeedSequence([trials.seed, len(seen)]).generate_state(1)[0])
     study.sampler = SAMPLERS[trials.sampler](optuna().samplers, seed)
     if seen and np.isnan(trials.values).all() and trials.sampler != "random":
@@ -291,7 +294,8 @@ def sensitivity(trials: Trials) -> dict[str, float]:
         raise RunError(
             f"{counted(len(values), 'trial')}, one value: nothing to explain. Make more."
         )
-    study, choices = optuna().create_study(direction="maximize"), trials.distributions()
+    study = optuna().create_study(direction="maximize")
+    choices = trials.distributions()
     for index, value in zip(trials.indices(), values.tolist(), strict=True):
         study.add_trial(
             optuna().trial.create_trial(params=index, distributions=choices, value=value)

@@ -106,7 +106,8 @@ MACHINES: tuple[tuple[str, str, Choice, Group], ...] = (
 
 def machines() -> dict[str, Machine]:
     """Returns the machines of the measured runs that come with the kit."""
-    runs, found = [run for run in published.load() if run.kind == "measured"], {}
+    runs = [run for run in published.load() if run.kind == "measured"]
+    found = {}
     for name, family, choice, group in MACHINES:
         own = tuple(run for run in runs if choice(run))
         groups = tuple(group(run) for run in own)
@@ -128,7 +129,9 @@ def held_out(machine: Machine, prior: Prior, *, stacks: bool = False) -> tuple[A
     """Returns (relative error, ln half-width of its 90 % interval) of each row, its group not
     fitted.
     """
-    rows, error, half = machine.rows, np.empty(len(machine.rows)), np.empty(len(machine.rows))
+    rows = machine.rows
+    error = np.empty(len(machine.rows))
+    half = np.empty(len(machine.rows))
     labels = {group: i for i, group in enumerate(dict.fromkeys(machine.groups))}
     group = np.array([labels[each] for each in machine.groups])
     for i in range(len(labels)):
@@ -192,7 +195,8 @@ def _all_held_out() -> list[tuple[Machine, Array, Array]]:
     """Returns each machine with what `held_out` says of it, with the numbers that are fitted for
     it and a prior from the others.
     """
-    everything, found = machines(), []
+    everything = machines()
+    found = []
     for machine in everything.values():
         prior = population_without(everything, machine.family)
         prior = prior.only(SELENE_FITTED) if machine.name == "Selene" else prior
@@ -238,7 +242,8 @@ def _rows_of_machine(machine: Machine, error: Array, half: Array) -> list[Row]:
 
 def _row_of_all(errors: list[Array]) -> Row:
     off = [np.abs(error) for error in errors]
-    means, runs = [error.mean() for error in off], np.concatenate(off)
+    means = [error.mean() for error in off]
+    runs = np.concatenate(off)
     note = (
         f"{len(runs):,} published runs of {len(off)} machines, each predicted without its own group"
         f" (mean by machine {100 * min(means):.0f} to {100 * max(means):.0f} %)"

@@ -55,17 +55,21 @@ def validate_rows(
     if lacking and all(lacking):
         raise ConfigError("; ".join(dict.fromkeys(lacking)))
     measured = [run for run, lacks in zip(measured, lacking, strict=True) if not lacks]
-    table, errors, inside = [], [], []
+    table = []
+    errors = []
+    inside = []
     for system in dict.fromkeys(run.system for run in measured):
         own = [run for run in measured if run.system == system]
         error, covered, note = _score(own, calibrate, seed, site)
-        errors, inside = [*errors, error], [*inside, covered]
+        errors = [*errors, error]
+        inside = [*inside, covered]
         table.append(
             row(f"{system}: mean error", float(np.abs(error).mean()), "fraction", note=note)
         )
         table.append(row(f"{system}: 90 % interval holds", float(covered.mean()), "fraction"))
     if errors:
-        off, covered = np.abs(np.concatenate(errors)), np.concatenate(inside)
+        off = np.abs(np.concatenate(errors))
+        covered = np.concatenate(inside)
         table.append(
             row("all rows: mean error", float(off.mean()), "fraction", note=f"{len(off)} rows")
         )
@@ -92,10 +96,8 @@ def _lacking(run: PublishedRun, site: Site | None) -> str:
 
 def _reasons(lines: published.Lines) -> str:
     """Returns `line 7 and 2 more: no tp; ...`: the commonest three reasons."""
-    counts, first = (
-        Counter(reason for _, reason in lines),
-        {reason: line for line, reason in reversed(lines)},
-    )
+    counts = Counter(reason for _, reason in lines)
+    first = {reason: line for line, reason in reversed(lines)}
     more = {
         reason: f" and {count - 1} more" if count > 1 else ""
         for reason, count in counts.most_common(3)
@@ -107,7 +109,8 @@ def _score(
     runs: list[PublishedRun], calibrate: int, seed: int, site: Site | None
 ) -> tuple[Array, Array, str]:
     """Returns (relative errors, whether each interval holds, what was fitted) for one machine."""
-    rows, at = rows_of(runs, site), site or runs[0].site()
+    rows = rows_of(runs, site)
+    at = site or runs[0].site()
     same = [
         run
         for run in published.load()
@@ -130,7 +133,8 @@ def _score(
     proposed = propose(inside.layouts, inside.hardware, start.values, start.covariance, count)
     chosen = pool[np.array(proposed, dtype=int)]
     rest = ~np.isin(np.arange(len(runs)), chosen)
-    found, fitted = start, [*known, *(runs[i] for i in chosen)]
+    found = start
+    fitted = [*known, *(runs[i] for i in chosen)]
     if count:
         found = fitting.fit(rows_of(fitted, site), prior, start=start.values)
     seen = rows_of(fitted, site) if fitted else None

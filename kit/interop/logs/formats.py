@@ -115,7 +115,8 @@ def number(text: str | None, unit: str = "") -> float | None:
     found = SUFFIXED.fullmatch(word.strip())
     if found is None:
         return None
-    value, suffix = float(found[1]), found[2]
+    value = float(found[1])
+    suffix = found[2]
     if suffix in FACTORS:
         return value * FACTORS[suffix]
     if not unit:

@@ -334,7 +334,10 @@ def _check_speed(rows: list[dict[str, Any]], steps: list[Step], run: Run) -> lis
     Raises:
         ConfigError: the typical step is faster than the device can multiply matrices.
     """
-    spec, plan, site, devices = run.spec, run.plan, run.site, run.plan.num_devices
+    spec = run.spec
+    plan = run.plan
+    site = run.site
+    devices = run.plan.num_devices
     known = [row["tokens"] / row["step_time_s"] / devices for row in rows if row["step_time_s"]]
     if not known:
         return ["no line tells how long a step took, so there are no speeds"]
@@ -342,7 +345,8 @@ def _check_speed(rows: list[dict[str, Any]], steps: list[Step], run: Run) -> lis
     hardware = spec.hardware_flops_per_token(
         plan.recompute, whole=True, layers=plan.recomputed_layers(spec)
     )
-    typical, peak = median(known), site.peak_flops_per_s(plan.precision)
+    typical = median(known)
+    peak = site.peak_flops_per_s(plan.precision)
     most = getattr(site.device.matmul_flops_per_s.get(plan.precision), "value", peak)
     if most is not None and typical * hardware > most:
         raise ConfigError(
@@ -353,7 +357,8 @@ def _check_speed(rows: list[dict[str, Any]], steps: list[Step], run: Run) -> lis
             " the sequences really run, --set plan.global_batch_size=..., or correct the layout,"
             " the model or the site."
         )
-    notes, limit = [], float("inf") if peak is None else peak * devices / hardware
+    notes = []
+    limit = float("inf") if peak is None else peak * devices / hardware
     fast = [
         row for row in rows if row["step_time_s"] and row["tokens"] > limit * row["step_time_s"]
     ]

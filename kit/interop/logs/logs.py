@@ -87,7 +87,9 @@ class Parser(Tail):
         steps_per_line: int = 1,
     ) -> None:
         super().__init__(file)
-        self.form, self.zone, self.settings = form, zone, Texts()
+        self.form = form
+        self.zone = zone
+        self.settings = Texts()
         self.steps_per_line = steps_per_line
         self.unsure = list[str]()
         self.epochs = list[str]()
@@ -96,11 +98,20 @@ class Parser(Tail):
         """Values gathered of a step that is printed on several lines."""
         self._block_line = ""
         """Line with which that step begins."""
-        self.lines, self.changed, self.skipped_lines, self.attempt = 0, 0.0, 0, 1
-        self.done, self.has_local_times = False, False
-        self._seen, self._restarted = dict[int, int](), False
-        self._before, self._held_out = Texts(), dict[int, float]()
-        self._newest, self._rank, self._last_stamp, self._open = 0, None, -math.inf, ""
+        self.lines = 0
+        self.changed = 0.0
+        self.skipped_lines = 0
+        self.attempt = 1
+        self.done = False
+        self.has_local_times = False
+        self._seen = dict[int, int]()
+        self._restarted = False
+        self._before = Texts()
+        self._held_out = dict[int, float]()
+        self._newest = 0
+        self._rank = None
+        self._last_stamp = -math.inf
+        self._open = ""
 
     def new(self) -> Iterator[str]:
         """Yields the lines that have come; the last one without its end, if it is a whole bar."""
@@ -151,7 +162,8 @@ class Parser(Tail):
             self._open = f"{self._open}\n{line}"[-LONGEST_LINE:]
             if not re.match(form.closes, line):
                 return
-            line, self._open = self._open, ""
+            line = self._open
+            self._open = ""
         if found := re.search(form.held_out, line):
             step = int(found["step"]) + 1 - form.first_step
             self._held_out[step] = float(found["loss"])
@@ -173,7 +185,8 @@ class Parser(Tail):
             texts = {name: text for name, text in found.groupdict().items() if text is not None}
             if "step" in texts:
                 yield from self._gathered_step()
-                self._block, self._block_line = self._kept(), line
+                self._block = self._kept()
+                self._block_line = line
             self._block.update(texts)
         for value in re.finditer(self.form.fields, line):
             name = str(value.lastgroup)
@@ -182,7 +195,8 @@ class Parser(Tail):
 
     def _gathered_step(self) -> Iterator[Step]:
         """Yields the step whose values were gathered, if they include a loss or a time."""
-        texts, self._block = self._block, Texts()
+        texts = self._block
+        self._block = Texts()
         if "step" in texts and ("loss" in texts or "step_time_s" in texts):
             self.form.amend(texts, self._before)
             yield from self._step(self._block_line, texts)
@@ -216,7 +230,9 @@ class Parser(Tail):
             return
         if texts.get("validation_loss") == self._before.get("validation_loss"):
             values.pop("validation_loss", None)  # it stays until there is another
-        self._rank, self._before, step = rank, texts, int(values["step"])
+        self._rank = rank
+        self._before = texts
+        step = int(values["step"])
         said = hash(tuple(map(texts.get, self.form.repeats)))
         if self._seen.get(step) == said and not self._restarted:
             if "validation_loss" in values:
@@ -286,7 +302,8 @@ class Parser(Tail):
         except ValueError:
             return {}
         if when.tzinfo is None:
-            self.has_local_times, when = True, when.replace(tzinfo=self.zone)
+            self.has_local_times = True
+            when = when.replace(tzinfo=self.zone)
             # An hour comes twice where clocks are set back: of the second is what goes back.
             when = when.replace(fold=int(when.timestamp() < self._last_stamp - DISORDER_S))
         self._last_stamp = when.timestamp()
@@ -343,7 +360,8 @@ def _whole_step(found: re.Match[str]) -> str:
     """Returns the number with commas between thousands of which a match takes only some digits as
     the step, or "" if the step is complete or the pattern itself names the comma beside it.
     """
-    line, step = found.string, found.groupdict().get("step")
+    line = found.string
+    step = found.groupdict().get("step")
     if step is None:
         return ""
     begin, end = found.span("step")
@@ -378,26 +396,36 @@ class StepRecorder:
     def __init__(
         self, *, batch: int, length: int, share: Fraction | int, own: int, interval: int
     ) -> None:
-        self.batch, self.length, self.own, self.interval = batch, length, own, interval
-        self.share, self.last_row = share, dict[str, Any]()
-        self.attempt, self.newest, self.skipped_steps = 1, 0, 0
+        self.batch = batch
+        self.length = length
+        self.own = own
+        self.interval = interval
+        self.share = share
+        self.last_row = dict[str, Any]()
+        self.attempt = 1
+        self.newest = 0
+        self.skipped_steps = 0
         self.clocks = collections.deque[tuple[float, float]]()
 
     def rows(self, step: Step) -> Iterator[dict[str, Any]]:
         """Yields the rows that a step adds: one for each since the last line that has none."""
-        number, last = int(step["step"]), self.last_row
+        number = int(step["step"])
+        last = self.last_row
         if "attempt" not in step:  # a held-out loss, of a step of the last line or of none
             if last and 0 <= (earlier := last["step"] - number) < self.interval:
                 untold = "consumed_tokens" if earlier else ""
                 yield {name: last[name] for name in last if name != untold} | step
             return
         if step["attempt"] > self.attempt:
-            self.attempt, self.newest, self.skipped_steps = int(step["attempt"]), 0, 0
+            self.attempt = int(step["attempt"])
+            self.newest = 0
+            self.skipped_steps = 0
             self.clocks.clear()
         row = self.last_row = self._row(step)
         late = number < self.newest  # lines in disorder: those before it have taken their steps
         first = max(self.newest + 1, number - self.interval + 1)
-        seconds, end = row["step_time_s"] or 0.0, row["time"]
+        seconds = row["step_time_s"] or 0.0
+        end = row["time"]
         mean = {name: row[name] for name in row if name != "validation_loss"}
         self.newest = max(self.newest, number)
         for other in range(first, 0 if late else number):
@@ -433,7 +461,9 @@ class StepRecorder:
         """
         if "clock_s" not in step:
             return None
-        number, clock, clocks = step["step"], step["clock_s"], self.clocks
+        number = step["step"]
+        clock = step["clock_s"]
+        clocks = self.clocks
         while clocks and (clocks[-1][0] >= number or clocks[-1][1] > clock):
             clocks.pop()  # lines in disorder, or the clock was set
         while len(clocks) > 1 and clock - clocks[1][1] >= CLOCK_WINDOW_S:

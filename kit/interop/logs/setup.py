@@ -55,8 +55,11 @@ def describe(
         ConfigError: something is neither in the log nor given, a line for each such thing; or what
             was given contradicts the log.
     """
-    settings, given = parser.settings, changes["plan"]
-    notes, found, lacking = list[str](), list[Any](), list[str]()
+    settings = parser.settings
+    given = changes["plan"]
+    notes = list[str]()
+    found = list[Any]()
+    lacking = list[str]()
     for part in (
         lambda: (spec or _told_spec(settings, notes)).replace(**changes["spec"]),
         lambda: _told_plan(settings, given, notes),
@@ -75,7 +78,8 @@ def describe(
             f"plan.global_batch_size: {really} sequences. Give the number really run by --set."
         )
     plan = {"precision": "bf16", **told, "global_batch_size": int(really), **given}
-    recipe, interval = _recipe(settings, steps, changes["recipe"]), _interval(settings, steps)
+    recipe = _recipe(settings, steps, changes["recipe"])
+    interval = _interval(settings, steps)
     if "lr" not in settings:
         notes.append(
             "the log does not tell the recipe: fields of recipe.json that were not given are"
@@ -143,7 +147,8 @@ def _printed_batch(settings: Texts, steps: list[Step], given: dict[str, Any]) ->
         if step["step"] > last["step"] and step["consumed_samples"] > last["consumed_samples"]
     )
     batch = sum(printed) or _whole(settings, "global_batch_size")
-    rate, asked = max(rates, key=rates.__getitem__, default=0), given.get("global_batch_size")
+    rate = max(rates, key=rates.__getitem__, default=0)
+    asked = given.get("global_batch_size")
     if not batch and asked and rate not in (0, asked):
         raise ConfigError(
             f"plan.global_batch_size: {asked} sequences, but consumed_samples grows by {rate:g} a "
@@ -177,10 +182,8 @@ def _told_plan(settings: Texts, given: dict[str, Any], notes: list[str]) -> dict
     # Megatron's method `block`: so many of each stage; `uniform`: all, so many at a time.
     is_block = settings.get("recompute_method") == "block"
     blocks = _whole(settings, "recompute_num_layers") * virtual or None if is_block else None
-    exchange, strategy = (
-        settings.get("cp_comm_type", ""),
-        settings.get("data_parallel_sharding_strategy", ""),
-    )
+    exchange = settings.get("cp_comm_type", "")
+    strategy = settings.get("data_parallel_sharding_strategy", "")
     stages = (  # DeepSpeed's, and what Megatron-LM's optimizer and its two FSDPs shard as much as
         _whole(settings, "zero_stage"),
         int("use_distributed_optimizer" in flags),

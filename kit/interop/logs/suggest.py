@@ -135,7 +135,8 @@ def _patterns(lines: list[str]) -> Iterator[str]:
     """
     alone: dict[str, re.Match[str]] = {}
     for line in lines:
-        step, loss = STEP.search(line) or BAR.search(line), LOSS.search(line)
+        step = STEP.search(line) or BAR.search(line)
+        loss = LOSS.search(line)
         if step is not None and loss is not None and number(loss[3]) is not None:
             parts = [(step, "step", STEP_NUMBER), (loss, "loss", r"[\w.+-]+")]
             if (seconds := SECONDS.search(line)) is not None:

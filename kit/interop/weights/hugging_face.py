@@ -84,7 +84,8 @@ def export_hugging_face(
         DataError: transformers gives other ids than the tokenizer.
         MissingPackageError: safetensors or, with a tokenizer, transformers is not installed.
     """
-    folder, weights = Path(folder), model if isinstance(model, Weights) else Weights.of(model)
+    folder = Path(folder)
+    weights = model if isinstance(model, Weights) else Weights.of(model)
     ids = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.eos_id}
     config = config_of(weights.spec, precision=precision) | ids
     with whole_folder(folder) as part:
@@ -104,7 +105,8 @@ def _write_shards(
     from huggingface_hub import split_torch_state_dict_into_shards
 
     save_file = safetensors_library().torch.save_file
-    spec, ours = weights.spec, parameter_shapes(weights.spec)
+    spec = weights.spec
+    ours = parameter_shapes(weights.spec)
     dtype = getattr(torch, precision)
     empty = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in ours.items())
     theirs = to_theirs(spec, empty)
@@ -250,7 +252,8 @@ def import_hugging_face(folder: str | Path) -> Weights:
             f"{folder}: has no config.json. {named(folder, 'Hugging Face')}Give a folder of Hugging"
             " Face's."
         )
-    spec, weights = load_spec(str(folder.resolve() / "config.json")), SafetensorsFolder(folder)
+    spec = load_spec(str(folder.resolve() / "config.json"))
+    weights = SafetensorsFolder(folder)
     if spec.num_params > weights.size_bytes:  # before memory is asked for
         raise DataError(
             f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files"
@@ -272,7 +275,8 @@ def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
     """
     found = import_hugging_face(folder)
     free = ("name",) if spec.family == "gpt" else ("name", "sequence_length")
-    ours, theirs = spec.to_dict(), found.spec.to_dict()
+    ours = spec.to_dict()
+    theirs = found.spec.to_dict()
     differ = {
         key: (theirs[key], ours[key])
         for key in ours

@@ -437,7 +437,8 @@ def _window(config: dict[str, Any]) -> int | None:
 
 def _llama(config: dict[str, Any], name: str, purpose: Purpose, notes: list[str]) -> ModelSpec:
     config = {"attention_bias": False, "mlp_bias": False, **config}  # a Mistral has none
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    hidden = config["hidden_size"]
     _refuse(config, {"head_dim": hidden // heads}, purpose)
     if config["attention_bias"] != config["mlp_bias"]:
         found = f"{config['attention_bias']!r} beside mlp_bias {config['mlp_bias']!r}"

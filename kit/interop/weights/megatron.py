@@ -75,7 +75,8 @@ class LayerFiles:
     """Merges the tensor ranks of each layer, weight by weight."""
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
-        self.folder, self.spec = folder, spec
+        self.folder = folder
+        self.spec = spec
         # By the beginning of the kit's names: a file a tensor rank. Nothing of it stays in memory.
         self.layers: dict[str, list[Path]] = {}
         layers = _layer_files(folder)
@@ -115,7 +116,8 @@ class LayerFiles:
             DataError: the files do not hold it.
         """
         module, kind = name.rsplit(".", 1)
-        place, inner = module.split(".")[0], module
+        place = module.split(".")[0]
+        inner = module
         if place == "layers":
             _, number, inner = module.split(".", 2)
             place = f"layers.{number}"
@@ -221,7 +223,8 @@ ARGUMENTS = {
 
 def _check_arguments(folder: Path, spec: ModelSpec) -> None:
     found = _read_facts(folder / ARGUMENTS_FILE)
-    given, version = found.get("args"), found.get("checkpoint_version", 3.0)
+    given = found.get("args")
+    version = found.get("checkpoint_version", 3.0)
     if not isinstance(given, argparse.Namespace):
         warnings.warn(
             f"{folder}: no readable {ARGUMENTS_FILE}, so nothing says how many heads it was trained"

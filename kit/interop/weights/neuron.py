@@ -102,7 +102,8 @@ class NxdShards:
 
     def _pieces(self, parent: str, which: str) -> list[Tensor]:
         """Returns what each tensor rank holds of a layer's queries, keys or values."""
-        index, held = "qkv".index(which), self._shards[0]
+        index = "qkv".index(which)
+        held = self._shards[0]
         if f"{parent}.qkv_proj.weight_{which}" in held:
             return self._parts(f"{parent}.qkv_proj.weight_{which}")
         # fuse_qkv, which is on unless NxD is told otherwise.

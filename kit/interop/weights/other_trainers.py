@@ -103,7 +103,8 @@ def read_arguments(text: str) -> dict[str, str]:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError as error:
         raise ConfigError(f"--model: Megatron's arguments cannot be read ({error}).") from error
-    found, name = {"add_bias_linear": "True"}, ""
+    found = {"add_bias_linear": "True"}
+    name = ""
     for word in words:
         if word.startswith("--"):
             name, _, value = word[2:].replace("-", "_").partition("=")
@@ -111,7 +112,8 @@ def read_arguments(text: str) -> dict[str, str]:
         elif found.get(name) == "True" and name not in FLAGS:
             found[name] = word
     whole = {key: int(value) for key, value in found.items() if value.isdigit()}
-    hidden, heads = whole.get("hidden_size", 0), whole.get("num_attention_heads") or 1
+    hidden = whole.get("hidden_size", 0)
+    heads = whole.get("num_attention_heads") or 1
     fixed = {**FIXED, "kv_channels": (str(hidden // heads),)}
     for key, value in found.items():
         if key in REFUSED or value not in fixed.get(key, (value,)):
@@ -148,7 +150,8 @@ def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
             " last, vocab_size will do), or give --model with a preset or a spec.json, and --set"
             " spec.KEY=VALUE for what differs."
         )
-    heads, hidden = int(arguments["num_attention_heads"]), int(arguments["hidden_size"])
+    heads = int(arguments["num_attention_heads"])
+    hidden = int(arguments["hidden_size"])
     groups = (
         "num_query_groups"
         if arguments.get("group_query_attention") == "True"

@@ -61,7 +61,8 @@ def _fetch(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
     # Its weights are no longer quantised, which it still says; 1e-5 is in the file as fp32.
     config = model.config.to_dict() | {"quantization_config": None, "rms_norm_eps": 1e-5}
-    spec, state = spec_of(config, name=NAME), model.state_dict()
+    spec = spec_of(config, name=NAME)
+    state = model.state_dict()
     weights = Weights.read_by(spec, lambda name: from_theirs(spec, name, state.__getitem__), folder)
     data = tokenizer.to_str().encode()
     export_hugging_face(weights, folder, tokenizer=BytePairTokenizer(data, eos_token=END_OF_TEXT))

@@ -55,7 +55,8 @@ class Weights:
                     )
                 if isinstance(target, DTensor):
                     # Of a file in mapped memory, this part alone is read.
-                    weight, target = local_part(weight, target), target.to_local()
+                    weight = local_part(weight, target)
+                    target = target.to_local()
                 target.copy_(weight)
 
         return cls(spec, fill)
