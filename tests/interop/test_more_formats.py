@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from cluster.record import ConfigError
 from kit.cli.app import app
 from kit.errors import DataError
-from kit.interop.logs.formats import lacks_digits, number
+from kit.interop.logs.numbers import lacks_digits, parse_number
 from tests.interop.conftest import DEGREES, assert_told
 from tests.support import foreign_logs as logs
 
@@ -363,14 +363,14 @@ NUMBERS = {
 
 @pytest.mark.parametrize("text", NUMBERS)
 def test_numbers_of_logs(text):
-    assert number(text) == (None if NUMBERS[text] is None else pytest.approx(NUMBERS[text]))
+    assert parse_number(text) == (None if NUMBERS[text] is None else pytest.approx(NUMBERS[text]))
 
 
 def test_times_and_digits_of_logs():
     times = {"850ms": 0.85, "1.2s/it": 1.2, "4it/s": 0.25, "2": 2.0, "11.5K": 11500, "1.5h": 5400}
     for text, seconds in times.items():
-        assert number(text, "s") == pytest.approx(seconds)
-    assert number("1.2s", "ms") == 1200 and number("850ms", "ms") == pytest.approx(850)
+        assert parse_number(text, "s") == pytest.approx(seconds)
+    assert parse_number("1.2s", "ms") == 1200 and parse_number("850ms", "ms") == pytest.approx(850)
     assert not any(map(lacks_digits, ("31000", "31,000", "1.234k", "1.5e1", "3.0", "?")))
     assert all(map(lacks_digits, ("3.1e+4", "85.8G", "1k", "1.2M")))
 

@@ -23,9 +23,10 @@ from kit.data import Corpus, load_tokenizer
 from kit.data.tokenizer import BytePairTokenizer, train_tokenizer
 from kit.errors import ConfigError, DataError, RunError
 from kit.evaluate.task_data import read_folder
-from kit.interop.logs import logs
-from kit.interop.logs.formats import FORMATS, Format, pattern_format
+from kit.interop.logs import patterns
+from kit.interop.logs.formats import FORMATS, Format
 from kit.interop.logs.logs import LONGEST_LINE, Parser
+from kit.interop.logs.patterns import pattern_format
 from kit.interop.logs.suggest import suggested_pattern
 from kit.interop.weights.hugging_face import import_hugging_face
 from kit.interop.weights.other_trainers import missing_weight_advice
@@ -145,7 +146,7 @@ CRAFTED = (
 
 def hostile_lines(form: Format) -> Iterator[str]:
     """Yields lines of the largest length that repeat one fragment, or two, of a format."""
-    found = [*fragments(form.line), *fragments(form.held_out)]
+    found = [*fragments(form.line), *fragments(form.validation)]
     for setting in form.settings:
         found += fragments(setting)
     for line in CRAFTED:
@@ -182,7 +183,7 @@ def test_blank_lines_of_json_take_time_by_number(tmp_path: Path) -> None:
 
 
 def test_slow_pattern_of_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "PATTERN_S", 0.2)
+    monkeypatch.setattr(patterns, "PATTERN_S", 0.2)
     (tmp_path / "log").write_text("step 1 loss 1 " * 500 + "\n")
     form = pattern_format(r"step (?P<step>\d+).*loss.*loss.*loss.*loss (?P<loss>[a-z])")
     kind, text = bounded(lambda: list(Parser(tmp_path / "log", form).steps()))
@@ -190,11 +191,9 @@ def test_slow_pattern_of_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_suggested_pattern_takes_time_by_length(tmp_path: Path) -> None:
-    import datetime
-
     line = "step 1 time 2 ms loss 1 "
     (tmp_path / "log").write_text("step 1 loss 2 time 3 ms\n" + (line * 340 + "\n") * 5)
-    bounded(lambda: suggested_pattern(tmp_path / "log", datetime.UTC))
+    bounded(lambda: suggested_pattern(tmp_path / "log"))
 
 
 def test_end_of_a_log_is_read_alone(tmp_path: Path) -> None:

@@ -1,19 +1,16 @@
 """Import: a run directory from another trainer's log, so that every view of the kit works on it.
 
-What the log does not say (an NxDT log: model and layout) must be given. Nothing is written where
-the numbers contradict each other: steps faster than the device can multiply matrices were not what
-the log takes them for.
+The user gives what the log does not say, such as model and layout for a log of NxDT. Nothing is
+written if the numbers contradict each other: no step is faster than the device multiplies matrices.
 """
 
 import contextlib
 import dataclasses
 import datetime
 import json
-import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,15 +24,20 @@ from cluster.site import Site
 from cluster.state import JobState, log_path, update_state
 from kit.config.spec import ModelSpec
 from kit.errors import DataError, RunError, kit_command
-from kit.interop.logs.formats import FORMATS, NAMES, Format, number
-from kit.interop.logs.logs import Parser, Step, StepRecorder
-from kit.interop.logs.setup import describe
-from kit.interop.logs.suggest import check_text, pattern_form, suggested_pattern
+from kit.interop.logs.formats import FORMATS, NAMES, Format
+from kit.interop.logs.logs import LogLines, Parser, Step, is_training
+from kit.interop.logs.numbers import parse_number
+from kit.interop.logs.patterns import pattern_format
+from kit.interop.logs.rows import Row, StepRecorder, fill_in
+from kit.interop.logs.setup import configure_run
+from kit.interop.logs.suggest import check_text, suggested_pattern
 from kit.run import Run
 from kit.run.metrics import MetricsWriter
 
 SPEED_TOLERANCE = 0.1
+"""Relative difference up to which a log's sequences per second agree with its clock."""
 POLL_S = 2.0
+"""Time between two reads of a log that is followed, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,8 @@ def import_log(
         format: trainer that wrote the log, one of `kit.interop.logs.formats.NAMES`. If None, it is
             detected.
         pattern: for other trainers, a regular expression with the named groups `step` and `loss`,
-            and any other of `kit.interop.logs.formats.GROUPS`, which finds each line about a step.
+            and any other of `kit.interop.logs.patterns.GROUPS`, which finds each line about a
+            step.
         site: where it ran; its peak makes MFU, its best matrix product is what no step can exceed.
         spec: the model, where the log does not tell it.
         changes: fields of `spec`, `plan` and `recipe` that the log lacks or prints wrongly, and two
@@ -99,36 +102,28 @@ def import_log(
     changes = {"spec": {}, "plan": {}, "recipe": {}, "import": {}, **(changes or {})}
     zone, logging_steps = _import_settings(changes["import"])
     _check_target(out, file)
-    parser, steps = _read(file, format, pattern, zone, logging_steps)
-    if follow and parser.form.closes:
+    form = _format_of(file, format, pattern)
+    _check_logging_steps(file, form, logging_steps)
+    if follow and form.closes:
         raise ConfigError(
             "--follow: a trainer_state.json does not grow, it is written whole. Import it again."
         )
-    spec, plan, recipe, recorder, notes = describe(parser, steps, spec=spec, changes=changes)
-    run = Run(out, spec=spec, plan=plan, recipe=recipe, site=site)
-    rows = list(
-        {
-            (row["attempt"], row["step"]): row for step in steps for row in recorder.rows(step)
-        }.values()
-    )
-    _fill_in(rows, parser.changed)
-    notes = [*spec_notes, *notes, *_check_speed(rows, steps, run)]
-    if not any("loss" in step for step in steps):
-        notes.append("no line has a loss")
-    if parser.experts:
-        notes.append(
-            f"its lines have {parser.experts!r}, which only mixtures of experts have, but"
-            f" {spec.name} is dense: its FLOPs are right only if a token costs as many FLOPs in"
-            " both models"
-        )
-    if parser.has_local_times:
-        notes.append(
-            f"its time stamps name no zone and are read as {zone}; for another: --set"
-            " import.zone=Europe/Berlin"
-        )
+    parser = Parser(file, form, zone, logging_steps or 1)
+    steps = list(parser.steps())
+    if form.counts_lines:
+        _check_epochs(file, parser.epochs, parser.steps_per_line)
+    if not any(map(is_training, steps)):
+        raise _no_steps_error(parser, is_detected=format is None and pattern is None)
+    config = configure_run(parser, steps, spec=spec, changes=changes)
+    recorder = config.recorder
+    run = Run(out, spec=config.spec, plan=config.plan, recipe=config.recipe, site=site)
+    rows = _rows(steps, recorder)
+    fill_in(rows, parser.changed)
+    notes = [*spec_notes, *config.notes, *_check_speed(rows, steps, run)]
+    notes += _notes_on_lines(parser, steps, run)
     report = ImportReport(
         log=str(file),
-        format=parser.form.name,
+        format=form.name,
         lines=parser.lines,
         steps=len(rows),
         attempts=parser.attempt,
@@ -138,20 +133,13 @@ def import_log(
     _create(run, file)
     write_atomic(out / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     if follow:
-        report = _followed(run, parser, recorder, report, notes, idle)
-    _tell(run, parser, recorder.last_row, report, following=False)
+        report = _follow(run, parser, recorder, report, notes, idle)
+    _write_state(run, parser, recorder.last_row, report, is_followed=False)
     return report
 
 
-def _unsure_notes(parser: Parser) -> list[str]:
-    """Returns a note on the lines that were left out because their steps are unknown, if any."""
-    if not parser.unsure:
-        return []
-    lines = counted(len(parser.unsure), "line")
-    return [f"{lines} left out, since the step is not known: {parser.unsure[0]}"]
-
-
 def _check_target(out: Path, log: Path) -> None:
+    """Raises RunError if a directory holds anything but an earlier import of the log."""
     refuse_other_owner(out, "import into it")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
@@ -161,107 +149,81 @@ def _check_target(out: Path, log: Path) -> None:
     raise RunError(f"{out} exists and was not imported from {log}. Give a new or empty directory.")
 
 
-def _import_settings(given: dict[str, Any]) -> tuple[datetime.tzinfo, int | None]:
+def _import_settings(settings: dict[str, Any]) -> tuple[datetime.tzinfo, int | None]:
     """Returns (zone of time stamps without a zone, number of steps per line or None)."""
-    names = ["zone", "logging_steps"]
-    if other := next((name for name in given if name not in names), None):
-        raise ConfigError(f"import.{other}: unknown. {suggestion(other, names)}")
-    steps = given.get("logging_steps")
+    allowed = ("zone", "logging_steps")
+    for name in settings:
+        if name not in allowed:
+            raise ConfigError(f"import.{name}: unknown. {suggestion(name, allowed)}")
+    steps = settings.get("logging_steps")
     if steps is not None and (not isinstance(steps, int) or steps < 1):
         raise ConfigError(f"import.logging_steps: {steps!r} is not allowed. Give a number above 0.")
-    zone: datetime.tzinfo = datetime.UTC
-    if "zone" in given:
-        try:
-            zone = ZoneInfo(str(given["zone"]))
-        except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-            raise ConfigError(
-                f"import.zone: {given['zone']!r} is unknown. Give one as Europe/Berlin, or leave it"
-                " out: UTC."
-            ) from error
-    return zone, steps
+    if "zone" not in settings:
+        return datetime.UTC, steps
+    try:
+        return ZoneInfo(str(settings["zone"])), steps
+    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+        raise ConfigError(
+            f"import.zone: {settings['zone']!r} is unknown. Give one as Europe/Berlin, or leave it"
+            " out: UTC."
+        ) from error
 
 
-def _read(
-    file: Path,
-    format: str | None,
-    pattern: str | None,
-    zone: datetime.tzinfo,
-    logging_steps: int | None,
-) -> tuple[Parser, list[Step]]:
-    """Returns (parser of a log, its steps). The format is the given one, the user's pattern, or the
-    format of the first line with a step.
+# Formats ------------------------------------------------------------------------------------------
+
+
+def _format_of(file: Path, name: str | None, pattern: str | None) -> Format:
+    """Returns the format of a log: the given one, the user's pattern, or the format of the first
+    line with a step.
 
     Raises:
-        DataError: The file is not a text, has no step of the format, or its steps are unknown.
-        ConfigError: An option is unknown, missing or not allowed for the format.
+        ConfigError: The format is unknown, or both a format and a pattern are given.
+        DataError: The file is missing or not a text.
     """
-    _check_log(file, format, pattern)
-    if pattern is not None:
-        form = pattern_form(file, pattern, zone)
-    else:
-        form = _detected(file, [it for it in FORMATS if format in (None, it.name)], zone)
-    if form.counts_lines and logging_steps is None:
-        raise ConfigError(_no_steps(file))
-    if logging_steps is not None and not form.counts_lines:
+    if name is not None and pattern is not None:
+        raise ConfigError(f"--pattern has no place beside --format {name}. Give one of them.")
+    if name is not None and name not in NAMES:
         raise ConfigError(
-            "import.logging_steps: the lines of this log have their step. Leave it out."
-        )
-    parser = Parser(file, form, zone, logging_steps or 1)
-    steps = list(parser.steps())
-    if form.counts_lines:
-        _check_epochs(file, parser.epochs, parser.steps_per_line)
-    if any("attempt" in step for step in steps):
-        return parser, steps
-    if parser.unsure:
-        raise DataError(f"{file}: the steps are not known. {parser.unsure[0]}.")
-    asked = f"a {form.name} log" if format or pattern else "a log of a known format"
-    advice = "" if format or pattern else suggested_pattern(file, zone)
-    raise DataError(
-        f"{file}: none of its {parser.lines:,} lines tells of a step as {asked} does. "
-        f"Formats: {', '.join(NAMES)}; for others --pattern.{advice} If training has only begun, "
-        "import it after its first step."
-    )
-
-
-def _check_log(file: Path, format: str | None, pattern: str | None) -> None:
-    """Raises ConfigError for an unknown format or two formats, DataError for a file that is not a
-    text.
-    """
-    if format is not None and pattern is not None:
-        raise ConfigError(f"--pattern has no place beside --format {format}. Give one of them.")
-    if format not in (None, *NAMES):
-        raise ConfigError(
-            f"format: {format!r} is unknown. {suggestion(format, NAMES)} For others: --pattern."
+            f"format: {name!r} is unknown. {suggestion(name, NAMES)} For others: --pattern."
         )
     check_text(file)
+    if pattern is not None:
+        return pattern_format(pattern, LogLines(file).new())
+    return _detected(file, [form for form in FORMATS if name in (None, form.name)])
 
 
-def _detected(file: Path, forms: list[Format], zone: datetime.tzinfo) -> Format:
+def _detected(file: Path, forms: list[Format]) -> Format:
     """Returns the format of the first line with a step, or the first of `forms` if no line has one.
     A fallback format is returned only if no line is in another format.
     """
     fallback = None
-    for line in Parser(file, forms[0], zone).new():
+    for line in LogLines(file).new():
         for form in forms:
             if form.is_fallback and fallback is not None:
                 continue
-            if re.search(form.sign, line) and re.search(form.line, line):
+            if form.is_about_step(line) and form.matches(line):
                 if not form.is_fallback:
                     return form
                 fallback = form
     return fallback or forms[0]
 
 
-def _no_steps(file: Path) -> str:
-    """Returns the error message for the printed lines of transformers' Trainer, which have no step,
-    with the file to import instead.
+def _check_logging_steps(file: Path, form: Format, logging_steps: int | None) -> None:
+    """Raises ConfigError unless the number of steps per line is given for lines without a step, and
+    only for these. The message names the file to import instead.
     """
-    states = trainer_states(file.parent)
-    if states:
+    if not form.counts_lines:
+        if logging_steps is not None:
+            raise ConfigError(
+                "import.logging_steps: the lines of this log have their step. Leave it out."
+            )
+        return
+    if logging_steps is not None:
+        return
+    where = "Import that file: the Trainer writes it into each checkpoint of its output_dir"
+    if states := trainer_states(file.parent):
         where = f"Import that file: {kit_command('import', states[-1])}"
-    else:
-        where = "Import that file: the Trainer writes it into each checkpoint of its output_dir"
-    return (
+    raise ConfigError(
         f"{file}: the lines that transformers' Trainer prints have no step. Its trainer_state.json"
         f" has the steps. {where}; or give the number of steps per line, the logging_steps of the"
         " training (500 unless it was set): --set import.logging_steps=10."
@@ -289,7 +251,7 @@ def _check_epochs(file: Path, texts: list[str], steps_per_line: int) -> None:
     Steps are derived from the number of lines, which is wrong after a restart or with
     `logging_first_step`. The last step of an epoch may be shorter than the other steps.
     """
-    epochs = [number(text) for text in texts]
+    epochs = [parse_number(text) for text in texts]
     last = epochs[-1] if epochs else None
     if last is None or not last > 0:
         return
@@ -309,48 +271,61 @@ def _check_epochs(file: Path, texts: list[str], steps_per_line: int) -> None:
             )
 
 
-def _fill_in(rows: list[dict[str, Any]], end: float) -> None:
-    """Gives rows without a speed, as an attempt's first, the next one's, and all of them a time.
+def _no_steps_error(parser: Parser, *, is_detected: bool) -> DataError:
+    """Returns the error for a log without a step, with a pattern that may find its steps."""
+    file = parser.file
+    if parser.unsure:
+        return DataError(f"{file}: the steps are not known. {parser.unsure[0]}.")
+    asked = f"a {parser.form.name} log"
+    advice = ""
+    if is_detected:
+        asked = "a log of a known format"
+        advice = suggested_pattern(file)
+    return DataError(
+        f"{file}: none of its {parser.lines:,} lines tells of a step as {asked} does. "
+        f"Formats: {', '.join(NAMES)}; for others --pattern.{advice} If training has only begun, "
+        "import it after its first step."
+    )
 
-    It is counted back from the first known, or from the log's last change: that was its last line.
-    """
-    stamped = next((i for i, row in enumerate(rows) if row["time"] is not None), len(rows) - 1)
-    rows[stamped]["time"] = rows[stamped]["time"] or end
-    for i, (row, after) in reversed(list(enumerate(pairwise(rows)))):
-        if row["step_time_s"] is None and row["attempt"] == after["attempt"]:
-            row["step_time_s"] = after["step_time_s"]
-        if i < stamped:
-            row["time"] = after["time"] - (after["step_time_s"] or 0.0)
-    for before, row in pairwise(rows):
-        counted_on = before["time"] + (row["step_time_s"] or 0.0)
-        row["time"] = counted_on if row["time"] is None else max(row["time"], before["time"])
+
+# Rows and notes -----------------------------------------------------------------------------------
 
 
-def _check_speed(rows: list[dict[str, Any]], steps: list[Step], run: Run) -> list[str]:
-    """Returns what the log's own speeds say against the clock's.
+def _rows(steps: list[Step], recorder: StepRecorder) -> list[Row]:
+    """Returns one row for each step of each attempt, the last that the log has."""
+    rows: dict[tuple[int, int], Row] = {}
+    for step in steps:
+        for row in recorder.rows(step):
+            rows[row["attempt"], row["step"]] = row
+    return list(rows.values())
 
-    Rows faster than the peak lose their time.
+
+def _check_speed(rows: list[Row], steps: list[Step], run: Run) -> list[str]:
+    """Returns notes on how the speeds that a log prints differ from those of its clock. Rows faster
+    than the peak of the device lose their time.
 
     Raises:
-        ConfigError: the typical step is faster than the device can multiply matrices.
+        ConfigError: The typical step is faster than the device can multiply matrices.
     """
     spec = run.spec
     plan = run.plan
     site = run.site
-    devices = run.plan.num_devices
-    known = [row["tokens"] / row["step_time_s"] / devices for row in rows if row["step_time_s"]]
-    if not known:
+    devices = plan.num_devices
+    speeds = [row["tokens"] / row["step_time_s"] / devices for row in rows if row["step_time_s"]]
+    if not speeds:
         return ["no line tells how long a step took, so there are no speeds"]
-    model = spec.flops_per_token()
-    hardware = spec.hardware_flops_per_token(
+    typical = median(speeds)
+    hardware_flops = spec.hardware_flops_per_token(
         plan.recompute, whole=True, layers=plan.recomputed_layers(spec)
     )
-    typical = median(known)
+    mfu_flops_per_s = typical * spec.flops_per_token()
+    hfu_flops_per_s = typical * hardware_flops
     peak = site.peak_flops_per_s(plan.precision)
-    most = getattr(site.device.matmul_flops_per_s.get(plan.precision), "value", peak)
-    if most is not None and typical * hardware > most:
+    best_product = site.device.matmul_flops_per_s.get(plan.precision)
+    most = best_product.value if best_product else peak
+    if most is not None and hfu_flops_per_s > most:
         raise ConfigError(
-            f"import: {typical * hardware / 1e12:.1f} TFLOP/s on each of"
+            f"import: {hfu_flops_per_s / 1e12:.1f} TFLOP/s on each of"
             f" {counted(devices, 'device')} is more than the {most / 1e12:.1f} that a matrix"
             f" product reaches on {site.device.name}: the steps cannot have run"
             f" {plan.global_batch_size} sequences each. Look up the engine's micro-batch and give"
@@ -358,31 +333,72 @@ def _check_speed(rows: list[dict[str, Any]], steps: list[Step], run: Run) -> lis
             " the model or the site."
         )
     notes = []
-    limit = float("inf") if peak is None else peak * devices / hardware
-    fast = [
-        row for row in rows if row["step_time_s"] and row["tokens"] > limit * row["step_time_s"]
-    ]
-    for row in fast:
-        row["step_time_s"] = None
-    if fast:
-        notes.append(f"{counted(len(fast), 'step')} faster than the peak, kept without a time")
-    if printed := [flops for step in steps if (flops := step.get("flops_per_s"))]:
+    if peak is not None:
+        too_fast = _remove_times_beyond(peak * devices / hardware_flops, rows)
+        if too_fast:
+            notes.append(f"{counted(too_fast, 'step')} faster than the peak, kept without a time")
+    printed_flops = [step["flops_per_s"] for step in steps if step.get("flops_per_s")]
+    if printed_flops:
         notes.append(
-            f"the log prints {median(printed) / 1e12:.1f} TFLOP/s per device, which is not used; "
-            f"from the clock and the sequences run it is {typical * model / 1e12:.1f} of the "
-            f"model, {typical * hardware / 1e12:.1f} with recomputation"
+            f"the log prints {median(printed_flops) / 1e12:.1f} TFLOP/s per device, which is not"
+            " used; from the clock and the sequences run it is"
+            f" {mfu_flops_per_s / 1e12:.1f} of the model, {hfu_flops_per_s / 1e12:.1f} with"
+            " recomputation"
         )
-    rates = [rate for step in steps if (rate := step.get("samples_per_s"))]
+    printed_rates = [step["samples_per_s"] for step in steps if step.get("samples_per_s")]
     rate = typical * devices / spec.sequence_length
-    if rates and abs(median(rates) / rate - 1) > SPEED_TOLERANCE:
+    if printed_rates and abs(median(printed_rates) / rate - 1) > SPEED_TOLERANCE:
         notes.append(
-            f"the log prints {median(rates):.3g} sequences/s, but clock and batch make {rate:.3g}"
+            f"the log prints {median(printed_rates):.3g} sequences/s, but clock and batch make"
+            f" {rate:.3g}"
         )
     return notes
 
 
+def _remove_times_beyond(tokens_per_s: float, rows: list[Row]) -> int:
+    """Removes the times of rows that are faster than a speed over all devices, and returns their
+    number.
+    """
+    count = 0
+    for row in rows:
+        if row["step_time_s"] and row["tokens"] > tokens_per_s * row["step_time_s"]:
+            row["step_time_s"] = None
+            count += 1
+    return count
+
+
+def _notes_on_lines(parser: Parser, steps: list[Step], run: Run) -> list[str]:
+    """Returns notes on what is special about the lines of a log."""
+    notes = []
+    if not any("loss" in step for step in steps):
+        notes.append("no line has a loss")
+    if parser.experts:
+        notes.append(
+            f"its lines have {parser.experts!r}, which only mixtures of experts have, but"
+            f" {run.spec.name} is dense: its FLOPs are right only if a token costs as many FLOPs in"
+            " both models"
+        )
+    if parser.has_local_times:
+        notes.append(
+            f"its time stamps name no zone and are read as {parser.zone}; for another: --set"
+            " import.zone=Europe/Berlin"
+        )
+    return notes
+
+
+def _unsure_notes(parser: Parser) -> list[str]:
+    """Returns a note on the lines that were left out because their steps are unknown, if any."""
+    if not parser.unsure:
+        return []
+    lines = counted(len(parser.unsure), "line")
+    return [f"{lines} left out, since the step is not known: {parser.unsure[0]}"]
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
 def _create(run: Run, log: Path) -> None:
-    """Writes what was asked for, in the place of an earlier import."""
+    """Writes the records of a run in the place of an earlier import."""
     out = run.directory
     for name in ("spec", "state", "exit", "history", "alerts", "plan.attempt_*"):
         for old in out.glob(f"{name}.json*"):
@@ -399,37 +415,7 @@ def _create(run: Run, log: Path) -> None:
     ).write(out / "job.json")
 
 
-def _tell(
-    run: Run, parser: Parser, row: dict[str, Any], report: ImportReport, following: bool
-) -> None:
-    """Says what the log shows: its last step. While it is followed it is taken for a job.
-
-    Each change is its heartbeat. Afterwards, or of a log that nobody follows, nothing is known of
-    here and now.
-    """
-    out = run.directory
-    if not out.is_dir():  # deleted while the log was followed
-        return
-    report.write(out / "import.json")
-    for attempt in range(1, report.attempts + 1):
-        run.plan.write(out / f"plan.attempt_{attempt:02d}.json")
-        shown = log_path(out, attempt, 0)
-        shown.parent.mkdir(parents=True, exist_ok=True)
-        if not shown.is_symlink():
-            shown.symlink_to(parser.file)
-    ends = "says that training is done," if parser.done else "was read to its end,"
-    update_state(
-        out,
-        attempt=report.attempts,
-        state=JobState.RUNNING if following else JobState.IMPORTED,
-        step=row["step"],
-        step_time_s=row["step_time_s"],
-        reason=f"the log {ends} at step {row['step']:,}",
-        heartbeat=parser.changed,
-    )
-
-
-def _followed(
+def _follow(
     run: Run,
     parser: Parser,
     recorder: StepRecorder,
@@ -441,12 +427,15 @@ def _followed(
     the whole log. `notes` are its notes other than on lines that were left out.
     """
     writer = MetricsWriter(run.directory / "metrics.jsonl")
-    ended = contextlib.suppress(KeyboardInterrupt, FileNotFoundError)  # the user, or one is deleted
+    # The user interrupts, or the log or the run directory is deleted.
+    ended = contextlib.suppress(KeyboardInterrupt, FileNotFoundError)
     with contextlib.closing(writer), ended:
         while not parser.done and run.directory.is_dir() and parser.file.exists():
-            _tell(run, parser, recorder.last_row, report, following=True)
+            _write_state(run, parser, recorder.last_row, report, is_followed=True)
             idle(POLL_S)
-            rows = [row for step in parser.steps() for row in recorder.rows(step)]
+            rows = []
+            for step in parser.steps():
+                rows.extend(recorder.rows(step))
             writer.write({**row, "time": row["time"] or time.time()} for row in rows)
             report = report.replace(
                 lines=parser.lines,
@@ -456,3 +445,33 @@ def _followed(
                 notes=(*notes, *_unsure_notes(parser)),
             )
     return report
+
+
+def _write_state(
+    run: Run, parser: Parser, row: Row, report: ImportReport, *, is_followed: bool
+) -> None:
+    """Writes the report, and the state of the run at the last step.
+
+    While the log is followed, the run has the state of a running job, and each change of the log is
+    its heartbeat. Otherwise nothing is known of the job here and now.
+    """
+    out = run.directory
+    if not out.is_dir():  # deleted while the log was followed
+        return
+    report.write(out / "import.json")
+    for attempt in range(1, report.attempts + 1):
+        run.plan.write(out / f"plan.attempt_{attempt:02d}.json")
+        link = log_path(out, attempt, 0)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(parser.file)
+    end = "says that training is done," if parser.done else "was read to its end,"
+    update_state(
+        out,
+        attempt=report.attempts,
+        state=JobState.RUNNING if is_followed else JobState.IMPORTED,
+        step=row["step"],
+        step_time_s=row["step_time_s"],
+        reason=f"the log {end} at step {row['step']:,}",
+        heartbeat=parser.changed,
+    )

@@ -1,8 +1,10 @@
-"""What was trained and how, as a log tells it: model, layout, recipe, and what disagrees."""
+"""Model, layout and recipe of a training, from the settings and steps in its log."""
 
 import collections
+import dataclasses
 import math
 import os
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import pairwise
 from typing import Any
@@ -11,11 +13,14 @@ from cluster.record import ConfigError
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.interop.logs.formats import Texts, number
-from kit.interop.logs.logs import Parser, Step, StepRecorder
+from kit.interop.logs.formats import Texts
+from kit.interop.logs.logs import Parser, Step, is_training
+from kit.interop.logs.numbers import parse_number
+from kit.interop.logs.rows import StepRecorder
 from kit.interop.weights.other_trainers import OTHER_WORK, megatron_spec
 
 DEGREES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+"""Fields of the plan that a log must say, or else the user."""
 SIZES = {
     "tensor_parallel": "tensor_model_parallel_size",
     "pipeline_parallel": "pipeline_model_parallel_size",
@@ -23,61 +28,71 @@ SIZES = {
     "context_parallel": "context_parallel_size",
     "micro_batch_size": "micro_batch_size",
 }
-FSDP = {"use_megatron_fsdp", "use_custom_fsdp"}
-FSDP_STAGES = {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-"""ZeRO stage of each strategy of Megatron-FSDP's."""
-ABSENT = ("None", "False", "0", "0.0", "[1]", "")
-"""The last but one is how Megatron-DeepSpeed prints one expert, that is none."""
-LARGEST_INTERVAL = 10_000
+"""Argument of Megatron by field of the plan."""
 RECIPE_ARGUMENTS = {
-    "lr": "learning_rate",
-    "min_lr": "min_learning_rate",
-    "adam_beta1": "beta1",
-    "adam_beta2": "beta2",
-    "adam_eps": "eps",
+    "learning_rate": "lr",
+    "min_learning_rate": "min_lr",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "eps": "adam_eps",
     "weight_decay": "weight_decay",
-    "clip_grad": "gradient_clip",
+    "gradient_clip": "clip_grad",
 }
+"""Argument of Megatron by field of the recipe."""
+FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
+FSDP_STAGES = {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+"""ZeRO stage of each sharding strategy of Megatron-FSDP."""
+ABSENT = ("None", "False", "0", "0.0", "[1]", "")
+"""Values of an argument that is not used. Megatron-DeepSpeed prints `[1]` for no experts."""
+LARGEST_INTERVAL = 10_000
+"""Largest number of steps that one line is believed to stand for."""
 
 
-def describe(
+@dataclasses.dataclass(frozen=True)
+class LoggedRun:
+    """What a log and the user say of a training."""
+
+    spec: ModelSpec
+    plan: Plan
+    recipe: Recipe
+    recorder: StepRecorder
+    """Converter of the log's steps to rows."""
+    notes: list[str]
+    """Notes on what was derived, assumed or found to disagree."""
+
+
+def configure_run(
     parser: Parser,
     steps: list[Step],
     *,
     spec: ModelSpec | None,
     changes: dict[str, dict[str, Any]],
-) -> tuple[ModelSpec, Plan, Recipe, StepRecorder, list[str]]:
-    """Returns what a log tells of: model, plan, recipe, what makes rows of its steps, and notes.
-
-    What the user gives (`spec`, `changes`) wins.
+) -> LoggedRun:
+    """Returns model, plan and recipe of a log. What the user gives (`spec`, `changes`) is preferred
+    to what the log says.
 
     Raises:
-        ConfigError: something is neither in the log nor given, a line for each such thing; or what
+        ConfigError: Something is neither in the log nor given (a line for each such thing), or what
             was given contradicts the log.
     """
+    form = parser.form
     settings = parser.settings
-    given = changes["plan"]
+    steps = list(filter(is_training, steps))
     notes = list[str]()
-    found = list[Any]()
-    lacking = list[str]()
-    for part in (
-        lambda: (spec or _told_spec(settings, notes)).replace(**changes["spec"]),
-        lambda: _told_plan(settings, given, notes),
-        lambda: _printed_batch(settings, steps, given),
-    ):
-        try:
-            found.append(part())
-        except ConfigError as error:
-            lacking.append(str(error))
-    if lacking:
-        raise ConfigError("\n".join(lacking))
-    (model, told, batch), asked = found, given.get("global_batch_size")
-    share = Fraction(asked, batch) if asked else _engine_share(settings, notes)
-    if (really := batch * share).denominator > 1:
+    given_plan = changes["plan"]
+    model, layout, batch = _all_or_errors(
+        lambda: (spec or _spec(settings, notes)).replace(**changes["spec"]),
+        lambda: _layout(settings, given_plan, notes),
+        lambda: _sequences_per_step(settings, steps, given_plan),
+    )
+    given_batch = given_plan.get("global_batch_size")
+    share = Fraction(given_batch, batch) if given_batch else _engine_share(settings, notes)
+    sequences = batch * share
+    if sequences.denominator > 1:
         raise ConfigError(
-            f"plan.global_batch_size: {really} sequences. Give the number really run by --set."
+            f"plan.global_batch_size: {sequences} sequences. Give the number really run by --set."
         )
-    plan = {"precision": "bf16", **told, "global_batch_size": int(really), **given}
+    plan = {"precision": "bf16", **layout, "global_batch_size": int(sequences), **given_plan}
     recipe = _recipe(settings, steps, changes["recipe"])
     interval = _interval(settings, steps)
     if "lr" not in settings:
@@ -87,10 +102,9 @@ def describe(
         )
     if interval > 1:
         notes.append(
-            f"one line stands for {interval} steps; each of them is recorded with"
-            f" {parser.form.values}"
+            f"one line stands for {interval} steps; each of them is recorded with {form.values}"
         )
-    if parser.form.counts_lines:
+    if form.counts_lines:
         notes.append(
             "its lines have no step: the first line is recorded as step"
             f" {parser.steps_per_line}, the second as step {2 * parser.steps_per_line}, and so on"
@@ -99,13 +113,30 @@ def describe(
         batch=batch,
         length=model.sequence_length,
         share=share,
-        own=batch if parser.form.counts_before else 0,
+        own=batch if form.counts_before else 0,
         interval=interval,
     )
-    return model, Plan.from_dict(plan), recipe, recorder, notes
+    return LoggedRun(model, Plan.from_dict(plan), recipe, recorder, notes)
 
 
-def _told_spec(settings: Texts, notes: list[str]) -> ModelSpec:
+def _all_or_errors(*parts: Callable[[], Any]) -> list[Any]:
+    """Returns the result of each function, or raises one ConfigError with a line for each that
+    fails.
+    """
+    results = []
+    errors = []
+    for part in parts:
+        try:
+            results.append(part())
+        except ConfigError as error:
+            errors.append(str(error))
+    if errors:
+        raise ConfigError("\n".join(errors))
+    return results
+
+
+def _spec(settings: Texts, notes: list[str]) -> ModelSpec:
+    """Returns the model that a log describes."""
     for name in OTHER_WORK:
         if settings.get(name, "None") not in ABSENT:
             raise ConfigError(
@@ -116,18 +147,129 @@ def _told_spec(settings: Texts, notes: list[str]) -> ModelSpec:
     return megatron_spec(settings, notes)
 
 
-def _engine_share(settings: Texts, notes: list[str]) -> Fraction | int:
-    """Returns 1, or less where DeepSpeed's pipeline ran less than Megatron counts sequences for.
+def _layout(settings: Texts, given: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Returns the fields of the plan that a log says: all, or none if it lacks Megatron's
+    arguments.
 
-    DeepSpeed cuts the global batch by its own micro-batch, then Megatron feeds it micro-batches of
-    Megatron's size. A run with 1 here and 4 there trains on a quarter of what both print. Source:
-    `set_train_batch_size` in deepspeed/runtime/engine.py; commit ef4161a of
+    Raises:
+        ConfigError: The degrees are neither in the log nor given.
+    """
+    if "world_size" not in settings:
+        if missing := [name for name in DEGREES if name not in given]:
+            words = " ".join(f"--set plan.{name}=..." for name in missing)
+            raise ConfigError(f"plan: the log does not tell {', '.join(missing)}. Give {words}")
+        if "precision" not in given:
+            notes.append("bf16 is assumed; --set plan.precision=fp32 if it was not")
+        return {}
+    flags = {name for name, text in settings.items() if text == "True"}
+    sizes = {field: _whole(settings, argument, 1) for field, argument in SIZES.items()}
+    tensor = sizes["tensor_parallel"]
+    context = sizes["context_parallel"]
+    is_interleaved = sizes["virtual_stages"] > 1
+    ranks_of_replica = max(1, tensor * sizes["pipeline_parallel"] * context)
+    replicas = _whole(settings, "world_size") // ranks_of_replica
+    exchange = settings.get("cp_comm_type", "")
+    all_to_all = context > 1 and "a2a" in exchange and "p2p" not in exchange
+    return {
+        **sizes,
+        "context_exchange": "all_to_all" if all_to_all else "ring",
+        "data_parallel": max(1, replicas),
+        "schedule": "interleaved" if is_interleaved else "1f1b",
+        "zero_stage": _zero_stage(settings, flags),
+        "sequence_parallel": "sequence_parallel" in flags and tensor > 1,
+        **_recomputation(settings, flags, sizes["virtual_stages"]),
+        "precision": _precision(settings, flags, notes),
+    }
+
+
+def _zero_stage(settings: Texts, flags: set[str]) -> int:
+    """Returns DeepSpeed's ZeRO stage, or the stage that shards as much as Megatron-LM's optimizer
+    or one of its two FSDPs.
+    """
+    stages = [_whole(settings, "zero_stage")]
+    if "use_distributed_optimizer" in flags:
+        stages.append(1)
+    if not flags.isdisjoint(FSDP):
+        stages.append(FSDP_STAGES.get(settings.get("data_parallel_sharding_strategy", ""), 0))
+    if "use_torch_fsdp2" in flags:
+        stages.append(3)
+    return max(stages)
+
+
+def _recomputation(settings: Texts, flags: set[str], virtual_stages: int) -> dict[str, Any]:
+    """Returns the fields `recompute` and `recompute_layers` of the plan."""
+    kind = settings.get("recompute_granularity")
+    if "checkpoint_activations" in flags:
+        kind = "full"
+    if kind not in ("full", "selective"):
+        kind = "none"
+    layers = None
+    # Megatron's method `block` recomputes a number of blocks of each stage. Its method `uniform`
+    # recomputes all blocks, a number of them at a time.
+    if kind == "full" and settings.get("recompute_method") == "block":
+        layers = _whole(settings, "recompute_num_layers") * virtual_stages or None
+    return {"recompute": kind, "recompute_layers": layers}
+
+
+def _precision(settings: Texts, flags: set[str], notes: list[str]) -> str:
+    """Returns the precision of matrix products."""
+    if "fp16" in flags:
+        notes.append("fp16 is shown as bf16, which has the same peak on these devices")
+    if settings.get("fp8", "None") != "None":
+        notes.append("matrix products in fp8: utilisation is of the peak in it")
+        return "mxfp8" if settings.get("fp8_recipe") == "mxfp8" else "fp8"
+    return "bf16" if flags & {"bf16", "fp16"} else "fp32"
+
+
+def _sequences_per_step(settings: Texts, steps: list[Step], given: dict[str, Any]) -> int:
+    """Returns the sequences of one step that a log prints, or else the given number, or else the
+    number by which its consumed samples grow.
+
+    Raises:
+        ConfigError: The number is unknown, or the given number contradicts the log.
+    """
+    printed = [int(step["samples"]) for step in steps if step.get("samples")]
+    batch = printed[-1] if printed else _whole(settings, "global_batch_size")
+    if batch:
+        return batch
+    growth = _growth_of_samples(steps)
+    given_batch = given.get("global_batch_size")
+    if given_batch and growth not in (0, given_batch):
+        raise ConfigError(
+            f"plan.global_batch_size: {given_batch} sequences, but consumed_samples grows by"
+            f" {growth:g} a step in the log. Leave it out, or give the log of this run."
+        )
+    if not (given_batch or growth):
+        raise ConfigError(
+            "plan.global_batch_size: not in the log. Give --set plan.global_batch_size=SEQUENCES."
+        )
+    return given_batch or int(growth)
+
+
+def _growth_of_samples(steps: list[Step]) -> float:
+    """Returns the most frequent growth of consumed samples per step, 0 if there is none."""
+    counted = [step for step in steps if step.get("consumed_samples")]
+    rates = collections.Counter[float]()
+    for last, step in pairwise(counted):
+        samples = step["consumed_samples"] - last["consumed_samples"]
+        if step["step"] > last["step"] and samples > 0:
+            rates[samples / (step["step"] - last["step"])] += 1
+    return _most_frequent(rates, default=0)
+
+
+def _engine_share(settings: Texts, notes: list[str]) -> Fraction | int:
+    """Returns the share of Megatron's sequences that the engine really ran: 1, or less under
+    DeepSpeed's pipeline.
+
+    DeepSpeed divides the global batch by its own micro-batch, then Megatron feeds it micro-batches
+    of Megatron's size. A run with 1 here and 4 there trains on a quarter of what both print.
+    Source: `set_train_batch_size` in deepspeed/runtime/engine.py; commit ef4161a of
     sajal-vt/Megatron-DeepSpeed-ORNL, whose log prints 149 TFLOP/s.
     """
-    fed, counted = (
-        _whole(settings, name) for name in ("micro_batch_size", "engine_micro_batch_size")
-    )
-    if fed < 1 or counted < 1 or fed == counted or settings.get("no_pipeline_parallel") == "True":
+    fed = _whole(settings, "micro_batch_size")
+    counted = _whole(settings, "engine_micro_batch_size")
+    has_pipeline = settings.get("no_pipeline_parallel") != "True"
+    if fed < 1 or counted < 1 or fed == counted or not has_pipeline:
         return 1
     share = Fraction(fed, counted)
     notes.append(
@@ -137,105 +279,64 @@ def _engine_share(settings: Texts, notes: list[str]) -> Fraction | int:
     return share
 
 
-def _printed_batch(settings: Texts, steps: list[Step], given: dict[str, Any]) -> int:
-    """Returns the sequences of one step that the log tells, or those that were given."""
-    printed = [int(step["samples"]) for step in steps if step.get("samples")][-1:]
-    told = [step for step in steps if step.get("consumed_samples")]
-    rates = collections.Counter(
-        (step["consumed_samples"] - last["consumed_samples"]) / (step["step"] - last["step"])
-        for last, step in pairwise(told)
-        if step["step"] > last["step"] and step["consumed_samples"] > last["consumed_samples"]
-    )
-    batch = sum(printed) or _whole(settings, "global_batch_size")
-    rate = max(rates, key=rates.__getitem__, default=0)
-    asked = given.get("global_batch_size")
-    if not batch and asked and rate not in (0, asked):
-        raise ConfigError(
-            f"plan.global_batch_size: {asked} sequences, but consumed_samples grows by {rate:g} a "
-            f"step in the log. Leave it out, or give the log of this run."
-        )
-    if not (batch or asked or rate):
-        raise ConfigError(
-            "plan.global_batch_size: not in the log. Give --set plan.global_batch_size=SEQUENCES."
-        )
-    return batch or asked or int(rate)
-
-
-def _told_plan(settings: Texts, given: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    if "world_size" not in settings:
-        if missing := [name for name in DEGREES if name not in given]:
-            words = " ".join(f"--set plan.{name}=..." for name in missing)
-            raise ConfigError(f"plan: the log does not tell {', '.join(missing)}. Give {words}")
-        if "precision" not in given:
-            notes.append("bf16 is assumed; --set plan.precision=fp32 if it was not")
-        return {}
-    flags = {name for name, text in settings.items() if text == "True"}
-    sizes = {name: _whole(settings, theirs, 1) for name, theirs in SIZES.items()}
-    tensor, pipeline, virtual, context, _ = sizes.values()
-    if "fp16" in flags:
-        notes.append("fp16 is shown as bf16, which has the same peak on these devices")
-    if narrow := settings.get("fp8", "None") != "None":
-        notes.append("matrix products in fp8: utilisation is of the peak in it")
-    eight = "mxfp8" if settings.get("fp8_recipe") == "mxfp8" else "fp8"
-    half = "bf16" if flags & {"bf16", "fp16"} else "fp32"
-    full = "full" if "checkpoint_activations" in flags else settings.get("recompute_granularity")
-    # Megatron's method `block`: so many of each stage; `uniform`: all, so many at a time.
-    is_block = settings.get("recompute_method") == "block"
-    blocks = _whole(settings, "recompute_num_layers") * virtual or None if is_block else None
-    exchange = settings.get("cp_comm_type", "")
-    strategy = settings.get("data_parallel_sharding_strategy", "")
-    stages = (  # DeepSpeed's, and what Megatron-LM's optimizer and its two FSDPs shard as much as
-        _whole(settings, "zero_stage"),
-        int("use_distributed_optimizer" in flags),
-        FSDP_STAGES.get(strategy, 0) if flags & FSDP else 0,
-        3 if "use_torch_fsdp2" in flags else 0,
-    )
-    return sizes | {
-        "context_exchange": "all_to_all"
-        if context > 1 and "a2a" in exchange and "p2p" not in exchange
-        else "ring",
-        "data_parallel": max(
-            1, _whole(settings, "world_size") // max(1, tensor * pipeline * context)
-        ),
-        "schedule": "interleaved" if virtual > 1 else "1f1b",
-        "zero_stage": max(stages),
-        "sequence_parallel": "sequence_parallel" in flags and tensor > 1,
-        "recompute": full if full in ("full", "selective") else "none",
-        "recompute_layers": blocks if full == "full" else None,
-        "precision": eight if narrow else half,
-    }
-
-
 def _recipe(settings: Texts, steps: list[Step], given: dict[str, Any]) -> Recipe:
-    found = {name: number(settings.get(theirs)) for theirs, name in RECIPE_ARGUMENTS.items()}
-    told: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-    rates = [rate for step in steps if (rate := step.get("learning_rate"))]
-    told["learning_rate"] = told.get("learning_rate") or max(rates, default=3e-4)
-    told["min_learning_rate"] = min(told.get("min_learning_rate", 0.0), told["learning_rate"])
-    told |= {"gradient_clip": None} if told.get("gradient_clip") == 0 else {}
-    told |= {"seed": int(settings["seed"])} if settings.get("seed", "").isdecimal() else {}
+    """Returns the recipe of a log, with defaults for what it does not say."""
+    fields: dict[str, Any] = {}
+    for field, argument in RECIPE_ARGUMENTS.items():
+        value = parse_number(settings.get(argument))
+        if value is not None:
+            fields[field] = value
+    if not fields.get("learning_rate"):
+        rates = [step["learning_rate"] for step in steps if step.get("learning_rate")]
+        fields["learning_rate"] = max(rates, default=3e-4)
+    lowest = fields.get("min_learning_rate", 0.0)
+    fields["min_learning_rate"] = min(lowest, fields["learning_rate"])
+    if fields.get("gradient_clip") == 0:
+        fields["gradient_clip"] = None
+    seed = settings.get("seed", "")
+    if seed.isdecimal():
+        fields["seed"] = int(seed)
     last = max(int(step["step"]) for step in steps)
-    totals = [int(total) for step in steps if (total := step.get("total_steps"))]
+    totals = [int(step["total_steps"]) for step in steps if step.get("total_steps")]
     total = max(totals, default=_whole(settings, "train_iters", last))
-    data = os.path.basename(settings.get("data_path", "").strip("[]'\"") or "unknown")
-    return Recipe.from_dict({"data": data, "num_steps": max(total, last), **told, **given})
+    fields["num_steps"] = max(total, last)
+    data = settings.get("data_path", "").strip("[]'\"") or "unknown"
+    fields["data"] = os.path.basename(data)
+    return Recipe.from_dict(fields | given)
 
 
 def _interval(settings: Texts, steps: list[Step]) -> int:
-    """Returns how many steps a line stands for."""
-    told = [int(step["step"]) for step in steps if "loss" in step]
-    told = told or [int(step["step"]) for step in steps if "attempt" in step]
-    gaps = collections.Counter(b - a for a, b in pairwise(told if len(told) > 2 else ()))
-    most = max(gaps, key=gaps.__getitem__, default=1)
-    interval = max(1, _whole(settings, "log_interval") or most)
+    """Returns the number of steps that one line stands for.
+
+    Raises:
+        ConfigError: The number is above LARGEST_INTERVAL.
+    """
+    interval = _whole(settings, "log_interval")
+    if not interval:
+        with_loss = [step for step in steps if "loss" in step]
+        numbers = [int(step["step"]) for step in with_loss or steps]
+        gaps = collections.Counter[int]()
+        if len(numbers) > 2:
+            gaps.update(after - before for before, after in pairwise(numbers))
+        interval = _most_frequent(gaps, default=1)
     if interval > LARGEST_INTERVAL:
         raise ConfigError(
             f"import: one line for {interval:,} steps is more than the {LARGEST_INTERVAL:,} that "
             f"are believed. Is the log damaged? Remove the lines in it that no trainer printed."
         )
-    return interval
+    return max(1, interval)
+
+
+def _most_frequent(counts: collections.Counter[Any], default: Any) -> Any:
+    """Returns the value with the largest count, the first of equal ones, or `default` if there are
+    no values.
+    """
+    return max(counts, key=counts.__getitem__, default=default)
 
 
 def _whole(settings: Texts, name: str, default: int = 0) -> int:
-    found = number(settings.get(name))
-    return int(found) if found is not None and math.isfinite(found) else default
+    """Returns a setting as a whole number, or `default` if it is none."""
+    value = parse_number(settings.get(name))
+    if value is None or not math.isfinite(value):
+        return default
+    return int(value)

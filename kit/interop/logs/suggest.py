@@ -1,6 +1,6 @@
 """Advice for a log that no known format matches: the type of the file, or a suitable pattern."""
 
-import datetime
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -9,8 +9,10 @@ from pathlib import Path
 from cluster.files import opened
 from kit.data.detect import HEAD_BYTES, MAGIC
 from kit.errors import DataError
-from kit.interop.logs.formats import BETWEEN, Format, number, pattern_format
-from kit.interop.logs.logs import Parser, limited_time
+from kit.interop.logs.formats import BETWEEN
+from kit.interop.logs.logs import LogLines, Parser
+from kit.interop.logs.numbers import parse_number
+from kit.interop.logs.patterns import pattern_format
 from kit.interop.weights.other_trainers import FORMATS
 
 LOOKED_AT = 20_000
@@ -82,16 +84,15 @@ def what_it_is(file: Path) -> str:
     return kind or "binary data, not a log. Give the text that the trainer printed"
 
 
-def suggested_pattern(file: Path, zone: datetime.tzinfo) -> str:
+def suggested_pattern(file: Path) -> str:
     """Returns a sentence that suggests a pattern for a log, or "" if no pattern finds a loss in it.
 
     The whole log is read with the pattern, and the sentence says how many steps it finds.
     """
-    lines = _lines(file, zone)
-    for pattern in _patterns(lines):
-        form = pattern_form(file, pattern, zone)
-        steps = [step for step in Parser(file, form, zone).steps() if "attempt" in step]
-        losses = [step for step in steps if "loss" in step]
+    first_lines = list(itertools.islice(LogLines(file).new(), LOOKED_AT))
+    for pattern in _patterns(first_lines):
+        form = pattern_format(pattern, LogLines(file).new())
+        losses = [step for step in Parser(file, form).steps() if "loss" in step]
         if losses:
             first = losses[0]
             return (
@@ -102,33 +103,6 @@ def suggested_pattern(file: Path, zone: datetime.tzinfo) -> str:
     return ""
 
 
-def pattern_form(file: Path, pattern: str, zone: datetime.tzinfo) -> Format:
-    """Returns the format of a user's pattern. The format has one line per step, or several if a
-    match in the log lacks the step or the loss.
-
-    Raises:
-        ConfigError: The pattern is not allowed: see `pattern_format`.
-    """
-    form = pattern_format(pattern)
-    for line in Parser(file, form, zone).new():
-        with limited_time(len(line)):
-            matches = list(re.finditer(form.line, line))
-        for found in matches:
-            if found["step"] is None or found["loss"] is None:
-                return pattern_format(pattern, gathers=True)
-    return form
-
-
-def _lines(file: Path, zone: datetime.tzinfo) -> list[str]:
-    """Returns the first LOOKED_AT lines of a log."""
-    lines = list[str]()
-    for line in Parser(file, Format(name="", sign="", line=""), zone).new():
-        lines.append(line)
-        if len(lines) == LOOKED_AT:
-            break
-    return lines
-
-
 def _patterns(lines: list[str]) -> Iterator[str]:
     """Yields patterns for lines with both a step and a loss. If there are none, yields a pattern
     for lines with one of them each.
@@ -137,7 +111,7 @@ def _patterns(lines: list[str]) -> Iterator[str]:
     for line in lines:
         step = STEP.search(line) or BAR.search(line)
         loss = LOSS.search(line)
-        if step is not None and loss is not None and number(loss[3]) is not None:
+        if step is not None and loss is not None and parse_number(loss[3]) is not None:
             parts = [(step, "step", STEP_NUMBER), (loss, "loss", r"[\w.+-]+")]
             if (seconds := SECONDS.search(line)) is not None:
                 yield _joined([*parts, (seconds, "step_time_s", r"[\d.]+ ?m?s")])
@@ -145,7 +119,7 @@ def _patterns(lines: list[str]) -> Iterator[str]:
             return
         if step is not None:
             alone.setdefault("step", step)
-        if loss is not None and number(loss[3]) is not None:
+        if loss is not None and parse_number(loss[3]) is not None:
             alone.setdefault("loss", loss)
     if len(alone) == 2:
         step = _named(alone["step"], "step", STEP_NUMBER)

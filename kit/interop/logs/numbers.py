@@ -1,0 +1,102 @@
+"""Numbers as logs print them: with suffixes, units, or too few digits."""
+
+import re
+
+SUFFIXED = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s?([^\d\s]*)")
+"""A number, and the suffix or unit behind it."""
+FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "%": 0.01}
+"""Factor by which a suffix multiplies the number before it."""
+SECONDS_OF = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+"""Length of a unit of time in seconds."""
+RATES = ("it/s", "steps/s", "step/s")
+"""Units of a speed in steps per second."""
+UNITS = {
+    "step_time_ms": ("step_time_s", 1000.0),
+    "memory_gib": ("memory_bytes", 2.0**-30),
+    "memory_mib": ("memory_bytes", 2.0**-20),
+    "tflops": ("flops_per_s", 1e-12),
+}
+"""Groups in other units than their values: (value, number of the group's units in one unit of the
+value)."""
+COUNTS = frozenset(
+    "step total_steps samples consumed_samples consumed_tokens sequence_length".split()
+)
+"""Whole-number values that are used only if the log prints all their digits."""
+WHOLE = COUNTS | {"memory_bytes", "skipped_steps", "nan_steps"}
+"""Values that are whole numbers."""
+BOUNDED = WHOLE | {"step_time_s"}
+"""Values that are ignored below 0 or from 2**63 on."""
+
+
+class UnsureStepError(ValueError):
+    """The step of a line is unknown: too few digits are printed, or another number contradicts."""
+
+
+def parse_number(text: str | None, unit: str = "") -> float | None:
+    """Returns the number that a word of a log stands for, or None if it stands for none: `1,234`,
+    `2.1e+4`, `3.4M`, `12.3%`.
+
+    With `unit`, "s" or "ms", the word is a time in this or another unit, or a rate: `850ms`,
+    `1.2s/it`, `3.1it/s`. The result is a time in `unit`.
+    """
+    word = (text or "").replace(",", "")
+    try:
+        return float(word)
+    except ValueError:
+        pass
+    found = SUFFIXED.fullmatch(word.strip())
+    if found is None:
+        return None
+    value = float(found[1])
+    suffix = found[2]
+    if suffix in FACTORS:
+        return value * FACTORS[suffix]
+    if not unit:
+        return None
+    seconds = _seconds_per_step(value, suffix)
+    return None if seconds is None else seconds / SECONDS_OF[unit]
+
+
+def _seconds_per_step(value: float, suffix: str) -> float | None:
+    """Returns the time that a value with a unit stands for, or None if the unit is unknown."""
+    if suffix in RATES:
+        return 1 / value if value else None
+    unit = suffix.removesuffix("/it").removesuffix("/iter").removesuffix("/step")
+    return value * SECONDS_OF[unit] if unit in SECONDS_OF else None
+
+
+def lacks_digits(text: str) -> bool:
+    """Returns whether the last digits of a whole number are not printed, as in `3.1e+4` or `85.8G`,
+    so that several numbers are possible.
+    """
+    found = SUFFIXED.fullmatch(text.replace(",", "").strip())
+    if found is None:
+        return False
+    digits, _, power = found[1].lower().partition("e")
+    decimals = len(digits.partition(".")[2])
+    unit = FACTORS.get(found[2], 1.0) * 10.0 ** (int(power or 0) - decimals)
+    return unit > 1.0
+
+
+def parse_value(group: str, text: str) -> tuple[str, float | None]:
+    """Returns (name of the value in a group, the value in its unit). The value is None if the text
+    is no number, or lacks digits of a whole number, or is out of range.
+
+    Raises:
+        UnsureStepError: The text is a step that lacks digits.
+    """
+    name, units = UNITS.get(group, (group, 1.0))
+    if name in COUNTS and lacks_digits(text):
+        if name == "step":
+            raise UnsureStepError(f"the step {text} is rounded, and stands for several")
+        return name, None
+    unit = ""
+    if name == "step_time_s":
+        unit = "ms" if group == "step_time_ms" else "s"
+    value = parse_number(text, unit)
+    if value is None or (name in BOUNDED and not 0 <= value < 2**63):
+        return name, None
+    value /= units
+    if name in COUNTS:
+        return name, round(value)
+    return name, int(value) if name in WHOLE else value

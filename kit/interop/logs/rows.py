@@ -1,0 +1,172 @@
+"""Steps of a log become rows of `metrics.jsonl`: times, samples, tokens, and the steps between two
+lines.
+"""
+
+import collections
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+from kit.interop.logs.logs import Step, is_training
+
+CLOCK_WINDOW_S = 20.0
+"""Shortest time in seconds over which a speed is measured. A progress bar's clock has whole
+seconds: over 20 of them it is off by 5 % at most."""
+ALWAYS = ("loss", "grad_norm", "learning_rate", "memory_bytes")
+"""Values that every row has. They are None if the line lacks them."""
+OPTIONAL = ("validation_loss", "loss_scale", "skipped_steps", "nan_steps")
+"""Values that a row has only if the line has them."""
+
+Row = dict[str, Any]
+
+
+class StepRecorder:
+    """Turns steps into rows of `metrics.jsonl`.
+
+    Args:
+        batch: Sequences of a step according to the log.
+        length: Tokens of a sequence.
+        share: Share of the sequences that the engine really ran.
+        own: Sequences of a step that its own line does not count as consumed.
+        interval: Number of steps that one line stands for.
+
+    Attributes:
+        last_row: Row of the last line about training.
+    """
+
+    def __init__(
+        self, *, batch: int, length: int, share: Fraction | int, own: int, interval: int
+    ) -> None:
+        self.batch = batch
+        self.length = length
+        self.share = share
+        self.own = own
+        self.interval = interval
+        self.last_row = Row()
+        self._begin_attempt(1)
+
+    def _begin_attempt(self, attempt: int) -> None:
+        self._attempt = attempt
+        self._newest = 0
+        self._skipped_steps = 0
+        self._clocks = collections.deque[tuple[float, float]]()
+        """Steps and their clocks in seconds, within CLOCK_WINDOW_S."""
+
+    def rows(self, step: Step) -> Iterator[Row]:
+        """Yields the rows that a line adds: one for each step since the last line."""
+        if not is_training(step):
+            yield from self._validation_rows(step)
+            return
+        if step["attempt"] > self._attempt:
+            self._begin_attempt(int(step["attempt"]))
+        row = self._row(step)
+        self.last_row = row
+        yield from self._rows_before(row)
+        tokens = self._consumed_tokens(step)
+        if tokens:
+            row["consumed_tokens"] = tokens
+        yield row
+
+    def _validation_rows(self, step: Step) -> Iterator[Row]:
+        """Yields the last line's values again with the validation loss of a step, if the step is
+        among the steps of that line.
+        """
+        last = self.last_row
+        if not last:
+            return
+        earlier = last["step"] - int(step["step"])
+        if 0 <= earlier < self.interval:
+            row = last | step
+            if earlier:
+                row.pop("consumed_tokens", None)
+            yield row
+
+    def _row(self, step: Step) -> Row:
+        samples = (step.get("samples") or self.batch) * self.share
+        row = {
+            "step": step["step"],
+            "attempt": self._attempt,
+            "time": step.get("time"),
+            "step_time_s": step.get("step_time_s") or self._seconds_by_clock(step),
+            "tokens": round(samples * (step.get("sequence_length") or self.length)),
+        }
+        for name in ALWAYS:
+            row[name] = step.get(name)
+        for name in OPTIONAL:
+            if name in step:
+                row[name] = step[name]
+        if "skipped_steps" in step:  # since the last line, in a row since the attempt's start
+            self._skipped_steps += step["skipped_steps"]
+            row["skipped_steps"] = self._skipped_steps
+        return row
+
+    def _rows_before(self, row: Row) -> Iterator[Row]:
+        """Yields rows with a line's values for the steps since the last line, and counts the steps.
+
+        A line in disorder has none: the lines before it have taken its steps.
+        """
+        last = row["step"]
+        first = max(self._newest + 1, last - self.interval + 1)
+        is_late = last < self._newest
+        self._newest = max(self._newest, last)
+        if is_late:
+            return
+        seconds = row["step_time_s"] or 0.0
+        values = {name: value for name, value in row.items() if name != "validation_loss"}
+        for step in range(first, last):
+            time = None
+            if row["time"] is not None:
+                time = row["time"] - (last - step) * seconds
+            yield values | {"step": step, "time": time}
+
+    def _consumed_tokens(self, step: Step) -> int | None:
+        """Returns the tokens that were consumed up to a step, or None if the log does not say so.
+        Samples are no tokens while sequences have another length.
+        """
+        tokens = step.get("consumed_tokens")
+        has_length = step.get("sequence_length", self.length) == self.length
+        if not tokens and has_length and step.get("consumed_samples"):
+            tokens = (step["consumed_samples"] + self.own) * self.length
+        return round(tokens * self.share) if tokens else None
+
+    def _seconds_by_clock(self, step: Step) -> float | None:
+        """Returns seconds per step since the last line that is CLOCK_WINDOW_S old, or None for the
+        first line of an attempt.
+        """
+        if "clock_s" not in step:
+            return None
+        number = step["step"]
+        clock = step["clock_s"]
+        clocks = self._clocks
+        while clocks and (clocks[-1][0] >= number or clocks[-1][1] > clock):
+            clocks.pop()  # The lines are in disorder, or the clock was set.
+        while len(clocks) > 1 and clock - clocks[1][1] >= CLOCK_WINDOW_S:
+            clocks.popleft()
+        first, since = clocks[0] if clocks else (number, clock)
+        clocks.append((number, clock))
+        return (clock - since) / (number - first) if clock > since else None
+
+
+def fill_in(rows: list[Row], end: float) -> None:
+    """Gives every row a time, and a row without a speed, such as the first of an attempt, the speed
+    of the next row.
+
+    Times are counted back from the first known time, or from `end`, the log's last change, when its
+    last line was written.
+    """
+    last = len(rows) - 1
+    stamped = next((i for i, row in enumerate(rows) if row["time"] is not None), last)
+    rows[stamped]["time"] = rows[stamped]["time"] or end
+    for i in range(last - 1, -1, -1):
+        row = rows[i]
+        after = rows[i + 1]
+        if row["step_time_s"] is None and row["attempt"] == after["attempt"]:
+            row["step_time_s"] = after["step_time_s"]
+        if i < stamped:
+            row["time"] = after["time"] - (after["step_time_s"] or 0.0)
+    for before, row in pairwise(rows):
+        if row["time"] is None:
+            row["time"] = before["time"] + (row["step_time_s"] or 0.0)
+        else:
+            row["time"] = max(row["time"], before["time"])
