@@ -17,7 +17,7 @@ from kit.interop.logs.formats import Texts
 from kit.interop.logs.logs import Parser, Step, is_training
 from kit.interop.logs.numbers import parse_number
 from kit.interop.logs.rows import StepRecorder
-from kit.interop.weights.other_trainers import OTHER_WORK, megatron_spec
+from kit.interop.weights.model_arguments import OTHER_WORK, megatron_spec
 
 DEGREES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 """Fields of the plan that a log must say, or else the user."""

@@ -13,7 +13,7 @@ from cluster.files import read_small
 from cluster.record import suggestion
 from kit.config.spec import ModelSpec, RopeScaling
 from kit.errors import ConfigError
-from kit.interop.weights.other_trainers import megatron_spec, read_arguments, torchtitan_spec
+from kit.interop.weights.model_arguments import megatron_spec, read_arguments, torchtitan_spec
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 """Names in GPT-2's configuration, and the kit's."""
