@@ -38,7 +38,7 @@ from kit.run import Run
 from kit.run.checkpoint_reader import CheckpointTensors
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of one weight file; what Hugging Face's own `save_pretrained` has long used."""
+"""Largest size of a weight file, the former default of Hugging Face's `save_pretrained`."""
 
 
 # Export -------------------------------------------------------------------------------------------
@@ -181,10 +181,13 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) ->
     """
     import tokenizers
 
-    is_sentencepiece = isinstance(tokenizer, SentencePieceTokenizer)
-    if is_sentencepiece:
+    texts = HARD_TEXTS
+    if isinstance(tokenizer, SentencePieceTokenizer):
         (folder / tokenizer.file_name).write_bytes(tokenizer.data)
-    data = to_tokenizer_json(tokenizer.data) if is_sentencepiece else _bare(tokenizer.data)
+        data = to_tokenizer_json(tokenizer.data)
+        texts = [*HARD_TEXTS, *piece_texts(tokenizer.data)]
+    else:
+        data = _bare(tokenizer.data)
     (folder / "tokenizer.json").write_bytes(data)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",  # what reads tokenizer.json as it is
@@ -194,22 +197,19 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) ->
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    _compare(
-        folder, tokenizer, [*HARD_TEXTS, *(piece_texts(tokenizer.data) if is_sentencepiece else [])]
-    )
+    _compare(folder, tokenizer, texts)
 
 
 def _bare(data: bytes) -> bytes:
     """Returns a tokenizer.json that adds, cuts and pads nothing, as the kit reads it."""
     table = json.loads(data)
-    extra = [
-        key for key in ("truncation", "padding", "post_processor") if table.get(key) is not None
-    ]
-    return (
-        json.dumps({**table, **dict.fromkeys(extra)}, ensure_ascii=False).encode()
-        if extra
-        else data
-    )
+    keys = ("truncation", "padding", "post_processor")
+    if all(table.get(key) is None for key in keys):
+        return data
+    for key in keys:
+        if key in table:
+            table[key] = None
+    return json.dumps(table, ensure_ascii=False).encode()
 
 
 def _compare(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
@@ -217,11 +217,8 @@ def _compare(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
         from transformers import AutoTokenizer
     # Not verbose: that some of these texts are long for the model is meant.
     theirs: Any = AutoTokenizer.from_pretrained(folder)(texts, verbose=False)["input_ids"]
-    differ = [
-        found
-        for found in zip(texts, theirs, tokenizer.encode_batch(texts), strict=True)
-        if found[1] != found[2]
-    ]
+    results = zip(texts, theirs, tokenizer.encode_batch(texts), strict=True)
+    differ = [(text, found, own) for text, found, own in results if found != own]
     if differ:
         text, found, own = differ[0]
         raise DataError(
@@ -275,17 +272,15 @@ def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
     """
     found = import_hugging_face(folder)
     free = ("name",) if spec.family == "gpt" else ("name", "sequence_length")
-    ours = spec.to_dict()
     theirs = found.spec.to_dict()
-    differ = {
-        key: (theirs[key], ours[key])
-        for key in ours
-        if key not in free and ours[key] != theirs[key]
-    }
-    if differ:
-        told = ", ".join(f"{key} {a!r} there and {b!r} here" for key, (a, b) in differ.items())
+    differences = []
+    for key, value in spec.to_dict().items():
+        if key not in free and value != theirs[key]:
+            differences.append(f"{key} {theirs[key]!r} there and {value!r} here")
+    if differences:
         raise ConfigError(
-            f"{folder} holds another model: {told}. Leave --model out, or give its config.json."
+            f"{folder} holds another model: {', '.join(differences)}. Leave --model out, or give"
+            " its config.json."
         )
     return dataclasses.replace(found, spec=spec)
 

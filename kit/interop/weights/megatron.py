@@ -27,9 +27,12 @@ from kit.interop.weights.weights import Weights, load_tensors, numbered_files
 from kit.run.checkpoint_reader import PlainUnpickler
 
 FILE_NAME = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-SAME, ROWS, COLUMNS = "same", "rows", "columns"
-"""How tensor ranks share a weight: all hold it; each has some output features; each has some input
-features, and all hold the bias."""
+SAME = "same"
+"""All tensor ranks hold the weight."""
+ROWS = "rows"
+"""Each tensor rank holds some output features of the weight."""
+COLUMNS = "columns"
+"""Each tensor rank holds some input features of the weight, and all hold the bias."""
 MODULES = {
     "embedding.tokens": ("word_embeddings.", ROWS),
     "embedding.positions": ("position_embeddings.", SAME),
@@ -45,12 +48,14 @@ MODULES = {
     "feed_forward.up": ("mlp.dense_h_to_4h.", ROWS),
     "feed_forward.down": ("mlp.dense_4h_to_h.", COLUMNS),
 }
-"""What Megatron calls each module inside its layer, and how it is shared out."""
+"""Name of each module inside its layer in Megatron, and the division of its weight between tensor
+ranks."""
 FUSED = ("attention.query", "attention.key", "attention.value")
+"""Modules whose weights are one weight in Megatron, in this order."""
 GATED = ("feed_forward.gate", "feed_forward.up")
-"""What lies in one weight, in this order."""
-TODAY = {"attention.": "self_attention.", "lm_head.": ""}
-"""Names that other versions and layers begin with, and those of the table."""
+"""Modules whose weights are one weight in Megatron if the model is gated, in this order."""
+OTHER_PREFIXES = {"attention.": "self_attention.", "lm_head.": ""}
+"""Beginnings of names in other versions and layers, and the beginnings that MODULES has."""
 
 
 def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Weights:
@@ -77,8 +82,8 @@ class LayerFiles:
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder = folder
         self.spec = spec
-        # By the beginning of the kit's names: a file a tensor rank. Nothing of it stays in memory.
         self.layers: dict[str, list[Path]] = {}
+        """Files of each layer, one for each tensor rank, by the beginning of the kit's names."""
         layers = _layer_files(folder)
         for layer in layers:
             self._place(layer, _load(layer[0]))
@@ -129,10 +134,13 @@ class LayerFiles:
         parts = _parts(self.layers[place], theirs + kind)
         if shared == SAME or (shared == COLUMNS and kind == "bias"):
             return _one(parts, theirs + kind)
-        if inner in GATED and self.spec.gated:  # each rank stacks its gate on its up
-            parts = [part.chunk(2)[GATED.index(inner)] for part in parts]
-        whole = torch.cat(parts, dim=1 if shared == COLUMNS else 0)
-        return self._query_key_value(whole, inner) if inner in FUSED else whole
+        if inner in GATED and self.spec.gated:  # Each rank stacks its gate on its up.
+            half = GATED.index(inner)
+            parts = [part.chunk(2)[half] for part in parts]
+        whole = torch.cat(parts, dim=1) if shared == COLUMNS else torch.cat(parts)
+        if inner in FUSED:
+            return self._query_key_value(whole, inner)
+        return whole
 
     def _query_key_value(self, fused: Tensor, which: str) -> Tensor:
         """Returns one of three: for each key/value head its query heads, then its key, then its
@@ -151,7 +159,8 @@ def _layer_files(folder: Path) -> list[list[Path]]:
             f"{folder}: has no layer_XX-model_YY-model_states.pt."
             f" {named(folder, 'Megatron-DeepSpeed')}Give a folder global_stepN."
         )
-    numbers, ranks = (sorted({*found}) for found in zip(*files, strict=True))
+    numbers = sorted({number for number, _ in files})
+    ranks = sorted({rank for _, rank in files})
     for number in numbers:
         held = sorted(rank for layer, rank in files if layer == number)
         if held != [*range(len(ranks))]:
@@ -164,7 +173,7 @@ def _layer_files(folder: Path) -> list[list[Path]]:
 def _load(file: Path) -> dict[str, Tensor]:
     """Returns a state dict by the names of `MODULES`."""
     found = load_tensors(file)
-    for old, new in TODAY.items():
+    for old, new in OTHER_PREFIXES.items():
         found = {re.sub(f"^{re.escape(old)}", new, name): found[name] for name in found}
     return found
 
@@ -208,8 +217,9 @@ DAMAGE = (
     zipfile.BadZipFile,
     pickle.PickleError,
 )
-"""What reading a file that is cut short or is not what it says can raise."""
+"""Errors of reading a damaged file of torch.save."""
 LARGEST_FACTS_BYTES = 16 << 20
+"""Largest size of the pickled part of a file that is unpacked."""
 ARGUMENTS_FILE = "mp_rank_00_model_states.pt"
 ARGUMENTS = {
     "num_layers": "num_layers",
@@ -218,7 +228,7 @@ ARGUMENTS = {
     "num_key_value_heads": "num_kv_heads",
     "layernorm_epsilon": "norm_eps",
 }
-"""Megatron's arguments, and the fields of a spec that say the same."""
+"""Fields of a spec by the arguments of Megatron with the same meaning."""
 
 
 def _check_arguments(folder: Path, spec: ModelSpec) -> None:

@@ -54,20 +54,20 @@ class NxdShards:
         advice = "Give the folder of one complete NxD checkpoint."
         if not found:
             raise DataError(f"{self.folder}: has no dp_rank_00_tp_rank_*.pt. {advice}")
-        self.tensor_parallel, stages = (1 + max(ranks) for ranks in zip(*found, strict=True))
+        self.tensor_parallel = 1 + max(tensor for tensor, _ in found)
+        stages = 1 + max(stage for _, stage in found)
         grid = itertools.product(range(self.tensor_parallel), range(stages))
-        if missing := [
-            f"tp {tensor} pp {stage}" for tensor, stage in grid if (tensor, stage) not in found
-        ]:
-            raise DataError(f"{self.folder}: shards are missing: {', '.join(missing)}. {advice}")
-        self._shards = [
-            {
-                name: file
-                for stage in range(stages)
-                for name, file in _files(found[tensor, stage]).items()
-            }
-            for tensor in range(self.tensor_parallel)
-        ]
+        missing = [ranks for ranks in grid if ranks not in found]
+        if missing:
+            words = ", ".join(f"tp {tensor} pp {stage}" for tensor, stage in missing)
+            raise DataError(f"{self.folder}: shards are missing: {words}. {advice}")
+        self._shards: list[dict[str, Path]] = []
+        """File of each weight by name, for each tensor rank."""
+        for tensor in range(self.tensor_parallel):
+            files: dict[str, Path] = {}
+            for stage in range(stages):
+                files |= _files(found[tensor, stage])
+            self._shards.append(files)
 
     def read(self, name: str) -> Tensor:
         """Returns a whole weight by Hugging Face's name.
@@ -82,15 +82,14 @@ class NxdShards:
         if leaf == "o_proj":
             return self._queries_in_order(torch.cat(self._parts(name), dim=1).T).T
         if leaf in ("gate_proj", "up_proj") and f"{parent}.gate_up_proj.weight" in self._shards[0]:
-            half = ("gate_proj", "up_proj").index(leaf)  # each rank stacks its gate on its up
-            return torch.cat(
-                [part.chunk(2)[half] for part in self._parts(f"{parent}.gate_up_proj.weight")]
-            )
+            half = ("gate_proj", "up_proj").index(leaf)  # Each rank stacks its gate on its up.
+            fused = self._parts(f"{parent}.gate_up_proj.weight")
+            return torch.cat([part.chunk(2)[half] for part in fused])
         if leaf == "down_proj":
             return torch.cat(self._parts(name), dim=1)
         if leaf in ("embed_tokens", "lm_head", "gate_proj", "up_proj"):
             return torch.cat(self._parts(name))
-        return self._parts(name)[0]  # norms are the same on all ranks
+        return self._parts(name)[0]  # Norms are the same on all ranks.
 
     def _query_key_value(self, parent: str, which: str) -> Tensor:
         weight = torch.cat(self._pieces(parent, which))
@@ -101,7 +100,7 @@ class NxdShards:
         return weight.unflatten(0, (self.spec.num_kv_heads, self._copies, -1))[:, 0].flatten(0, 1)
 
     def _pieces(self, parent: str, which: str) -> list[Tensor]:
-        """Returns what each tensor rank holds of a layer's queries, keys or values."""
+        """Returns the part of a layer's queries, keys or values on each tensor rank."""
         index = "qkv".index(which)
         held = self._shards[0]
         if f"{parent}.qkv_proj.weight_{which}" in held:
@@ -110,14 +109,18 @@ class NxdShards:
         if f"{parent}.qkv_proj.weight_qkv" in held:
             query = self.spec.num_heads * self.spec.head_size // self.tensor_parallel
             fused = self._parts(f"{parent}.qkv_proj.weight_qkv")
-            return [part.split([query, *[(len(part) - query) // 2] * 2])[index] for part in fused]
+            parts = []
+            for part in fused:
+                key = (len(part) - query) // 2
+                parts.append(part.split([query, key, key])[index])
+            return parts
         if f"{parent}.qkv_proj.weight" in held:  # every query head has a key/value head
             return [part.chunk(3)[index] for part in self._parts(f"{parent}.qkv_proj.weight")]
         return self._parts(f"{parent}.{which}_proj.weight")
 
     @functools.cached_property
     def _copies(self) -> int:
-        """How many times each key/value head is there."""
+        """Number of copies of each key/value head."""
         held = sum(len(part) for part in self._pieces("model.layers.0.self_attn", "k"))
         rows = self.spec.num_kv_heads * self.spec.head_size
         if held % rows:
@@ -174,8 +177,12 @@ class NxdShards:
             raise DataError(
                 f"{self.folder}: has no weight {name!r}. Give the spec that it was trained with."
             )
-        held = (_weights(shard[name]) for shard in self._shards)
-        return [tensors[name if name in tensors else ""] for tensors in held]
+        parts = []
+        for shard in self._shards:
+            tensors = _weights(shard[name])
+            # A file of its own holds a tensor without a name.
+            parts.append(tensors[name] if name in tensors else tensors[""])
+        return parts
 
 
 class TensorReference:

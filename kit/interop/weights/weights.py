@@ -227,7 +227,7 @@ IN_BLOCK = {
     },
 }
 FUSED = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
-"""Which third of GPT-2's `c_attn`."""
+"""Position of each module in GPT-2's `c_attn`, which consists of three equal parts."""
 
 
 def their_name(spec: ModelSpec, name: str) -> str:
@@ -246,8 +246,11 @@ def to_theirs(spec: ModelSpec, weights: Iterable[tuple[str, Tensor]]) -> dict[st
     found: dict[str, Tensor] = {}
     for name, weight in weights:
         theirs = their_name(spec, name)
-        weight = weight.T if _transposed(spec, name, weight) else weight
-        found[theirs] = torch.cat((found[theirs], weight), dim=-1) if theirs in found else weight
+        if _transposed(spec, name, weight):
+            weight = weight.T
+        if theirs in found:
+            weight = torch.cat((found[theirs], weight), dim=-1)
+        found[theirs] = weight
     return {name: weight.contiguous() for name, weight in found.items()}
 
 
