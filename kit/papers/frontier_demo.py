@@ -37,8 +37,7 @@ SPACE: dict[str, tuple] = {
     "micro_batch_size": (1,),
     "num_nodes": (2,),
 }
-"""Of the search on this machine; most of it the study runs anyway. TP 2 with PP 2 needs four of
-two cores and fails."""
+"""Parameters of the search on this machine. TP 2 with PP 2 would need four processes and fails."""
 SEARCH = "search.journal"
 """Where `demo_search` keeps its trials, beside the runs."""
 ATTENTION = "attention.json"
@@ -47,8 +46,6 @@ LENGTHS = (256, 512, 1024, 2048)
 REPETITIONS = 6
 ALONE = {"tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "num_nodes": 2}
 STUDY: list[dict[str, int]] = [
-    ALONE | {"num_microbatches": MICROBATCHES // 2},
-    ALONE | {"num_microbatches": MICROBATCHES},
     *(ALONE | {"pipeline_parallel": 2, "num_microbatches": count} for count in (1, 2, 4, 8)),
     ALONE | {"tensor_parallel": 2, "num_microbatches": MICROBATCHES},
     ALONE | {"num_nodes": 1, "num_microbatches": MICROBATCHES},

@@ -11,7 +11,7 @@ import numpy as np
 from kit.config.spec import FlopBasis, ModelSpec
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.papers.facts import Fact
-from kit.papers.frontier_demo import MICROBATCHES, run_hfu_percent, select, tokens_per_s_and_device
+from kit.papers.frontier_demo import run_hfu_percent, tokens_per_s_and_device
 from kit.papers.frontier_model import (
     FACTS,
     LUMI,
@@ -26,7 +26,7 @@ from kit.papers.frontier_model import (
     relative_rates,
     throughput_layer,
 )
-from kit.papers.layers import Drawn, Layer, Runs, measured, on_clusters, scale_of
+from kit.papers.layers import Drawn, Layer, Runs, by_scale, measured, on_clusters, scale_of
 from kit.papers.panels import legend_above, pairs, picture
 from kit.run import Run
 
@@ -178,13 +178,12 @@ def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
 
 
 def _own_panels(runs: Runs, kind: str) -> dict[str, list[Layer]]:
-    """Returns a panel for this machine and one for clusters: a line for runs that differ in
-    nothing but their size, tokens/s and device in % of the smallest.
+    """Returns a panel for runs of clusters: a line for runs that differ in nothing but their size,
+    tokens/s and device in % of the smallest.
     """
     weak = kind == "weak"
-    fields = {"num_microbatches" if weak else "global_batch_size": MICROBATCHES}
     groups: dict[tuple, list[Run]] = {}
-    for run in select(runs, tensor_parallel=1, pipeline_parallel=1, micro_batch_size=1, **fields):
+    for run in by_scale(runs)["cluster"]:
         batch = run.plan.global_batch_size / (run.plan.data_parallel if weak else 1)
         shape = (run.spec.num_layers, run.spec.hidden_size, run.spec.sequence_length)
         groups.setdefault((scale_of(run), shape, batch), []).append(run)

@@ -8,6 +8,7 @@ The layouts of all lines and relations are in `data/figures.toml` and `data/obse
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def sweep_figure(
     *,
     field: str,
     lines: Mapping[str, Mapping[str, Any]],
-    demo: Mapping[str, Mapping[str, Any]],
+    demo: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     shows: str,
     holds: str,
     xlabel: str,

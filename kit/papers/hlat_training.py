@@ -1,5 +1,5 @@
-"""HLAT: learning rates and the data of the last stage, as released; and section VI: training loss,
-what to do about a spike, and in which numbers to train, all of it measured here.
+"""HLAT: learning rates and the data of the last stage, as released; and section VI: training loss
+and the precision of training, both measured here.
 """
 
 import json
@@ -26,8 +26,8 @@ EXACT = (
     " (rescaled)"
 )
 TRAINING = "(a) loss, nats per token"
-SPIKES, PRECISION = "spikes.json", "precision.json"
-"""What the studies of `hlat_demo` leave in their folder."""
+PRECISION = "precision.json"
+"""File in which `hlat_demo.demo_precision` keeps its steps."""
 
 
 def learning_rate_figure(runs: Runs = ()) -> Drawn:
@@ -173,57 +173,6 @@ def loss_figure(
     )
 
 
-def spikes_figure(runs: Runs = ()) -> Drawn:
-    """Returns the loss of a small model through a spike that was made on purpose, answered in four
-    ways; its table.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    arms, panels = _study(runs, SPIKES, "demo_spikes")
-    begin = _begin(arms)
-    garbled = sum(row["stands_out"] for row in arms["skip"])
-    shown = [layer.y[layer.x > begin - 45] for layer in panels["held out"]]
-    worst = worst_after(arms)
-    last = last_losses(arms)
-    told = ", ".join(f"{name} {worst[name]:.2f}" for name in arms if name != "no spike")
-    ends = "; ".join(f"{name} {worst[name]:.2f}, then {last[name]:.2f}" for name in arms)
-    special = {"no spike": {"linestyle": (0, (4, 2))}, "skip": {"linewidth": 3.2}}
-    styles = [{"linewidth": 1.2, **special.get(arm, {})} for arm in arms]  # roll back lies on skip
-
-    def mark_garbled(figure: Any) -> None:
-        legend_above(figure, 5)
-        for axis in figure.axes:
-            axis.set_xlim(begin - 45, None)
-            axis.axvspan(begin - 0.5, begin - 0.5 + garbled, color=GREY, alpha=0.2, linewidth=0)
-
-    return picture(
-        panels,
-        [
-            {"styles": styles, "title": TRAINING},
-            {
-                "styles": styles,
-                "marker": "o",
-                "title": "(b) on held-out text",
-                "ylim": (np.min(shown) - 0.1, np.max(shown) + 0.1),
-            },
-        ],
-        f"{garbled} batches of random tokens (grey) make a spike; four answers to it.",
-        f"Worst held out: {told}.",
-        "The paper's own spikes, if it had any, could not be read.",
-        notes=[
-            (
-                "Answers: skip steps whose loss stands out; roll back to a checkpoint and leave"
-                " out the data since (as PaLM); a lower learning rate from then on (as OPT)."
-            ),
-            f"Held-out loss, highest and last: {ends}.",
-        ],
-        fill=_draw_arms,
-        also=mark_garbled,
-        height=4.3,
-    )
-
-
 def precision_figure(runs: Runs = ()) -> Drawn:
     """Returns the loss of a small model trained in four precisions, and how far each is from fp32;
     and the table.
@@ -292,20 +241,6 @@ def _draw_arms(
 def last_losses(arms: dict[str, Steps]) -> dict[str, float]:
     """Returns the last held-out loss of each arm of a study, nats per token."""
     return {name: _column(rows, "validation_loss")[1][-1] for name, rows in arms.items()}
-
-
-def worst_after(arms: dict[str, Steps]) -> dict[str, float]:
-    """Returns the highest held-out loss of each arm from the spike on."""
-    begin = _begin(arms)
-    return {
-        name: max(_column(rows[begin - 1 :], "validation_loss")[1]) for name, rows in arms.items()
-    }
-
-
-def _begin(arms: dict[str, Steps]) -> int:
-    """Returns the first step of damaged data, whether or not its loss stands out."""
-    pairs = zip(arms["nothing"], arms["no spike"], strict=False)
-    return next(row["step"] for row, calm in pairs if row["loss"] != calm["loss"])
 
 
 def _column(rows: Steps, name: str) -> Any:

@@ -31,7 +31,7 @@ def test_demo_scale_is_marked_and_kept_apart(tmp_path: Path) -> None:
     runs = [folder, cluster_run(tmp_path / "cluster", hfu=0.3)]
     found = measured(runs, x=lambda run: float(run.plan.num_devices), y=run_hfu_percent)
     assert [layer.scale for layer in found] == ["demo", "cluster"]
-    assert len(found[0].x) == 8 and found[1].y == pytest.approx([30], rel=0.01)
+    assert len(found[0].x) == 6 and found[1].y == pytest.approx([30], rel=0.01)
     assert found[0].source == "this machine, demo scale"
     (folder / LOAD).write_text('{"load": 7.5}')
     busy, _ = measured(runs, x=lambda run: 1.0, y=run_hfu_percent)
