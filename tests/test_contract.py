@@ -93,7 +93,7 @@ TYPED = {
         " frontier-weak-scaling frontier-strong-scaling frontier-cost hlat-models"
         " hlat-sequence-length hlat-hyperparameters hlat-learning-rate hlat-data-mix hlat-cost"
         " hlat-throughput hlat-quality hlat-averaging hlat-truthfulness hlat-scores-7b"
-        " hlat-scores-70b hlat-loss hlat-spikes hlat-precision"
+        " hlat-scores-70b hlat-loss hlat-precision"
     ),
     "models": "demo gpt-1.4b gpt-22b gpt-175b gpt-1t hlat-7b hlat-70b llama3-8b gpt2-xl",
     "recipes": "frontier-22b frontier-175b frontier-1t hlat-7b hlat-70b",

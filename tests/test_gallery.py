@@ -134,9 +134,11 @@ def test_figures_of_a_paper_are_kept_as_files_and_none_may_be_missing(
     ]
     assert sorted(file.name for file in folder.iterdir()) == names
     monkeypatch.setattr(
-        gallery, "PAPERS", {"paper": ("hlat", {"hlat-spikes": FIGURES["hlat-spikes"]}, "study")}
+        gallery,
+        "PAPERS",
+        {"paper": ("hlat", {"hlat-precision": FIGURES["hlat-precision"]}, "study")},
     )
-    with pytest.raises(ConfigError, match=r"hlat-spikes: runs: no spikes\.json"):
+    with pytest.raises(ConfigError, match=r"hlat-precision: runs: no precision\.json"):
         gallery.keep("paper", tmp_path / "unused.ipynb")
 
 

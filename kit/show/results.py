@@ -42,10 +42,11 @@ def format_value(value: float, unit: str) -> str:
     """Returns a number to three significant digits with its unit; a fraction is printed in per
     cent.
     """
-    number = 100 * value if unit == "fraction" else value
-    digits = (
-        f"{number:,.0f}"
-        if abs(number) >= 100 or number == int(number)
-        else f"{number:#.3g}".rstrip(".")
-    )
-    return digits + {"fraction": " %", "": "", "x": "x"}.get(unit, f" {unit}")
+    number = value
+    if unit == "fraction":
+        number = 100 * value
+    digits = f"{number:#.3g}".rstrip(".")
+    if abs(number) >= 100 or number == int(number):
+        digits = f"{number:,.0f}"
+    suffix = {"fraction": " %", "": "", "x": "x"}.get(unit, f" {unit}")
+    return digits + suffix

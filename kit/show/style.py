@@ -59,8 +59,11 @@ def short(name: str, room: int = 30) -> str:
 
     An underscore at its beginning, which would hide it from the legend, gets a space before it.
     """
-    name = f" {name}" if name.startswith("_") else name
-    return name if len(name) <= room else f"{name[: room // 2 - 1]}…{name[-(room // 2) :]}"
+    if name.startswith("_"):
+        name = f" {name}"
+    if len(name) <= room:
+        return name
+    return f"{name[: room // 2 - 1]}…{name[-(room // 2) :]}"
 
 
 def check_picture(file: Path) -> Path:
@@ -74,10 +77,8 @@ def check_picture(file: Path) -> Path:
             f"{file}: {file.suffix or 'no ending'} is not a format of pictures."
             f" Allowed: {', '.join(PICTURES)}."
         )
-    if (
-        file.is_dir()
-        or not next(folder for folder in file.absolute().parents if folder.exists()).is_dir()
-    ):
+    parent = next(folder for folder in file.absolute().parents if folder.exists())
+    if file.is_dir() or not parent.is_dir():
         raise ConfigError(
             f"{file}: cannot be written. Give the name of a file, in a folder or a new one."
         )
@@ -111,7 +112,9 @@ def plain_cell(text: str) -> str:
     a spreadsheet would otherwise execute it as a formula. A run's folder may have any name.
     """
     shown = plain(text)
-    return f"'{shown}" if text[:1] in FORMULA_STARTS else shown
+    if text[:1] in FORMULA_STARTS:
+        return f"'{shown}"
+    return shown
 
 
 def _write_table(rows: Rows, path: Path) -> None:
@@ -130,6 +133,8 @@ def _cell(value: Any) -> Any:
     """
     if isinstance(value, str):
         return plain_cell(value)
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.6g}"
-    return value
+    if not isinstance(value, float):
+        return value
+    if math.isnan(value):
+        return ""
+    return f"{value:.6g}"

@@ -63,26 +63,35 @@ class Table(TextTable):
 
     def _repr_html_(self) -> str:
         rows = [[cell.plain for cell in cells] for cells in self.cells]
-        sides = [
-            "right" if all(_is_number(cell) for cell in column) else "left"
-            for column in zip(*rows, strict=True)
-        ]
-        styles = [f"text-align:{side}" for side in sides]
-        for number, column in enumerate(zip(*rows, strict=True)):
-            if max(map(len, column)) >= LONG_TEXT:
-                styles[number] = f"min-width:{LEAST_WIDTH};{styles[number]}"
-        body = "".join(f"<tr>{_html_cells('td', cells, styles)}</tr>" for cells in rows)
-        width = "width:44em" if len(self.title) > LONG_CAPTION else "white-space:nowrap"
-        title = CAPTION.format(width, html.escape(self.title))
-        caption = f"<caption style='text-align:left'>{title}</caption>"
+        styles = [_column_style(column) for column in zip(*rows, strict=True)]
+        caption = ""
+        if self.title:
+            width = "width:44em" if len(self.title) > LONG_CAPTION else "white-space:nowrap"
+            title = CAPTION.format(width, html.escape(self.title))
+            caption = f"<caption style='text-align:left'>{title}</caption>"
         head = f"<thead><tr>{_html_cells('th', self.columns, styles)}</tr></thead>"
-        table = f"<table>{caption if self.title else ''}{head}<tbody>{body}</tbody></table>"
+        body = "".join(f"<tr>{_html_cells('td', cells, styles)}</tr>" for cells in rows)
+        table = f"<table>{caption}{head}<tbody>{body}</tbody></table>"
         return table + notes_html(self.notes, self.left_out)
+
+
+def _column_style(cells: Sequence[str]) -> str:
+    """Returns the CSS of a column with these cells: numbers are aligned right, and a column of long
+    texts has a least width.
+    """
+    style = "text-align:left"
+    if all(_is_number(cell) for cell in cells):
+        style = "text-align:right"
+    if max(map(len, cells)) >= LONG_TEXT:
+        style = f"min-width:{LEAST_WIDTH};{style}"
+    return style
 
 
 def _is_number(cell: str) -> bool:
     """Returns whether a cell is empty, or a number with few words."""
-    return not cell or bool(NUMBER.match(cell)) and len(WORD.findall(cell)) <= MOST_WORDS
+    if not cell:
+        return True
+    return bool(NUMBER.match(cell)) and len(WORD.findall(cell)) <= MOST_WORDS
 
 
 def _html_cells(tag: str, cells: Sequence[str], styles: Sequence[str]) -> str:
@@ -95,4 +104,6 @@ def _show(value: Any) -> str:
         return ""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)

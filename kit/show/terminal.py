@@ -94,20 +94,28 @@ def plain_streams() -> Iterator[None]:
 
 
 GAP = "  "
-UNLIMITED, PICTURE = 100_000, 80
-"""Characters in a line of a file or a pipe; of what is drawn, which would fill it."""
+UNLIMITED = 100_000
+"""Characters in a line of a file or a pipe."""
+PICTURE = 80
+"""Characters in the width of a curve that goes to a file or a pipe."""
 APART_S = 30.0
-"""Between two views of what is drawn again and again, where it is not drawn in its place."""
+"""Seconds between two views of `keep_drawing` in a file or a pipe."""
 HUGE = 1e6
-"""A loss from here on is written with an exponent."""
+"""Smallest number with fixed decimals that is written with an exponent."""
 
 
 def number(value: float | None, form: str) -> str:
-    """Returns a number in a format, a huge one of fixed digits with an exponent; none is a dash."""
-    if value is None or not math.isfinite(value):
-        return "–" if value is None else "not finite"
-    huge = form in (".2f", ".3f", ".4f") and abs(value) >= HUGE
-    return f"{value:{'.3e' if huge else form}}"
+    """Formats a number.
+
+    With a fixed number of decimals, numbers from 1e6 on have an exponent. None is a dash.
+    """
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return "not finite"
+    if form in (".2f", ".3f", ".4f") and abs(value) >= HUGE:
+        form = ".3e"
+    return f"{value:{form}}"
 
 
 def clock(when: float, form: str = "%H:%M:%S") -> str:
@@ -125,7 +133,9 @@ def as_text(*parts: RenderableType) -> str:
     console = PlainConsole(color_system=None, force_jupyter=False)
     with console.capture() as shown:
         for part in parts:
-            console.print(Text(part) if isinstance(part, str) else part)
+            if isinstance(part, str):
+                part = Text(part)
+            console.print(part)
     return shown.get().removesuffix("\n")
 
 
@@ -156,8 +166,11 @@ class PlainConsole(Console):
 
     def render(self, *args: Any, **options: Any) -> Iterable[Segment]:
         """Yields the pieces of something printed, their text made plain."""
-        for text, style, control in super().render(*args, **options):
-            yield Segment(text if control else plain(text), style, control)
+        for segment in super().render(*args, **options):
+            if segment.control:
+                yield segment
+            else:
+                yield Segment(plain(segment.text), segment.style)
 
 
 def keep_drawing(
@@ -173,7 +186,9 @@ def keep_drawing(
     last.
     """
     drawn_over = console.is_terminal or console.is_jupyter
-    screen = Live(console=console, auto_refresh=False) if drawn_over else contextlib.nullcontext()
+    screen: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if drawn_over:
+        screen = Live(console=console, auto_refresh=False)
     printed = -math.inf
     with contextlib.suppress(KeyboardInterrupt), screen as live:
         while True:
@@ -235,10 +250,9 @@ class Table:
         least = len(GAP) * (len(self.columns) - 1)
         for i, name in enumerate(self.columns):
             whole = name in self.right
-            texts = [name, *(cells[i].plain for cells in self.cells)]
-            parts = [
-                part for text in texts for part in (text.splitlines() if whole else text.split())
-            ]
+            parts = []
+            for text in (name, *(cells[i].plain for cells in self.cells)):
+                parts += text.splitlines() if whole else text.split()
             width = max(map(cell_len, parts), default=0)
             least += width
             table.add_column(
@@ -265,10 +279,14 @@ class Table:
         for cells in self.cells:
             line = Text(overflow="fold")
             for name, cell in zip(self.columns, cells, strict=True):
-                pair = Text.assemble((f"{name} " if name else "", "dim"), cell)
+                prefix = f"{name} " if name else ""
+                pair = Text.assemble((prefix, "dim"), cell)
                 if line.plain.strip() and line.cell_len + len(GAP) + pair.cell_len > width:
                     yield line
                     line = Text("  ", overflow="fold")
-                if cell.plain:
-                    line.append_text(Text(GAP if line.plain.strip() else "")).append_text(pair)
+                if not cell.plain:
+                    continue
+                if line.plain.strip():
+                    line.append(GAP)
+                line.append_text(pair)
             yield line

@@ -6,18 +6,31 @@ import contextlib
 import sys
 from pathlib import Path
 
-WIDTH, PIXELS_PER_INCH = 6.25, 96
-"""Inches, of every figure: 600 pixels of a page. Shown in 548 pixels, which is what JupyterLab's
-side bar leaves of a window of 1,000, its smallest text is still as high as the page's own, 14
-pixels."""
+WIDTH = 6.25
+"""Width of every figure in inches: 600 pixels of a page.
+
+JupyterLab's side bar leaves 548 pixels of a window of 1,000. In these the smallest text of a figure
+is still as high as the text of the page, 14 pixels."""
+PIXELS_PER_INCH = 96
+"""Pixels of a page in an inch of a figure."""
 TEXT = 11.5
-"""Points, of all text (as in `kit.mplstyle`): 14 pixels at 548."""
-BLUE, VERMILION, GREEN, PURPLE, OLIVE = "#0072B2", "#B34D00", "#007A5A", "#9A4A78", "#8A7A00"
-"""The Okabe-Ito hues, darkened until lines have a contrast of 4 on white. Written out where they
-are used, since a cycle's C0, C1 are looked up when the figure is saved, outside its style."""
-INK, GREY, SLATE, GRID, GROUND = "#222222", "#666666", "#555555", "#E6E6E6", "#FFFFFF"
+"""Size of all text in points, as in `kit.mplstyle`: 14 pixels in a figure of 548 pixels."""
+
+# The Okabe-Ito hues, darkened until lines have a contrast of 4 on white. Colours are named where
+# they are used: matplotlib looks up C0, C1 when it saves a figure, outside the kit's style.
+BLUE = "#0072B2"
+VERMILION = "#B34D00"
+GREEN = "#007A5A"
+PURPLE = "#9A4A78"
+OLIVE = "#8A7A00"
+
+INK = "#222222"
+GREY = "#666666"
+SLATE = "#555555"
+GRID = "#E6E6E6"
+GROUND = "#FFFFFF"
 MUTED = "color:var(--jp-ui-font-color2,gray)"
-"""Of less important words on a page: its theme's own."""
+"""CSS of less important words on a page, in the colour of its theme."""
 HUES = (BLUE, VERMILION, GREEN, PURPLE)
 DARK = {
     light.lower(): dark

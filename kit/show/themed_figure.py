@@ -77,11 +77,9 @@ class ThemedFigure(Figure):
             lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]),
             stream.getvalue(),
         )
-        return (
-            re.sub(r"#[0-9a-f]{6}\b", lambda found: DARK.get(found[0], found[0]), light)
-            if dark
-            else light
-        )
+        if not dark:
+            return light
+        return re.sub(r"#[0-9a-f]{6}\b", lambda found: DARK.get(found[0], found[0]), light)
 
     def to_html(self, *, alt: str = "") -> str:
         """Returns both drawings, of which the page shows the one of its theme, and the notes.

@@ -13,7 +13,7 @@ from kit.papers import PaperFigure
 from kit.papers.frontier_demo import SEARCH, SPACE
 from kit.papers.hlat_demo import PRECISIONS
 from kit.papers.hlat_model import TRN1
-from kit.papers.hlat_training import PRECISION, SPIKES
+from kit.papers.hlat_training import PRECISION
 from tests.papers import recorded
 from tests.papers.recorded import PLAN_175B, cluster_run, demo_study, record, score, scored
 
@@ -62,21 +62,18 @@ def frontier_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-def _arm(name: str, loss: float) -> list[dict]:
-    """Returns the steps of one arm of a study, with a spike at the 81st."""
-    common = {"grad_norm": 1.0, "learning_rate": 1e-3, "applied": True}
+def _arm() -> list[dict]:
+    """Returns the steps of one arm of a study."""
+    common = {"grad_norm": 1.0, "learning_rate": 1e-3, "loss": 6.0}
     return [
-        common
-        | {"step": step, "loss": 9.0 if out else 6.0, "stands_out": out}
-        | {"validation_loss": loss if step % 10 == 0 else None}
-        for step in range(1, 151)
-        for out in [step == 81 and name != "no spike"]
+        common | {"step": step, "validation_loss": 5.1 if step % 10 == 0 else None}
+        for step in range(1, 101)
     ]
 
 
 @pytest.fixture(scope="session")
 def hlat_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A run on Trainium, and a folder with a scored run and both studies at demo scale."""
+    """A run on Trainium, and a folder with a scored run and the study at demo scale."""
     folder = tmp_path_factory.mktemp("hlat")
     degrees: dict[str, Any] = {"tensor_parallel": 8, "data_parallel": 64, "zero_stage": 1}
     plan = Plan(**degrees, global_batch_size=1024, precision="bf16")
@@ -89,8 +86,5 @@ def hlat_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for step in (4, 8):
         bits = score("heldout", 3 - step / 10, metric="bits_per_byte")
         scored(run, score("piqa", 0.5 + step / 100), bits, step=step)
-    last = {"no spike": 5.0, "nothing": 5.9, "skip": 5.1, "roll back": 5.2, "lower rate": 5.4}
-    arms = {name: _arm(name, loss) for name, loss in last.items()}
-    (demo / SPIKES).write_text(json.dumps(arms))
-    (demo / PRECISION).write_text(json.dumps(dict.fromkeys(PRECISIONS, arms["skip"])))
+    (demo / PRECISION).write_text(json.dumps(dict.fromkeys(PRECISIONS, _arm())))
     return [trn1.directory, demo]

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.slow
 QUICK = {name: FIGURES[name] for name in ("hlat-data-mix", "hlat-loss")}
 NEEDS_RUNS = {
     "hlat-loss": r"no steps in \[\]",
-    "hlat-spikes": r"no spikes\.json in \[\].*demo_spikes",
     "hlat-precision": r"no precision\.json in \[\].*demo_precision",
 }
 """The paper's own could not be read: without runs there is nothing to draw, as these words say."""
