@@ -84,11 +84,13 @@ def stage_memory_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) 
         for series in ("stage_allocated_mib", "stage_peak_mib", "lumi_allocated_mib")
     )
     panels = {
-        "a": [static, _against(static, "after a skipped step", after.state + after.buffers)],
+        "a": [static, _against(static, "after a skipped step", after.state_bytes + after.buffers)],
         "b": [
             dynamic,
-            _against(dynamic, "state and activations", peak.total),
-            _against(dynamic, "and reserve", RESERVE.used_bytes(peak.state, peak.dynamic)),
+            _against(dynamic, "state and activations", peak.total_bytes),
+            _against(
+                dynamic, "and reserve", RESERVE.used_bytes(peak.state_bytes, peak.dynamic_bytes)
+            ),
         ],
         "c": [lumi, _against(lumi, "bf16 Adam, ZeRO 1", [lumi_bytes(int(x)) for x in lumi.x])],
     }
@@ -132,7 +134,7 @@ def lumi_bytes(replicas: int) -> float:
         kernels=MEGATRON,
         convention=CONVENTIONS["deepspeed_bf16"],
     )
-    return float((stage.state + stage.buffers)[-1])
+    return float((stage.state_bytes + stage.buffers)[-1])
 
 
 def _against(log: Layer, label: str, held_bytes: Any) -> Layer:

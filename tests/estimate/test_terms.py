@@ -18,7 +18,7 @@ from kit.estimate.choose.explain import answers
 from kit.estimate.choose.report import plan_report
 from kit.estimate.choose.search import describe_layout, search
 from kit.estimate.theory.activations import MEGATRON
-from kit.estimate.theory.communication import Links, all_gather_seconds, exposed_seconds
+from kit.estimate.theory.communication import GroupLinks, all_gather_seconds, exposed_seconds
 from kit.estimate.theory.hardware import NARROW_CEILING, Coefficients, Hardware
 from kit.estimate.theory.layer import layer_params, product_seconds
 from kit.estimate.theory.layouts import EXCHANGES, SCHEDULES, Layouts, cast_bytes
@@ -43,7 +43,7 @@ def plan(**changes):
 def timed(*plans, **kernels):
     layouts = Layouts.of(LLAMA, plans, **kernels)
     hardware = Hardware.of(H100, plans[0].precision)
-    return step_time(layouts, hardware, C), Links(layouts, hardware, C), layouts
+    return step_time(layouts, hardware, C), GroupLinks(layouts, hardware, C), layouts
 
 
 def test_a_ring_hides_behind_attention_and_what_it_sends_grows_with_ranks_and_key_heads():
@@ -356,10 +356,12 @@ def test_rings_take_the_links_of_what_they_reach_over():
         plans = [plan(tensor_parallel=1, data_parallel=ranks) for ranks in (2, 8)]
         plans.append(plan(tensor_parallel=4, data_parallel=2))
         layouts = Layouts.of(LLAMA, plans)
-        rate = Links(layouts, hardware, C).data.rate / C.data_efficiency
+        rate = GroupLinks(layouts, hardware, C).data.rate / C.data_efficiency
         assert rate == pytest.approx([pair, node, min(pair, node)]), name
         around = Layouts.of(LLAMA, [plan(tensor_parallel=1, context_parallel=8)])
-        assert Links(around, hardware, C).context.rate == pytest.approx(node * C.node_efficiency)
+        assert GroupLinks(around, hardware, C).context.rate == pytest.approx(
+            node * C.node_efficiency
+        )
 
 
 def test_zero_3_gathers_twice_and_scatters_once_a_micro_batch_beside_its_work():
