@@ -71,7 +71,7 @@ def test_activations_of_the_kits_own_block(family, recompute):
     layer, tokens = LayerActivations(layouts, KIT), batch * spec.sequence_length
     assert tokens * layer.saved_bytes.item() == pytest.approx(kept, rel=0.01)
     held = kept + 2 * y.nbytes  # the output and its gradient
-    assert tokens * layer.workspace.item() == pytest.approx(live.peak - held, rel=0.15)
+    assert tokens * layer.workspace_bytes.item() == pytest.approx(live.peak - held, rel=0.15)
 
 
 @pytest.fixture
