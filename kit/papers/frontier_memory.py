@@ -82,10 +82,10 @@ def stage_memory_content(runs: Runs = ()) -> FigureContent:
         for series in ("stage_allocated_mib", "stage_peak_mib", "lumi_allocated_mib")
     )
     state = _modelled_beside(
-        state_log, "after a skipped step", between_steps.state + between_steps.buffers
+        state_log, "after a skipped step", between_steps.state_bytes + between_steps.buffers
     )
-    whole = _modelled_beside(peak_log, "state and activations", peak.total)
-    reserved = RESERVE.used_bytes(peak.state, peak.dynamic)
+    whole = _modelled_beside(peak_log, "state and activations", peak.total_bytes)
+    reserved = RESERVE.used_bytes(peak.state_bytes, peak.dynamic_bytes)
     with_reserve = _modelled_beside(peak_log, "and reserve", reserved)
     lumi = _modelled_beside(
         lumi_log, "bf16 Adam, ZeRO 1", [lumi_bytes(int(replicas)) for replicas in lumi_log.x]
@@ -146,7 +146,7 @@ def lumi_bytes(replicas: int) -> float:
         kernels=MEGATRON,
         convention=CONVENTIONS["deepspeed_bf16"],
     )
-    return float((stage.state + stage.buffers)[-1])
+    return float((stage.state_bytes + stage.buffers)[-1])
 
 
 def _modelled_beside(log: FigureLayer, label: str, modelled_bytes: Any) -> FigureLayer:

@@ -14,7 +14,7 @@ from kit.estimate.choose.search import Machine
 from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.out_of_memory import RESERVE
-from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, plan_of
+from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, plan_of_trial
 from kit.estimate.tuning.tune import Trials, sensitivity, tune
 from kit.papers.facts import read_paper_toml
 from kit.papers.frontier_demo import SEARCH
@@ -135,7 +135,7 @@ def _model_layers(name: str) -> list[FigureLayer]:
     best = unit * trials.best_so_far
     known = np.flatnonzero(np.isfinite(best))
     winners = [trials.trials[np.nanargmax(trials.values[: i + 1])].parameters for i in known]
-    plans = [plan_of(winner, devices_per_node=8, base=paper_plan()) for winner in winners]
+    plans = [plan_of_trial(winner, devices_per_node=8, base=paper_plan()) for winner in winners]
     found = frontier_calibration().predict(frontier_layouts(spec, plans, gradient_bytes=4.0))
     ends = np.full((2, len(best)), np.nan)
     ends[:, known] = best[known] * found.total_s / np.stack([found.high_s, found.low_s])

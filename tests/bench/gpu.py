@@ -235,7 +235,7 @@ def predicted(setup: Setup, recompute: Recompute, site: Site) -> Prediction:
         step_s=float(step.total_s.item()),
         low_s=float(step.low_s.item()),
         high_s=float(step.high_s.item()),
-        memory_bytes=float(memory(layouts).stages[1].total.item()),
+        memory_bytes=float(memory(layouts).stages[1].total_bytes.item()),
     )
 
 

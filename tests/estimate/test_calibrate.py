@@ -13,8 +13,8 @@ from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.calibrate import calibrate, propose, published_calibration
-from kit.estimate.fit.fitting import Prior, fit, sensitivity
-from kit.estimate.fit.measured_rows import hardware_on, rows_of
+from kit.estimate.fit.fitting import Prior, fit, log_time_and_slopes
+from kit.estimate.fit.measured_rows import hardware_on, published_rows
 from kit.estimate.theory.hardware import NAMES, Coefficients, Hardware
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.step_time import step_time
@@ -34,14 +34,16 @@ def bloom():
 @pytest.fixture(scope="module")
 def invented(bloom):
     """Rows whose seconds are the model's own with TRUE coefficients."""
-    rows = rows_of(bloom)
-    return dataclasses.replace(rows, seconds=step_time(rows.layouts, rows.hardware, TRUE).total_s)
+    rows = published_rows(bloom)
+    return dataclasses.replace(
+        rows, step_time_s=step_time(rows.layouts, rows.hardware, TRUE).total_s
+    )
 
 
 def off(found, rows):
     """Returns the relative error of each row."""
     times = fitting.log_time(rows.layouts, rows.hardware, found.values)
-    return np.abs(np.exp(times) / rows.seconds - 1)
+    return np.abs(np.exp(times) / rows.step_time_s - 1)
 
 
 def test_invented_runs_are_reproduced_and_their_speed_is_found(invented):
@@ -52,9 +54,9 @@ def test_invented_runs_are_reproduced_and_their_speed_is_found(invented):
 
 
 def test_one_disturbed_run_in_ten_does_not_move_the_fit(invented):
-    seconds = invented.seconds.copy()
+    seconds = invented.step_time_s.copy()
     seconds[::10] *= 1.6
-    found = fit(dataclasses.replace(invented, seconds=seconds), Prior.default())
+    found = fit(dataclasses.replace(invented, step_time_s=seconds), Prior.default())
     assert off(found, invented).mean() < 0.02
 
 
@@ -62,7 +64,7 @@ def test_fit_without_rows_is_the_prior_and_with_them_stays_inside_bounds(bloom, 
     prior = Prior.default()
     nothing = fit(invented.select(np.zeros(len(invented), dtype=bool)), prior)
     assert np.array_equal(nothing.values, prior.mean)
-    fast = dataclasses.replace(invented, seconds=invented.seconds / 4)
+    fast = dataclasses.replace(invented, step_time_s=invented.step_time_s / 4)
     values = fit(fast, prior).values
     assert (values >= fitting.LOW - 1e-9).all() and (values <= fitting.HIGH + 1e-9).all()
     found = fit(fast, prior).coefficients
@@ -78,15 +80,15 @@ def test_only_holds_the_other_coefficients_at_their_mean(invented):
 
 def test_stack_factors_tell_two_programs_on_one_machine_apart(invented):
     stack = np.arange(len(invented)) % 2
-    seconds = invented.seconds * np.where(stack == 1, 1.3, 1.0)
-    rows = dataclasses.replace(invented, seconds=seconds, stack=stack)
+    seconds = invented.step_time_s * np.where(stack == 1, 1.3, 1.0)
+    rows = dataclasses.replace(invented, step_time_s=seconds, stack=stack)
     found = fit(rows, Prior.default(), stacks=True)
     assert np.exp(found.stack_factors[1] - found.stack_factors[0]) == pytest.approx(1.3, rel=0.05)
 
 
 def test_derivatives_are_those_of_the_model(invented):
     values = Prior.default().mean
-    centre, slopes = sensitivity(invented.layouts, invented.hardware, values)
+    centre, slopes = log_time_and_slopes(invented.layouts, invented.hardware, values)
     assert slopes[:, NAMES.index("factor")] == pytest.approx(1)
     assert (slopes[:, NAMES.index("gemm_efficiency")] < 0).all()
     times = step_time(invented.layouts, invented.hardware, Coefficients())
@@ -126,21 +128,21 @@ def test_what_no_fit_has_seen_widens_the_interval_and_is_named():
     assert two == ("ZeRO 3 (FSDP2)", "compiled blocks")
     assert few == ("fewer micro-batches than stages",)
     hardware = Hardware.of(Site.load("selene"))
-    layouts = rows_of(published.load(system="Selene")[:1]).layouts
+    layouts = published_rows(published.load(system="Selene")[:1]).layouts
     slow = dataclasses.replace(hardware, memory_bytes_per_s=hardware.memory_bytes_per_s / 4)
-    assert interval.untried(layouts, slow, None)["device unlike those of the fit"].all()
+    assert interval.untried_counts(layouts, slow, None)["device unlike those of the fit"].all()
     measured = interval.MeasuredRange.of(layouts, slow)
     assert not untried(layouts, slow, measured), "its runs have told"
 
 
 def untried(layouts, hardware, measured) -> set[str]:
     """Returns the names of what no fit, and none of these runs, has seen."""
-    found = interval.untried(layouts, hardware, measured)
+    found = interval.untried_counts(layouts, hardware, measured)
     return {name for name, each in found.items() if each.any()}
 
 
 def test_a_measured_trait_is_no_longer_untried(bloom):
-    rows = rows_of(bloom[:6])
+    rows = published_rows(bloom[:6])
     rate = 2 * np.asarray(rows.hardware.matmul_flops_per_s)
     narrow = dataclasses.replace(rows.hardware, matmul_flops_per_s=rate)
     measured = interval.MeasuredRange.of(rows.layouts, narrow)
@@ -150,7 +152,7 @@ def test_a_measured_trait_is_no_longer_untried(bloom):
 
 def test_runs_that_fit_badly_widen_the_interval_of_the_next(invented):
     noise = np.random.default_rng(0).normal(0, 0.3, len(invented))
-    rough = dataclasses.replace(invented, seconds=invented.seconds * np.exp(noise))
+    rough = dataclasses.replace(invented, step_time_s=invented.step_time_s * np.exp(noise))
     widths = []
     for rows in (invented, rough):
         found = fit(rows.select(np.arange(12)), Prior.default())
@@ -160,7 +162,7 @@ def test_runs_that_fit_badly_widen_the_interval_of_the_next(invented):
 
 def test_left_out_errors_are_those_of_fits_without_the_runs_of_a_model(invented):
     noise = np.random.default_rng(1).normal(0, 0.05, len(invented))
-    rows = dataclasses.replace(invented, seconds=invented.seconds * np.exp(noise)).select(
+    rows = dataclasses.replace(invented, step_time_s=invented.step_time_s * np.exp(noise)).select(
         np.arange(0, 40, 2)
     )
     found, apart = fit(rows, Prior.default()), []
@@ -168,14 +170,14 @@ def test_left_out_errors_are_those_of_fits_without_the_runs_of_a_model(invented)
     for shape in np.unique(shapes, axis=1).T:
         is_one = np.all(shapes.T == shape, axis=1)
         others, one = fit(rows.select(~is_one), Prior.default()), rows.select(is_one)
-        off = fitting.log_time(one.layouts, one.hardware, others.values) - np.log(one.seconds)
+        off = fitting.log_time(one.layouts, one.hardware, others.values) - np.log(one.step_time_s)
         apart.append(np.sqrt(np.mean(off**2)))
     assert len(apart) > 2 and len(rows) > 2 * len(apart)
     assert found.left_out_error == pytest.approx(np.array(apart), rel=0.4)
 
 
 def test_quantiles_are_those_of_students_t():
-    assert [interval.quantile(n) for n in (4, 5, 10, 1e6)] == pytest.approx(
+    assert [interval.student_quantile(n) for n in (4, 5, 10, 1e6)] == pytest.approx(
         [2.132, 2.015, 1.812, 1.645], rel=2e-3
     )
 
@@ -194,7 +196,7 @@ def test_proposed_runs_narrow_the_interval_more_than_random_ones(bloom, invented
 
     def doubt(picked):
         covariance = fit(rows.select(np.array(picked)), prior).covariance
-        slopes = sensitivity(rows.layouts, rows.hardware, prior.mean)[1]
+        slopes = log_time_and_slopes(rows.layouts, rows.hardware, prior.mean)[1]
         return np.einsum("ij,jk,ik->", slopes, covariance, slopes)
 
     generator = np.random.default_rng(0)
@@ -257,18 +259,18 @@ def test_what_cannot_calibrate_is_refused(tmp_path, bloom):
     run, _ = local_run(tmp_path / "run", Plan(), Coefficients())
     (run.directory / "metrics.jsonl").write_text("")
     unknown = dict(system="x", source="x", device="chip", peak_flops_per_s=None)
-    nowhere, rows = dataclasses.replace(bloom[0], **unknown), rows_of(bloom[:2])
+    nowhere, rows = dataclasses.replace(bloom[0], **unknown), published_rows(bloom[:2])
     asked = rows.layouts, rows.hardware, Prior.default().mean, np.eye(len(NAMES))
     for message, action in (
         ("no step time yet", lambda: calibrate([run])),
         ("of laptop, and frontier has", lambda: calibrate([run], Site.load("frontier"))),
         ("neither runs nor a site", lambda: calibrate([])),
-        ("no site file and no peak", lambda: rows_of([nowhere])),
+        ("no site file and no peak", lambda: published_rows([nowhere])),
         ("3 of 2 candidates", lambda: propose(*asked, 3)),
     ):
         with pytest.raises(ConfigError, match=message):
             action()
-    guessed = rows_of([dataclasses.replace(nowhere, peak_flops_per_s=312e12)]).hardware
+    guessed = published_rows([dataclasses.replace(nowhere, peak_flops_per_s=312e12)]).hardware
     assert guessed.memory_bytes_per_s[0] == Hardware.like(312e12).memory_bytes_per_s
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kit.estimate.rehearsal.stages import time_that_counts
+from kit.estimate.rehearsal import time_that_counts
 
 
 @pytest.mark.parametrize(

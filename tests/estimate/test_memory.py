@@ -17,7 +17,13 @@ from kit.config.spec import PRESETS, ModelSpec
 from kit.engines.native import NativeEngine
 from kit.errors import ConfigError
 from kit.estimate.fit.fitting import fit_reserve
-from kit.estimate.theory.activations import DEEPSPEED, KIT, MEGATRON, LayerActivations, in_flight
+from kit.estimate.theory.activations import (
+    DEEPSPEED,
+    KIT,
+    MEGATRON,
+    LayerActivations,
+    microbatches_in_flight,
+)
 from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, STATE, memory, memory_by_stage
 from kit.estimate.theory.orders import Order
@@ -63,9 +69,9 @@ def test_activations_of_the_kits_own_block(family, recompute):
     # The CPU has no fused RMSNorm, so what it keeps shows in `norm_bytes`.
     layouts = Layouts.of(spec, [Plan(recompute=recompute)], fused_norm=False)
     layer, tokens = LayerActivations(layouts, KIT), batch * spec.sequence_length
-    assert tokens * layer.kept.item() == pytest.approx(kept, rel=0.01)
+    assert tokens * layer.saved_bytes.item() == pytest.approx(kept, rel=0.01)
     held = kept + 2 * y.nbytes  # the output and its gradient
-    assert tokens * layer.workspace.item() == pytest.approx(live.peak - held, rel=0.15)
+    assert tokens * layer.workspace_bytes.item() == pytest.approx(live.peak - held, rel=0.15)
 
 
 @pytest.fixture
@@ -92,7 +98,7 @@ def test_activations_of_a_tensor_parallel_rank(family, sequence_parallel, recomp
         kept = live.now - (y.to_local() if isinstance(y, DTensor) else y).nbytes
     plan = Plan(tensor_parallel=2, sequence_parallel=sequence_parallel, recompute=recompute)
     layer = LayerActivations(Layouts.of(spec, [plan], fused_norm=False), KIT)
-    assert batch * spec.sequence_length * layer.kept.item() == pytest.approx(kept, rel=0.01)
+    assert batch * spec.sequence_length * layer.saved_bytes.item() == pytest.approx(kept, rel=0.01)
 
 
 @pytest.mark.parametrize("chunk", [0, 2**18, 2**25])
@@ -176,7 +182,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(
     shape = {"pipeline_parallel": devices, "virtual_stages": stages}
     plan = Plan(**shape, schedule=schedule, global_batch_size=micro_batches)
     order = Order.of(schedule, **shape, num_microbatches=micro_batches)
-    modelled = in_flight(Layouts.of(TINY["gpt"], [plan]), np.arange(devices))
+    modelled = microbatches_in_flight(Layouts.of(TINY["gpt"], [plan]), np.arange(devices))
     assert np.allclose(modelled, order.peak_in_flight)
 
 
@@ -188,7 +194,7 @@ def test_korthikanti_layer_in_closed_form():
         for sequence in (False, True)
         for recompute in ("none", "selective")
     ]
-    kept = LayerActivations(Layouts.of(spec, plans, flash_attention=0), MEGATRON).kept
+    kept = LayerActivations(Layouts.of(spec, plans, flash_attention=0), MEGATRON).saved_bytes
     scores = 5 * spec.num_heads * spec.sequence_length / spec.hidden_size
     expected = [10 + (24 + scores) / 8, 10 + 24 / 8, (34 + scores) / 8, 34 / 8]
     assert np.allclose(kept / spec.hidden_size, expected)
@@ -210,11 +216,11 @@ def test_heaviest_device_is_the_heaviest_of_all():
         plan = Plan(**shape, **batch, schedule=schedule, zero_stage=zero)
         layouts = Layouts.of(spec, [plan])
         stage = memory_by_stage(layouts)
-        everywhere = RESERVE.used_bytes(stage.state, stage.dynamic)
+        everywhere = RESERVE.used_bytes(stage.state_bytes, stage.dynamic_bytes)
         found = memory(layouts)
         assert found.used_bytes.item() == pytest.approx(everywhere.max())
         assert sum(found.terms().values()).item() == pytest.approx(everywhere.max())
-        last = RESERVE.used_bytes(found.stages[1].state, found.stages[1].dynamic)
+        last = RESERVE.used_bytes(found.stages[1].state_bytes, found.stages[1].dynamic_bytes)
         assert last.item() == pytest.approx(everywhere[-1])
 
 
@@ -232,7 +238,7 @@ def test_frontier_conventions():
     spec = ModelSpec.preset("gpt-1t")
     layouts = Layouts.of(spec, [Plan(global_batch_size=2)])
     states = {
-        name: memory(layouts, convention=convention).stages[0].state.item()
+        name: memory(layouts, convention=convention).stages[0].state_bytes.item()
         for name, convention in CONVENTIONS.items()
     }
     assert {name: state / spec.num_params for name, state in states.items()} == {
@@ -269,7 +275,7 @@ def test_fits_find_what_made_the_data():
     layouts = Layouts.of(ModelSpec.preset("hlat-7b"), plans)
     true = RESERVE.replace(factor=1.4, extra_bytes=4e9, sharpness=30.0)
     found = memory(layouts, reserve=true)
-    state, dynamic = found.stages[0].state, found.stages[0].dynamic
+    state, dynamic = found.stages[0].state_bytes, found.stages[0].dynamic_bytes
     fitted = fit_reserve(state, dynamic, true.used_bytes(state, dynamic), start=RESERVE, source="")
     assert fitted.factor == pytest.approx(1.4, rel=0.01)
     assert fitted.extra_bytes == pytest.approx(4e9, rel=0.05)
@@ -298,7 +304,7 @@ def test_peak_of_a_whole_step_of_the_kit(family, recompute, layers):
     with LiveBytes() as live:
         decoder(tokens, tokens).backward()
     plan = Plan(**some, micro_batch_size=batch, global_batch_size=batch)
-    modelled = memory(Layouts.of(spec, [plan], fused_norm=False)).stages[0].dynamic.item()
+    modelled = memory(Layouts.of(spec, [plan], fused_norm=False)).stages[0].dynamic_bytes.item()
     assert modelled == pytest.approx(live.peak, rel=0.15)
 
 
@@ -314,7 +320,7 @@ def test_whole_steps_of_the_native_engine(zero, micro_batches, fake_ranks):
             live.peak = 0
             engine.train_step(samples, 1e-3)
     found = memory(Layouts.of(spec, [plan], fused_norm=False)).stages[0]
-    assert found.total.item() == pytest.approx(live.peak, rel=0.05)
+    assert found.total_bytes.item() == pytest.approx(live.peak, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -341,5 +347,5 @@ def test_what_deepspeed_keeps_of_gradients():
     plans = [plan.replace(zero_stage=zero) for zero in (1, 2)]
     found = memory(Layouts.of(spec, plans, fused_norm=False), kernels=DEEPSPEED).stages[0]
     assert found.term("gradients") / spec.num_params == pytest.approx([6, 4])
-    one, two = found.total / spec.num_params
+    one, two = found.total_bytes / spec.num_params
     assert one == pytest.approx(16.0, rel=0.01) and two == pytest.approx(51.5, rel=0.03)

@@ -57,7 +57,7 @@ def test_it_says_what_the_search_says(panel: Panel) -> None:
     assert found.step_s == pytest.approx(interval, rel=1e-9), "both are compiled, as on GPUs"
     assert found.used_bytes[0] == pytest.approx(row["used_bytes"], rel=1e-9)
     assert found.risk == pytest.approx(row["out_of_memory_probability"], abs=1e-9)
-    assert all(" to " in title for title in found.texts.values()), "each with its interval"
+    assert all(" to " in title for title in found.titles.values()), "each with its interval"
 
 
 SHARDED = {"zero_stage": 3, "shard_size": 4, "pipeline_parallel": 1, "data_parallel": 32}
@@ -218,7 +218,7 @@ def test_the_still_is_the_picture_below_the_controls(panel: Panel, monkeypatch) 
 def test_the_share_of_the_bubble_is_that_of_the_whole_step(panel: Panel) -> None:
     """Not of the few micro-batches that are drawn, in which devices wait much longer."""
     found = panel.estimate()
-    title = found.texts["timeline"]
+    title = found.titles["timeline"]
     share = float(re.findall(r"bubble ([\d.]+)% of the step", title)[0])
     assert share == pytest.approx(100 * found.terms_s["bubble"] / found.step_s[0], abs=0.06)
     assert "the first 64 of 320 micro-batches" in title
@@ -272,7 +272,7 @@ def test_short_step_is_drawn_whole() -> None:
     panel = Panel("gpt-175b", "frontier", PLAN.replace(global_batch_size=64))
     found = panel.estimate()
     assert found.timeline.order.num_microbatches == found.plan.num_microbatches == 32
-    assert "drawn: the whole step" in found.texts["timeline"]
+    assert "drawn: the whole step" in found.titles["timeline"]
 
 
 @pytest.mark.parametrize("degrees", [(4, 16), (8, 1)])

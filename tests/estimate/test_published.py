@@ -121,7 +121,7 @@ def test_traps_are_refused_with_the_line_and_the_reason(write, change, message):
 def test_reader_goes_on_past_refused_rows_and_skips_open_layouts(write):
     timeless = dict(seconds_per_iter="", tflops_per_gpu="")
     file = write({}, dict(global_batch="321"), dict(tp=""), timeless)
-    runs, refused, left_out = published.read(file)
+    runs, refused, left_out = published.read_runs(file)
     assert len(runs) == 1 and [line for line, _ in refused] == [3]
     assert left_out == [(4, "no tp"), (5, published.TIMELESS)]
 

@@ -1,5 +1,6 @@
 """Dress rehearsals of the papers' largest jobs, and of jobs that do not fit."""
 
+import functools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -14,25 +15,18 @@ from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.errors import ConfigError
-from kit.estimate import Panel
-from kit.estimate.rehearsal import Rehearsal, rehearse, stages
-from kit.estimate.rehearsal.stages import cut
+from kit.estimate import Panel, rehearsal
+from kit.estimate.rehearsal import Rehearsal, rehearse, split_model
 from kit.papers.recipes import names, published_recipe
 
 RECIPE = Recipe(data="/nowhere", num_steps=100_000, checkpoint_every=100)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cut_once() -> Iterator[None]:
-    """What the ranks of a plan hold depends on neither site nor recipe, and is asked often."""
-    known: dict[str, stages.Cut] = {}
-
-    def remembered(spec: ModelSpec, plan: Plan) -> stages.Cut:
-        key = spec.to_json() + plan.to_json()
-        return known.get(key) or known.setdefault(key, cut(spec, plan))
-
-    with pytest.MonkeyPatch.context() as here:
-        here.setattr(stages, "cut", remembered)
+def split_once() -> Iterator[None]:
+    """Splits the model of each plan once: the result depends on neither site nor recipe."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsal, "split_model", functools.cache(split_model))
         yield
 
 
@@ -62,33 +56,26 @@ def count(found: Rehearsal, what: str) -> Any:
 def test_rehearsal_and_panel_estimate_alike(name):
     recipe = published_recipe(name)
     spec, plan = of(name)
-    job = stages.Job(
-        spec=spec,
-        plan=plan,
-        recipe=RECIPE,
-        site=Site.load(recipe.site),
-        hours_between_failures=None,
-    )
+    found = rehearse(spec, plan, RECIPE, Site.load(recipe.site))
     shown = Panel(recipe.model, recipe.site, plan).estimate()
-    assert job.step_time.total_s.item() == pytest.approx(shown.step_s[0], rel=1e-9)
-    assert job.used_bytes == pytest.approx(shown.used_bytes[0], rel=1e-9)
+    assert count(found, "a step").value == pytest.approx(shown.step_s[0], rel=1e-9)
+    used_gib = shown.used_bytes[0] / 2**30
+    memory = count(found, "memory of the fullest device")
+    assert memory.value == pytest.approx(used_gib, rel=1e-9)
+    assert memory.fits, "the paper has trained it"
 
 
 def test_rehearsal_of_fp32_is_not_that_of_bf16():
     """The peak in fp32 of an MI250X's GCD is a quarter of that in bf16 (AMD's data sheet)."""
-    spec, plan = of("frontier-22b", engine="native", precision="fp32")
-    jobs = [
-        stages.Job(
-            spec=spec,
-            plan=plan.replace(precision=precision),
-            recipe=RECIPE,
-            site=Site.load("frontier"),
-            hours_between_failures=None,
-        )
+    spec, plan = of("frontier-22b", engine="native", precision="bf16")
+    site = Site.load("frontier")
+    wide, narrow = (
+        rehearse(spec, plan.replace(precision=precision), RECIPE, site)
         for precision in ("fp32", "bf16")
-    ]
-    wide, narrow = (job.step_time.total_s.item() for job in jobs)
-    assert wide > 1.8 * narrow and jobs[0].used_bytes > jobs[1].used_bytes
+    )
+    assert count(wide, "a step").value > 1.8 * count(narrow, "a step").value
+    memory = "memory of the fullest device"
+    assert count(wide, memory).value > count(narrow, memory).value
 
 
 def test_a_trillion_parameters_on_3072_devices_fit(packed):
@@ -96,7 +83,7 @@ def test_a_trillion_parameters_on_3072_devices_fit(packed):
     found = rehearse(spec, plan, RECIPE, packed)
     assert plan.num_devices == 3072 and found.fits, found.title
     assert count(found, "nodes").value == 384
-    assert count(found, "weights lost or doubled by the cuts").value == 0
+    assert count(found, "weights lost or doubled by the split").value == 0
     assert count(found, "kept").value == pytest.approx(3 * 12.1, rel=0.01)
     assert 0.7 < count(found, "time that counts").value < 1
     assert "3,072 devices" in found.never_run[0]
@@ -113,13 +100,6 @@ def test_70b_on_8192_cores_fits():
     assert cost[0] == "failures" and cost[2] == "not known"
     assert "give site.storage.read_bytes_per_s" in cost[-1], "rates not stated are not zeros"
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["counts"][-1]["value"] is None
-
-
-@pytest.mark.parametrize("name", names())
-def test_what_the_papers_have_trained_fits_in_memory(name):
-    spec, plan = of(name)
-    site = Site.load("frontier" if name.startswith("frontier") else "trn1.32xlarge")
-    assert count(rehearse(spec, plan, RECIPE, site), "memory of the fullest device").fits
 
 
 def test_what_does_not_fit_is_named(packed):
@@ -155,12 +135,12 @@ def test_a_plan_that_cannot_run_is_refused(packed):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layers", [6, 4, 1])
-def test_cuts_lose_no_weight(layers, tied):
+def test_split_loses_no_weight(layers, tied):
     spec = ModelSpec.preset("demo").replace(num_layers=layers, tied_embeddings=tied)
     degrees: dict[str, Any] = {"pipeline_parallel": 3, "tensor_parallel": 2, "data_parallel": 3}
-    found = cut(spec, Plan(**degrees, zero_stage=1, global_batch_size=6))
-    assert found.num_params == spec.num_params
-    assert found.num_kinds == 12
+    views, num_params = split_model(spec, Plan(**degrees, zero_stage=1, global_batch_size=6))
+    assert num_params == spec.num_params
+    assert len(views) == 12
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -18,6 +18,7 @@ from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 from kit.engines.capabilities import ENGINES
 from kit.errors import ConfigError
+from kit.estimate.choose import explain
 from kit.estimate.choose.candidates import allowed, candidates
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.machine import machine_of
@@ -25,7 +26,7 @@ from kit.estimate.choose.memory_advice import estimated
 from kit.estimate.choose.nearest import measured_mfu
 from kit.estimate.choose.panel import Estimate
 from kit.estimate.choose.report import plan_report
-from kit.estimate.choose.search import describe, interval, search
+from kit.estimate.choose.search import describe_layout, interval_text, search
 from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.activations import engine_kernels
 from kit.estimate.theory.hardware import Coefficients, Hardware
@@ -136,7 +137,7 @@ def test_zero_3_is_offered_inside_nodes_and_nothing_else_changes():
     assert alone[0] == alone[1], "one node: nothing to offer"
     found = search(SMALL, H100, 16, 32, only={"zero_stage": [3]})
     row = next(found.row(int(i)) for i in found.order if found.plan(int(i)).shard_size)
-    assert f"ZeRO3/{row['shard_size']} " in describe(row)
+    assert f"ZeRO3/{row['shard_size']} " in describe_layout(row)
 
 
 def test_only_restricts_and_names_what_is_wrong():
@@ -194,16 +195,17 @@ def test_an_answer_explains_itself():
     assert "on 1 device of frontier with" in alone and ", 1 sequence of 256 tokens: " in alone
     first, *others = answers(found, 4, tokens=3e11)
     assert all(first.row["step_time_s"] <= other.row["step_time_s"] for other in others)
-    assert 0.85 < first.simulated_share <= 1
+    explanation = first.explain()
+    assert 0.85 < explanation.simulated_share <= 1
     assert sum(first.time_terms_s.values()) == pytest.approx(first.row["step_time_s"], rel=1e-4)
     used = first.row["used_bytes"]
     assert sum(first.memory_terms_bytes.values()) == pytest.approx(used, rel=1e-4)
-    assert first.binding.startswith(("memory: ", "computation: "))
-    assert f"{first.nearest.run.step_time_s:.4g} s" in str(first.nearest)
-    assert any("less memory" in text for text in first.changes)
+    assert explanation.limited_by.startswith(("memory: ", "computation: "))
+    assert f"{explanation.nearest.run.step_time_s:.4g} s" in str(explanation.nearest)
+    assert any("less memory" in text for text in explanation.other_choices)
     assert first.row["days"] == pytest.approx(3e11 / first.row["tokens_per_s"] / 86_400)
     first.plan.check(found.spec, 128)
-    assert json.loads(json.dumps(first.to_dict()))["binding"] == first.binding
+    assert json.loads(json.dumps(first.to_dict()))["binding"] == explanation.limited_by
     assert "<table>" in first._repr_html_() and len(first._repr_html_()) < 4000
 
 
@@ -250,7 +252,7 @@ def test_command_notebook_and_panel_agree(model, site, devices, batch):
         layouts = Layouts.of(spec, [answer.plan])
         alone = step_time(layouts, known.hardware, known.coefficients).total_s
         assert alone == pytest.approx(row["step_time_s"], rel=1e-9)
-        others = [text for text in answer.changes if "with other degrees" in text]
+        others = [text for text in answer.explain().other_choices if "with other degrees" in text]
         faster = [float(change) for text in others for change in re.findall(r"(-[\d.]+)%", text)]
         assert answer.index != first.index or not faster, "nothing is faster than the first"
 
@@ -260,8 +262,9 @@ def test_a_schedule_that_takes_longer_than_its_closed_form_is_named():
     only = {"tensor_parallel": [64], "schedule": ["zbv"]}
     known = published_calibration(FRONTIER)
     (answer,) = answers(search(GPT_1T, FRONTIER, 1024, 64, calibration=known, only=only), 1)
-    assert answer.simulated_share > 1
-    assert any("simulated event by event" in text for text in answer.warnings)
+    explanation = answer.explain()
+    assert explanation.simulated_share > 1
+    assert any("simulated event by event" in text for text in explanation.warnings)
 
 
 def test_tensor_ranks_that_leave_the_node_are_warned_of():
@@ -269,7 +272,8 @@ def test_tensor_ranks_that_leave_the_node_are_warned_of():
     for degree in (8, 16):
         only = {"tensor_parallel": [degree]}
         (answer,) = answers(search(GPT_1T, FRONTIER, 1024, 1024, calibration=known, only=only), 1)
-        named = [text for text in answer.warnings if "leaves the node of 8 devices" in text]
+        warnings = answer.explain().warnings
+        named = [text for text in warnings if "leaves the node of 8 devices" in text]
         assert bool(named) == (degree > 8)
 
 
@@ -289,7 +293,9 @@ def test_as_few_blocks_are_recomputed_as_fit():
         blocks = plan.virtual_stages * len(plan.stage_layers(GPT_22B, 0))
         if blocks <= 16:  # else counted in sixteenths
             assert used_bytes[1] > found.machine.most_bytes(0.05) >= used_bytes[0]
-    assert f"recompute full ({plan.recompute_layers} a device)" in describe(found.row(int(row)))
+    assert f"recompute full ({plan.recompute_layers} a device)" in describe_layout(
+        found.row(int(row))
+    )
 
 
 def test_answers_of_one_degree_explain_themselves_too():
@@ -300,8 +306,8 @@ def test_answers_of_one_degree_explain_themselves_too():
 
 
 def test_an_interval_is_written_as_people_read_it():
-    assert interval({"step_time_low_s": 8.6149, "step_time_high_s": 11.46}) == "8.61 to 11.5"
-    assert interval({"step_time_low_s": 579.6, "step_time_high_s": 1074.4}) == "580 to 1,074"
+    assert interval_text({"step_time_low_s": 8.6149, "step_time_high_s": 11.46}) == "8.61 to 11.5"
+    assert interval_text({"step_time_low_s": 579.6, "step_time_high_s": 1074.4}) == "580 to 1,074"
 
 
 @pytest.fixture(scope="module")
@@ -313,10 +319,10 @@ def first():
 def test_a_rate_above_the_ceiling_carries_a_warning(first):
     rates = {"bf16": {"value": 40e12, "source": "a test"}}
     slow = FRONTIER.replace(device=FRONTIER.device.replace(matmul_flops_per_s=rates))
-    assert not any("no matrix product" in text for text in first.warnings)
+    assert not any("no matrix product" in text for text in first.explain().warnings)
     below = dataclasses.replace(first.search.machine, site=slow)
     doubted = dataclasses.replace(first, search=dataclasses.replace(first.search, machine=below))
-    assert any("no matrix product was seen above 40" in text for text in doubted.warnings)
+    assert any("no matrix product was seen above 40" in text for text in doubted.explain().warnings)
 
 
 def test_report_is_what_the_command_prints():
@@ -331,7 +337,7 @@ def test_report_is_what_the_command_prints():
     assert "calibrated" in report.search._repr_html_()
     for answer, row in zip(report.answers, report.rows, strict=True):
         low, high = (answer.row[name] for name in ("step_time_low_s", "step_time_high_s"))
-        assert low < answer.row["step_time_s"] < high and interval(answer.row) in row
+        assert low < answer.row["step_time_s"] < high and interval_text(answer.row) in row
     assert len(report.search._repr_html_()) < 4000
 
 
@@ -419,9 +425,9 @@ def test_what_lies_nearby_and_fits_is_named(asked, only, message):
 def test_a_batch_that_leaves_few_replicas_is_named_as_the_cause():
     found = search(GPT_175B, FRONTIER, 512, 7)
     assert found.best.data_parallel == 1
-    assert "7 sequences on 512 devices leave at most 1 replica" in str(found.batch_limit)
-    assert found.batch_limit in answers(found, 1)[0].warnings
-    assert search(GPT_175B, FRONTIER, 512, 1024).batch_limit is None
+    assert "7 sequences on 512 devices leave at most 1 replica" in str(found.advise_batch())
+    assert found.advise_batch() in answers(found, 1)[0].explain().warnings
+    assert search(GPT_175B, FRONTIER, 512, 1024).advise_batch() is None
 
 
 def test_tensor_parallelism_that_no_run_had_widens_the_interval_and_is_named():
@@ -451,27 +457,27 @@ def test_a_layout_whose_tensor_ranks_leave_the_node_is_warned_of_where_it_is_amo
     first = answers(found)[0]
     wide = {int(found.layouts.tensor_parallel[other]) for other in found.fastest(5)} - {8, 16}
     assert first.plan.tensor_parallel == 8 and max(wide) == 32
-    (said,) = [text for text in first.warnings if "leaves the node" in text]
+    (said,) = [text for text in first.explain().warnings if "leaves the node" in text]
     assert said.startswith("TP32 among the fastest layouts")
     inside = search(*asked, calibration=known, only={"tensor_parallel": [4, 8]})
-    assert not any("leaves the node" in text for text in answers(inside)[0].warnings)
+    assert not any("leaves the node" in text for text in answers(inside)[0].explain().warnings)
 
 
 def test_what_no_engine_of_the_kit_does_is_offered_by_name(first):
-    context, overlap, offload = first.elsewhere
+    context, overlap, offload = first.explain().other_engines
     assert "context_parallel=[1, 2, 4, 8]" in context and overlap.endswith("% time)")
     assert "GiB less a device" in offload
     told = dict(first.facts())["other engines"]
     assert told == f"not by the kit's engines: {context}; {overlap}; {offload}"
 
 
-def test_a_nearest_run_outside_the_interval_is_not_left_without_a_word(first):
-    near = dataclasses.replace(first.nearest, distance=1.0, residual=0.01)
+def test_nearest_run_outside_the_interval_is_warned_of(first, monkeypatch):
+    near = dataclasses.replace(first.explain().nearest, distance=1.0, residual=0.01)
     far_off = dataclasses.replace(near, residual=2.0)
-    for nearest, is_told in ((near, False), (far_off, True)):
-        answer = dataclasses.replace(first)
-        answer.__dict__["nearest"] = nearest
-        assert any("missed by more than" in text for text in answer.warnings) == is_told
+    for nearest, is_warned in ((near, False), (far_off, True)):
+        monkeypatch.setattr(explain, "nearest_run", lambda *_, found=nearest: found)
+        warnings = first.explain().warnings
+        assert any("missed by more than" in text for text in warnings) == is_warned
 
 
 def test_sequence_length_and_code_base_can_be_asked_for():
@@ -484,7 +490,7 @@ def test_sequence_length_and_code_base_can_be_asked_for():
     assert "64 sequences of 16,384 tokens" in long.search.title
     assert (megatron.to_dict()["code_base"], own.to_dict()["code_base"]) == ("megatron-core", "kit")
     assert megatron.search.used_bytes.min() != own.search.used_bytes.min()
-    assert any("megatron-core's kernels" in text for text in megatron.chosen.warnings)
+    assert any("megatron-core's kernels" in text for text in megatron.chosen.explain().warnings)
     with pytest.raises(ConfigError, match="Did you mean 'torchtitan'"):
         plan_report("llama3-8b", **asked, code_base="torchtitn")
 
@@ -513,7 +519,8 @@ def test_a_narrow_plan_is_beside_a_run_of_its_format_and_says_what_its_mfu_is_of
         plan_report("llama3.1-70b", **asked, precision=precision).chosen
         for precision in ("bf16", "nvfp4")
     )
-    assert four.nearest.run.precision == "nvfp4" and abs(four.nearest.residual) < 0.2
+    nearest = four.explain().nearest
+    assert nearest.run.precision == "nvfp4" and abs(nearest.residual) < 0.2
     peaks = four.search.machine.site.device.peak_flops_per_s
     share = four.row["mfu"] * peaks["bf16"].value / peaks["nvfp4"].value
     assert f"of the peak in bf16 (MFU {share:.1%} of that in nvfp4)" in dict(four.facts())["rate"]

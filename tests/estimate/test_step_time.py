@@ -11,8 +11,8 @@ from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 from kit.estimate.fit import published
 from kit.estimate.theory.communication import (
+    GroupLinks,
     Link,
-    Links,
     all_gather_seconds,
     all_reduce_seconds,
     exposed_seconds,
@@ -125,7 +125,7 @@ def test_sharding_inside_a_node_gathers_there_and_sums_a_shard_across_nodes():
     spec = ModelSpec.preset("gpt-22b")
     base = plan(**ALONE, data_parallel=64, global_batch_size=256, zero_stage=3)
     layouts = Layouts.of(spec, [base.replace(shard_size=size) for size in (None, 8, 64)])
-    links = Links(layouts, SELENE, PERFECT)
+    links = GroupLinks(layouts, SELENE, PERFECT)
     across = links.data.rate[0]
     assert links.shard.rate.tolist() == [across, SELENE.node_bytes_per_s, across]
     shared = SELENE.network_bytes_per_s / 8
@@ -164,7 +164,7 @@ def test_collectives_follow_the_ring():
 
 
 def test_links_never_exceed_the_machines_own():
-    links = Links(published.layouts(published.load()[::11]), SELENE, PERFECT)
+    links = GroupLinks(published.layouts(published.load()[::11]), SELENE, PERFECT)
     for link in (links.tensor, links.data, links.pipeline):
         assert (link.rate <= SELENE.near_bytes_per_s).all()
 
@@ -172,7 +172,9 @@ def test_links_never_exceed_the_machines_own():
 def tensor_rates(hardware, coefficients=PERFECT):
     """Returns bytes/s between tensor ranks: of two, four and eight."""
     plans = [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4, 8)]
-    return Links(Layouts.of(ModelSpec.preset("gpt-22b"), plans), hardware, coefficients).tensor.rate
+    return GroupLinks(
+        Layouts.of(ModelSpec.preset("gpt-22b"), plans), hardware, coefficients
+    ).tensor.rate
 
 
 def test_pairs_of_gcds_have_a_faster_link_than_the_node():

@@ -16,9 +16,9 @@ from kit.errors import ConfigError
 from kit.estimate.choose.candidates import candidates, single_precision
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.report import plan_report
-from kit.estimate.choose.search import describe, search
+from kit.estimate.choose.search import describe_layout, search
 from kit.estimate.theory.activations import MEGATRON
-from kit.estimate.theory.communication import Links, all_gather_seconds, exposed_seconds
+from kit.estimate.theory.communication import GroupLinks, all_gather_seconds, exposed_seconds
 from kit.estimate.theory.hardware import NARROW_CEILING, Coefficients, Hardware
 from kit.estimate.theory.layer import layer_params, product_seconds
 from kit.estimate.theory.layouts import EXCHANGES, SCHEDULES, Layouts, cast_bytes
@@ -43,7 +43,7 @@ def plan(**changes):
 def timed(*plans, **kernels):
     layouts = Layouts.of(LLAMA, plans, **kernels)
     hardware = Hardware.of(H100, plans[0].precision)
-    return step_time(layouts, hardware, C), Links(layouts, hardware, C), layouts
+    return step_time(layouts, hardware, C), GroupLinks(layouts, hardware, C), layouts
 
 
 def test_a_ring_hides_behind_attention_and_what_it_sends_grows_with_ranks_and_key_heads():
@@ -113,10 +113,11 @@ def test_candidates_with_context_parallelism_are_exactly_the_plans_whose_shapes_
 def test_a_search_with_context_parallelism_says_that_the_kit_does_not_train_it():
     found = search(LLAMA, H100, 16, 16, only={"context_parallel": [4]})
     answer = answers(found, 1)[0]
-    assert answer.plan.num_devices == 16 and " CP4" in describe(answer.row)
-    assert any("context_parallel 4: the kit plans this" in text for text in answer.warnings)
+    assert answer.plan.num_devices == 16 and " CP4" in describe_layout(answer.row)
+    explanation = answer.explain()
+    assert any("context_parallel 4: the kit plans this" in text for text in explanation.warnings)
     assert "context parallelism" in found.prediction(answer.index).untried
-    assert 0.85 < answer.simulated_share <= 1
+    assert 0.85 < explanation.simulated_share <= 1
     with pytest.raises(ConfigError, match="context_parallel: 4 is not trained .* plans this"):
         answer.plan.check(LLAMA, 16)
 
@@ -203,7 +204,7 @@ def test_fp8_is_planned_named_and_refused_where_it_would_be_trained():
     chosen = report.chosen
     assert chosen.plan.precision == "fp8" and report.to_dict()["precision"] == "fp8"
     assert " in fp8" in report.search.title
-    assert any("precision fp8: the kit plans this" in text for text in chosen.warnings)
+    assert any("precision fp8: the kit plans this" in text for text in chosen.explain().warnings)
     untried = report.search.prediction(chosen.index).untried
     assert "number format below bf16" not in untried, "seven published runs of the site have it"
     with pytest.raises(ConfigError, match="precision: 'fp8' is not trained"):
@@ -355,10 +356,12 @@ def test_rings_take_the_links_of_what_they_reach_over():
         plans = [plan(tensor_parallel=1, data_parallel=ranks) for ranks in (2, 8)]
         plans.append(plan(tensor_parallel=4, data_parallel=2))
         layouts = Layouts.of(LLAMA, plans)
-        rate = Links(layouts, hardware, C).data.rate / C.data_efficiency
+        rate = GroupLinks(layouts, hardware, C).data.rate / C.data_efficiency
         assert rate == pytest.approx([pair, node, min(pair, node)]), name
         around = Layouts.of(LLAMA, [plan(tensor_parallel=1, context_parallel=8)])
-        assert Links(around, hardware, C).context.rate == pytest.approx(node * C.node_efficiency)
+        assert GroupLinks(around, hardware, C).context.rate == pytest.approx(
+            node * C.node_efficiency
+        )
 
 
 def test_zero_3_gathers_twice_and_scatters_once_a_micro_batch_beside_its_work():

@@ -24,7 +24,12 @@ from kit.estimate.theory.activations import KIT
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.estimate.tuning.figures import sensitivity_figure, trials_figure
-from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, MeasuredRate, plan_of
+from kit.estimate.tuning.objectives import (
+    FRONTIER_SPACE,
+    EstimatedRate,
+    MeasuredRate,
+    plan_of_trial,
+)
 from kit.estimate.tuning.tune import TrialFailure, Trials, sensitivity, tune
 from tests.support.pictures import check_data
 
@@ -175,13 +180,13 @@ def test_plan_of_a_trial():
         "num_nodes": 12,
     }
     assert set(parameters) == set(FRONTIER_SPACE)
-    plan = plan_of(parameters, devices_per_node=8, base=Plan(recompute="full"))
+    plan = plan_of_trial(parameters, devices_per_node=8, base=Plan(recompute="full"))
     assert (plan.data_parallel, plan.global_batch_size, plan.num_microbatches) == (3, 150, 10)
     assert plan.recompute == "full"
     with pytest.raises(ConfigError, match="128 devices do not divide 96"):
-        plan_of({**parameters, "pipeline_parallel": 16}, devices_per_node=8)
+        plan_of_trial({**parameters, "pipeline_parallel": 16}, devices_per_node=8)
     with pytest.raises(ConfigError, match="plan.tensor_paralel: unknown key"):
-        plan_of({**parameters, "tensor_paralel": 2}, devices_per_node=8)
+        plan_of_trial({**parameters, "tensor_paralel": 2}, devices_per_node=8)
 
 
 def test_grid_of_the_estimator_equals_single_trials(estimated, space, grid):
@@ -301,7 +306,7 @@ def test_a_trial_that_outlived_its_search_is_waited_for(tmp_path, tiny_dataset, 
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=5)
     spec, parameters = llama_spec.replace(vocab_size=300), {"micro_batch_size": 2}
     measured = MeasuredRate(spec=spec, recipe=recipe, directory=tmp_path, num_devices=1)
-    plan = plan_of(parameters, devices_per_node=1)
+    plan = plan_of_trial(parameters, devices_per_node=1)
     run = kit.launch(tmp_path / "micro_batch_size_2", spec=spec, plan=plan, recipe=recipe)
     assert not run.job.state.is_final
     assert measured(parameters) > 0 and run.job.status().attempt == 1

@@ -84,7 +84,7 @@ def test_nothing_of_a_stranger_reaches_its_prior_or_its_scales(everything):
     before = strangers.trial(by_name["trn1"], 1, lumi)
     for name in ("MI250X", "Jean Zay"):
         rows = next(each for each in strangers.fitted if each.name == name).rows
-        object.__setattr__(rows, "seconds", rows.seconds * 3)
+        object.__setattr__(rows, "seconds", rows.step_time_s * 3)
     strangers._cache.clear()
     again = strangers.trial(by_name["trn1"], 1, lumi)
     assert before and again
@@ -138,11 +138,11 @@ def test_population_starts_from_guesses_and_not_from_its_own_result():
 def test_a_held_out_family_has_no_say_in_its_prior(everything):
     before = validate.population_without(everything, "Jean Zay")
     rows = everything["Jean Zay"].rows
-    object.__setattr__(rows, "seconds", rows.seconds * 3)
+    object.__setattr__(rows, "seconds", rows.step_time_s * 3)
     try:
         assert np.array_equal(before.mean, validate.population_without(everything, "Jean Zay").mean)
     finally:
-        object.__setattr__(rows, "seconds", rows.seconds / 3)
+        object.__setattr__(rows, "seconds", rows.step_time_s / 3)
 
 
 def test_held_out_groups_are_whole(everything, monkeypatch):
@@ -159,7 +159,7 @@ def test_held_out_groups_are_whole(everything, monkeypatch):
 
 def test_regret_is_zero_for_perfect_predictions_and_not_for_reversed_ones(everything):
     machine = everything["KAIST multi-node"]
-    seconds = machine.rows.seconds
+    seconds = machine.rows.step_time_s
     perfect, reversed_ = (
         regret(machine.runs, each, lambda run: run.spec.hidden_size)
         for each in (seconds, 1 / seconds)

@@ -8,7 +8,7 @@ from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
-from kit.estimate.tuning.objectives import plan_of
+from kit.estimate.tuning.objectives import plan_of_trial
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.interop.logs.importers import import_log
 from kit.papers.frontier_demo import MODEL, STEPS, STUDY, measured_objective
@@ -76,7 +76,7 @@ def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Pat
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test").replace(devices_per_node=2)
     rate = measured_objective(directory, "data")
     for parameters in STUDY:
-        plan = plan_of(parameters, devices_per_node=1, base=rate.base)
+        plan = plan_of_trial(parameters, devices_per_node=1, base=rate.base)
         key = (plan.tensor_parallel, plan.pipeline_parallel, plan.num_microbatches)
         name = "-".join(f"{key}_{value}" for key, value in sorted(parameters.items()))
         record(directory / name, MODEL, plan, site, rates.get(key, 1000.0 * plan.num_devices))

@@ -139,7 +139,7 @@ def test_strong_scaling_of_lumi_is_inside_the_interval() -> None:
 
 
 def test_memory_against_the_logs() -> None:
-    per_stage = -np.diff(frontier_stages()[1].dynamic[1:15]) / 2**20
+    per_stage = -np.diff(frontier_stages()[1].dynamic_bytes[1:15]) / 2**20
     log = np.array([fact.number for fact in FACTS["stage_peak_mib"]])
     assert per_stage == pytest.approx(-np.diff(log[1:15]), abs=1), "a micro-batch less on each"
     for fact in FACTS["lumi_allocated_mib"]:

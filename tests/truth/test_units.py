@@ -18,7 +18,7 @@ def column(rows: list[dict], panel: str, series: str) -> list[float]:
 def test_memory_of_stages_is_in_gib() -> None:
     _, rows = paper_figure("frontier-stage-memory").draw()
     assert column(rows, "a", "log")[0] == pytest.approx(LOGGED_MIB / 1024)
-    peak = [float(each) / 1024**3 for each in frontier_stages()[1].total]
+    peak = [float(each) / 1024**3 for each in frontier_stages()[1].total_bytes]
     assert column(rows, "b", "state and activations") == pytest.approx(peak)
     assert column(rows, "c", "bf16 Adam, ZeRO 1")[0] == pytest.approx(lumi_bytes(2) / 1024**3)
 

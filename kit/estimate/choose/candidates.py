@@ -5,7 +5,7 @@ one Layouts.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from kit.estimate.theory.layouts import (
     Layouts,
 )
 
-_FREE = {
+SEARCHED_FIELDS = {
     "tensor_parallel": "devices",
     "pipeline_parallel": "devices",
     "virtual_stages": "stages",
@@ -37,7 +37,19 @@ _FREE = {
     "context_exchange": EXCHANGES,
     "recompute_layers": "blocks of a device",
 }
-"""What a search may choose, and what `only` may restrict."""
+"""Fields of a plan that a search chooses and that `only` may restrict, with their allowed values. A
+text describes values that depend on the model."""
+
+
+class Shape(NamedTuple):
+    """Degrees and sizes of a layout whose products and divisions are whole."""
+
+    tensor_parallel: int
+    context_parallel: int
+    pipeline_parallel: int
+    virtual_stages: int
+    data_parallel: int
+    micro_batch_size: int
 
 
 def candidates(
@@ -73,22 +85,27 @@ def candidates(
         raise ConfigError(_why_none(spec, num_devices, global_batch_size, limits, engine))
     hybrid = capabilities_of(engine).shards_within_groups and 0 < node_devices < num_devices
     modes = _modes(limits, engine, hybrid=hybrid)
-    if "recompute_layers" not in limits:  # of all layouts the same: faster as one number
+    if "recompute_layers" not in limits:
+        # All layouts have the same number, and one number is faster than a column.
         del modes["recompute_layers"]
-    columns = {name: values[:, None] for name, values in shapes.items()} | modes
+    columns = {name: values[:, None] for name, values in shapes.items()}
+    columns.update(modes)
     columns["global_batch_size"] = np.array([float(global_batch_size)])
-    if (is_hybrid := columns.pop("hybrid")).any():
+    is_hybrid = columns.pop("hybrid")
+    if is_hybrid.any():
         inside = node_devices / columns["tensor_parallel"]
         columns["shard_size"] = np.where(is_hybrid, inside, 0.0)
-    if capabilities_of(engine).copies_kv_heads:  # a rank holds at least one key/value head
+    if capabilities_of(engine).copies_kv_heads:
+        # Each rank holds at least one key/value head.
         columns["num_kv_heads"] = np.maximum(spec.num_kv_heads, columns["tensor_parallel"])
     grid = dataclasses.replace(Layouts.of(spec, [Plan(engine=engine)], **kernels), **columns)
     mask = allowed(grid, spec, engine)
     if not mask.any():
         others = grid.select(allowed(grid, spec, DEFAULT_ENGINE))
         if len(others):
-            others.plan(0, engine).check_shapes(spec)  # which raises what the engine refuses
-    mask &= _once(grid, mask, node_devices)
+            # Raises ConfigError with the rule of the engine.
+            others.plan(0, engine).check_shapes(spec)
+    mask &= _is_listed_once(grid, mask, node_devices)
     if not mask.any():
         raise ConfigError(_none_left(num_devices, limits))
     return grid.select(mask)
@@ -105,21 +122,26 @@ def allowed(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
     return ~broken
 
 
-def _once(x: Layouts, mask: Array, node_devices: int) -> Array:
-    """Returns which layouts of a grid of shapes and modes are no other one under another name.
+def _is_listed_once(layouts: Layouts, mask: Array, node_devices: int) -> Array:
+    """Returns which layouts of a grid of shapes and modes are not equal to another one with other
+    fields, bool.
 
-    Without a pipeline all schedules are one, and on one replica all stages of ZeRO are the lowest
-    that is allowed. ZeRO 3 inside a node needs several whole nodes of several ranks.
+    Without a pipeline all schedules are equal, and 1f1b is kept. On one replica all stages of ZeRO
+    are equal, and the lowest allowed one is kept. ZeRO 3 inside a node needs several whole nodes of
+    several ranks.
     """
-    schedules = x.schedule
-    stages = x.zero_stage[mask.any(axis=0)]
-    one = SCHEDULES.index("1f1b") if np.any(x.is_one_of("schedule", "1f1b")) else schedules.min()
-    ranks = x.tensor_parallel * x.data_parallel
-    nodes = (x.shard_size > 1) & (x.shard_size % 1 == 0) & (ranks > node_devices)
+    kept_schedule = layouts.schedule.min()
+    if np.any(layouts.is_one_of("schedule", "1f1b")):
+        kept_schedule = SCHEDULES.index("1f1b")
+    kept_zero_stage = layouts.zero_stage[mask.any(axis=0)].min(initial=4)
+    has_pipeline = layouts.pipeline_parallel > 1
+    has_replicas = layouts.context_parallel * layouts.data_parallel > 1
+    ranks = layouts.tensor_parallel * layouts.data_parallel
+    fills_nodes = (layouts.shard_size > 1) & (layouts.shard_size % 1 == 0) & (ranks > node_devices)
     return (
-        ((x.pipeline_parallel > 1) | (schedules == one))
-        & ((x.context_parallel * x.data_parallel > 1) | (x.zero_stage == stages.min(initial=4)))
-        & (nodes | (x.shard_size == 0))
+        (has_pipeline | (layouts.schedule == kept_schedule))
+        & (has_replicas | (layouts.zero_stage == kept_zero_stage))
+        & (fills_nodes | (layouts.shard_size == 0))
     )
 
 
@@ -132,10 +154,12 @@ def single_precision(layouts: Layouts) -> Layouts:
 def _limits(only: Mapping[str, Iterable[Any]]) -> dict[str, tuple]:
     limits = {}
     for name, values in only.items():
-        if name not in _FREE:
-            raise ConfigError(f"search.only.{name}: unknown. Allowed: {', '.join(sorted(_FREE))}.")
+        if name not in SEARCHED_FIELDS:
+            raise ConfigError(
+                f"search.only.{name}: unknown. Allowed: {', '.join(sorted(SEARCHED_FIELDS))}."
+            )
         limits[name] = (values,) if isinstance(values, str | int) else tuple(values)
-        allowed = _FREE[name]
+        allowed = SEARCHED_FIELDS[name]
         if isinstance(allowed, tuple) and not set(limits[name]) <= set(allowed):
             raise ConfigError(
                 f"search.only.{name}: {limits[name]} is not allowed. Allowed: {', '.join(allowed)}."
@@ -146,34 +170,27 @@ def _limits(only: Mapping[str, Iterable[Any]]) -> dict[str, tuple]:
 def _shapes(
     spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName
 ) -> dict[str, Array]:
-    """Returns all (t, c, p, v, r, b) whose products and divisions are whole."""
-    rows = []
+    """Returns all shapes as columns by name of a field."""
+    shapes: list[Shape] = []
     for t in _choice(limits, "tensor_parallel", _tensor_degrees(spec, num_devices, engine)):
-        inner = divisors(num_devices // t) if "context_parallel" in limits else [1]
-        for c in _choice(limits, "context_parallel", inner):
+        context_degrees = [1]
+        if "context_parallel" in limits:
+            context_degrees = divisors(num_devices // t)
+        for c in _choice(limits, "context_parallel", context_degrees):
             for p in _choice(limits, "pipeline_parallel", divisors(num_devices // (t * c))):
                 replicas = num_devices // (t * c * p)
                 stages = _stages_of_one(spec, p, engine)
                 if batch % replicas or not stages:
                     continue
                 sizes = _choice(limits, "micro_batch_size", divisors(batch // replicas))
-                rows += [
-                    (t, c, p, v, replicas, b)
-                    for v in _choice(limits, "virtual_stages", stages)
-                    for b in sizes
-                ]
-    # Uneven ones last, since those that are evaluated beside them take longer.
-    rows.sort(key=lambda row: spec.num_layers % (row[2] * row[3]) != 0)
-    table = np.array(rows, dtype=float).reshape(-1, 6).T
-    names = (
-        "tensor_parallel",
-        "context_parallel",
-        "pipeline_parallel",
-        "virtual_stages",
-        "data_parallel",
-        "micro_batch_size",
+                for v in _choice(limits, "virtual_stages", stages):
+                    shapes += [Shape(t, c, p, v, replicas, size) for size in sizes]
+    # Chunks that contain an uneven layout take longer, so uneven layouts come last.
+    shapes.sort(
+        key=lambda shape: spec.num_layers % (shape.pipeline_parallel * shape.virtual_stages) != 0
     )
-    return dict(zip(names, table, strict=True))
+    table = np.array(shapes, dtype=float).reshape(-1, len(Shape._fields)).T
+    return dict(zip(Shape._fields, table, strict=True))
 
 
 def _stages_of_one(spec: ModelSpec, devices: int, engine: EngineName) -> list[int]:
@@ -183,51 +200,58 @@ def _stages_of_one(spec: ModelSpec, devices: int, engine: EngineName) -> list[in
     places = {spec.num_layers}
     if capabilities_of(engine).splits_ends_of_model:
         places.add(spec.num_layers + 2)
-    return sorted(
-        {v for count in places if count % devices == 0 for v in divisors(count // devices)}
-    )
+    counts = set()
+    for count in places:
+        if count % devices == 0:
+            counts.update(divisors(count // devices))
+    return sorted(counts)
 
 
 def _tensor_degrees(spec: ModelSpec, num_devices: int, engine: EngineName) -> list[int]:
     width = np.gcd.reduce([spec.num_heads, spec.ffn_hidden_size, spec.vocab_size, num_devices])
-    # whole key/value heads too, which only engine neuron copies
-    kept = {t: Plan(tensor_parallel=t, engine=engine) for t in divisors(int(width))}
-    return [t for t, plan in kept.items() if spec.num_kv_heads * plan.kv_replication(spec) % t == 0]
+    degrees = []
+    for degree in divisors(int(width)):
+        # A rank holds whole key/value heads, which only engine neuron copies.
+        copies = Plan(tensor_parallel=degree, engine=engine).kv_replication(spec)
+        if spec.num_kv_heads * copies % degree == 0:
+            degrees.append(degree)
+    return degrees
 
 
 def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[str, Array]:
-    """Returns all (schedule, recompute, ZeRO, sequence parallel, ZeRO inside a node only, if
-    that is asked for).
+    """Returns all combinations of schedule, recomputation, ZeRO stage, sequence parallelism and
+    context exchange as columns by name.
+
+    Column `hybrid` says whether ZeRO shards inside a node only. `hybrid` allows it.
     """
-    schedules = [SCHEDULES.index(name) for name in _choice(limits, "schedule", SCHEDULES)]
-    recompute = [RECOMPUTE.index(name) for name in _choice(limits, "recompute", RECOMPUTE)]
-    stages = range(4) if "zero_stage" in limits else capabilities_of(engine).searched_zero_stages
-    zero = [float(stage) for stage in _choice(limits, "zero_stage", stages)]
-    sequence = _choice(limits, "sequence_parallel", (False, True))
-    exchanges = (
-        EXCHANGES if {"context_parallel", "context_exchange"} & limits.keys() else EXCHANGES[:1]
-    )
-    exchange = [EXCHANGES.index(name) for name in _choice(limits, "context_exchange", exchanges)]
-    grid = np.meshgrid(
-        np.array(schedules, np.int8),
-        np.array(recompute, np.int8),
-        np.array(zero),
-        np.array(sequence, bool),
-        np.array([False, True][: 1 + hybrid]),
-        np.array(exchange, np.int8),
-        np.array([float(count or 0) for count in limits.get("recompute_layers", (0,))]),
-    )
-    names = (
-        "schedule",
-        "recompute",
-        "zero_stage",
-        "sequence_parallel",
-        "hybrid",
-        "context_exchange",
-        "recompute_layers",
-    )
-    is_useful = (~grid[4] | (grid[2] == 3)).ravel()
-    return {name: axis.ravel()[is_useful] for name, axis in zip(names, grid, strict=True)}
+    zero_stages = capabilities_of(engine).searched_zero_stages
+    if "zero_stage" in limits:
+        zero_stages = range(4)
+    exchanges = EXCHANGES[:1]
+    if "context_parallel" in limits or "context_exchange" in limits:
+        exchanges = EXCHANGES
+    axes = {
+        "schedule": _codes(limits, "schedule", SCHEDULES, SCHEDULES),
+        "recompute": _codes(limits, "recompute", RECOMPUTE, RECOMPUTE),
+        "zero_stage": np.array(_choice(limits, "zero_stage", zero_stages), float),
+        "sequence_parallel": np.array(_choice(limits, "sequence_parallel", (False, True)), bool),
+        "hybrid": np.array([False, True] if hybrid else [False]),
+        "context_exchange": _codes(limits, "context_exchange", exchanges, EXCHANGES),
+        "recompute_layers": np.array(
+            [float(count or 0) for count in limits.get("recompute_layers", (0,))]
+        ),
+    }
+    columns = [axis.ravel() for axis in np.meshgrid(*axes.values())]
+    modes = dict(zip(axes, columns, strict=True))
+    is_useful = ~modes["hybrid"] | (modes["zero_stage"] == 3)
+    return {name: column[is_useful] for name, column in modes.items()}
+
+
+def _codes(
+    limits: dict[str, tuple], name: str, values: Iterable[str], names: tuple[str, ...]
+) -> Array:
+    """Returns the allowed values of a field as codes, which are indices into `names`."""
+    return np.array([names.index(value) for value in _choice(limits, name, values)], np.int8)
 
 
 def divisors(number: int) -> list[int]:
@@ -260,9 +284,10 @@ def _choice(limits: dict[str, tuple], name: str, values: Iterable[Any]) -> list[
 
 
 def _none_left(num_devices: int, limits: dict[str, tuple]) -> str:
-    by = ", ".join(f"{name} in {values}" for name, values in limits.items()) or "the rules of Plan"
+    restrictions = ", ".join(f"{name} in {values}" for name, values in limits.items())
     return (
-        f"plan: no layout of {counted(num_devices, 'device')} is left by {by}. Allow more values."
+        f"plan: no layout of {counted(num_devices, 'device')} is left by"
+        f" {restrictions or 'the rules of Plan'}. Allow more values."
     )
 
 
@@ -274,26 +299,25 @@ def _why_none(
     """
     if limits and len(_shapes(spec, num_devices, batch, {}, engine)["tensor_parallel"]):
         return _none_left(num_devices, limits)
-    replicas = {
-        num_devices // (t * p)
-        for t in _tensor_degrees(spec, num_devices, engine)
-        for p in divisors(num_devices // t)
-        if _stages_of_one(spec, p, engine)
-    }
-    nearest = min((max(1, round(batch / r)) * r for r in replicas), key=lambda b: abs(b - batch))
-    allowed = {
-        t * p * r
-        for t in _tensor_degrees(spec, 0, engine)  # 0 is a multiple of each
-        for p in range(1, spec.num_layers + 3)
-        if _stages_of_one(spec, p, engine)
-        for r in divisors(batch)
-    }
-    devices = min(allowed, key=lambda number: (abs(number - num_devices), number))
+    replicas = set()
+    for t in _tensor_degrees(spec, num_devices, engine):
+        for p in divisors(num_devices // t):
+            if _stages_of_one(spec, p, engine):
+                replicas.add(num_devices // (t * p))
+    batches = [max(1, round(batch / count)) * count for count in replicas]
+    nearest_batch = min(batches, key=lambda other: abs(other - batch))
+    device_counts = set()
+    # 0 is a multiple of each tensor degree.
+    for t in _tensor_degrees(spec, 0, engine):
+        for p in range(1, spec.num_layers + 3):
+            if _stages_of_one(spec, p, engine):
+                device_counts.update(t * p * count for count in divisors(batch))
+    nearest_devices = min(device_counts, key=lambda count: (abs(count - num_devices), count))
     return (
         f"plan.global_batch_size: {counted(batch, 'sequence')} on {counted(num_devices, 'device')}"
         f" is not allowed for {spec.name}: any layout has at least"
         f" {counted(min(replicas), 'replica')} (TP divides heads, feed-forward and"
         f" vocabulary, pipeline stages the {counted(spec.num_layers, 'layer')}), and"
         " replicas must divide the batch. The nearest that are allowed:"
-        f" {counted(nearest, 'sequence')}, or {counted(devices, 'device')}."
+        f" {counted(nearest_batch, 'sequence')}, or {counted(nearest_devices, 'device')}."
     )

@@ -4,7 +4,6 @@ is from measurements.
 
 import dataclasses
 import math
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,26 +12,30 @@ from cluster.record import html_table
 from kit.config.plan import Plan
 from kit.errors import ConfigError
 from kit.estimate.choose.nearest import Nearest, measured_mfu, nearest_run
-from kit.estimate.choose.search import Search, describe, interval, seconds
+from kit.estimate.choose.search import Search, describe_layout, interval_text, seconds_text
 from kit.estimate.theory.schedule import simulate_plan
 
 SHORTLIST = 2000
-"""Fastest layouts that are looked at again on a changed machine."""
+"""Number of the fastest layouts that are evaluated on a changed machine."""
 WITHIN_REACH = 1.5
-"""Of the device's memory: what needs more is not called limited by memory, since nothing small
-would help."""
+"""Largest memory of a faster layout, as a multiple of the memory of a device, for which a layout is
+called limited by memory. A layout that needs more is out of reach of any small change."""
 FAR = 4.0
 """Distance to the nearest published run from which on a prediction is called outside the
 measured range."""
 PCIE_BYTES_PER_S = 64e9
-"""In each direction, by 16 lanes of PCIe 5 (PCI-SIG), as H100, H200, B200 and MI300X have. States
-that wait in the host's memory come and go in each step, both at once at best."""
+"""Bytes/s in each direction over 16 lanes of PCIe 5 (PCI-SIG), as H100, H200, B200 and MI300X have.
+Optimizer states in the host's memory are copied both ways in each step, at best at once."""
 ROUNDING = 1e-6
-"""Least relative difference of two step times that are not equal but for rounding."""
+"""Smallest relative difference of two step times that is not a rounding error."""
 SIMULATED_ROUNDS = 6
-"""Micro-batches simulated, in units of the pipeline's depth; a longer steady state only repeats
-the slowest stage."""
-CHANGES = {
+"""Number of simulated micro-batches per pipeline device. A longer steady state only repeats the
+slowest stage."""
+USEFUL_TERMS = ("gemm", "attention")
+"""Terms of the step time that compute the model's FLOPs."""
+OUTSIDE_PIPELINE_TERMS = ("data_parallel", "optimizer", "overhead")
+"""Terms of the step time that the simulation of a pipeline does not contain."""
+CHANGED_MACHINES = {
     "a network between nodes half as fast": {"network_bytes_per_s": 0.5},
     "links inside a node half as fast": {"near_bytes_per_s": 0.5, "node_bytes_per_s": 0.5},
     "matrix products a quarter slower": {
@@ -46,286 +49,174 @@ CHANGES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Reasons for a layout, and limits of its prediction."""
+
+    simulated_share: float
+    """Ratio of the step time with the pipeline's schedule simulated event by event to the step
+    time in closed form.
+
+    The ratio checks the closed form. It gives no second step time: the simulation takes the
+    closed form's stage times but no delays of single ranks, so it is shorter by 0 to 10 % on
+    published runs. A ratio above 1 means that the closed form is too short for the schedule."""
+    limited_by: str
+    """Reason why the step is not faster: memory, or the largest loss of time."""
+    other_choices: tuple[str, ...]
+    """Changed machines on which another layout is faster, and the fastest layout with other
+    degrees."""
+    nearest: Nearest
+    """Published run most like the layout."""
+    other_engines: tuple[str, ...]
+    """Possible gains with other code bases: context parallelism, overlap, offload."""
+    warnings: tuple[str, ...]
+    """Reasons not to trust the prediction as it stands."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One layout of a search with everything that is known about it."""
+    """One layout of a search with its plan, times and memory."""
 
     search: Search
     index: int
-    tokens: float | None = None
-    """Budget for days and price."""
+    tokens: float | None
+    """Training budget in tokens, for days and price."""
+    plan: Plan
+    """The layout as the engine takes it."""
+    row: dict[str, Any]
+    """Fields of the plan, step time, bytes, risk, MFU, HFU and tokens per second. With a token
+    budget also days and price."""
+    time_terms_s: dict[str, float]
+    """Seconds of the step by term, largest first. They add up to the step time."""
+    memory_terms_bytes: dict[str, float]
+    """Bytes of the heaviest device by term, reserve included."""
+    batch_advice: str | None
+    """Result of `Search.advise_batch`, which is the same for all layouts of a search."""
 
-    @cached_property
-    def plan(self) -> Plan:
-        """As the engines take it."""
-        return self.search.plan(self.index)
-
-    @cached_property
-    def row(self) -> dict[str, Any]:
-        """The plan's fields, step time, bytes, risk, MFU, and with a token budget days and
-        price.
-        """
-        row = self.search.row(self.index) | {
-            "tokens_per_s": float(self._time.tokens_per_s[0]),
-            "hfu": self._hfu,
-        }
-        if self.tokens is not None:
-            price = float(self._time.price(self.tokens)[0])
-            row |= {
-                "days": float(self._time.days(self.tokens)[0]),
-                "price_usd": None if math.isnan(price) else price,
-            }
-        return row
-
-    @cached_property
-    def time_terms_s(self) -> dict[str, float]:
-        """Seconds of the step by term, largest first; they add up to the step time."""
-        terms = {
+    @classmethod
+    def of(
+        cls, search: Search, index: int, tokens: float | None, batch_advice: str | None
+    ) -> "Answer":
+        """Returns the answer for one layout of a search."""
+        plan = search.plan(index)
+        layout = search.layouts.select(np.array([index]))
+        step_time = search.machine.step_time(layout)
+        time_terms_s = {
             name: float(np.broadcast_to(value, (1,))[0])
-            for name, value in self._time.terms_s.items()
+            for name, value in step_time.terms_s.items()
         }
-        return dict(sorted(terms.items(), key=lambda item: -item[1]))
+        memory_terms = search.machine.memory(layout).terms()
+        row = search.row(index)
+        row["tokens_per_s"] = float(step_time.tokens_per_s[0])
+        row["hfu"] = _hfu(search, index, plan)
+        if tokens is not None:
+            price = float(step_time.price(tokens)[0])
+            row["days"] = float(step_time.days(tokens)[0])
+            row["price_usd"] = None if math.isnan(price) else price
+        return cls(
+            search=search,
+            index=index,
+            tokens=tokens,
+            plan=plan,
+            row=row,
+            time_terms_s=dict(sorted(time_terms_s.items(), key=lambda item: -item[1])),
+            memory_terms_bytes={name: float(value[0]) for name, value in memory_terms.items()},
+            batch_advice=batch_advice,
+        )
 
-    @cached_property
-    def memory_terms_bytes(self) -> dict[str, float]:
-        """Bytes of the heaviest device by term, reserve included."""
-        terms = self.search.machine.memory(self._layout).terms()
-        return {name: float(value[0]) for name, value in terms.items()}
-
-    @cached_property
-    def simulated_share(self) -> float:
-        """Ratio of the step time with the pipeline's schedule simulated event by event to the step
-        time in closed form.
-
-        The ratio checks the closed form. It gives no second step time: the simulation takes the
-        closed form's stage times but no delays of single ranks, so it is shorter by 0 to 10 % on
-        published runs. A ratio above 1 means that the closed form is too short for the schedule.
+    def explain(self) -> Explanation:
+        """Simulates the schedule, evaluates the fastest layouts on changed machines, and returns
+        the explanation. It takes about 0.1 s.
         """
+        machine = self.search.machine
+        simulated_share = self._simulate_schedule()
+        nearest = nearest_run(self.search.spec, self.plan, machine.hardware, machine.coefficients)
+        other_choices = [
+            _choice_on_changed_machine(self, name, factors)
+            for name, factors in CHANGED_MACHINES.items()
+        ]
+        other_choices.append(_choice_with_other_degrees(self))
+        return Explanation(
+            simulated_share=simulated_share,
+            limited_by=_limit(self),
+            other_choices=tuple(text for text in other_choices if text),
+            nearest=nearest,
+            other_engines=_gains_of_other_engines(self),
+            warnings=tuple(_warnings(self, simulated_share, nearest)),
+        )
+
+    def _simulate_schedule(self) -> float:
+        """Returns `Explanation.simulated_share`."""
         plan = self.plan
         terms = self.time_terms_s
-        outside = sum(terms[name] for name in ("data_parallel", "optimizer", "overhead"))
+        outside_s = sum(terms[name] for name in OUTSIDE_PIPELINE_TERMS)
         m = plan.num_microbatches
         p = plan.pipeline_parallel
         times = self.search.machine.stage_times(self.search.spec, plan, terms)
-        # Per stage and micro-batch.
-        whole = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
+        # Seconds per stage and micro-batch.
+        stages_s = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
         simulated = min(m, SIMULATED_ROUNDS * p)
         result = simulate_plan(plan, num_microbatches=simulated, **times)
-        per_device = np.bincount(result.order.device_of_stage, weights=whole, minlength=p)
-        makespan_s = result.makespan_s + (m - simulated) * float(per_device.max())
-        return (makespan_s + outside) / sum(terms.values())
-
-    @cached_property
-    def binding(self) -> str:
-        """What keeps the step from being faster: memory, or the largest loss of time."""
-        search = self.search
-        capacity = float(self.search.machine.hardware.memory_bytes)
-        near = np.flatnonzero(~search.feasible & (search.used_bytes <= WITHIN_REACH * capacity))
-        if len(near):
-            fastest = int(near[np.argmin(search.step_time_s[near])])
-            gain = 1 - search.step_time_s[fastest] / search.step_time_s[self.index]
-            if gain > 0.01:
-                return (
-                    f"memory: {describe(search.row(fastest))} would be {gain:.0%} faster, but uses "
-                    f"{search.used_bytes[fastest] / 2**30:.0f} GiB of {capacity / 2**30:.0f} GiB"
-                )
-        total = sum(self.time_terms_s.values())
-        useful = sum(self.time_terms_s[name] for name in ("gemm", "attention"))
-        name, loss = next(
-            item for item in self.time_terms_s.items() if item[0] not in ("gemm", "attention")
-        )
-        return (
-            f"computation: {useful / total:.0%} of the step; most is lost to"
-            f" {name.replace('_', ' ')}, {loss / total:.0%}"
-        )
-
-    @cached_property
-    def changes(self) -> tuple[str, ...]:
-        """What would change the choice: other machines on which another layout wins, and the
-        runner-up here.
-        """
-        texts = [_changed(self, name, factors) for name, factors in CHANGES.items()]
-        return tuple(text for text in (*texts, _runner_up(self)) if text)
-
-    @cached_property
-    def nearest(self) -> Nearest:
-        """The published run most like this layout."""
-        machine = self.search.machine
-        return nearest_run(self.search.spec, self.plan, machine.hardware, machine.coefficients)
-
-    @cached_property
-    def warnings(self) -> tuple[str, ...]:
-        """Where the prediction should not be trusted as it stands."""
-        site = self.search.machine.site
-        hardware = self.search.machine.hardware
-        texts = []
-        ceiling = site.device.matmul_flops_per_s.get("bf16")
-        rate = self._hfu * float(hardware.peak_flops_per_s)
-        if self.plan.untrained:
-            texts.append(
-                " and ".join(f"{name} {getattr(self.plan, name)}" for name in self.plan.untrained)
-                + ": the kit plans this, it does not train it; `kit launch` refuses it."
-            )
-        if self.search.machine.code_base != "kit":
-            texts.append(
-                f"time and memory are those of {self.search.machine.code_base}'s kernels, which the"
-                " kit's engines do not run."
-            )
-        if ceiling and rate > 0.9 * ceiling.value and not hardware.is_narrow:
-            texts.append(
-                f"{rate / 1e12:.0f} TFLOP/s per device is not believable: no matrix product was"
-                f" seen above {ceiling.value / 1e12:.0f} ({ceiling.source}). Calibrate on a run of"
-                " this machine."
-            )
-        best = measured_mfu(site.device.name, self.plan.precision)
-        if best and self.row["mfu"] > best:
-            texts.append(
-                f"MFU {self.row['mfu']:.1%} is above the {best:.1%} that published runs on this"
-                " device reach."
-            )
-        if self.simulated_share > 1 + ROUNDING:
-            longer = f"{self.simulated_share - 1:.1%} longer than this step time"
-            texts.append(
-                f"simulated event by event, the schedule takes {longer}. Prefer a layout without"
-                " this warning."
-            )
-        texts += self.search.prediction(self.index).warnings
-        texts += self._wide_texts
-        beyond = {
-            int(self.search.layouts.tensor_parallel[other])
-            for other in self.search.fastest(5)
-            if other != self.index
-            and "tensor parallelism across nodes" in self.search.prediction(int(other)).untried
-        }
-        texts += [
-            f"TP{degree} among the fastest layouts leaves the node, and no measured run of this"
-            " machine had as many tensor ranks. Trust those layouts last."
-            for degree in sorted(beyond)
-        ]
-        if self.search.batch_limit:
-            texts.append(self.search.batch_limit)
-        measured_s = self.row["step_time_s"] / (1 + self.nearest.residual)
-        if self.nearest.distance > FAR:
-            texts.append("no published run is near: a prediction outside the measured range.")
-        elif not self.row["step_time_low_s"] <= measured_s <= self.row["step_time_high_s"]:
-            texts.append(
-                "the nearest measured run is missed by more than the interval allows. Its machine"
-                f" is predicted with the efficiencies of {site.name}: trust the interval only as"
-                " far as these hold."
-            )
-        return tuple(texts)
-
-    @cached_property
-    def elsewhere(self) -> tuple[str, ...]:
-        """What other code bases would gain and no engine of the kit does: context parallelism,
-        overlap, offload.
-        """
-        both = {"data_overlap": np.array(True), "tensor_overlap": np.array(True)}
-        beside = dataclasses.replace(self._layout, **both)
-        states = self.memory_terms_bytes["optimizer"]
-        kept = self.memory_terms_bytes["activations"]
-        gain = float(self.search.machine.step_time(beside).total_s[0]) / self.row["step_time_s"] - 1
-        return (
-            "context parallelism (--set 'plan.context_parallel=[1, 2, 4, 8]')",
-            f"overlap of collectives with computation ({gain:+.1%} time)",
-            f"offload of optimizer states ({states / 2**30:.1f} GiB less a device; at PCIe 5's 64"
-            f" GB/s they need at least {seconds(states / PCIE_BYTES_PER_S, 2)} s a step), or of"
-            f" activations (at most {kept / 2**30:.1f} GiB)",
-        )
-
-    @cached_property
-    def _layout(self):
-        return self.search.layouts.select(np.array([self.index]))
-
-    @cached_property
-    def _time(self):
-        return self.search.machine.step_time(self._layout)
-
-    @property
-    def _base(self) -> str:
-        """What MFU and HFU are fractions of, where it is not the peak of the products."""
-        precision = self.plan.precision
-        device = self.search.machine.site.device
-        if precision == "bf16":
-            return ""
-        peak = device.peak_flops_per_s[precision].value
-        share = self.row["mfu"] * float(self.search.machine.hardware.peak_flops_per_s) / peak
-        return f" of the peak in bf16 (MFU {share:.1%} of that in {precision})"
-
-    @property
-    def _wide_texts(self) -> list[str]:
-        """Returns the warning that tensor groups span several nodes, if they do."""
-        degree = self.plan.tensor_parallel
-        near = int(self.search.machine.hardware.node_devices)
-        if degree <= near:
-            return []
-        is_node = near == self.search.machine.site.devices_per_node
-        place = f"the node of {near} devices" if is_node else f"the {near} devices on fast links"
-        return [
-            f"TP{degree} leaves {place}, which few published runs did. Trust this layout less than"
-            f" one with at most TP{near}."
-        ]
-
-    @property
-    def _hfu(self) -> float:
-        spec = self.search.spec
-        plan = self.plan
-        flops = spec.hardware_flops_per_token(
-            plan.recompute, whole=plan.recomputes_whole, layers=plan.recomputed_layers(spec)
-        )
-        return self.search.mfu(self.index) * flops / spec.flops_per_token()
+        devices_s = np.bincount(result.order.device_of_stage, weights=stages_s, minlength=p)
+        makespan_s = result.makespan_s + (m - simulated) * float(devices_s.max())
+        return (makespan_s + outside_s) / sum(terms.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything as plain values, for JSON."""
-        return self.row | {
-            "simulated_share": self.simulated_share,
+        explanation = self.explain()
+        return {
+            **self.row,
+            "simulated_share": explanation.simulated_share,
             "time_terms_s": self.time_terms_s,
             "memory_terms_bytes": self.memory_terms_bytes,
-            "binding": self.binding,
-            "nearest": str(self.nearest),
-            "nearest_residual": self.nearest.residual,
-            "changes": list(self.changes),
-            "elsewhere": list(self.elsewhere),
-            "warnings": list(self.warnings),
+            "binding": explanation.limited_by,
+            "nearest": str(explanation.nearest),
+            "nearest_residual": explanation.nearest.residual,
+            "changes": list(explanation.other_choices),
+            "elsewhere": list(explanation.other_engines),
+            "warnings": list(explanation.warnings),
         }
 
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, text) pairs for people."""
         row = self.row
+        explanation = self.explain()
+        step_s = seconds_text(row["step_time_s"])
+        rate = f"{row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.1%}, HFU {row['hfu']:.1%}"
+        used_gib = row["used_bytes"] / 2**30
         facts = [
-            ("layout", describe(row)),
-            (
-                "step",
-                f"{seconds(row['step_time_s'])} s, 90 % interval {interval(row)} s",
-            ),
+            ("layout", describe_layout(row)),
+            ("step", f"{step_s} s, 90 % interval {interval_text(row)} s"),
             ("times", str(self.search.machine.calibration)),
-            (
-                "rate",
-                (
-                    f"{row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.1%}, HFU"
-                    f" {row['hfu']:.1%}{self._base}"
-                ),
-            ),
+            ("rate", rate + self._peak_note()),
             (
                 "memory",
-                (
-                    f"{row['used_bytes'] / 2**30:.1f} GiB a device, risk"
-                    f" {row['out_of_memory_probability']:.1%}"
-                ),
+                f"{used_gib:.1f} GiB a device, risk {row['out_of_memory_probability']:.1%}",
             ),
         ]
         if self.tokens is not None:
-            price = "" if row["price_usd"] is None else f", {row['price_usd']:,.0f} USD"
-            facts.append((f"{self.tokens:.3g} tokens", f"{row['days']:,.1f} days{price}"))
-        facts += [
-            ("limited by", self.binding),
-            ("nearest measured run", str(self.nearest)),
-        ]
-        more = {
-            "other choice": self.changes,
-            "other engines": [f"not by the kit's engines: {'; '.join(self.elsewhere)}"],
-            "warning": self.warnings,
-        }
-        return facts + [(label, text) for label, texts in more.items() for text in texts]
+            cost = f"{row['days']:,.1f} days"
+            if row["price_usd"] is not None:
+                cost += f", {row['price_usd']:,.0f} USD"
+            facts.append((f"{self.tokens:.3g} tokens", cost))
+        facts.append(("limited by", explanation.limited_by))
+        facts.append(("nearest measured run", str(explanation.nearest)))
+        facts += [("other choice", text) for text in explanation.other_choices]
+        gains = "; ".join(explanation.other_engines)
+        facts.append(("other engines", f"not by the kit's engines: {gains}"))
+        facts += [("warning", text) for text in explanation.warnings]
+        return facts
+
+    def _peak_note(self) -> str:
+        """Returns a note on the peak that MFU and HFU refer to, or an empty string if it is the
+        peak of the plan's precision.
+        """
+        precision = self.plan.precision
+        if precision == "bf16":
+            return ""
+        machine = self.search.machine
+        peak = machine.site.device.peak_flops_per_s[precision].value
+        mfu = self.row["mfu"] * float(machine.hardware.peak_flops_per_s) / peak
+        return f" of the peak in bf16 (MFU {mfu:.1%} of that in {precision})"
 
     def _repr_html_(self) -> str:
         return html_table(
@@ -334,25 +225,61 @@ class Answer:
 
 
 def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> list[Answer]:
-    """Returns the `count` fastest feasible layouts, explained, in the order of the search.
+    """Returns the `count` fastest feasible layouts, in the order of the search.
 
     A training budget in tokens gives days and price.
 
     Raises:
         ConfigError: count or tokens below 1.
     """
-    if count < 1 or (tokens is not None and not (math.isfinite(tokens) and tokens >= 1)):
+    is_budget = tokens is None or (math.isfinite(tokens) and tokens >= 1)
+    if count < 1 or not is_budget:
         raise ConfigError(
             f"search.answers: count {count}, tokens {tokens} are not allowed. Give numbers from 1."
         )
-    return [
-        Answer(search=search, index=int(index), tokens=tokens) for index in search.fastest(count)
-    ]
+    batch_advice = search.advise_batch()
+    return [Answer.of(search, int(index), tokens, batch_advice) for index in search.fastest(count)]
 
 
-def _changed(answer: Answer, name: str, factors: dict[str, float]) -> str | None:
-    """Returns which layout wins on a changed machine, if it is another and more than 1 % faster
-    there.
+def _hfu(search: Search, index: int, plan: Plan) -> float:
+    """Returns the modelled HFU of a layout, as a fraction of the peak in bf16."""
+    spec = search.spec
+    executed_flops = spec.hardware_flops_per_token(
+        plan.recompute, whole=plan.recomputes_whole, layers=plan.recomputed_layers(spec)
+    )
+    return search.mfu(index) * executed_flops / spec.flops_per_token()
+
+
+def _limit(answer: Answer) -> str:
+    """Returns `Explanation.limited_by`."""
+    search = answer.search
+    capacity = float(search.machine.hardware.memory_bytes)
+    in_reach = ~search.feasible & (search.used_bytes <= WITHIN_REACH * capacity)
+    rows = np.flatnonzero(in_reach)
+    if len(rows):
+        fastest = int(rows[np.argmin(search.step_time_s[rows])])
+        gain = 1 - search.step_time_s[fastest] / search.step_time_s[answer.index]
+        if gain > 0.01:
+            layout = describe_layout(search.row(fastest))
+            return (
+                f"memory: {layout} would be {gain:.0%} faster, but uses "
+                f"{search.used_bytes[fastest] / 2**30:.0f} GiB of {capacity / 2**30:.0f} GiB"
+            )
+    terms = answer.time_terms_s
+    total_s = sum(terms.values())
+    useful_s = sum(terms[name] for name in USEFUL_TERMS)
+    lost = next(name for name in terms if name not in USEFUL_TERMS)
+    return (
+        f"computation: {useful_s / total_s:.0%} of the step; most is lost to"
+        f" {lost.replace('_', ' ')}, {terms[lost] / total_s:.0%}"
+    )
+
+
+def _choice_on_changed_machine(answer: Answer, name: str, factors: dict[str, float]) -> str | None:
+    """Returns the fastest layout on a changed machine, if it is another one and more than 1 %
+    faster there.
+
+    `factors` multiply fields of `Hardware`.
     """
     search = answer.search
     hardware = search.machine.hardware
@@ -362,32 +289,135 @@ def _changed(answer: Answer, name: str, factors: dict[str, float]) -> str | None
     if not len(fits):
         return f"with {name}, no layout fits"
     rows = fits[np.argsort(search.step_time_s[fits])[:SHORTLIST]]
-    rows = np.union1d(rows, [answer.index]) if answer.index in fits else rows
-    times = np.broadcast_to(machine.step_time(search.layouts.select(rows)).total_s, rows.shape)
-    best = int(rows[times.argmin()])
+    if answer.index in fits:
+        rows = np.union1d(rows, [answer.index])
+    times_s = np.broadcast_to(machine.step_time(search.layouts.select(rows)).total_s, rows.shape)
+    fastest_s = float(times_s.min())
+    best = int(rows[times_s.argmin()])
+    layout = describe_layout(search.row(best))
     if answer.index not in rows:
-        return (
-            f"with {name}, this layout does not fit; {describe(search.row(best))} takes"
-            f" {times.min():.4g} s"
-        )
-    here = float(times[np.searchsorted(rows, answer.index)])
-    if best == answer.index or times.min() > 0.99 * here:
+        return f"with {name}, this layout does not fit; {layout} takes {fastest_s:.4g} s"
+    answer_s = float(times_s[np.searchsorted(rows, answer.index)])
+    if best == answer.index or fastest_s > 0.99 * answer_s:
         return None
-    return f"with {name}, {describe(search.row(best))} is {1 - times.min() / here:.0%} faster"
+    return f"with {name}, {layout} is {1 - fastest_s / answer_s:.0%} faster"
 
 
-def _runner_up(answer: Answer) -> str | None:
+def _choice_with_other_degrees(answer: Answer) -> str | None:
     """Returns the fastest feasible layout with other tensor or pipeline degrees."""
     search = answer.search
-    layouts = answer.search.layouts
-    t = answer.plan.tensor_parallel
-    p = answer.plan.pipeline_parallel
-    other = (layouts.tensor_parallel != t) | (layouts.pipeline_parallel != p)
-    # Of one element where all layouts have the same degrees.
-    rows = search.order[np.broadcast_to(other, search.step_time_s.shape)[search.order]]
+    layouts = search.layouts
+    is_other = (layouts.tensor_parallel != answer.plan.tensor_parallel) | (
+        layouts.pipeline_parallel != answer.plan.pipeline_parallel
+    )
+    # A column has one element if all layouts have equal degrees.
+    is_other = np.broadcast_to(is_other, search.step_time_s.shape)
+    rows = search.order[is_other[search.order]]
     if not len(rows):
         return None
-    return (
-        f"with other degrees, the fastest is {describe(search.row(int(rows[0])))}:"
-        f" {search.step_time_s[rows[0]] / search.step_time_s[answer.index] - 1:+.1%} time"
+    fastest = int(rows[0])
+    slower = search.step_time_s[fastest] / search.step_time_s[answer.index] - 1
+    layout = describe_layout(search.row(fastest))
+    return f"with other degrees, the fastest is {layout}: {slower:+.1%} time"
+
+
+def _gains_of_other_engines(answer: Answer) -> tuple[str, ...]:
+    """Returns `Explanation.other_engines`."""
+    layout = answer.search.layouts.select(np.array([answer.index]))
+    overlapped = dataclasses.replace(
+        layout, data_overlap=np.array(True), tensor_overlap=np.array(True)
     )
+    overlapped_s = float(answer.search.machine.step_time(overlapped).total_s[0])
+    gain = overlapped_s / answer.row["step_time_s"] - 1
+    optimizer_bytes = answer.memory_terms_bytes["optimizer"]
+    activation_bytes = answer.memory_terms_bytes["activations"]
+    return (
+        "context parallelism (--set 'plan.context_parallel=[1, 2, 4, 8]')",
+        f"overlap of collectives with computation ({gain:+.1%} time)",
+        f"offload of optimizer states ({optimizer_bytes / 2**30:.1f} GiB less a device; at PCIe"
+        f" 5's 64 GB/s they need at least {seconds_text(optimizer_bytes / PCIE_BYTES_PER_S, 2)} s a"
+        f" step), or of activations (at most {activation_bytes / 2**30:.1f} GiB)",
+    )
+
+
+def _warnings(answer: Answer, simulated_share: float, nearest: Nearest) -> list[str]:
+    """Returns `Explanation.warnings`, the most general ones first."""
+    search = answer.search
+    site = search.machine.site
+    row = answer.row
+    plan = answer.plan
+    texts = []
+    if plan.untrained:
+        untrained = " and ".join(f"{name} {getattr(plan, name)}" for name in plan.untrained)
+        texts.append(
+            f"{untrained}: the kit plans this, it does not train it; `kit launch` refuses it."
+        )
+    if search.machine.code_base != "kit":
+        texts.append(
+            f"time and memory are those of {search.machine.code_base}'s kernels, which the"
+            " kit's engines do not run."
+        )
+    hardware = search.machine.hardware
+    ceiling = site.device.matmul_flops_per_s.get("bf16")
+    rate = row["hfu"] * float(hardware.peak_flops_per_s)
+    if ceiling and rate > 0.9 * ceiling.value and not hardware.is_narrow:
+        texts.append(
+            f"{rate / 1e12:.0f} TFLOP/s per device is not believable: no matrix product was"
+            f" seen above {ceiling.value / 1e12:.0f} ({ceiling.source}). Calibrate on a run of"
+            " this machine."
+        )
+    best_mfu = measured_mfu(site.device.name, plan.precision)
+    if best_mfu and row["mfu"] > best_mfu:
+        texts.append(
+            f"MFU {row['mfu']:.1%} is above the {best_mfu:.1%} that published runs on this"
+            " device reach."
+        )
+    if simulated_share > 1 + ROUNDING:
+        texts.append(
+            "simulated event by event, the schedule takes"
+            f" {simulated_share - 1:.1%} longer than this step time. Prefer a layout without"
+            " this warning."
+        )
+    texts += search.prediction(answer.index).warnings
+    texts += _wide_tensor_warnings(answer)
+    if answer.batch_advice:
+        texts.append(answer.batch_advice)
+    measured_s = row["step_time_s"] / (1 + nearest.residual)
+    if nearest.distance > FAR:
+        texts.append("no published run is near: a prediction outside the measured range.")
+    elif not row["step_time_low_s"] <= measured_s <= row["step_time_high_s"]:
+        texts.append(
+            "the nearest measured run is missed by more than the interval allows. Its machine"
+            f" is predicted with the efficiencies of {site.name}: trust the interval only as"
+            " far as these hold."
+        )
+    return texts
+
+
+def _wide_tensor_warnings(answer: Answer) -> list[str]:
+    """Returns warnings about tensor groups that span several nodes: of the layout itself, and of
+    the other fastest layouts of the search.
+    """
+    search = answer.search
+    texts = []
+    degree = answer.plan.tensor_parallel
+    near = int(search.machine.hardware.node_devices)
+    if degree > near:
+        place = f"the {near} devices on fast links"
+        if near == search.machine.site.devices_per_node:
+            place = f"the node of {near} devices"
+        texts.append(
+            f"TP{degree} leaves {place}, which few published runs did. Trust this layout less than"
+            f" one with at most TP{near}."
+        )
+    untried_degrees = set()
+    for other in search.fastest(5):
+        untried = search.prediction(int(other)).untried
+        if other != answer.index and "tensor parallelism across nodes" in untried:
+            untried_degrees.add(int(search.layouts.tensor_parallel[other]))
+    texts += [
+        f"TP{untried} among the fastest layouts leaves the node, and no measured run of this"
+        " machine had as many tensor ranks. Trust those layouts last."
+        for untried in sorted(untried_degrees)
+    ]
+    return texts

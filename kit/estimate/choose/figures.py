@@ -64,7 +64,7 @@ def memory_figure(
     rows: Rows = []
     with new_figure(1, len(stages), height=3.7, sharey=True, squeeze=False) as (figure, axes):
         for axis, (title, stage) in zip(axes[0], stages.items(), strict=True):
-            count = np.size(stage.total)
+            count = np.size(stage.total_bytes)
             bottom = np.zeros(count)
             places = np.arange(count)
             for (name, held), colour in zip(

@@ -18,7 +18,7 @@ from kit.engines.capabilities import EngineName
 from kit.errors import ConfigError
 from kit.estimate.choose.figures import breakdown_figure, memory_figure
 from kit.estimate.choose.machine import Machine, machine_of
-from kit.estimate.choose.search import seconds
+from kit.estimate.choose.search import seconds_text
 from kit.estimate.fit.calibrate import published_calibration
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Layouts
@@ -122,35 +122,38 @@ class Estimate:
         )
 
     @property
-    def texts(self) -> dict[str, str]:
-        """The titles of the three pictures, each with its interval."""
-        time, low, high = self.step_s
+    def titles(self) -> dict[str, str]:
+        """Titles of the three pictures, each with its interval."""
+        time_s, low_s, high_s = self.step_s
         used, least, most = (value / GIB for value in self.used_bytes)
         capacity = float(self.machine.hardware.memory_bytes) / GIB
-        flops = (
-            self.spec.flops_per_token() * self.plan.global_batch_size * self.spec.sequence_length
-        )
+        tokens = self.plan.global_batch_size * self.spec.sequence_length
         peak = float(self.machine.hardware.peak_flops_per_s) * self.plan.num_devices
-        mfu = [100 * flops / (peak * value) for value in (time, high, low)]
-        idle = self.terms_s["bubble"]
-        drawn = self.drawn_microbatches
-        total = self.plan.num_microbatches
-        part = "the whole step"
-        if drawn < total:
-            part = f"the first {drawn} of {total:,} micro-batches, then cut"
+        peak_s = self.spec.flops_per_token() * tokens / peak
+        mfu, highest_mfu, lowest_mfu = (100 * peak_s / value for value in self.step_s)
+        idle_s = self.terms_s["bubble"]
+        idle = seconds_text(idle_s, 3)
+        idle_low = seconds_text(idle_s * low_s / time_s, 3)
+        idle_high = seconds_text(idle_s * high_s / time_s, 3)
+        drawn = "the whole step"
+        if self.drawn_microbatches < self.plan.num_microbatches:
+            drawn = (
+                f"the first {self.drawn_microbatches} of {self.plan.num_microbatches:,}"
+                " micro-batches, then cut"
+            )
         return {
             "memory": (
                 f"Memory: {used:.1f} GiB ({least:.1f} to {most:.1f}) of {capacity:.0f} on the"
                 f" fullest device; risk of running out {self.risk:.1%}"
             ),
             "step": (
-                f"Step: {seconds(time)} s ({seconds(low, 3)} to {seconds(high, 3)}); MFU"
-                f" {mfu[0]:.1f} % ({mfu[1]:.1f} to {mfu[2]:.1f})"
+                f"Step: {seconds_text(time_s)} s ({seconds_text(low_s, 3)} to"
+                f" {seconds_text(high_s, 3)}); MFU {mfu:.1f} % ({lowest_mfu:.1f} to"
+                f" {highest_mfu:.1f})"
             ),
             "timeline": (
-                f"Pipeline: bubble {idle / time:.1%} of the step, {seconds(idle, 3)} s"
-                f" ({seconds(idle * low / time, 3)} to {seconds(idle * high / time, 3)}); drawn:"
-                f" {part}"
+                f"Pipeline: bubble {idle_s / time_s:.1%} of the step, {idle} s ({idle_low} to"
+                f" {idle_high}); drawn: {drawn}"
             ),
         }
 
@@ -186,7 +189,7 @@ class Estimate:
         timeline.axes[0].set_yticks([])  # each text takes a millisecond
         for text in [*timeline.axes[0].texts]:
             text.remove()
-        for figure, title in zip((memory, step, timeline), self.texts.values(), strict=True):
+        for figure, title in zip((memory, step, timeline), self.titles.values(), strict=True):
             _lay_out(figure, title.replace("; ", "\n"))
         return memory, step, timeline
 
@@ -323,7 +326,7 @@ class Panel:
             self.view.value = f"<div class='kit-panel' role='alert'>{style}{text}</div>"
             return
         self.plan = found.plan
-        image = _image(found.to_png(), alt="; ".join(found.texts.values()))
+        image = _image(found.to_png(), alt="; ".join(found.titles.values()))
         self.view.value = f"<div class='kit-panel'>{style}{image}</div>"
 
     def write(self) -> None:

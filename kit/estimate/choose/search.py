@@ -7,7 +7,7 @@ answer, and what would change it, is in `explain.py`.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +28,7 @@ from kit.estimate.fit.calibrate import Calibration, Prediction
 from kit.estimate.theory.activations import Kernels
 from kit.estimate.theory.hardware import check_numbers
 from kit.estimate.theory.layouts import Array, Layouts, cast_bytes
-from kit.estimate.theory.memory import CODE_BASES, Convention
+from kit.estimate.theory.memory import CODE_BASES, CodeBase, Convention
 from kit.estimate.theory.state import convention_of
 from kit.show.table import Table
 
@@ -38,9 +38,26 @@ EXACT_LAYOUTS = 2000
 Float32 is precise enough to find these layouts. With float64, an answer shows the values that
 `step_time`, `memory` and the panel give for the same plan."""
 NOTABLE = 1.1
-"""How many times as fast another batch must train to be named."""
+"""Smallest ratio of training speeds at which another batch is recommended."""
 COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GiB", "risk", "MFU")
-"""Short names of what `cells` returns."""
+"""Headers of the cells that `cells` returns."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchSetup:
+    """Everything of a search that does not depend on devices, batch and allowed values."""
+
+    spec: ModelSpec
+    machine: Machine
+    max_risk: float
+    engine: EngineName
+    precision: Precision
+    code_base: CodeBase | None
+    """Another code base whose layouts are searched, or None for the kit's engine."""
+    has_kit_kernels: bool
+    """Whether the layouts run the kit's own decoder in torch on GPUs."""
+    kernels: Mapping[str, Any]
+    """Columns of `Layouts` for the kernels of the code base."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +78,7 @@ class Search:
     is the number that is shown and the centre of the interval."""
     used_bytes: Array
     """Bytes of the heaviest device of each layout."""
-    on: Callable[..., "Search"] = dataclasses.field(repr=False, compare=False)
-    """Returns this search with other `devices`, `batch` or `only`."""
+    setup: SearchSetup = dataclasses.field(repr=False, compare=False)
 
     @cached_property
     def feasible(self) -> Array:
@@ -85,36 +101,54 @@ class Search:
         least_before = np.minimum.accumulate(np.concatenate(([np.inf], used[:-1])))
         return rows[used < least_before]
 
-    def changed(self, **fields: Any) -> "Search | None":
-        """Returns this search with other `devices`, `batch` or `only`, if a layout fits there."""
+    def with_changes(
+        self,
+        *,
+        devices: int | None = None,
+        batch: int | None = None,
+        only: Mapping[str, Iterable[Any]] | None = None,
+    ) -> "Search | None":
+        """Searches again with other devices, batch or allowed values. Returns None if no layout
+        fits.
+        """
         try:
-            found = self.on(**fields)
+            found = evaluate_layouts(
+                self.setup,
+                self.num_devices if devices is None else devices,
+                self.global_batch_size if batch is None else batch,
+                self.only if only is None else only,
+            )
         except ConfigError:
             return None
         return found if found.feasible.any() else None
 
-    @cached_property
-    def batch_limit(self) -> str | None:
-        """What another batch would do, where replicas, which divide batch and devices, are few."""
-        most = math.gcd(self.num_devices, self.global_batch_size)
-        batches = nearby_batches(self.global_batch_size, self.num_devices)
-        if self.best.data_parallel < most:
+    def advise_batch(self) -> str | None:
+        """Searches with nearby batches and returns a recommendation, if the batch allows few
+        replicas and another batch trains clearly faster. The number of replicas divides both the
+        batch and the devices.
+        """
+        most_replicas = math.gcd(self.num_devices, self.global_batch_size)
+        if self.best.data_parallel < most_replicas:
             return None
-        found = [other for batch in batches if (other := self.changed(batch=batch))]
-        best = max([self, *found], key=lambda search: search.sequences_per_s)
-        faster = best.sequences_per_s / self.sequences_per_s
-        if faster < NOTABLE:
+        best = self
+        for batch in nearby_batches(self.global_batch_size, self.num_devices):
+            other = self.with_changes(batch=batch)
+            if other is not None and other.sequences_per_s > best.sequences_per_s:
+                best = other
+        speedup = best.sequences_per_s / self.sequences_per_s
+        if speedup < NOTABLE:
             return None
+        layout = describe_layout(best.row(int(best.order[0])))
         return (
             f"{counted(self.global_batch_size, 'sequence')} on {self.num_devices:,} devices leave"
-            f" at most {counted(most, 'replica')}, which must divide both. With"
-            f" {best.global_batch_size:,} sequences {describe(best.row(int(best.order[0])))} trains"
-            f" {faster:.1f} times as many tokens/s."
+            f" at most {counted(most_replicas, 'replica')}, which must divide both. With"
+            f" {best.global_batch_size:,} sequences {layout} trains {speedup:.1f} times as many"
+            " tokens/s."
         )
 
     @property
     def sequences_per_s(self) -> float:
-        """Of the fastest feasible layout."""
+        """Sequences per second of the fastest feasible layout."""
         return self.global_batch_size / float(self.step_time_s[self.order[0]])
 
     @property
@@ -129,17 +163,22 @@ class Search:
         Under a pipeline ZeRO 2 is ZeRO 1, for example.
         """
         rows = self.order[: 20 * count]
-        columns = (self.step_time_s[rows], self.used_bytes[rows])
-        is_equal = [np.isclose(each[1:], each[:-1], rtol=1e-6) for each in columns]
-        return rows[np.concatenate(([True], ~(is_equal[0] & is_equal[1])))][:count]
+        time_s = self.step_time_s[rows]
+        used_bytes = self.used_bytes[rows]
+        is_equal = np.isclose(time_s[1:], time_s[:-1], rtol=1e-6) & np.isclose(
+            used_bytes[1:], used_bytes[:-1], rtol=1e-6
+        )
+        is_new = np.concatenate(([True], ~is_equal))
+        return rows[is_new][:count]
 
     def plan(self, index: int) -> Plan:
         """Returns one layout as a Plan for the engine, on GPUs with their defaults, in the
         precision asked for.
         """
         plan = self.layouts.plan(index, self.engine)
-        defaults = plan.gpu_defaults if self.machine.site.device.is_gpu else {}
-        return plan.replace(**{**defaults, "precision": self.precision})
+        if self.machine.site.device.is_gpu:
+            plan = plan.replace(**plan.gpu_defaults)
+        return plan.replace(precision=self.precision)
 
     def risk(self, index: int) -> float:
         """Returns the probability, 0 to 1, that one layout runs out of memory."""
@@ -246,7 +285,7 @@ def search(
             " e.g. 0.05."
         )
     check_numbers(site, "bf16", num_devices)
-    site_machine = machine_of(
+    machine = machine_of(
         site,
         calibration,
         engine=engine,
@@ -256,64 +295,93 @@ def search(
     )
     engine = engine or site.engine
     check_site(spec, Plan(engine=engine), site)
-    base = CODE_BASES.get(code_base)
-    can_recompute_some = capabilities_of(engine).recomputes_some_blocks
-    is_native = capabilities_of(engine).is_torch_native
-    ours = kernels is None and base is None and is_native and site.device.is_gpu
-    kept: Mapping[str, Iterable[Any]] = {"schedule": base.schedules} if base else {}
-    columns = {"native": ours, "cast_bytes": cast_bytes(precision, ours)}
-    if base:
-        columns = base.columns(precision, "mxfp8" in site.device.peak_flops_per_s)
-
-    def on(
-        devices: int = num_devices,
-        batch: int = global_batch_size,
-        only: Mapping[str, Iterable[Any]] = only or {},
-    ) -> Search:
-        check_numbers(site, "bf16", devices)
-        machine = dataclasses.replace(site_machine, convention=_convention(engine, only))
-        layouts = candidates(
-            spec,
-            devices,
-            batch,
-            engine=engine,
-            only={**kept, **only},
-            node_devices=site.devices_per_node,
-            **columns | layout_kernels,
-        )
-        if ours:  # as `Plan.gpu_defaults` has it
-            cut = layouts.is_one_of("schedule", *SPLIT_SCHEDULES)
-            layouts = dataclasses.replace(
-                layouts, compiled=~(cut & (layouts.pipeline_parallel > 1))
-            )
-        evaluated = layouts, *machine.evaluate(layouts)
-        if can_recompute_some and not {"recompute", "recompute_layers"} & only.keys():
-            most_bytes = machine.most_bytes(max_risk)
-            alike = base is not None
-            evaluated = with_some_recomputed(*evaluated, machine.evaluate, most_bytes, alike)
-        layouts, time_s, used_bytes = evaluated
-        time_s, used_bytes = _fastest_in_float64(
-            machine, layouts, time_s, used_bytes, machine.most_bytes(max_risk)
-        )
-        return Search(
-            spec=spec,
-            machine=machine,
-            num_devices=devices,
-            global_batch_size=batch,
-            max_risk=max_risk,
-            engine=engine,
-            precision=precision,
-            only=only,
-            layouts=layouts,
-            step_time_s=time_s,
-            used_bytes=used_bytes,
-            on=on,
-        )
-
-    found = on()
+    other_code_base = CODE_BASES.get(code_base)
+    has_kit_kernels = (
+        kernels is None
+        and other_code_base is None
+        and capabilities_of(engine).is_torch_native
+        and site.device.is_gpu
+    )
+    if other_code_base is None:
+        columns = {"native": has_kit_kernels, "cast_bytes": cast_bytes(precision, has_kit_kernels)}
+    else:
+        has_blocks = "mxfp8" in site.device.peak_flops_per_s
+        columns = other_code_base.columns(precision, has_blocks)
+    setup = SearchSetup(
+        spec=spec,
+        machine=machine,
+        max_risk=max_risk,
+        engine=engine,
+        precision=precision,
+        code_base=other_code_base,
+        has_kit_kernels=has_kit_kernels,
+        kernels={**columns, **layout_kernels},
+    )
+    found = evaluate_layouts(setup, num_devices, global_batch_size, only or {})
     if not found.feasible.any():
         raise ConfigError(_none_fits(found))
     return found
+
+
+def evaluate_layouts(
+    setup: SearchSetup,
+    num_devices: int,
+    global_batch_size: int,
+    only: Mapping[str, Iterable[Any]],
+) -> Search:
+    """Returns the layouts of a setup for a number of devices and a batch, with time and memory,
+    whether they fit or not.
+
+    Raises:
+        ConfigError: the site lacks a number, or no layout fits devices, batch and `only`.
+    """
+    site = setup.machine.site
+    check_numbers(site, "bf16", num_devices)
+    machine = dataclasses.replace(setup.machine, convention=_convention(setup.engine, only))
+    allowed = dict(only)
+    if setup.code_base is not None:
+        allowed = {"schedule": setup.code_base.schedules, **only}
+    layouts = candidates(
+        setup.spec,
+        num_devices,
+        global_batch_size,
+        engine=setup.engine,
+        only=allowed,
+        node_devices=site.devices_per_node,
+        **setup.kernels,
+    )
+    if setup.has_kit_kernels:
+        # Blocks are compiled wherever `Plan.gpu_defaults` compiles them.
+        is_split = layouts.is_one_of("schedule", *SPLIT_SCHEDULES)
+        has_pipeline = layouts.pipeline_parallel > 1
+        layouts = dataclasses.replace(layouts, compiled=~(is_split & has_pipeline))
+    time_s, used_bytes = machine.evaluate(layouts)
+    most_bytes = machine.most_bytes(setup.max_risk)
+    is_recomputation_fixed = "recompute" in only or "recompute_layers" in only
+    if capabilities_of(setup.engine).recomputes_some_blocks and not is_recomputation_fixed:
+        layouts, time_s, used_bytes = with_some_recomputed(
+            layouts,
+            time_s,
+            used_bytes,
+            machine.evaluate,
+            most_bytes,
+            equal_stages=setup.code_base is not None,
+        )
+    time_s, used_bytes = _fastest_in_float64(machine, layouts, time_s, used_bytes, most_bytes)
+    return Search(
+        spec=setup.spec,
+        machine=machine,
+        num_devices=num_devices,
+        global_batch_size=global_batch_size,
+        max_risk=setup.max_risk,
+        engine=setup.engine,
+        precision=setup.precision,
+        only=only,
+        layouts=layouts,
+        step_time_s=time_s,
+        used_bytes=used_bytes,
+        setup=setup,
+    )
 
 
 def _convention(engine: EngineName, only: Mapping[str, Iterable[Any]]) -> Convention:
@@ -353,81 +421,103 @@ def _fastest_in_float64(
 
 
 def _none_fits(found: Search) -> str:
-    """Returns how far the leanest layout is from fitting, and with which nearest devices, batch and
-    options one fits.
+    """Returns how far the layout with the least memory is from fitting, and with which nearest
+    devices, batch and options one fits.
     """
-    leanest = found.row(int(found.used_bytes.argmin()))
-    changes = (
-        [
-            {"devices": n}
-            for n in nearby_devices(found.num_devices, found.machine.site.devices_per_node)
-        ],
-        [{"batch": n} for n in nearby_batches(found.global_batch_size, found.num_devices)],
+    site = found.machine.site
+    least = found.row(int(found.used_bytes.argmin()))
+    devices = nearby_devices(found.num_devices, site.devices_per_node)
+    batches = nearby_batches(found.global_batch_size, found.num_devices)
+    changes = [
+        [{"devices": number} for number in devices],
+        [{"batch": number} for number in batches],
         [{"only": {}}] if found.only else [],
-        [{"only": {**found.only, "context_parallel": [n]}} for n in (2, 4, 8)],
-    )
+        [{"only": {**found.only, "context_parallel": [degree]}} for degree in (2, 4, 8)],
+    ]
     texts = []
-    for each in changes:
-        other = next(filter(None, (found.changed(**change) for change in each)), None)
-        if other is not None:
-            note = NOT_OURS if other.best.context_parallel > 1 else ""
-            texts.append(
-                f"{counted(other.num_devices, 'device')} with"
-                f" {counted(other.global_batch_size, 'sequence')}:"
-                f" {describe(other.row(int(other.order[0])))}{note}"
-            )
-    optimizer = found.machine.memory(found.layouts).terms()["optimizer"]
-    if (found.used_bytes - optimizer).min() <= found.machine.most_bytes(found.max_risk):
+    for alternatives in changes:
+        for change in alternatives:
+            other = found.with_changes(**change)
+            if other is not None:
+                texts.append(_describe_search(other))
+                break
+    optimizer_bytes = found.machine.memory(found.layouts).terms()["optimizer"]
+    most_bytes = found.machine.most_bytes(found.max_risk)
+    if (found.used_bytes - optimizer_bytes).min() <= most_bytes:
         texts.append(f"optimizer states in host memory{NOT_OURS}")
     return (
         f"plan: no layout of {found.spec.name} on {counted(found.num_devices, 'device')} of"
-        f" {found.machine.site.name} fits in memory with a risk of at most {found.max_risk:.0%}."
-        f" The leanest needs {leanest['used_bytes'] / 2**30:.1f} GiB of"
+        f" {site.name} fits in memory with a risk of at most {found.max_risk:.0%}."
+        f" The leanest needs {least['used_bytes'] / 2**30:.1f} GiB of"
         f" {float(found.machine.hardware.memory_bytes) / 2**30:.1f} GiB per device"
-        f" ({describe(leanest)}). What fits: {'; '.join(texts) or 'nothing nearby'}. Else use a"
-        " smaller model or sequence length, or accept more risk."
+        f" ({describe_layout(least)}). What fits: {'; '.join(texts) or 'nothing nearby'}. Else use"
+        " a smaller model or sequence length, or accept more risk."
     )
 
 
-def describe(row: Mapping[str, Any]) -> str:
+def _describe_search(search: Search) -> str:
+    """Returns devices, batch and the fastest layout of a search in a line."""
+    devices = counted(search.num_devices, "device")
+    sequences = counted(search.global_batch_size, "sequence")
+    layout = describe_layout(search.row(int(search.order[0])))
+    note = NOT_OURS if search.best.context_parallel > 1 else ""
+    return f"{devices} with {sequences}: {layout}{note}"
+
+
+def describe_layout(row: Mapping[str, Any]) -> str:
     """Returns one layout in a line: `TP8+SP PP16x2 interleaved DP24 ZeRO1 micro 1 recompute none`.
 
     `ZeRO3/8`: over groups of 8 replicas. `recompute full (3 a device)`: 3 of its blocks.
     """
-    sequence = "+SP" if row["sequence_parallel"] else ""
-    virtual = f"x{row['virtual_stages']}" if row["virtual_stages"] > 1 else ""
-    pipeline = (
-        f"PP{row['pipeline_parallel']}{virtual} {row['schedule']}"
-        if row["pipeline_parallel"] > 1
-        else "PP1"
-    )
-    context = f" CP{row['context_parallel']}" if row["context_parallel"] > 1 else ""
-    context += " all-to-all" if row["context_exchange"] == "all_to_all" else ""
-    over = f"/{row['shard_size']}" if row["shard_size"] else ""
-    blocks = f" ({row['recompute_layers']} a device)" if row["recompute_layers"] else ""
-    return (
-        f"TP{row['tensor_parallel']}{sequence}{context} {pipeline} DP{row['data_parallel']}"
-        f" ZeRO{row['zero_stage']}{over} micro {row['micro_batch_size']} recompute"
-        f" {row['recompute']}{blocks}"
-    )
+    tensor = f"TP{row['tensor_parallel']}"
+    if row["sequence_parallel"]:
+        tensor += "+SP"
+    parts = [tensor]
+    if row["context_parallel"] > 1:
+        parts.append(f"CP{row['context_parallel']}")
+    if row["context_exchange"] == "all_to_all":
+        parts.append("all-to-all")
+    pipeline = f"PP{row['pipeline_parallel']}"
+    if row["pipeline_parallel"] > 1:
+        if row["virtual_stages"] > 1:
+            pipeline += f"x{row['virtual_stages']}"
+        pipeline += f" {row['schedule']}"
+    zero = f"ZeRO{row['zero_stage']}"
+    if row["shard_size"]:
+        zero += f"/{row['shard_size']}"
+    recompute = f"recompute {row['recompute']}"
+    if row["recompute_layers"]:
+        recompute += f" ({row['recompute_layers']} a device)"
+    parts += [
+        pipeline,
+        f"DP{row['data_parallel']}",
+        zero,
+        f"micro {row['micro_batch_size']}",
+        recompute,
+    ]
+    return " ".join(parts)
 
 
-def seconds(value: float, digits: int = 4) -> str:
-    """Returns a time as people read it: `9.944`, `1,074`."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.{digits}g}"
+def seconds_text(value_s: float, digits: int = 4) -> str:
+    """Returns seconds as text with thousands separators: `9.944`, `1,074`."""
+    if value_s >= 1000:
+        return f"{value_s:,.0f}"
+    return f"{value_s:.{digits}g}"
 
 
-def interval(row: Mapping[str, Any]) -> str:
-    """Returns the 90 % interval of one layout's step time: `8.61 to 11.5`."""
-    return f"{seconds(row['step_time_low_s'], 3)} to {seconds(row['step_time_high_s'], 3)}"
+def interval_text(row: Mapping[str, Any]) -> str:
+    """Returns the 90 % interval of one layout's step time as text: `8.61 to 11.5`."""
+    low = seconds_text(row["step_time_low_s"], 3)
+    high = seconds_text(row["step_time_high_s"], 3)
+    return f"{low} to {high}"
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns one row as short text, in the order of `COLUMNS`."""
     return (
-        describe(row),
-        seconds(row["step_time_s"]),
-        interval(row),
+        describe_layout(row),
+        seconds_text(row["step_time_s"]),
+        interval_text(row),
         f"{row['used_bytes'] / 2**30:.1f}",
         f"{row['out_of_memory_probability']:.1%}",
         f"{row['mfu']:.1%}",

@@ -24,9 +24,9 @@ RUN_NOISE = 0.07
 """ln-scale of a calibration run's own error when runs are proposed: what the formula gets wrong
 (`Scales.misfit`), and the same run measured twice (`fitting.NOISE`)."""
 LOCAL_SPREAD = 1.2
-"""How much wider the prior is on a site that is no cluster: the population has none. With
-`Scales.doubt` and Student's tails, intervals are as wide as 2 made them without; they hold all of
-19 runs of the notebooks on two quiet cores."""
+"""Factor of the prior's spread on a local site, since the population has no local machines. With
+`Scales.variance_factor` and Student's tails, intervals are as wide as with a factor of 2 without
+them. They hold all of 19 runs of the notebooks on two quiet cores."""
 LOCAL = {
     "gemm_efficiency": (0.6, 0.4),
     "collective_launch_s": (2e-3, 0.65),
@@ -85,8 +85,10 @@ class Calibration:
         `hardware` is the calibrated machine's unless it is given.
         """
         hardware = hardware or self.hardware
-        centre, variance = interval.spread(layouts, hardware, self._values, self.covariance)
-        untried = interval.untried(layouts, hardware, self.measured)
+        centre, variance = interval.log_time_and_variance(
+            layouts, hardware, self._values, self.covariance
+        )
+        untried = interval.untried_counts(layouts, hardware, self.measured)
         count = sum(untried.values(), np.zeros(layouts.shape))
         half = interval.SCALES.half_width(variance, self.misfit, count, self.num_runs)
         names = tuple(name for name, each in untried.items() if each.any())
@@ -256,7 +258,7 @@ def from_fit(
     error = float("nan")
     measured = None
     if rows is not None:
-        off = fitting.log_time(rows.layouts, rows.hardware, found.values) - np.log(rows.seconds)
+        off = fitting.log_time(rows.layouts, rows.hardware, found.values) - np.log(rows.step_time_s)
         error = float(np.mean(np.abs(np.expm1(off))))
         measured = interval.MeasuredRange.of(rows.layouts, rows.hardware)
     return Calibration(
@@ -286,7 +288,7 @@ def propose(
         raise ConfigError(
             f"propose: {count} of {len(candidates)} candidates is not possible. Ask for fewer."
         )
-    _, slopes = fitting.sensitivity(
+    _, slopes = fitting.log_time_and_slopes(
         candidates, hardware, np.clip(values, fitting.LOW, fitting.HIGH)
     )
     chosen: list[int] = []

@@ -44,19 +44,19 @@ class Rows:
 
     layouts: Layouts
     hardware: Hardware
-    seconds: Array
+    step_time_s: Array
     stack: Array
     """Whole numbers from 0."""
 
     def __len__(self) -> int:
-        return len(self.seconds)
+        return len(self.step_time_s)
 
     def select(self, rows: Array) -> Self:
         """Returns some of the rows, by index or mask."""
         return type(self)(
             layouts=self.layouts.select(rows),
             hardware=self.hardware.select(rows),
-            seconds=self.seconds[rows],
+            step_time_s=self.step_time_s[rows],
             stack=self.stack[rows],
         )
 
@@ -121,7 +121,7 @@ def log_time(layouts: Layouts, hardware: Hardware, values: Array) -> Array:
     return np.log(step_time(layouts, hardware, types.SimpleNamespace(**columns)).total_s)  # type: ignore[arg-type]
 
 
-def sensitivity(layouts: Layouts, hardware: Hardware, values: Array) -> tuple[Array, Array]:
+def log_time_and_slopes(layouts: Layouts, hardware: Hardware, values: Array) -> tuple[Array, Array]:
     """Returns (ln seconds [N], its derivatives by ln coefficient [N, NAMES])."""
     step = np.where(values + 1e-4 <= HIGH, 1e-4, -1e-4)
     all_values = np.concatenate([values[None], values + np.diag(step)])
@@ -148,10 +148,10 @@ def fit(
         np.concatenate([bound, np.full(count, sign)]) for bound, sign in ((LOW, -1.0), (HIGH, 1.0))
     )
     weight = min(1.0, MAX_ROWS / max(1, len(rows)))
-    measured = np.log(rows.seconds)
+    measured = np.log(rows.step_time_s)
 
     def evaluate(values: Array) -> tuple[float, Array, Array]:
-        times, slopes = sensitivity(rows.layouts, rows.hardware, values[:size])
+        times, slopes = log_time_and_slopes(rows.layouts, rows.hardware, values[:size])
         error = (times + one_hot @ values[size:] - measured) / NOISE
         loss = (
             weight * (TAIL + 1) * np.log1p(error**2 / TAIL).sum()

@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from kit.estimate.fit.fitting import HIGH, LOW, Fit, Rows, sensitivity
+from kit.estimate.fit.fitting import HIGH, LOW, Fit, Rows, log_time_and_slopes
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layer import layer_params
 from kit.estimate.theory.layouts import Array, Layouts
@@ -49,19 +49,22 @@ class Scales:
     """
 
     misfit: float = 0.04
-    """ln-scale of what the formula itself gets wrong on a machine, as believed before any run."""
-    worth: float = 6.0
-    """Models that this belief is worth against those that ran on the machine."""
-    doubt: float = 2.25
-    """Variance of a coefficient on a machine never met, over what the few machines of the fit
-    show."""
+    """Standard deviation, on the log scale, of the error of the formula on a machine without
+    runs."""
+    prior_models: float = 6.0
+    """Weight of `misfit`, in models, against the models that ran on the machine."""
+    variance_factor: float = 2.25
+    """Ratio of the variance of a coefficient on a new machine to the variance among the machines of
+    the fit."""
 
     def misfit_after(self, error: Array, variance: Array) -> float:
         """Returns the misfit believed after runs: ln error and variance of each model's when they
         are predicted by the rest.
         """
-        own = np.maximum(error**2 - self.doubt * variance, 0.0).sum()
-        return float(np.sqrt((self.worth * self.misfit**2 + own) / (self.worth + len(error))))
+        own = np.maximum(error**2 - self.variance_factor * variance, 0.0).sum()
+        return float(
+            np.sqrt((self.prior_models * self.misfit**2 + own) / (self.prior_models + len(error)))
+        )
 
     def half_width(
         self, variance: Array, misfit: float, num_untried: Array, num_runs: int
@@ -69,16 +72,19 @@ class Scales:
         """Returns half of each 90 % interval, in ln seconds; tails are Student's, thinner with
         every run.
         """
-        # The runs that the fit rests on have a misfit of their own.
-        share = 1 + 1 / num_runs if num_runs else 1.0
-        deviation = np.sqrt(self.doubt * variance + share * misfit**2 + num_untried * UNTRIED**2)
-        return quantile(self.worth + num_runs) * deviation
+        misfit_variance = misfit**2
+        if num_runs:
+            # The runs that the fit rests on have a misfit, too.
+            misfit_variance = (1 + 1 / num_runs) * misfit**2
+        untried_variance = num_untried * UNTRIED**2
+        deviation = np.sqrt(self.variance_factor * variance + misfit_variance + untried_variance)
+        return student_quantile(self.prior_models + num_runs) * deviation
 
 
 SCALES = Scales()
 
 
-def quantile(freedom: float) -> float:
+def student_quantile(freedom: float) -> float:
     """Returns what 5 % of Student's t lie above, to 0.2 % from 4 degrees of freedom on.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
@@ -92,15 +98,15 @@ def quantile(freedom: float) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
-def spread(
+def log_time_and_variance(
     layouts: Layouts, hardware: Hardware, values: Array, covariance: Array
 ) -> tuple[Array, Array]:
     """Returns (ln seconds, its variance) given ln coefficients and their covariance."""
-    centre, slopes = sensitivity(layouts, hardware, np.clip(values, LOW, HIGH))
+    centre, slopes = log_time_and_slopes(layouts, hardware, np.clip(values, LOW, HIGH))
     return centre, np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
 
 
-def errors(
+def prediction_errors(
     rows: Rows, found: Fit, runs: Rows | None, other_stack: float = 0.0
 ) -> tuple[Array, Array]:
     """Returns (relative error of each prediction, whether the measurement lies in its 90 %
@@ -109,13 +115,18 @@ def errors(
     `runs` are those of the machine that were fitted, `other_stack` is the ln-scale by which theirs
     differs from that of the rows.
     """
-    centre, variance = spread(rows.layouts, rows.hardware, found.values, found.covariance)
-    off = centre - np.log(rows.seconds)
-    measured = MeasuredRange.of(runs.layouts, runs.hardware) if runs is not None else None
-    count = sum(untried(rows.layouts, rows.hardware, measured).values(), np.zeros(len(rows)))
+    centre, variance = log_time_and_variance(
+        rows.layouts, rows.hardware, found.values, found.covariance
+    )
+    off = centre - np.log(rows.step_time_s)
+    measured = None
+    num_runs = 0
+    if runs is not None:
+        measured = MeasuredRange.of(runs.layouts, runs.hardware)
+        num_runs = len(runs)
+    count = sum(untried_counts(rows.layouts, rows.hardware, measured).values(), np.zeros(len(rows)))
     misfit = SCALES.misfit_after(found.left_out_error, found.left_out_variance)
     misfit = float(np.hypot(misfit, other_stack))
-    num_runs = 0 if runs is None else len(runs)
     return np.expm1(off), np.abs(off) <= SCALES.half_width(variance, misfit, count, num_runs)
 
 
@@ -129,7 +140,7 @@ def balances(hardware: Hardware) -> dict[str, Array]:
     return {name: np.asarray(each) / rate for name, each in zip(BALANCES, moved, strict=True)}
 
 
-def traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
+def rare_traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
     """Returns where a layout has what at most one code base of the fit has, and as how many untried
     things it counts: its effect and the code base's are one.
     """
@@ -145,7 +156,7 @@ def traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
     return {name: np.broadcast_to(each, x.shape) for name, each in found.items()}
 
 
-def untried(
+def untried_counts(
     layouts: Layouts,
     hardware: Hardware,
     measured: "MeasuredRange | None",
@@ -156,25 +167,24 @@ def untried(
 
     `known` are the balances of the machines in the fit; a machine that has runs has told its own.
     """
-    tried = measured.traits if measured else frozenset()
-    found = {name: each for name, each in traits(layouts, hardware).items() if name not in tried}
+    tried = frozenset() if measured is None else measured.traits
+    widest = 1.0 if measured is None else measured.bounds["tensor_parallel"][1]
+    found = {}
+    for name, count in rare_traits(layouts, hardware).items():
+        if name not in tried:
+            found[name] = count
     if measured is None:
-        pairs = [(each, known[name]) for name, each in balances(hardware).items()]
-        alien = np.any(
-            [
-                np.broadcast_to((each < low / MARGIN) | (each > high * MARGIN), layouts.shape)
-                for each, (low, high) in pairs
-            ],
-            axis=0,
-        )
-        found["device unlike those of the fit"] = alien
-    widest = measured.bounds["tensor_parallel"][1] if measured else 1.0
-    wide = layouts.tensor_parallel > np.maximum(hardware.node_devices, widest)
-    found["tensor parallelism across nodes"] = np.broadcast_to(wide, layouts.shape)
+        is_unlike = np.zeros(layouts.shape, bool)
+        for name, balance in balances(hardware).items():
+            low, high = known[name]
+            is_unlike = is_unlike | (balance < low / MARGIN) | (balance > high * MARGIN)
+        found["device unlike those of the fit"] = is_unlike
+    is_wide = layouts.tensor_parallel > np.maximum(hardware.node_devices, widest)
+    found["tensor parallelism across nodes"] = np.broadcast_to(is_wide, layouts.shape)
     return found
 
 
-def features(layouts: Layouts) -> dict[str, Array]:
+def layout_features(layouts: Layouts) -> dict[str, Array]:
     """Returns what a layout must have in common with measured ones for its prediction to be
     trusted.
     """
@@ -197,29 +207,28 @@ class MeasuredRange:
 
     bounds: dict[str, tuple[float, float]]
     traits: frozenset[str]
-    """What of `traits` some run had."""
+    """Names of `rare_traits` that some run had."""
 
     @classmethod
     def of(cls, layouts: Layouts, hardware: Hardware) -> Self:
         """Returns the range of these layouts on that hardware."""
-        bounds = {
-            name: (float(np.min(v)), float(np.max(v))) for name, v in features(layouts).items()
-        }
-        return cls(
-            bounds=bounds,
-            traits=frozenset(
-                name for name, each in traits(layouts, hardware).items() if each.any()
-            ),
-        )
+        bounds = {}
+        for name, values in layout_features(layouts).items():
+            bounds[name] = (float(np.min(values)), float(np.max(values)))
+        tried = [name for name, count in rare_traits(layouts, hardware).items() if count.any()]
+        return cls(bounds=bounds, traits=frozenset(tried))
 
     def warnings(self, layouts: Layouts) -> tuple[str, ...]:
         """Returns a sentence that names each feature of which some layout lies outside the measured
         range by `MARGIN`.
         """
-        found = []
-        for name, column in features(layouts).items():
-            (low, high), values = self.bounds[name], np.broadcast_to(column, layouts.shape)
-            off = (values < low / MARGIN) | (values > high * MARGIN)
-            if off.any():
-                found.append(f"{name} {values[off][0]:,.6g} ({low:,.6g} to {high:,.6g})")
-        return (f"{', '.join(found)}: an extrapolation from the measured range.",) * bool(found)
+        outside = []
+        for name, column in layout_features(layouts).items():
+            low, high = self.bounds[name]
+            values = np.broadcast_to(column, layouts.shape)
+            is_outside = (values < low / MARGIN) | (values > high * MARGIN)
+            if is_outside.any():
+                outside.append(f"{name} {values[is_outside][0]:,.6g} ({low:,.6g} to {high:,.6g})")
+        if not outside:
+            return ()
+        return (f"{', '.join(outside)}: an extrapolation from the measured range.",)

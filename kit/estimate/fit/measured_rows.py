@@ -42,12 +42,12 @@ def rows_of_any(runs: Sequence[AnyRun], site: Site | None, hardware: Hardware | 
     return Rows(
         layouts=Layouts.joined([part.layouts for part in parts], sizes),
         hardware=Hardware.joined([part.hardware for part in parts], sizes),
-        seconds=np.concatenate([part.seconds for part in parts]),
+        step_time_s=np.concatenate([part.step_time_s for part in parts]),
         stack=np.concatenate([part.stack for part in parts]),
     )
 
 
-def rows_of(runs: Sequence[PublishedRun], site: Site | None = None) -> Rows:
+def published_rows(runs: Sequence[PublishedRun], site: Site | None = None) -> Rows:
     """Returns published runs as rows, each with the hardware of `site`, else of its own site or a
     guess from its peak.
 
@@ -58,7 +58,7 @@ def rows_of(runs: Sequence[PublishedRun], site: Site | None = None) -> Rows:
     return Rows(
         layouts=published.layouts(runs),
         hardware=Hardware.joined([hardware_of(run, site) for run in runs]),
-        seconds=published.step_times(runs),
+        step_time_s=published.step_times(runs),
         stack=np.array([stacks.index(run.stack) for run in runs]),
     )
 
@@ -135,7 +135,7 @@ def site_of(runs: Sequence[AnyRun]) -> Site | None:
 
 def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
     if isinstance(run, PublishedRun):
-        rows = rows_of([run], site)
+        rows = published_rows([run], site)
         return rows if hardware is None else dataclasses.replace(rows, hardware=hardware)
     run = run if isinstance(run, Run) else Run.open(Path(run))
     if site is not None and site.device.name != run.site.device.name:
@@ -169,6 +169,6 @@ def _rows(run: AnyRun, site: Site | None, hardware: Hardware | None) -> Rows:
     return Rows(
         layouts=Layouts.joined(layouts),
         hardware=Hardware.joined(machines),
-        seconds=np.array(times),
+        step_time_s=np.array(times),
         stack=np.zeros(len(times), int),
     )

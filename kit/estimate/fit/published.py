@@ -18,7 +18,7 @@ from kit.config.spec import FlopBasis, ModelSpec
 from kit.estimate.fit.published_run import SYSTEMS, Basis, PublishedRun, layouts, step_times
 from kit.estimate.theory.layouts import RECOMPUTE
 
-__all__ = ["SYSTEMS", "Basis", "PublishedRun", "layouts", "load", "read", "step_times"]
+__all__ = ["SYSTEMS", "Basis", "PublishedRun", "layouts", "load", "read_runs", "step_times"]
 
 FILE = Path(__file__).parent / "data" / "published_runs.csv"
 REQUIRED = ("source", "system", "gpu", "model", "precision")
@@ -83,7 +83,7 @@ def load(
         ConfigError: no such file, columns missing, or rows that contradict themselves or physics
             (all named).
     """
-    runs, refused, _ = read(FILE if file is None else file)
+    runs, refused, _ = read_runs(FILE if file is None else file)
     if refused:
         lines = "\n".join(f"  line {line}: {reason}" for line, reason in refused[:10])
         more = f"\n  and {len(refused) - 10} more" if len(refused) > 10 else ""
@@ -107,7 +107,7 @@ def of_site(name: str) -> tuple[PublishedRun, ...]:
     )
 
 
-def read(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], Lines, Lines]:
+def read_runs(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], Lines, Lines]:
     """Returns (runs, refused, left out): rows that cannot be right, and those that say too little,
     as (line, reason).
 

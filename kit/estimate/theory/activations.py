@@ -136,51 +136,60 @@ def engine_kernels(engine: EngineName, device: Device | None = None) -> Kernels:
     """Returns what an engine keeps, on a CPU unless the device is a GPU."""
     kernels = KERNELS_BY_MODEL[capabilities_of(engine).memory_model]
     memory = device and device.is_gpu and device.memory_bytes
-    return (
-        kernels.replace(chunk_logits=logits_at_once(memory.value))
-        if memory and kernels.chunk_logits
-        else kernels
-    )
+    if memory and kernels.chunk_logits:
+        return kernels.replace(chunk_logits=logits_at_once(memory.value))
+    return kernels
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerActivations:
-    """Bytes per token of a micro-batch that one layer keeps and needs, a property a term."""
+    """Bytes that one layer saves for its backward pass, per token of a micro-batch, by tensor."""
 
     layouts: Layouts
     kernels: Kernels
 
     @cached_property
-    def residual(self) -> Array:
-        """Numbers between blocks: h / q."""
+    def residual_size(self) -> Array:
+        """Numbers per token between blocks on one device: h / q."""
         return self.layouts.hidden_size / self.layouts.sequence_shards
 
     @cached_property
-    def inputs(self) -> Array:
-        """Of the query and feed-forward matrices, at i bytes (2, fewer in a narrow format): 2 i h /
-        q, or whole, 2 i h.
+    def product_input_bytes(self) -> Array:
+        """Inputs of the query and feed-forward matrices: 2 i h / q at i bytes per number (2, fewer
+        in a narrow format). Code that saves gathered inputs needs 2 i h.
         """
         x = self.layouts
-        is_whole = self.kernels.gathered_inputs
-        return 2 * x.input_bytes * (x.hidden_size if is_whole else self.residual)
+        size = self.residual_size
+        if self.kernels.gathered_inputs:
+            size = x.hidden_size
+        return 2 * x.input_bytes * size
 
     @cached_property
-    def norms(self) -> Array:
-        """Of their inputs: 4 h / q, or for an RMSNorm that is not fused 2 `norm_bytes` h / q."""
-        fused = self.layouts.fused_norm | np.logical_not(self.layouts.gated)
-        return self.layouts.where(fused, 4.0, 2 * self.kernels.norm_bytes) * self.residual
+    def _has_fused_norm(self) -> Array:
+        """Whether the norm is one kernel, bool. A LayerNorm always is."""
+        return self.layouts.fused_norm | np.logical_not(self.layouts.gated)
 
     @cached_property
-    def layer_input(self) -> Array:
-        """What the first norm keeps and full recomputation keeps too: 2 h / q, fused."""
-        fused = self.layouts.fused_norm | np.logical_not(self.layouts.gated)
-        return self.layouts.where(fused, 2.0, 0.0) * self.residual
+    def norm_input_bytes(self) -> Array:
+        """Inputs of both norms: 4 h / q, or for an RMSNorm that is not fused 2 `norm_bytes` h /
+        q.
+        """
+        each = self.layouts.where(self._has_fused_norm, 4.0, 2 * self.kernels.norm_bytes)
+        return each * self.residual_size
 
     @cached_property
-    def heads(self) -> Array:
+    def layer_input_bytes(self) -> Array:
+        """Input of the layer, which a fused first norm and full recomputation both save: 2 h / q.
+        0 if the norm is not fused.
+        """
+        return self.layouts.where(self._has_fused_norm, 2.0, 0.0) * self.residual_size
+
+    @cached_property
+    def attention_bytes(self) -> Array:
         """Query, key, value and result of attention: (4 h + 4 K) / t.
 
-        All to all, the result lies there as parts of heads and as parts of the sequence: + 2 h / t.
+        With the all-to-all exchange the result is saved twice, split by heads and split by
+        sequence: + 2 h / t.
         """
         layouts = self.layouts
         tensor_parallel = self.layouts.tensor_parallel
@@ -191,22 +200,23 @@ class LayerActivations:
         return heads + np.where(is_swapped, 2 * layouts.hidden_size / tensor_parallel, 0.0)
 
     @cached_property
-    def scores(self) -> Array:
-        """Log-sum-exp of fused attention, 4 a / t; written out `score_bytes` a s / t, with dropout
-        3 a s / t more.
+    def attention_score_bytes(self) -> Array:
+        """Log-sum-exp of fused attention: 4 a / t. Written-out scores: `score_bytes` a s / t, with
+        dropout 3 a s / t more.
         """
         layouts = self.layouts
         kernels = self.kernels
         each = layouts.where(layouts.fused_softmax, 2.0, kernels.score_bytes)
-        each = each + 3.0 * layouts.plain if kernels.dropout else each
+        if kernels.dropout:
+            each = each + 3.0 * layouts.plain
         heads = layouts.num_heads / layouts.tensor_parallel
         written = each * layouts.sequence_length
         return np.where(layouts.flash_attention > 0, 4.0, written) * heads
 
     @property
-    def hidden(self) -> Array:
-        """Of feed-forward: (2 + i) f / t, gated (6 + i) f / t, or (4 + i) f / t where the gate is
-        fused.
+    def feed_forward_bytes(self) -> Array:
+        """Hidden numbers of feed-forward: (2 + i) f / t, gated (6 + i) f / t, or (4 + i) f / t if
+        the gate is fused.
         """
         x = self.layouts
         gate = 2.0 if self.kernels.fused_gate else 4.0
@@ -214,57 +224,92 @@ class LayerActivations:
         return (2 + x.input_bytes + (1 - x.plain) * gate) * width
 
     @cached_property
-    def everything(self) -> Array:
-        """All of that and masks of dropout, 2 h / q."""
-        masks = 2 * self.layouts.plain * self.residual if self.kernels.dropout else 0.0
-        return self.inputs + self.norms + self.heads + self.hidden + self.scores + masks
-
-    @cached_property
-    def _selective(self) -> tuple[Array, Array]:
-        """(kept, made again) under selective recomputation.
-
-        By `attention` written-out scores are made again. By `elementwise` the input, the results
-        of all matrix products (those of row-split ones whole, and summed) and of attention are
-        kept, and norms, rotation, activation function and inputs of products made again.
-        """
-        layouts = self.layouts
-        if self.kernels.selective == "attention":
-            scores = np.where(layouts.flash_attention > 0, 0.0, self.scores)
-            return self.everything - scores, scores
-        hidden_size = layouts.hidden_size
-        tensor_parallel = layouts.tensor_parallel
-        gated = 1 - self.layouts.plain
-        hidden = (2 + 2 * gated) * (layouts.ffn_hidden_size / tensor_parallel)
-        summed = np.where(tensor_parallel > 1, 4 * self.residual, 0.0)
-        results = 2 * self.residual + self.heads + 4 * hidden_size + summed + hidden
-        rotated = gated * (2 * hidden_size + 2 * layouts.kv_size) / tensor_parallel
+    def all_bytes(self) -> Array:
+        """Sum of the tensors above, and masks of dropout, 2 h / q."""
+        masks: Array | float = 0.0
+        if self.kernels.dropout:
+            masks = 2 * self.layouts.plain * self.residual_size
         return (
-            results + 4 * layouts.num_heads / tensor_parallel,
-            self.inputs + self.norms - self.layer_input + rotated + hidden,
+            self.product_input_bytes
+            + self.norm_input_bytes
+            + self.attention_bytes
+            + self.feed_forward_bytes
+            + self.attention_score_bytes
+            + masks
         )
 
     @cached_property
-    def kept(self) -> Array:
-        """From the forward pass until the backward pass, per micro-batch."""
-        recompute, (selective, _) = self.layouts.recompute, self._selective
-        some = np.where(recompute == _NONE, self.everything, selective)
+    def _activation_input_bytes(self) -> Array:
+        """Inputs of the activation function in bf16: 2 f / t, gated 4 f / t."""
+        layouts = self.layouts
+        return (2 + 2 * (1 - layouts.plain)) * (layouts.ffn_hidden_size / layouts.tensor_parallel)
+
+    @cached_property
+    def _selectively_saved_bytes(self) -> Array:
+        """Bytes saved under selective recomputation.
+
+        With `attention` everything but written-out scores is saved. With `elementwise` the input
+        and the results of all matrix products and of attention are saved. Results of row-split
+        products are saved gathered, and summed too.
+        """
+        layouts = self.layouts
+        if self.kernels.selective == "attention":
+            return self.all_bytes - self._selectively_recomputed_bytes
+        hidden_size = layouts.hidden_size
+        tensor_parallel = layouts.tensor_parallel
+        summed = np.where(tensor_parallel > 1, 4 * self.residual_size, 0.0)
+        results = (
+            2 * self.residual_size
+            + self.attention_bytes
+            + 4 * hidden_size
+            + summed
+            + self._activation_input_bytes
+        )
+        return results + 4 * layouts.num_heads / tensor_parallel
+
+    @cached_property
+    def _selectively_recomputed_bytes(self) -> Array:
+        """Bytes recomputed in the backward pass under selective recomputation.
+
+        With `attention` these are written-out scores. With `elementwise` they are norms, rotation,
+        activation function and inputs of products.
+        """
+        layouts = self.layouts
+        if self.kernels.selective == "attention":
+            return np.where(layouts.flash_attention > 0, 0.0, self.attention_score_bytes)
+        gated = 1 - layouts.plain
+        rotated = gated * (2 * layouts.hidden_size + 2 * layouts.kv_size) / layouts.tensor_parallel
+        return (
+            self.product_input_bytes
+            + self.norm_input_bytes
+            - self.layer_input_bytes
+            + rotated
+            + self._activation_input_bytes
+        )
+
+    @cached_property
+    def saved_bytes(self) -> Array:
+        """Bytes saved from the forward pass until the backward pass, per micro-batch."""
+        recompute = self.layouts.recompute
+        some = np.where(recompute == _NONE, self.all_bytes, self._selectively_saved_bytes)
         share = self.layouts.recomputed_share
-        full = share * 2 * self.residual + (1 - share) * self.everything
+        full = share * 2 * self.residual_size + (1 - share) * self.all_bytes
         return np.where(recompute == _FULL, full, some)
 
     @cached_property
-    def workspace(self) -> Array:
-        """In the backward pass of one layer at a time: what is made again, and the gradients before
-        and after the activation function, 4 f / t.
+    def workspace_bytes(self) -> Array:
+        """Bytes in the backward pass of one layer at a time: recomputed tensors, and the gradients
+        before and after the activation function, 4 f / t.
         """
-        recompute, (_, selective) = self.layouts.recompute, self._selective
-        some = np.where(recompute == _NONE, 0.0, selective)
-        again = np.where(recompute == _FULL, self.everything - self.layer_input, some)
+        recompute = self.layouts.recompute
+        some = np.where(recompute == _NONE, 0.0, self._selectively_recomputed_bytes)
+        again = np.where(recompute == _FULL, self.all_bytes - self.layer_input_bytes, some)
         return again + 4 * self.layouts.ffn_hidden_size / self.layouts.tensor_parallel
 
 
-def in_flight(layouts: Layouts, stage: Any) -> Array:
-    """Returns the most micro-batches that pipeline device `stage` holds activations of at once.
+def microbatches_in_flight(layouts: Layouts, stage: Any) -> Array:
+    """Returns the largest number of micro-batches whose activations pipeline device `stage` holds
+    at once.
 
     One unit is one micro-batch in all layers of the device, at most m of them:
 
@@ -279,10 +324,9 @@ def in_flight(layouts: Layouts, stage: Any) -> Array:
     v = layouts.virtual_stages
     code = layouts.schedule
     remaining = p - stage
-    virtual = (
-        (v - 1) * p + 2 * remaining - 1
-    ) / v  # p - i for v = 1 would be 2 (p - i) - 1 by this
-    units = np.where(
-        code == _CODE["interleaved"], virtual, np.where(code == _CODE["1f1b"], remaining, p)
-    )
-    return np.minimum(m, np.where((code == _CODE["gpipe"]) & (p > 1), m, units))
+    # For v = 1 the formula of interleaved schedules gives 2 (p - i) - 1, not the p - i of 1f1b.
+    interleaved = ((v - 1) * p + 2 * remaining - 1) / v
+    units = np.where(code == _CODE["1f1b"], remaining, p)
+    units = np.where(code == _CODE["interleaved"], interleaved, units)
+    units = np.where((code == _CODE["gpipe"]) & (p > 1), m, units)
+    return np.minimum(m, units)

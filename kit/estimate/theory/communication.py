@@ -29,7 +29,7 @@ class Link(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Links:
+class GroupLinks:
     """Links of each group of ranks of many layouts.
 
     Ranks are numbered in the order tensor, context, data, pipeline, with tensor parallel ranks next

@@ -9,7 +9,7 @@ import numpy as np
 
 from cluster.record import ConfigError, Record
 from cluster.site import Site
-from kit.estimate.theory.layouts import Columns
+from kit.estimate.theory.layouts import ArrayColumns
 
 Number = float | np.ndarray
 FULL_DEVICES = 8
@@ -43,7 +43,7 @@ long."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Hardware(Columns):
+class Hardware(ArrayColumns):
     """What a step's time depends on; every number may be an array, one value per layout.
 
     Bandwidths are of one direction. Groups of up to `near_devices` use `near_bytes_per_s`, up to

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kit.estimate.theory.communication import Links, all_reduce_seconds, exposed_seconds
+from kit.estimate.theory.communication import GroupLinks, all_reduce_seconds, exposed_seconds
 from kit.estimate.theory.hardware import Coefficients, Hardware, Number
 from kit.estimate.theory.layouts import EXCHANGES, RECOMPUTE, Array, Layouts
 
@@ -37,7 +37,7 @@ def layer_params(layouts: Layouts) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class LayerTime:
     """Seconds of one layer and micro-batch on one device, by kind of work. `terms_s` adds up to
     `total_s`.
     """
@@ -45,7 +45,7 @@ class Layer:
     layouts: Layouts
     hardware: Hardware
     coefficients: Coefficients
-    links: Links
+    links: GroupLinks
 
     @cached_property
     def memory_bytes_per_s(self) -> Array | float:

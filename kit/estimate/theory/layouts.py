@@ -25,7 +25,7 @@ CODES = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "context_exchange": EXCH
 Array = np.ndarray
 
 
-class Columns:
+class ArrayColumns:
     """A dataclass whose fields are numbers of many layouts: arrays, or one number for all."""
 
     def map(self, change: Callable[[Any], Any]) -> Self:
@@ -45,7 +45,7 @@ class Columns:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layouts(Columns):
+class Layouts(ArrayColumns):
     """Shapes and plans of many training steps, as arrays that broadcast against each other.
 
     Whole numbers are float64 arrays, since products of them pass 2^63; flags are bool; codes are

@@ -38,7 +38,7 @@ from kit.estimate.theory.activations import (
     TORCHTITAN,
     Kernels,
     LayerActivations,
-    in_flight,
+    microbatches_in_flight,
 )
 from kit.estimate.theory.layouts import (
     EXCHANGES,
@@ -98,11 +98,12 @@ class StageMemory:
     """
 
     params: Array
-    """Weights that the device holds, sharing among replicas aside."""
+    """Number of weights of the device before ZeRO shards them."""
     bytes_per_param: dict[str, Array]
-    """Of weights, gradients and optimizer, sharing among replicas included."""
-    state: Array
-    """Weights, gradients and optimizer: allocated once, before the first step."""
+    """Bytes per weight of weights, gradients and optimizer, after ZeRO shards them."""
+    state_bytes: Array
+    """Bytes of weights, gradients and optimizer, which are allocated once, before the first
+    step."""
     activations: Array
     embedding_logits: Array
     workspace: Array
@@ -113,18 +114,18 @@ class StageMemory:
         return self.params * self.bytes_per_param[name] if name in STATE else getattr(self, name)
 
     @property
-    def dynamic(self) -> Array:
-        """The other terms: allocated and freed in every step."""
+    def dynamic_bytes(self) -> Array:
+        """Bytes of the terms that are allocated and freed in every step."""
         return self.activations + self.embedding_logits + self.workspace + self.buffers
 
     @property
-    def total(self) -> Array:
-        """Sum of the terms, reserve not included."""
-        return self.state + self.dynamic
+    def total_bytes(self) -> Array:
+        """Bytes of all terms, without the reserve."""
+        return self.state_bytes + self.dynamic_bytes
 
     def with_reserve(self, reserve: Reserve) -> dict[str, Array]:
         """Returns bytes by term, `reserve` last; their sum is what a device uses."""
-        left = reserve.used_bytes(self.state, self.dynamic) - self.total
+        left = reserve.used_bytes(self.state_bytes, self.dynamic_bytes) - self.total_bytes
         return {name: self.term(name) for name in TERMS} | {"reserve": left}
 
 
@@ -158,7 +159,7 @@ class Memory:
         return terms
 
     def _used(self, stage: StageMemory) -> Array:
-        return self.reserve.used_bytes(stage.state, stage.dynamic)
+        return self.reserve.used_bytes(stage.state_bytes, stage.dynamic_bytes)
 
 
 def memory(
@@ -176,15 +177,15 @@ def memory(
     Llama 3), else rounded up. `kernels` is what the code base keeps; flash attention, fused norms
     and the width of gradients are in `layouts`.
     """
-    devices = _Devices(layouts, kernels, convention)
+    devices = _PipelineDevices(layouts, kernels, convention)
     p = layouts.pipeline_parallel
     zbv = layouts.schedule == _ZBV
     stages = [
-        devices.memory(0.0, is_first=True, is_last=(p == 1) | zbv),
-        devices.memory(p - 1, is_first=p == 1, is_last=(p == 1) | ~zbv),
+        devices.stage_memory(0.0, is_first=True, is_last=(p == 1) | zbv),
+        devices.stage_memory(p - 1, is_first=p == 1, is_last=(p == 1) | ~zbv),
     ]
-    if np.any(devices.balanced):
-        stages.append(devices.memory(1.0, is_first=False, is_last=False))
+    if np.any(devices.counts_ends_as_layers):
+        stages.append(devices.stage_memory(1.0, is_first=False, is_last=False))
     return Memory(stages=tuple(stages), reserve=reserve)
 
 
@@ -215,13 +216,13 @@ def memory_by_stage(
         )
     index = np.arange(count, dtype=float)
     is_last = np.where((layouts.schedule == _ZBV) & (count > 1), index == 0, index == count - 1)
-    return _Devices(layouts, kernels, convention).memory(
+    return _PipelineDevices(layouts, kernels, convention).stage_memory(
         index, is_first=index == 0, is_last=is_last, layers=layers
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Devices(ModelState):
+class _PipelineDevices(ModelState):
     """What the pipeline devices of a layout have in common, and the memory of each."""
 
     @cached_property
@@ -230,21 +231,21 @@ class _Devices(ModelState):
         return LayerActivations(self.layouts, self.kernels)
 
     @cached_property
-    def balanced(self) -> Array:
+    def counts_ends_as_layers(self) -> Array:
         """Where embedding and output stand in the place of a layer each, bool."""
-        return (
-            self.layouts.most_layers * self.layouts.pipeline_parallel == self.layouts.num_layers + 2
-        )
+        x = self.layouts
+        return x.most_layers * x.pipeline_parallel == x.num_layers + 2
 
     @cached_property
-    def head(self) -> Array:
+    def head_bytes(self) -> Array:
         """Bytes per token that the last device keeps: inputs of the final norm and of the output
         projection, 4 h / q, and fp32 logits, 4 V / t.
         """
-        return 4 * self.layer.residual + np.where(self._chunked, 0.0, 4 * self._logits)
+        logit_bytes = np.where(self._has_chunked_loss, 0.0, 4 * self._logits_per_token)
+        return 4 * self.layer.residual_size + logit_bytes
 
     @cached_property
-    def loss(self) -> Array:
+    def loss_bytes(self) -> Array:
         """Bytes per token of the loss's workspace: the other copies of the logits, or those of one
         chunk, its input's gradient (2 h) and, of several, the sum of the output projection's (4 h V
         in all).
@@ -255,35 +256,37 @@ class _Devices(ModelState):
         at_once = np.minimum(vocab_size, kernels.chunk_logits / x.tokens)
         summed = np.where(at_once < vocab_size, 4 * x.hidden_size * vocab_size / x.tokens, 0.0)
         chunk = kernels.chunk_logit_bytes * at_once + summed + 2 * x.hidden_size
-        return np.where(self._chunked, chunk, (kernels.logit_bytes - 4) * self._logits)
+        copies = (kernels.logit_bytes - 4) * self._logits_per_token
+        return np.where(self._has_chunked_loss, chunk, copies)
 
     @cached_property
-    def _chunked(self) -> Array:
+    def _has_chunked_loss(self) -> Array:
         """Where the loss is computed in chunks: on a device with the whole model, bool."""
-        whole = ~self.piped & (self.layouts.tensor_parallel == 1)
+        whole = ~self.has_pipeline & (self.layouts.tensor_parallel == 1)
         return (self.kernels.chunk_logits > 0) & whole
 
     @property
-    def _logits(self) -> Array:
-        """Of a token on one device: V / t, or all of them."""
-        ranks = 1.0 if self.kernels.gathered_logits else self.layouts.tensor_parallel
-        return self.layouts.vocab_size / ranks
+    def _logits_per_token(self) -> Array:
+        """Number of logits per token on one device: V / t, or V if the code base gathers them."""
+        if self.kernels.gathered_logits:
+            return self.layouts.vocab_size
+        return self.layouts.vocab_size / self.layouts.tensor_parallel
 
     @cached_property
-    def messages(self) -> Array:
+    def message_bytes(self) -> Array:
         """Buffers to send and receive: 8 T h / q of a pipeline; round a ring of context
         parallelism 8 T K / t (keys and values that compute, and those that arrive), all to all
         4 T (h + K) / t (query, key, value, result).
         """
         x = self.layouts
-        pipeline = np.where(self.piped, 8 * x.hidden_size / x.sequence_shards, 0.0)
+        pipeline = np.where(self.has_pipeline, 8 * x.hidden_size / x.sequence_shards, 0.0)
         is_ring = x.context_exchange == EXCHANGES.index("ring")
         context = np.where(is_ring, 8 * x.kv_size, 4 * (x.hidden_size + x.kv_size))
         context = (x.context_parallel > 1) * (context / x.tensor_parallel)
         return pipeline * x.tokens + context * x.tokens
 
     @cached_property
-    def gathered_output(self) -> Array:
+    def gathered_output_bytes(self) -> Array:
         """The output projection, which ZeRO 3 uses last and first and so keeps gathered
         (`kit.parallel.data.shard_ends`): 2 h V / t.
         """
@@ -291,35 +294,39 @@ class _Devices(ModelState):
         output = 2 * x.hidden_size * x.vocab_size / x.tensor_parallel
         return np.where(x.zero_stage == 3, output, 0.0) * self.kernels.fully_sharded
 
-    def memory(self, stage: Any, *, is_first: Any, is_last: Any, layers: Any = None) -> StageMemory:
+    def stage_memory(
+        self, stage: Any, *, is_first: Any, is_last: Any, layers: Any = None
+    ) -> StageMemory:
         """Returns the terms of pipeline device `stage`; arguments broadcast against the layouts."""
         x = self.layouts
         layer = self.layer
         tokens = self.layouts.tokens
         if layers is None:
-            layers = x.most_layers - self.balanced * np.add(is_first, is_last, dtype=tokens.dtype)
+            num_ends = np.add(is_first, is_last, dtype=tokens.dtype)
+            layers = x.most_layers - self.counts_ends_as_layers * num_ends
         params = self.params(layers, is_first, is_last)
-        flying = in_flight(x, stage)
-        # Cut over tensor ranks, as Megatron and DeepSpeed send.
-        sent = np.where(self.piped, 2 * x.hidden_size / x.tensor_parallel, 0.0)
-        stay = layers * (1 - x.offloaded_layers / x.num_layers)
-        activations = tokens * flying * (stay * layer.kept + sent)
-        # In GPipe all forward passes come first, in others one at a time.
-        heads = np.where(self.piped & (x.schedule == _GPIPE), x.num_microbatches, 1.0)
-        head = np.where(is_last, self.head, 0.0)
-        ends = head * heads
+        in_flight = microbatches_in_flight(x, stage)
+        # Messages are split over tensor ranks, as Megatron and DeepSpeed send them.
+        sent = np.where(self.has_pipeline, 2 * x.hidden_size / x.tensor_parallel, 0.0)
+        layers_on_device = layers * (1 - x.offloaded_layers / x.num_layers)
+        activations = tokens * in_flight * (layers_on_device * layer.saved_bytes + sent)
+        # GPipe computes all forward passes first, so it holds the logits of all micro-batches.
+        held_heads = np.where(self.has_pipeline & (x.schedule == _GPIPE), x.num_microbatches, 1.0)
+        head = np.where(is_last, self.head_bytes, 0.0)
+        ends = head * held_heads
         if self.kernels.dropout:
-            ends = ends + np.where(is_first, x.plain * layer.residual * flying, 0.0)
+            ends = ends + np.where(is_first, x.plain * layer.residual_size * in_flight, 0.0)
         ends = tokens * ends
-        again = tokens * (layer.workspace - head) + self.block_gradients
-        loss = tokens * np.where(is_last, self.loss, 0.0)
-        late = self.late_bytes_per_param * params + self.block_gradients - activations - ends
+        recomputed = tokens * (layer.workspace_bytes - head) + self.block_gradient_bytes
+        loss = tokens * np.where(is_last, self.loss_bytes, 0.0)
+        late = self.late_bytes_per_param * params + self.block_gradient_bytes - activations - ends
+        gathered_output = np.where(is_last, self.gathered_output_bytes, 0.0)
         return StageMemory(
             params=params,
             bytes_per_param=self.bytes_per_param,
-            state=params * self.state_bytes_per_param,
+            state_bytes=params * self.state_bytes_per_param,
             activations=activations,
             embedding_logits=ends,
-            workspace=np.maximum(np.maximum(again, loss), late),
-            buffers=self.messages + self.gathered + np.where(is_last, self.gathered_output, 0.0),
+            workspace=np.maximum(np.maximum(recomputed, loss), late),
+            buffers=self.message_bytes + self.gathering_bytes + gathered_output,
         )

@@ -4,7 +4,7 @@ in five schedules.
 
 import dataclasses
 from functools import cached_property
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -51,8 +51,18 @@ class Order:
         p = pipeline_parallel
         m = num_microbatches
         v = virtual_stages
+        operations = _v_shaped(p, m) if schedule == "zbv" else _one_directional(schedule, p, m, v)
+        columns = [operation.broadcast(p) for operation in operations]
+        slots = np.concatenate([column.slot for column in columns], axis=1)
+        kinds = np.concatenate([np.full(c.slot.shape, c.kind, np.int8) for c in columns], axis=1)
+        stages = np.concatenate([column.stage for column in columns], axis=1)
+        micro_batches = np.concatenate([column.micro_batch for column in columns], axis=1)
+        order = np.argsort(slots, axis=1, kind="stable")
         return cls(
-            name=schedule, **(_zbv(p, m) if schedule == "zbv" else _one_pass(schedule, p, m, v))
+            name=schedule,
+            kind=np.take_along_axis(kinds, order, axis=1),
+            stage=np.take_along_axis(stages, order, axis=1),
+            micro_batch=np.take_along_axis(micro_batches, order, axis=1),
         )
 
     @property
@@ -102,13 +112,35 @@ class Order:
         )
 
 
-def _one_pass(schedule: str, p: int, m: int, v: int) -> dict[str, Array]:
-    """Returns the order of all schedules that send a micro-batch round the devices in one
+class _Operations(NamedTuple):
+    """Operations of one kind on all devices, with the time slots that order them on a device.
+
+    Arrays broadcast to (devices, operations).
+    """
+
+    kind: int
+    slot: Array
+    stage: Array
+    micro_batch: Array
+
+    def broadcast(self, num_devices: int) -> "_Operations":
+        """Returns the operations with arrays of the full shape."""
+        shape = (num_devices, np.size(self.micro_batch))
+        return _Operations(
+            self.kind,
+            np.broadcast_to(self.slot, shape),
+            np.broadcast_to(self.stage, shape),
+            np.broadcast_to(self.micro_batch, shape),
+        )
+
+
+def _one_directional(schedule: str, p: int, m: int, v: int) -> list[_Operations]:
+    """Returns the operations of a schedule that sends a micro-batch round the devices in one
     direction.
 
     Device r runs `warm_up` forwards, then forward and backward in turn; the k-th forward and the
-    k-th backward go through its v stages in rounds of micro-batches. Each operation gets a key, the
-    slot in which its device would run it, and the order of a device is the order of its keys:
+    k-th backward go through its v stages in rounds of micro-batches. Each operation gets the
+    slot in which its device would run it, and the order of a device is the order of its slots:
     forward k in slot k - warm_up, backward k in slot k, the backward for the weights (zero bubble
     only) r slots later, which holds memory at 1F1B's level.
     """
@@ -125,20 +157,20 @@ def _one_pass(schedule: str, p: int, m: int, v: int) -> dict[str, Array]:
         "interleaved": 2 * hops + (v - 1) * per_round if v > 1 else hops,
     }[schedule]
     backward_stage = (v - 1 - chunk) * p + rank
-    rows = [(FORWARD, 3 * (k - np.minimum(warm_up, m * v)), chunk * p + rank)]
-    if schedule == "zero_bubble":
-        rows += [
-            (BACKWARD_INPUT, 3 * k + 1, backward_stage),
-            (BACKWARD_WEIGHT, 3 * (k + rank) + 2, backward_stage),
-        ]
-    else:
-        rows += [(BACKWARD, 3 * k + 1, backward_stage)]
-    return _by_key([(kind, key, stage, micro_batch) for kind, key, stage in rows], p)
+    forward_slot = 3 * (k - np.minimum(warm_up, m * v))
+    forward = _Operations(FORWARD, forward_slot, chunk * p + rank, micro_batch)
+    if schedule != "zero_bubble":
+        return [forward, _Operations(BACKWARD, 3 * k + 1, backward_stage, micro_batch)]
+    return [
+        forward,
+        _Operations(BACKWARD_INPUT, 3 * k + 1, backward_stage, micro_batch),
+        _Operations(BACKWARD_WEIGHT, 3 * (k + rank) + 2, backward_stage, micro_batch),
+    ]
 
 
-def _zbv(p: int, m: int) -> dict[str, Array]:
-    """Returns the V-shaped order: device r holds stages r and 2p - 1 - r, so that loss and backward
-    start at once.
+def _v_shaped(p: int, m: int) -> list[_Operations]:
+    """Returns the operations of the V-shaped order: device r holds stages r and 2p - 1 - r, so
+    that loss and backward start at once.
 
     Slot s of the steady state runs, in this order: the forward of the down-going stage (micro-batch
     s + 2p - 1 - r), its backward (s), the forward of the up-going stage (s + p) and its backward (s
@@ -171,23 +203,8 @@ def _zbv(p: int, m: int) -> dict[str, Array]:
         (BACKWARD_INPUT, 6 * slot + 4, up),
         (BACKWARD_WEIGHT, 6 * weight_up + 5, up),
     ]
-    return _by_key(
-        [(kind, np.broadcast_to(key, (p, n))[:, :m], stage, k[:m]) for kind, key, stage in rows], p
-    )
-
-
-def _by_key(rows: list[tuple[int, Array, Array, Array]], p: int) -> dict[str, Array]:
-    """Returns kind, stage and micro-batch of each device sorted by key; each row is (kind, key,
-    stage, micro-batch).
-    """
-    shapes = [(p, np.size(micro_batch)) for *_, micro_batch in rows]
-    joined = [
-        np.concatenate(
-            [np.broadcast_to(column, shape) for column, shape in zip(columns, shapes, strict=True)],
-            axis=1,
-        )
-        for columns in zip(*rows, strict=True)
+    # Operations of micro-batches beyond m are left out.
+    return [
+        _Operations(kind, np.broadcast_to(slots, (p, n))[:, :m], stage, k[:m])
+        for kind, slots, stage in rows
     ]
-    order = np.argsort(joined[1], axis=1, kind="stable")
-    kind, stage, micro_batch = (np.take_along_axis(joined[i], order, axis=1) for i in (0, 2, 3))
-    return {"kind": kind.astype(np.int8), "stage": stage, "micro_batch": micro_batch}

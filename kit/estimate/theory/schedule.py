@@ -78,22 +78,15 @@ def simulate(
     Raises:
         ConfigError: a time is negative or has another shape.
     """
-    forward, backward_input, backward_weight = (
-        _times(name, value, order.num_stages)
-        for name, value in (
-            ("forward_s", forward_s),
-            ("backward_input_s", backward_input_s),
-            ("backward_weight_s", backward_weight_s),
-        )
-    )
+    forward = _times("forward_s", forward_s, order.num_stages)
+    backward_input = _times("backward_input_s", backward_input_s, order.num_stages)
+    backward_weight = _times("backward_weight_s", backward_weight_s, order.num_stages)
     boundary = _times("send_s", send_s, order.num_stages - 1)
     duration_by_kind = np.stack(
         [forward, backward_input + backward_weight, backward_input, backward_weight]
     )
     needs, delay = _dependencies(order, boundary)
-    return Simulation(
-        order=order, **_run(order, duration_by_kind[order.kind, order.stage], needs, delay)
-    )
+    return _run(order, duration_by_kind[order.kind, order.stage], needs, delay)
 
 
 def simulate_plan(
@@ -165,8 +158,8 @@ def _places(order: Order) -> Array:
     return place
 
 
-def _run(order: Order, duration_s: Array, needs: Array, delay: Array) -> dict[str, Array]:
-    """Returns start and end of all operations.
+def _run(order: Order, duration_s: Array, needs: Array, delay: Array) -> Simulation:
+    """Returns the simulation with start and end of all operations.
 
     Each sweep starts the next operation of every device that can go on.
     """
@@ -174,11 +167,10 @@ def _run(order: Order, duration_s: Array, needs: Array, delay: Array) -> dict[st
     end = np.full(devices * width + 2, np.inf)
     end[-1] = 0.0
     start = np.full(devices * width, np.nan)
-    # One column of padding more, on which a device that is done waits for ever.
+    # A device that has finished waits for ever in one more column of padding.
     padded = ((0, 0), (0, 1))
-    needs, delay = (
-        np.pad(a, padded, constant_values=value).ravel() for a, value in ((needs, -2), (delay, 0.0))
-    )
+    needs = np.pad(needs, padded, constant_values=-2).ravel()
+    delay = np.pad(delay, padded, constant_values=0.0).ravel()
     duration = duration_s.ravel()
     here = np.arange(devices) * (width + 1)
     column = np.arange(devices) * width
@@ -196,4 +188,4 @@ def _run(order: Order, duration_s: Array, needs: Array, delay: Array) -> dict[st
         column[ready] += 1
     start = start.reshape(order.kind.shape)
     end = end[:-2].reshape(order.kind.shape)
-    return {"start_s": start, "end_s": np.where(np.isinf(end), np.nan, end)}
+    return Simulation(order=order, start_s=start, end_s=np.where(np.isinf(end), np.nan, end))

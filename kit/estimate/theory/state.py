@@ -82,7 +82,7 @@ class ModelState:
     convention: Convention
 
     @cached_property
-    def piped(self) -> Array:
+    def has_pipeline(self) -> Array:
         """Whether there is a pipeline, bool."""
         return self.layouts.pipeline_parallel > 1
 
@@ -103,48 +103,61 @@ class ModelState:
         return (attention + feed_forward + biases) / x.tensor_parallel + norms
 
     @cached_property
-    def end_params(self) -> tuple[Array, Array]:
-        """What the first and the last device have beside their layers: the embedding, h V / t, and
-        learned positions, h s; the output projection, unless it is the embedding, and a norm.
+    def embedding_params(self) -> Array:
+        """Weights of the first device beside its layers: the embedding, h V / t, and learned
+        positions, h s.
+        """
+        x = self.layouts
+        return self._table_params + x.plain * x.hidden_size * x.sequence_length
+
+    @cached_property
+    def output_params(self) -> Array:
+        """Weights of the last device beside its layers: the output projection, unless it is the
+        embedding of the same device, a norm, and learned positions if the code base ties them.
         """
         x = self.layouts
         plain = self.layouts.plain
-        table = x.hidden_size * x.vocab_size / x.tensor_parallel
         positions = plain * x.hidden_size * x.sequence_length
-        output = table * (self.piped | np.logical_not(x.tied_embeddings))
+        output = self._table_params * (self.has_pipeline | np.logical_not(x.tied_embeddings))
         norm = (1 + plain) * x.hidden_size
-        last = output + norm + positions * (self.piped & self.kernels.tied_positions)
-        return table + positions, last
+        return output + norm + positions * (self.has_pipeline & self.kernels.tied_positions)
+
+    @cached_property
+    def _table_params(self) -> Array:
+        """Weights of the embedding on one device: h V / t."""
+        x = self.layouts
+        return x.hidden_size * x.vocab_size / x.tensor_parallel
 
     def params(self, layers: Array, is_first: Any, is_last: Any) -> Array:
-        """Returns weights of a device with so many layers."""
-        first, last = self.end_params
-        params = layers * self.block_params + np.where(is_last, last, 0.0)
-        return params + np.where(is_first, first, 0.0)
+        """Returns the number of weights of a device with a number of layers."""
+        params = layers * self.block_params + np.where(is_last, self.output_params, 0.0)
+        return params + np.where(is_first, self.embedding_params, 0.0)
 
     @cached_property
     def gradient_bytes(self) -> Array:
-        """Of one gradient, by the convention or as each layout says."""
+        """Bytes of one gradient, by the convention or as each layout says."""
         own = self.layouts.gradient_bytes
         stated = self.convention.gradients
-        return own if stated is None else np.full_like(own, stated)
+        if stated is None:
+            return own
+        return np.full_like(own, stated)
 
     @cached_property
-    def shard(self) -> Array:
+    def shard_fraction(self) -> Array:
         """The part of a state that a rank has where ZeRO cuts it: 1 / (r c)."""
         return np.where(self.layouts.zero_stage >= 1, 1 / self.layouts.num_shards, 1.0)
 
     @cached_property
-    def gradients_cut(self) -> Array:
+    def shards_gradients(self) -> Array:
         """Where ZeRO cuts gradients: from stage 2 on, without a pipeline; bool."""
-        return ~self.piped & (self.layouts.zero_stage >= 2)
+        return ~self.has_pipeline & (self.layouts.zero_stage >= 2)
 
     @cached_property
-    def gradients_late(self) -> Array:
+    def has_late_gradients(self) -> Array:
         """Where gradients come in the place of activations: those of a single micro-batch, in code
         that makes them anew; bool.
         """
-        single = ~self.piped & (self.layouts.num_microbatches == 1)
+        single = ~self.has_pipeline & (self.layouts.num_microbatches == 1)
         return single & self.kernels.fully_sharded
 
     @cached_property
@@ -156,16 +169,15 @@ class ModelState:
         """
         zero_stage = self.layouts.zero_stage
         convention = self.convention
-        weights = self.layouts.where(
-            zero_stage == 3, 0.0 if self.kernels.fully_sharded else self.shard, 1.0
-        )
-        sums = self.gradient_bytes * np.where(self.gradients_cut, self.shard, 1.0)
-        sums = np.where(self.gradients_late, 0.0, sums)
+        gathered = 0.0 if self.kernels.fully_sharded else self.shard_fraction
+        weights = self.layouts.where(zero_stage == 3, gathered, 1.0)
+        sums = self.gradient_bytes * np.where(self.shards_gradients, self.shard_fraction, 1.0)
+        sums = np.where(self.has_late_gradients, 0.0, sums)
         copy = self.kernels.gradient_copy_bytes if convention.gradients is None else 0.0
         return {
             "weights": convention.weights * weights * self.layouts.weight_bytes / 2,
             "gradients": np.where(zero_stage < 3, sums + copy, sums),
-            "optimizer": convention.optimizer * self.shard,
+            "optimizer": convention.optimizer * self.shard_fraction,
         }
 
     @cached_property
@@ -182,24 +194,24 @@ class ModelState:
         """What comes when activations are gone: gradients of a single micro-batch, which take the
         place of bf16 weights too, and the copy in which ZeRO 1 reduces sums.
         """
-        gradients = self.gradient_bytes * self.shard - self.bytes_per_param["weights"]
-        late = np.where(self.gradients_late, gradients, 0.0)
+        gradients = self.gradient_bytes * self.shard_fraction - self.bytes_per_param["weights"]
+        late = np.where(self.has_late_gradients, gradients, 0.0)
         reduced = late + self.kernels.reduction_bytes
         return np.where(self.layouts.zero_stage == 1, reduced, late)
 
     @cached_property
-    def block_gradients(self) -> Array:
+    def block_gradient_bytes(self) -> Array:
         """Of one block, whole where they are reduced as they come; fully_shard makes them in bf16
         and adds them to their sums block by block.
         """
-        whole = self.gradients_cut | self.gradients_late
+        whole = self.shards_gradients | self.has_late_gradients
         made = np.where(whole, self.gradient_bytes, 2.0 * self.kernels.fully_sharded)
         return made * self.block_params
 
     @cached_property
-    def gathered(self) -> Array:
+    def gathering_bytes(self) -> Array:
         """Weights of the two blocks that ZeRO 3 gathers at a time, 2 bytes each, and the bucket in
         which ZeRO 2 and 3 collect gradients.
         """
         weights = np.where(self.layouts.zero_stage == 3, 4 * self.block_params, 0.0)
-        return weights + self.layouts.where(self.gradients_cut, self.kernels.bucket_bytes, 0.0)
+        return weights + self.layouts.where(self.shards_gradients, self.kernels.bucket_bytes, 0.0)

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from kit.estimate.theory.communication import (
-    Links,
+    GroupLinks,
     all_gather_seconds,
     all_reduce_seconds,
     exposed_seconds,
     small_sums_seconds,
 )
 from kit.estimate.theory.hardware import Coefficients, Hardware
-from kit.estimate.theory.layer import Layer, layer_params, product_seconds
+from kit.estimate.theory.layer import LayerTime, layer_params, product_seconds
 from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
 
 BACKWARD = 2 / 3
@@ -106,14 +106,14 @@ class StepTime:
         )
 
     @cached_property
-    def links(self) -> Links:
+    def links(self) -> GroupLinks:
         """Links of each group of ranks."""
-        return Links(self.layouts, self.hardware, self.coefficients)
+        return GroupLinks(self.layouts, self.hardware, self.coefficients)
 
     @cached_property
-    def layer(self) -> Layer:
+    def layer(self) -> LayerTime:
         """Times of one layer and micro-batch."""
-        return Layer(self.layouts, self.hardware, self.coefficients, self.links)
+        return LayerTime(self.layouts, self.hardware, self.coefficients, self.links)
 
     @cached_property
     def embedding_s(self) -> Array:

@@ -32,7 +32,7 @@ FRONTIER_SPACE: dict[str, tuple] = {
 against the text itself."""
 
 
-def plan_of(
+def plan_of_trial(
     parameters: Mapping[str, Any], *, devices_per_node: int, base: Plan | None = None
 ) -> Plan:
     """Returns the plan on all devices of the nodes that a trial's parameters describe.
@@ -99,7 +99,7 @@ class EstimatedRate:
         return grid
 
     def _plan(self, parameters: Parameters) -> Plan:
-        plan = plan_of(parameters, devices_per_node=self.devices_per_node, base=self.base)
+        plan = plan_of_trial(parameters, devices_per_node=self.devices_per_node, base=self.base)
         plan.check(self.spec)
         return plan
 
@@ -137,7 +137,7 @@ class MeasuredRate:
         from kit.launcher import launch
         from kit.run import Run
 
-        plan = plan_of(parameters, devices_per_node=self.num_devices, base=self.base)
+        plan = plan_of_trial(parameters, devices_per_node=self.num_devices, base=self.base)
         directory = Path(self.directory) / "-".join(
             f"{name}_{value}" for name, value in sorted(parameters.items())
         )

@@ -15,11 +15,11 @@ import numpy as np
 from cluster.site import Site
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.fitting import Prior, Rows
-from kit.estimate.fit.measured_rows import rows_of
+from kit.estimate.fit.measured_rows import published_rows
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import NAMES
 from kit.estimate.theory.layouts import Array
-from kit.estimate.validation.validate_rows import derived, validate_rows
+from kit.estimate.validation.validate_rows import derived_note, validate_rows
 from kit.show.results import Row, row
 
 SMALL = 120
@@ -27,7 +27,7 @@ SMALL = 120
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
+class MeasuredMachine:
     """Published runs of one machine, and what a group of them is."""
 
     name: str
@@ -104,18 +104,20 @@ MACHINES: tuple[tuple[str, str, Choice, Group], ...] = (
 )
 
 
-def machines() -> dict[str, Machine]:
+def machines() -> dict[str, MeasuredMachine]:
     """Returns the machines of the measured runs that come with the kit."""
     runs = [run for run in published.load() if run.kind == "measured"]
     found = {}
     for name, family, choice, group in MACHINES:
         own = tuple(run for run in runs if choice(run))
         groups = tuple(group(run) for run in own)
-        found[name] = Machine(name=name, family=family, runs=own, rows=rows_of(own), groups=groups)
+        found[name] = MeasuredMachine(
+            name=name, family=family, runs=own, rows=published_rows(own), groups=groups
+        )
     return found
 
 
-def population_without(all_machines: dict[str, Machine], family: str | None) -> Prior:
+def population_without(all_machines: dict[str, MeasuredMachine], family: str | None) -> Prior:
     """Returns the population of all machines but those of one family."""
     return fitting.population(
         [machine.small() for machine in all_machines.values() if machine.family != family]
@@ -125,7 +127,9 @@ def population_without(all_machines: dict[str, Machine], family: str | None) -> 
 SELENE_FITTED = ("factor",)
 
 
-def held_out(machine: Machine, prior: Prior, *, stacks: bool = False) -> tuple[Array, Array]:
+def held_out(
+    machine: MeasuredMachine, prior: Prior, *, stacks: bool = False
+) -> tuple[Array, Array]:
     """Returns (relative error, ln half-width of its 90 % interval) of each row, its group not
     fitted.
     """
@@ -137,13 +141,13 @@ def held_out(machine: Machine, prior: Prior, *, stacks: bool = False) -> tuple[A
     for i in range(len(labels)):
         test = rows.select(group == i)
         found = fitting.fit(rows.select(group != i), prior, stacks=stacks)
-        centre, variance = interval.spread(
+        centre, variance = interval.log_time_and_variance(
             test.layouts, test.hardware, found.values, found.covariance
         )
         if stacks:
             factors = np.append(found.stack_factors, np.zeros(int(rows.stack.max()) + 1))
             centre = centre + factors[test.stack]
-        error[group == i] = np.exp(centre) / test.seconds - 1
+        error[group == i] = np.exp(centre) / test.step_time_s - 1
         misfit = interval.SCALES.misfit_after(found.left_out_error, found.left_out_variance)
         half[group == i] = interval.SCALES.half_width(
             variance, misfit, np.zeros(len(test)), len(rows) - len(test)
@@ -186,12 +190,12 @@ def predictions() -> dict[str, tuple[Array, Array]]:
     group not fitted.
     """
     return {
-        machine.name: (machine.rows.seconds, machine.rows.seconds * (1 + error))
+        machine.name: (machine.rows.step_time_s, machine.rows.step_time_s * (1 + error))
         for machine, error, _ in _all_held_out()
     }
 
 
-def _all_held_out() -> list[tuple[Machine, Array, Array]]:
+def _all_held_out() -> list[tuple[MeasuredMachine, Array, Array]]:
     """Returns each machine with what `held_out` says of it, with the numbers that are fitted for
     it and a prior from the others.
     """
@@ -204,7 +208,7 @@ def _all_held_out() -> list[tuple[Machine, Array, Array]]:
     return found
 
 
-def _rows_of_machine(machine: Machine, error: Array, half: Array) -> list[Row]:
+def _rows_of_machine(machine: MeasuredMachine, error: Array, half: Array) -> list[Row]:
     title, limit = LIMITS.get(machine.name, (f"{machine.name}, shape held out", None))
     off = np.abs(error)
     numbers = f"{len(NAMES)} numbers fitted, each with a prior from the other machines"
@@ -213,7 +217,7 @@ def _rows_of_machine(machine: Machine, error: Array, half: Array) -> list[Row]:
     elif machine.name == "MI250X":
         numbers += f", and {len({run.stack for run in machine.runs})} factors of software stacks"
     note = (
-        f"{len(off)} rows{derived(machine.runs)}, {len(set(machine.groups))} groups; median"
+        f"{len(off)} rows{derived_note(machine.runs)}, {len(set(machine.groups))} groups; median"
         f" {np.median(off):.1%}, worst {off.max():.0%}; {numbers}"
     )
     rows = [row(f"{title}: mean error", float(off.mean()), "fraction", at_most=limit, note=note)]

@@ -14,7 +14,7 @@ from cluster.site import Site
 from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.calibrate import propose
 from kit.estimate.fit.fitting import FEWEST_READINGS, Prior, fit_reserve
-from kit.estimate.fit.measured_rows import hardware_of, rows_of
+from kit.estimate.fit.measured_rows import hardware_of, published_rows
 from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.activations import MEGATRON
 from kit.estimate.theory.hardware import NARROW
@@ -44,7 +44,7 @@ def validate_rows(
         raise ConfigError(
             f"validate.calibrate: {calibrate} is not allowed. Give a number of runs from 0."
         )
-    runs, refused, left_out = published.read(file)
+    runs, refused, left_out = published.read_runs(file)
     measured = [run for run in runs if run.kind == "measured"]
     if not runs:
         raise ConfigError(
@@ -109,7 +109,7 @@ def _score(
     runs: list[PublishedRun], calibrate: int, seed: int, site: Site | None
 ) -> tuple[Array, Array, str]:
     """Returns (relative errors, whether each interval holds, what was fitted) for one machine."""
-    rows = rows_of(runs, site)
+    rows = published_rows(runs, site)
     at = site or runs[0].site()
     same = [
         run
@@ -121,7 +121,7 @@ def _score(
     given = {(run.spec, run.plan, run.step_time_s) for run in runs}
     known = [run for run in same if (run.spec, run.plan, run.step_time_s) not in given]
     prior = Prior.default()
-    start = fitting.fit(rows_of(known, site), prior) if known else fitting.prior_only(prior)
+    start = fitting.fit(published_rows(known, site), prior) if known else fitting.prior_only(prior)
     count = min(calibrate, len(runs) - 1)
     known = [run for run in known if not count or run.stack == runs[0].stack]
     pool = np.arange(len(runs))
@@ -136,27 +136,25 @@ def _score(
     found = start
     fitted = [*known, *(runs[i] for i in chosen)]
     if count:
-        found = fitting.fit(rows_of(fitted, site), prior, start=start.values)
-    seen = rows_of(fitted, site) if fitted else None
+        found = fitting.fit(published_rows(fitted, site), prior, start=start.values)
+    seen = published_rows(fitted, site) if fitted else None
     other = interval.OTHER_STACK if known and not count else 0.0
-    error, covered = interval.errors(rows.select(rest), found, seen, other)
-    basis = (
-        f"{len(known)} published rows of this machine{derived(known)}"
-        if known
-        else "average of published machines"
-    )
+    error, covered = interval.prediction_errors(rows.select(rest), found, seen, other)
+    basis = "average of published machines"
+    if known:
+        basis = f"{len(known)} published rows of this machine{derived_note(known)}"
     assumed = sorted({name for run in runs for name in run.assumed})
-    doubt = f"; assumed: {', '.join(assumed)}" if assumed else ""
     off = np.abs(error)
-    spread = f"median {np.median(off):.1%}, worst {off.max():.0%}, on average {error.mean():+.1%}"
-    return (
-        error,
-        covered,
-        f"{int(rest.sum())} rows{derived(runs)}; {spread}; {basis}, {count} runs fitted{doubt}",
+    note = (
+        f"{int(rest.sum())} rows{derived_note(runs)}; median {np.median(off):.1%}, worst"
+        f" {off.max():.0%}, on average {error.mean():+.1%}; {basis}, {count} runs fitted"
     )
+    if assumed:
+        note += f"; assumed: {', '.join(assumed)}"
+    return error, covered, note
 
 
-def derived(runs: Iterable[PublishedRun]) -> str:
+def derived_note(runs: Iterable[PublishedRun]) -> str:
     """Returns `, 4 of them derived`, or nothing."""
     count = sum(run.is_derived for run in runs)
     return f", {count} of them derived" if count else ""

@@ -133,9 +133,9 @@ def allocator_logs() -> list[Row]:
     modelled = np.array([lumi_bytes(int(count)) for count in replicas]) / MIB
     worst = float(np.max(np.abs(modelled / measured - 1)))
     after, peak = frontier_stages()
-    after_error = (after.state + after.buffers) / MIB / _logged("stage_allocated_mib")[1] - 1
+    after_error = (after.state_bytes + after.buffers) / MIB / _logged("stage_allocated_mib")[1] - 1
     logged_peak = _logged("stage_peak_mib")[1]
-    peak_error = peak.total / MIB / logged_peak - 1
+    peak_error = peak.total_bytes / MIB / logged_peak - 1
     step = float(-np.diff(peak.activations).mean() / MIB)
     logged_step = float(-np.diff(logged_peak[1:-1]).mean())
     ends = [0, 1, -1]
@@ -189,7 +189,7 @@ def korthikanti() -> list[Row]:
         )
         stage = memory_by_stage(Layouts.of(spec, [plan], flash_attention=0), kernels=MEGATRON)
         held = (stage.activations + stage.embedding_logits)[0]
-        state.append(stage.state.mean() / GIB / gib_state - 1)
+        state.append(stage.state_bytes.mean() / GIB / gib_state - 1)
         activations.append(held / GIB / gib_activations - 1)
     under_way = "; messages under way are counted here, not there"
     return [
@@ -247,7 +247,7 @@ def _counted_error(engine: EngineName, x: dict[str, Any]) -> float:
         engine=engine,
     )
     found = memory(Layouts.of(spec, [plan], fused_norm=False), kernels=engine_kernels(engine))
-    return abs(found.stages[0].total.item() / x["peak_bytes"] - 1)
+    return abs(found.stages[0].total_bytes.item() / x["peak_bytes"] - 1)
 
 
 def _accuracy(name: str, out: Array, predicted: Array, note: str) -> list[Row]:

@@ -20,9 +20,9 @@ from kit.estimate.fit import fitting, interval, published
 from kit.estimate.fit.calibrate import propose
 from kit.estimate.fit.fitting import Prior, Rows
 from kit.estimate.fit.interval import MeasuredRange, Scales
-from kit.estimate.fit.measured_rows import rows_of
+from kit.estimate.fit.measured_rows import published_rows
 from kit.estimate.theory.layouts import Array
-from kit.estimate.validation.validate import Choice, Machine, machines
+from kit.estimate.validation.validate import Choice, MeasuredMachine, machines
 from kit.show.results import Row, row
 from kit.show.style import new_figure
 from kit.show.theme import BLUE, GREY, VERMILION
@@ -30,7 +30,7 @@ from kit.show.theme import BLUE, GREY, VERMILION
 COUNTS = {0: 1, 1: 1, 5: 3, 10: 2}
 """Runs of the stranger, and how many others it must have to be scored after them."""
 GRID = tuple(
-    Scales(misfit=misfit, worth=worth, doubt=doubt)
+    Scales(misfit=misfit, prior_models=worth, variance_factor=doubt)
     for misfit, worth, doubt in itertools.product(
         (0.04, 0.05, 0.06, 0.07, 0.08, 0.1),
         (2.0, 3.0, 4.0, 6.0),
@@ -106,7 +106,7 @@ class Strangers:
     scored: tuple[Stranger, ...]
 
     @classmethod
-    def of(cls, known: dict[str, Machine]) -> "Strangers":
+    def of(cls, known: dict[str, MeasuredMachine]) -> "Strangers":
         """Returns the strangers among the published runs, with few rows of each."""
         fitted = tuple(
             Stranger(name=name, machine=machine, code_base=code, rows=known[name].small())
@@ -116,7 +116,10 @@ class Strangers:
         runs = [run for run in runs if run.kind == "measured"]
         others = tuple(
             Stranger(
-                name=name, machine=machine, code_base=code, rows=rows_of([*filter(choice, runs)])
+                name=name,
+                machine=machine,
+                code_base=code,
+                rows=published_rows([*filter(choice, runs)]),
             )
             for name, machine, code, choice in OTHERS
         )
@@ -179,11 +182,13 @@ def _trial(rows: Rows, prior: Prior, known: dict[str, tuple[float, float]], coun
     rest = rows.select(~np.isin(np.arange(len(rows)), chosen))
     runs = rows.select(np.array(chosen, dtype=int))
     found = fitting.fit(runs, prior)
-    centre, variance = interval.spread(rest.layouts, rest.hardware, found.values, found.covariance)
+    centre, variance = interval.log_time_and_variance(
+        rest.layouts, rest.hardware, found.values, found.covariance
+    )
     measured = MeasuredRange.of(runs.layouts, runs.hardware) if count else None
-    untried = interval.untried(rest.layouts, rest.hardware, measured, known)
+    untried = interval.untried_counts(rest.layouts, rest.hardware, measured, known)
     return Trial(
-        off=centre - np.log(rest.seconds),
+        off=centre - np.log(rest.step_time_s),
         variance=variance,
         num_untried=sum(untried.values(), np.zeros(len(rest))),
         left_out=(found.left_out_error, found.left_out_variance),
@@ -217,7 +222,7 @@ def conformal(trial: Trial, others: list[Trial]) -> Array:
     The variance that normalises errors is the kit's own with its usual scales, without the doubt
     about each machine.
     """
-    plain = Scales(doubt=1.0)
+    plain = Scales(variance_factor=1.0)
 
     def deviation(each: Trial) -> Array:
         return np.sqrt(each.variance + plain.misfit**2 + each.num_untried * interval.UNTRIED**2)
@@ -301,7 +306,7 @@ def never_met_figure(trials: Sequence[Met]) -> Any:
     return figure
 
 
-def new_machine(everything: dict[str, Machine]) -> list[Row]:
+def new_machine(everything: dict[str, MeasuredMachine]) -> list[Row]:
     """Returns error, coverage and width on strangers after some runs, and what proposed ones do."""
     strangers, rows = Strangers.of(everything), []
     every = never_met(strangers)
@@ -367,4 +372,4 @@ def _error(rows: Rows, prior: Prior, chosen: Array) -> float:
     found = fitting.fit(rows.select(chosen), prior)
     rest = rows.select(~np.isin(np.arange(len(rows)), chosen))
     times = fitting.log_time(rest.layouts, rest.hardware, found.values)
-    return float(np.abs(np.expm1(times - np.log(rest.seconds))).mean())
+    return float(np.abs(np.expm1(times - np.log(rest.step_time_s))).mean())

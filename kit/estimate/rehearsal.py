@@ -1,0 +1,468 @@
+"""A dress rehearsal: requirements of a job of full size beside the limits of its site, before
+anyone pays for the job.
+
+The code that splits the model runs for each kind of rank. The other numbers are counted from what
+the kit does, or modelled. `docs/benchmarks.md` compares the counts with a small real job.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import Any, ClassVar, Literal
+
+from cluster.record import counted
+from cluster.render import STORM_NODES, nodes_for, reads_shared_disk
+from cluster.site import Fact, Site
+from kit.config.plan import Plan
+from kit.config.recipe import Recipe
+from kit.config.spec import ModelSpec
+from kit.engines.build import check_site
+from kit.estimate.choose.machine import Machine, machine_of
+from kit.estimate.choose.memory_advice import estimated
+from kit.estimate.fit.calibrate import Prediction, published_calibration
+from kit.estimate.fit.measured_rows import hardware_on
+from kit.estimate.theory.hardware import check_numbers
+from kit.estimate.theory.layouts import Layouts
+from kit.parallel.pipeline import stage_indices
+from kit.parallel.simulate import RankView, view_rank
+from kit.run.checkpoint import BYTES_PER_PARAM
+from kit.show.results import format_value
+from kit.show.table import Table
+
+MAX_RISK = 0.05
+"""Accepted probability of running out of memory, as in `kit plan`."""
+FILES_PER_RANK = 30
+"""Open files of a rank without process groups, measured by `python -m tests.bench groups`."""
+FILES_PER_GROUP = 6
+"""Open files of a rank for each process group, without the connections of the group. Measured by
+`python -m tests.bench groups`."""
+DEVICE_HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
+"""Mean device-hours between two failures: 419 unexpected interruptions of 16,384 H100 in 54 days
+(The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.4). Other machines fail at other
+rates."""
+COPY_BYTES_PER_S = 5e9
+"""Bytes/s from a device to the memory of its host, a sixth of PCIe 4.0 x16 (PCI-SIG: 31.5 GB/s).
+Training waits only for this part of a save."""
+RESTART_S = 480.0
+"""Seconds from a failure to the first step of the next attempt, without reading the checkpoint. By
+default Slurm declares a lost node down after 360 s. Imports, process groups and the model are
+assumed to take 120 s."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Count:
+    """One requirement of a job, its limit, and how the requirement is known."""
+
+    stage: str
+    what: str
+    value: float | None
+    """Requirement in `unit`. If None, it is unknown."""
+    unit: str = ""
+    limit: float | None = None
+    """Highest allowed value in `unit`. If None, there is no limit, or the site file has none."""
+    limit_source: str = ""
+    """Source of the limit, or the name of the missing field of the site file. Empty if the
+    requirement has no limit."""
+    known: Literal["run", "counted", "modelled"] = "counted"
+    """`run`: the kit's code was executed. `counted`: computed from what the code does. `modelled`:
+    computed by equations."""
+    note: str = ""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the value is within the limit, or None if one of them is unknown."""
+        if self.limit is None or self.value is None:
+            return None
+        return self.value <= self.limit
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Cells of a table, in the order of `Rehearsal.header`."""
+        value = "not known"
+        if self.value is not None:
+            value = format_value(self.value, self.unit)
+        limit = "not known" if self.limit_source else ""
+        if self.limit is not None:
+            limit = f"≤ {format_value(self.limit, self.unit)}"
+        verdict = {True: "yes", False: "NO", None: ""}[self.fits]
+        return self.stage, self.what, value, limit, verdict, self.known, self.note
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rehearsal:
+    """Requirements of a job by stage: layout, ranks, start, checkpoints and failures."""
+
+    spec: ModelSpec
+    plan: Plan
+    site: Site
+    counts: tuple[Count, ...]
+
+    header: ClassVar[tuple[str, ...]] = (
+        "stage",
+        "what",
+        "is",
+        "limit",
+        "fits",
+        "known how",
+        "note",
+    )
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The counts as text."""
+        return [count.row for count in self.counts]
+
+    @property
+    def fits(self) -> bool:
+        """Whether no value is above a known limit."""
+        return all(count.fits is not False for count in self.counts)
+
+    @property
+    def title(self) -> str:
+        """Model, devices and site with the verdict."""
+        above = [count.what for count in self.counts if count.fits is False]
+        verdict = "every count is under its limit"
+        if above:
+            verdict = f"does not fit: {', '.join(above)}"
+        unknown = [count for count in self.counts if count.limit is None and count.limit_source]
+        if unknown:
+            verdict += f"; {len(unknown)} without a known limit"
+        devices = counted(self.plan.num_devices, "device")
+        return f"{self.spec.name} on {devices} of {self.site.name}: {verdict}"
+
+    @property
+    def never_run(self) -> list[str]:
+        """Parts of the job that no rehearsal can test."""
+        return [
+            f"{self.plan.num_devices:,} devices at once (what has: 8 ranks that train, 512"
+            " light ones under Slurm, 128 in a process group)",
+            f"the file system of {self.site.name}: its rates are those of its site file",
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything as plain values, for JSON."""
+        return {
+            "model": self.spec.name,
+            "plan": self.plan.to_dict(),
+            "site": self.site.name,
+            "fits": self.fits,
+            "counts": [{**dataclasses.asdict(count), "fits": count.fits} for count in self.counts],
+            "never_run": self.never_run,
+        }
+
+    def _repr_html_(self) -> str:
+        rows = [dict(zip(self.header, row, strict=True)) for row in self.rows]
+        limits = [
+            f"{count.what}: {count.limit_source}" for count in self.counts if count.limit_source
+        ]
+        notes = [f"Not yet tested: {text}." for text in self.never_run]
+        return Table(rows, caption=self.title, notes=[*limits, *notes])._repr_html_()
+
+
+def rehearse(
+    spec: ModelSpec,
+    plan: Plan,
+    recipe: Recipe,
+    site: Site,
+    *,
+    hours_between_failures: float | None = None,
+) -> Rehearsal:
+    """Returns the requirements of a job beside the limits of its site.
+
+    `hours_between_failures` is the mean of the whole job. The default follows from
+    `DEVICE_HOURS_BETWEEN_FAILURES`.
+
+    Raises:
+        ConfigError: the plan cannot run the model, or the site lacks a number that step time needs.
+    """
+    plan.check(spec)
+    check_site(spec, plan, site)
+    check_numbers(site, "bf16", plan.num_devices)
+    machine = machine_of(site, published_calibration(site), engine=plan.engine)
+    layouts = Layouts.of(spec, [plan])
+    predicted = machine.calibration.predict(layouts, hardware_on(site, layouts, plan.precision))
+    step_s = predicted.total_s.item()
+    if hours_between_failures is None:
+        hours_between_failures = DEVICE_HOURS_BETWEEN_FAILURES / plan.num_devices
+    counts = [
+        *_count_size(spec, plan, machine),
+        *_count_time(plan, recipe, machine, predicted),
+        *_count_ranks(spec, plan, site),
+        _count_start(plan, site),
+        *_count_checkpoints(spec, plan, recipe, site, step_s),
+        *_count_failures(spec, plan, recipe, site, step_s, hours_between_failures),
+    ]
+    return Rehearsal(spec=spec, plan=plan, site=site, counts=tuple(counts))
+
+
+def _count_size(spec: ModelSpec, plan: Plan, machine: Machine) -> list[Count]:
+    """Returns the number of nodes, and the memory of the device that needs most."""
+    site = machine.site
+    max_nodes = site.slurm.max_nodes if site.slurm else None
+    (option,) = estimated(spec, plan, [{}], site.device)
+    return [
+        Count(
+            stage="plan",
+            what="nodes",
+            value=nodes_for(plan.num_devices, site),
+            limit=max_nodes,
+            limit_source="site.slurm.max_nodes" if max_nodes else "",
+        ),
+        Count(
+            stage="plan",
+            what="memory of the fullest device",
+            value=option.used_bytes / 2**30,
+            unit="GiB",
+            limit=machine.most_bytes(MAX_RISK) / 2**30,
+            limit_source=f"above, it runs out with a probability of more than {MAX_RISK:.0%}",
+            known="modelled",
+            note=f"of {float(machine.hardware.memory_bytes) / 2**30:.1f} GiB",
+        ),
+    ]
+
+
+def _count_time(plan: Plan, recipe: Recipe, machine: Machine, predicted: Prediction) -> list[Count]:
+    """Returns the time of a step and of the run, with the number of jobs if one is too short."""
+    slurm = machine.site.slurm
+    step_s = predicted.total_s.item()
+    run_s = recipe.num_steps * step_s
+    run_note = counted(recipe.num_steps, "step")
+    job_limit_s = slurm.max_seconds(nodes_for(plan.num_devices, machine.site)) if slurm else None
+    if job_limit_s:
+        run_note += f", {counted(math.ceil(run_s / job_limit_s), 'job')} one after the other"
+    return [
+        Count(
+            stage="plan",
+            what="a step",
+            value=step_s,
+            unit="s",
+            known="modelled",
+            note=f"{predicted.low_s.item():.3g} to {predicted.high_s.item():.3g} s;"
+            f" {machine.calibration.label}",
+        ),
+        Count(
+            stage="plan",
+            what="the whole run",
+            value=run_s / 86_400,
+            unit="days",
+            known="modelled",
+            note=run_note,
+        ),
+    ]
+
+
+def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Count]:
+    """Returns whether the split loses weights, and the open files of the rank with most
+    connections.
+    """
+    if plan.capabilities.runs_on_trainium:
+        return [
+            Count(
+                stage="ranks",
+                what="weights lost or doubled by the split",
+                value=None,
+                note="NxD splits the model on the devices, which is not yet tested",
+            )
+        ]
+    views, num_params = split_model(spec, plan)
+    most_params = max(view.num_params for view in views)
+    shards = plan.shard_size or plan.data_parallel
+    degrees = (
+        plan.pipeline_parallel,
+        plan.data_parallel // shards,
+        shards,
+        plan.tensor_parallel,
+    )
+    groups = [plan.num_devices, *(degree for degree in degrees if degree > 1)]
+    # A group connects its ranks as a tree.
+    files = sum(FILES_PER_GROUP + 2 * math.ceil(math.log2(size)) for size in groups)
+    return [
+        Count(
+            stage="ranks",
+            what="weights lost or doubled by the split",
+            value=abs(num_params - spec.num_params),
+            limit=0,
+            limit_source="the model's own number",
+            known="run",
+            note=f"{most_params / 1e9:.3g} billion in the fullest of {len(views)} kinds of ranks",
+        ),
+        _with_site_limit(
+            site.open_files,
+            "site.open_files",
+            Count(
+                stage="ranks",
+                what="open files of rank 0",
+                value=FILES_PER_RANK + files + plan.num_devices,
+                note=f"a tree in each of {counted(len(groups), 'process group')}; all ranks"
+                " connect to its store",
+            ),
+        ),
+    ]
+
+
+def split_model(spec: ModelSpec, plan: Plan) -> tuple[list[RankView], int]:
+    """Runs the code that splits a model for each kind of rank: the first and last tensor and data
+    rank of each kind of pipeline device.
+
+    Returns (views, parameters): one view per kind, and the number of parameters of all pipeline
+    devices before tensor and data parallelism split them. Tied embeddings count once.
+
+    Raises:
+        ConfigError: the plan cannot run the model.
+    """
+    # A kind of pipeline device: layers of each of its stages, and which ends of the model it has.
+    devices_by_kind: dict[tuple, list[int]] = {}
+    for device in range(plan.pipeline_parallel):
+        stages = stage_indices(plan, device)
+        num_layers = [len(plan.stage_layers(spec, stage)) for stage in stages]
+        kind = (*num_layers, 0 in stages, plan.num_stages - 1 in stages)
+        devices_by_kind.setdefault(kind, []).append(device)
+    data_ranks = {0, plan.data_parallel - 1}
+    tensor_ranks = {0, plan.tensor_parallel - 1}
+    views = []
+    num_params = 0
+    for devices in devices_by_kind.values():
+        for data_rank, tensor_rank in itertools.product(data_ranks, tensor_ranks):
+            rank = devices[0] * plan.data_parallel + data_rank
+            views.append(view_rank(spec, plan, rank * plan.tensor_parallel + tensor_rank))
+        shapes = [parameter.whole_shape for parameter in views[-1].parameters]
+        num_params += len(devices) * sum(math.prod(shape) for shape in shapes)
+    if spec.tied_embeddings and plan.pipeline_parallel > 1:
+        # The last stage has a copy of the embedding.
+        num_params -= spec.vocab_size * spec.hidden_size
+    return views, num_params
+
+
+def _with_site_limit(fact: Fact | None, name: str, count: Count, unit: float = 1.0) -> Count:
+    """Returns a count with the limit that a site file states as `name`, in multiples of `unit`."""
+    if fact is None:
+        return dataclasses.replace(count, limit_source=f"{name} is not stated")
+    return dataclasses.replace(count, limit=fact.value / unit, limit_source=fact.source)
+
+
+def _count_start(plan: Plan, site: Site) -> Count:
+    """Returns the number of nodes whose ranks all read Python's files from the shared disk."""
+    num_nodes = 0
+    note = "packed for each node, or in a container"
+    if site.scheduler == "slurm" and site.slurm and reads_shared_disk(site.slurm):
+        num_nodes = nodes_for(plan.num_devices, site)
+        note = "every rank reads it"
+    return Count(
+        stage="start",
+        what="nodes that read Python from the shared disk",
+        value=num_nodes,
+        limit=STORM_NODES,
+        limit_source="above, `kit launch` refuses: pack the environment, [slurm.broadcast] in"
+        " the site file",
+        note=note,
+    )
+
+
+def _count_checkpoints(
+    spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, step_s: float
+) -> list[Count]:
+    """Returns the size of all checkpoints on disk, and the time to write one."""
+    checkpoint_bytes = BYTES_PER_PARAM * spec.num_params
+    save_every = recipe.checkpoint_every or recipe.num_steps
+    num_kept = recipe.keep_last + 1
+    if recipe.keep_every:
+        num_kept += recipe.num_steps // math.lcm(save_every, recipe.keep_every)
+    num_kept = min(num_kept, math.ceil(recipe.num_steps / save_every))
+    counts = [
+        _with_site_limit(
+            site.storage.quota_bytes,
+            "site.storage.quota_bytes",
+            Count(
+                stage="checkpoint",
+                what="kept",
+                value=num_kept * checkpoint_bytes / 1e12,
+                unit="TB",
+                note=f"{num_kept} of {checkpoint_bytes / 1e12:.3g} TB in {plan.num_devices:,}"
+                " files, the newest being written",
+            ),
+            unit=1e12,
+        )
+    ]
+    if write_rate := site.storage.write_bytes_per_s:
+        save_every_s = save_every * step_s
+        counts.append(
+            Count(
+                stage="checkpoint",
+                what="written in at least",
+                value=checkpoint_bytes / write_rate.value,
+                unit="s",
+                limit=save_every_s,
+                limit_source="the time between two",
+                known="modelled",
+                note=f"every {save_every_s / 60:.3g} min, in the background; at the rate of the"
+                " whole file system",
+            )
+        )
+    return counts
+
+
+def _count_failures(
+    spec: ModelSpec,
+    plan: Plan,
+    recipe: Recipe,
+    site: Site,
+    step_s: float,
+    hours_between_failures: float,
+) -> list[Count]:
+    """Returns the share of time that failures leave, and the best time between saves (Young
+    1974).
+    """
+    what = f"time that counts, with a failure every {hours_between_failures:.3g} h"
+    write_rate = site.storage.write_bytes_per_s
+    read_rate = site.storage.read_bytes_per_s
+    if write_rate is None or read_rate is None:
+        note = "give site.storage.read_bytes_per_s and site.storage.write_bytes_per_s"
+        return [Count(stage="failures", what=what, value=None, known="modelled", note=note)]
+    checkpoint_bytes = BYTES_PER_PARAM * spec.num_params
+    write_s = checkpoint_bytes / write_rate.value
+    read_s = checkpoint_bytes / read_rate.value
+    save_s = checkpoint_bytes / plan.num_devices / COPY_BYTES_PER_S
+    between_failures_s = hours_between_failures * 3600
+    share = time_that_counts(
+        (recipe.checkpoint_every or recipe.num_steps) * step_s,
+        between_failures_s=between_failures_s,
+        save_s=save_s,
+        lost_s=RESTART_S + read_s + write_s,
+    )
+    # One checkpoint is written at a time, so saves are no closer together than one write.
+    best_s = max(math.sqrt(2 * save_s * between_failures_s), write_s)
+    return [
+        Count(
+            stage="failures",
+            what=what,
+            value=round(share, 6),
+            unit="fraction",
+            known="modelled",
+            note="saved as the recipe says; published failures are those of H100",
+        ),
+        Count(
+            stage="failures",
+            what="best time between checkpoints",
+            value=best_s / 60,
+            unit="min",
+            known="modelled",
+            note=f"checkpoint_every {max(1, round(best_s / step_s)):,};"
+            f" {checkpoint_bytes / best_s / 1e9:,.0f} GB/s to be written",
+        ),
+    ]
+
+
+def time_that_counts(
+    interval_s: float, *, between_failures_s: float, save_s: float, lost_s: float
+) -> float:
+    """Returns the share of the time, 0 to 1, that is spent on steps which no failure undoes, with
+    `interval_s` between saves that each delay training by `save_s`.
+
+    Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
+    (Future Generation Computer Systems 22, 2006), equation 13. Failures occur at a constant rate,
+    during saves and restarts too. A save counts only if its attempt lasts until it is written, so
+    each failure costs `lost_s`: the restart and the time to write.
+    """
+    mean_s = between_failures_s
+    attempts_s = mean_s * math.exp(lost_s / mean_s)
+    return interval_s / (attempts_s * math.expm1((interval_s + save_s) / mean_s))
