@@ -93,7 +93,7 @@ def use_own_compile_cache() -> None:
 def _train(run: Run, attempt: int) -> None:
     """Joins the other ranks, trains, and parts from them."""
     run.plan.check(run.spec, int(os.environ.get("WORLD_SIZE", "1")))
-    gpu.prepare(log_path(run.directory, attempt, 0).parent)
+    gpu.set_environment(log_path(run.directory, attempt, 0).parent)
     ranks = counted(int(os.environ.get("WORLD_SIZE", "1")), "rank")
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     # Set by `neuron_parallel_compile`, which compiles the graphs of the command that it runs.
@@ -195,16 +195,20 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
     except PackageNotFoundError:  # a plain checkout on PYTHONPATH: the commit tells
         kit_version = None
     hook = run.directory / HOOK
+    hook_sha256 = None
+    if run.recipe.hook and hook.exists():
+        hook_sha256 = file_sha256(hook)
+    accelerator = torch.cuda.get_device_name() if device.type == "cuda" else None
     facts = {
         "attempt": attempt,
-        "hook_sha256": file_sha256(hook) if run.recipe.hook and hook.exists() else None,
+        "hook_sha256": hook_sha256,
         "host": platform.node(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "kit": kit_version,
         "git": commit,
         "shadowed_modules": {shadow.name: shadow.folder for shadow in find_shadows()},
-        "accelerator": torch.cuda.get_device_name() if device.type == "cuda" else None,
+        "accelerator": accelerator,
     }
     if not run.plan.capabilities.runs_on_trainium:
         facts |= gpu.chosen_kernels(run.spec, run.plan, device)

@@ -1,4 +1,8 @@
-"""`python -m kit.data`: a process for one piece of a build; asked, and answering, by a pickle."""
+"""Calls a function on one piece of a build: `python -m kit.data`, as `kit/data/workers.py` does.
+
+Standard input is a pickle of (function, arguments), standard output a pickle of the result, or of
+the exception that the function raised.
+"""
 
 import os
 import pickle
@@ -6,10 +10,16 @@ import sys
 
 from cluster.process import become_rank
 
+
+def ignore_progress(num_bytes: int) -> None:
+    """Takes the place of a progress bar. The parent process counts whole pieces."""
+
+
 become_rank(os.getppid())
-function, piece = pickle.load(sys.stdin.buffer)
+function, arguments = pickle.load(sys.stdin.buffer)
 try:
-    answer = function(*piece, lambda _: None)
-except Exception as error:  # which the process that asked raises
-    answer = error
-pickle.dump(answer, sys.stdout.buffer)
+    result = function(*arguments, ignore_progress)
+except Exception as error:
+    # The parent process raises it.
+    result = error
+pickle.dump(result, sys.stdout.buffer)

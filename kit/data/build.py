@@ -1,28 +1,21 @@
-"""build_dataset: text in, a dataset folder out: a whole corpus, or one part of several.
+"""Builds a dataset folder from text: of a whole corpus, or of one part of several.
 
-What is done lies in `.NAME.building-...` beside the dataset until it is whole.
+Until the dataset is complete, its files are in the folder `.NAME.building-...` beside it.
 """
 
-import contextlib
-import functools
 import os
-import pickle
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cluster.interpreter import source_command
-from cluster.outcome import last_words
 from cluster.record import ConfigError
 from kit.data.corpus import Corpus, SourcePaths
 from kit.data.dataset import DESCRIPTION, BuildSettings, Dataset
 from kit.data.readers import TEXT_KEY
-from kit.data.steps import Advance, read, tokenize, write
+from kit.data.steps import encode_text, train_on_text, write_dataset
+from kit.data.survey import survey_text
 from kit.data.tokenizer import DEFAULT_VOCAB_SIZE, Tokenizer, load_tokenizer
+from kit.data.workers import BuildProgress, Workers
 from kit.errors import DataError
 
 
@@ -88,57 +81,60 @@ def build_dataset(
         raise DataError(f"workers: {workers} is not allowed. Give 1 or more, or leave it out.")
     log = BuildProgress(shown=progress)
     directory = Path(os.path.abspath(out_dir))
-    corpus, settings, given = _asked(
-        sources,
-        tokenizer,
-        vocab_size,
-        max_bytes,
-        validation_fraction,
-        seed,
-        skip_corrupt,
-        text_key,
-        separator,
-        allow_unread,
+    corpus, settings, given_tokenizer = _prepare(
+        sources=sources,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        max_bytes=max_bytes,
+        validation_fraction=validation_fraction,
+        seed=seed,
+        skip_corrupt=skip_corrupt,
+        text_key=text_key,
+        separator=separator,
+        allow_unread=allow_unread,
     )
     if part is not None:
         corpus = corpus.part(*part)
         directory = _part_folder(out_dir, settings, *part)
     settings = settings.replace(sources=corpus.sources())
-    if there := _existing(directory, settings, overwrite):
+    existing = _existing(directory, settings, overwrite)
+    if existing is not None:
         log.say(f"Reusing {directory}: built with the same settings from the same text.")
-        return there
+        return existing
     directory.parent.mkdir(parents=True, exist_ok=True)
     building = f".{directory.name}.building-"
     for left in directory.parent.glob(f"{building}*"):
         log.say(f"{left}: of a build that runs now, or of one that was killed: then remove it.")
+    processes = Workers(workers or len(os.sched_getaffinity(0)), log)
     with tempfile.TemporaryDirectory(prefix=building, dir=directory.parent) as name:
-        cores = len(os.sched_getaffinity(0))
         folder = Path(name)
-        by_piece = functools.partial(share_out, workers or cores, log)
-        text = read(corpus, settings, by_piece)
-        vocabulary, runs = tokenize(text, settings, given, folder, by_piece)
-        whole = write(text, settings, vocabulary, runs, folder, by_piece)
-        _move_into_place(whole, directory, settings, overwrite)
+        survey = survey_text(corpus, settings, processes)
+        used_tokenizer = given_tokenizer or train_on_text(survey, settings.vocab_size, log)
+        encoded = encode_text(survey, seed, used_tokenizer, folder, processes)
+        built = write_dataset(survey, settings, used_tokenizer, encoded, folder, log)
+        _move_into_place(built, directory, settings, overwrite)
     return Dataset.open(directory)
 
 
-def unbuilt_parts(out_dir: str | Path, count: int, overwrite: bool, **asked: Any) -> list[int]:
-    """Returns the numbers of the parts that are not there; `asked` is that of `build_dataset`.
+def unbuilt_parts(out_dir: str | Path, count: int, overwrite: bool, **options: Any) -> list[int]:
+    """Returns the numbers of the parts that are not built yet.
 
-    A part is there if it was built with these settings from files of these names and sizes, which
-    are not read. Raises as `build_dataset`.
+    A part is built if it has the settings that the options of `build_dataset` give, from files of
+    these names and sizes. The files are not read. Raises as `build_dataset`.
     """
-    corpus, settings, _ = _asked(**asked)
-
-    def is_lacking(number: int) -> bool:
-        own = settings.replace(sources=corpus.part(number, count).sources(hashed=False))
+    corpus, settings, _ = _prepare(**options)
+    numbers = []
+    for number in range(1, count + 1):
+        sources = corpus.part(number, count).sources(hashed=False)
+        own = settings.replace(sources=sources)
         folder = _part_folder(out_dir, settings, number, count)
-        return _existing(folder, own, overwrite, hashed=False) is None
+        if _existing(folder, own, overwrite, hashed=False) is None:
+            numbers.append(number)
+    return numbers
 
-    return [number for number in range(1, count + 1) if is_lacking(number)]
 
-
-def _asked(
+def _prepare(
+    *,
     sources: SourcePaths | None,
     tokenizer: str | Path | None,
     vocab_size: int | None,
@@ -150,21 +146,29 @@ def _asked(
     separator: str | None = None,
     allow_unread: bool = False,
 ) -> tuple[Corpus, BuildSettings, Tokenizer | None]:
-    """Returns the text, the settings but for what the text is, and the tokenizer, if given."""
+    """Checks the options of a build.
+
+    Returns (text, settings without the sources, tokenizer if one is given).
+    """
     if not 0 < validation_fraction < 1:
         raise DataError(f"validation_fraction: {validation_fraction} is not allowed. Give 0 to 1.")
-    given = None if tokenizer is None else load_tokenizer(tokenizer)
-    own = given.vocab_size if given else DEFAULT_VOCAB_SIZE
-    if given is not None and vocab_size not in (None, own):
-        raise DataError(
-            f"vocab_size: {vocab_size} asked, but {tokenizer} has {own}. Leave vocab_size out, or "
-            f"give another tokenizer."
-        )
+    given = None
+    sha256 = None
+    vocabulary = DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
+    if tokenizer is not None:
+        given = load_tokenizer(tokenizer)
+        sha256 = given.sha256
+        if vocab_size not in (None, given.vocab_size):
+            raise DataError(
+                f"vocab_size: {vocab_size} asked, but {tokenizer} has {given.vocab_size}. Leave"
+                " vocab_size out, or give another tokenizer."
+            )
+        vocabulary = given.vocab_size
     corpus = Corpus(sources, max_bytes, skip_corrupt, text_key, separator, allow_unread)
     settings = BuildSettings(
         sources=(),
-        tokenizer_sha256=given.sha256 if given else None,
-        vocab_size=own if vocab_size is None else vocab_size,
+        tokenizer_sha256=sha256,
+        vocab_size=vocabulary,
         max_bytes=corpus.max_bytes,
         validation_fraction=validation_fraction,
         seed=seed,
@@ -176,15 +180,17 @@ def _asked(
 
 
 def _part_folder(out_dir: str | Path, settings: BuildSettings, number: int, count: int) -> Path:
-    """Returns where a part of a dataset lies.
+    """Returns the folder of a part of a dataset.
 
     Raises:
-        DataError: its tokenizer would be its own, or the text is in other parts already.
+        DataError: Each part would train a tokenizer of its own, or `out_dir` holds a dataset in
+            another number of parts.
     """
     if settings.tokenizer_sha256 is None:
         raise DataError("part: give one --tokenizer to all, such as that of a build of a sample.")
     directory = Path(os.path.abspath(out_dir))
-    if others := {*directory.glob("part_*_of_*")} - {*directory.glob(f"part_*_of_{count}")}:
+    others = set(directory.glob("part_*_of_*")) - set(directory.glob(f"part_*_of_{count}"))
+    if others:
         raise DataError(
             f"{min(others)}: of another number of parts than {count}, so text would stand there "
             f"twice. Remove it, or give another folder."
@@ -198,10 +204,11 @@ def _existing(
     overwrite: bool,
     hashed: bool = True,
 ) -> Dataset | None:
-    """Returns the dataset in `directory` if it is the one asked for, None if it may be built.
+    """Returns the dataset in `directory` if it has these settings, or None if it may be built.
 
     Raises:
-        DataError: something else is there: no dataset, or another and no leave to overwrite it.
+        DataError: The folder holds something else than a dataset. Or it holds a dataset with other
+            settings, which is not to be overwritten.
     """
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return None
@@ -230,107 +237,13 @@ def _existing(
 
 
 def _move_into_place(
-    whole: Path, directory: Path, settings: BuildSettings, overwrite: bool
+    built: Path, directory: Path, settings: BuildSettings, overwrite: bool
 ) -> None:
     if overwrite and directory.exists():
-        directory.rename(whole.with_name("replaced"))
+        directory.rename(built.with_name("replaced"))
     try:
-        whole.rename(directory)
-    except OSError:  # another build of the same was quicker
+        built.rename(directory)
+    except OSError:
+        # Another build with these settings was quicker.
         if _existing(directory, settings, overwrite=False) is None:
             raise
-
-
-TELL_EVERY_S = 30.0
-
-
-class BuildProgress:
-    """A progress bar in bytes of text, lines in the log of a job, or silence."""
-
-    def __init__(self, shown: bool) -> None:
-        from kit.show.terminal import PlainConsole
-
-        self._console = PlainConsole(quiet=not shown)
-        self._told_at = time.monotonic()
-
-    def say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-
-    @contextlib.contextmanager
-    def stage(self, title: str, total: int) -> Iterator[Advance]:
-        """Shows a stage of so many bytes; what it yields is told of those that are done."""
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bars
-
-        console = self._console
-        is_log = not (console.is_terminal or console.is_jupyter)
-        with Bars(
-            TextColumn("{task.description:<22}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=console.quiet,
-        ) as bars:
-            task = bars.add_task(title, total=total)
-
-            def advance(num_bytes: int) -> None:
-                bars.advance(task, num_bytes)
-                if is_log and time.monotonic() - self._told_at > TELL_EVERY_S:
-                    self._told_at = time.monotonic()
-                    now = bars.tasks[task]
-                    done = f"{now.completed / 1e9:,.2f}"
-                    left = now.time_remaining
-                    ending = "" if left is None else f", {left / 60:.0f} min left"
-                    self.say(f"{title}: {done} of {total / 1e9:,.2f} GB{ending}")
-
-            yield advance
-            bars.update(task, completed=total)
-
-
-def share_out(
-    workers: int,
-    progress: BuildProgress,
-    title: str,
-    function: Callable[..., Any],
-    pieces: Sequence[tuple[Any, ...]],
-    sizes: Sequence[int],
-) -> list[Any]:
-    """Returns what a function makes of each piece, `sizes` being their bytes of text.
-
-    One worker, or one piece, needs no process but this, which encodes on all cores. Otherwise each
-    piece has a process, of which so many run at a time; none outlives this call, or this process.
-
-    Raises:
-        DataError: a piece cannot be done, or a process has gone.
-    """
-    children: list[subprocess.Popen[bytes]] = []
-    command = source_command("kit.data")
-    pipe = subprocess.PIPE
-    alone = os.environ | {"TOKENIZERS_PARALLELISM": "false"}  # there is a process for each core
-    with progress.stage(title, sum(sizes)) as advance:
-
-        def elsewhere(piece: tuple[Any, ...], size: int) -> Any:
-            child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=alone)
-            children.append(child)
-            output, errors = child.communicate(pickle.dumps((function, piece)))
-            if child.returncode:
-                said = last_words(errors.decode(errors="replace"))
-                raise DataError(
-                    f"A process of the build has ended with code {child.returncode}, which is -9 "
-                    f"where memory ran out{f': {said}' if said else ''}. Build again on fewer"
-                    f" cores, with `taskset`, or in Python with fewer workers."
-                )
-            if isinstance(answer := pickle.loads(output), Exception):
-                raise answer
-            advance(size)
-            return answer
-
-        if min(workers, len(pieces)) == 1:
-            return [function(*piece, advance) for piece in pieces]
-        with ThreadPoolExecutor(workers) as threads:
-            try:
-                return list(threads.map(elsewhere, pieces, sizes))  # an error ends all
-            finally:
-                for child in children:
-                    child.kill()

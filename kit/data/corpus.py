@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import hashlib
-import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,12 +27,12 @@ from kit.data.wheels import file_sha256
 from kit.errors import DataError
 
 PIECE_BYTES = 256 * 1024 * 1024
-"""Of files in a piece. A file is in one piece, however large it is."""
+"""Size in bytes of the files of a piece. A file is in one piece, however large it is."""
 SourcePaths = str | Path | Sequence[str | Path]
 Files = list[tuple[Path, str]]
-"""Each as (path, name)."""
+"""Files as (path, name)."""
 SourceFiles = list[tuple[str, Files]]
-"""Per source its name and its files."""
+"""Sources as (name, files)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +53,8 @@ class Document:
     text: str
     num_bytes: int
     digest: bytes
+    is_end: bool = False
+    """Whether the document is the end of a larger one."""
 
     @classmethod
     def of(cls, name: str, text: str) -> Self:
@@ -62,9 +63,11 @@ class Document:
         return cls(name, text, len(data), hashlib.blake2b(data, digest_size=16).digest())
 
     def cut(self, end_bytes: int) -> tuple[Self, Self]:
-        """Returns its beginning and its end, of about so many bytes, as documents."""
+        """Returns the beginning and the end of the document, the end of about so many bytes."""
         at = len(self.text) - max(1, len(self.text) * end_bytes // self.num_bytes)
-        return self.of(self.name, self.text[:at]), self.of(f"{self.name}, its end", self.text[at:])
+        begin = self.of(self.name, self.text[:at])
+        end = self.of(f"{self.name}, its end", self.text[at:])
+        return begin, dataclasses.replace(end, is_end=True)
 
     def draw(self, purpose: str) -> float:
         """Returns a number in [0, 1) that depends on the document's text and on `purpose` alone."""
@@ -163,10 +166,8 @@ class Corpus:
                 if document.digest in seen:
                     self.counts["duplicates"] += 1
                     continue
-                if (
-                    self.max_bytes is not None
-                    and self.counts["text_bytes"] + document.num_bytes > self.max_bytes
-                ):
+                text_bytes = self.counts["text_bytes"] + document.num_bytes
+                if self.max_bytes is not None and text_bytes > self.max_bytes:
                     return
                 self.counts.update(documents=1, text_bytes=document.num_bytes)
                 if name.startswith(f"{file_name}{PART}"):
@@ -202,26 +203,34 @@ class Corpus:
         self.counts["skipped_bytes"] += num_bytes
 
     def sources(self, hashed: bool = True) -> tuple[Source, ...]:
-        """Returns what the sources hold now; their files are read for that, unless hashes are
-        not wanted.
+        """Returns the sources as they are now. If `hashed` is false, no file is read, and the
+        hashes depend on the names of the files only.
         """
-        with ThreadPoolExecutor() as threads:
-            digests = threads.map(file_digest, [path for path, _ in self.files]) if hashed else ()
-            known = dict(zip(self.files, digests, strict=hashed))
-        return tuple(
-            Source(
+        digests: dict[tuple[Path, str], str] = {}
+        if hashed:
+            with ThreadPoolExecutor() as threads:
+                found = threads.map(file_digest, [path for path, _ in self.files])
+                digests = dict(zip(self.files, found, strict=True))
+        sources = []
+        for name, files in self.groups:
+            size_bytes = 0
+            lines = ""
+            for file in files:
+                path, file_name = file
+                if os.path.exists(path):
+                    size_bytes += os.path.getsize(path)
+                lines += f"{file_name} {digests.get(file)}\n"
+            source = Source(
                 name=name,
                 files=len(files),
-                size_bytes=sum(os.path.getsize(path) for path, _ in files if os.path.exists(path)),
-                sha256=hashlib.sha256(
-                    "".join(f"{file[1]} {known.get(file)}\n" for file in files).encode()
-                ).hexdigest(),
+                size_bytes=size_bytes,
+                sha256=hashlib.sha256(lines.encode()).hexdigest(),
             )
-            for name, files in self.groups
-        )
+            sources.append(source)
+        return tuple(sources)
 
     def part(self, number: int, count: int) -> Self:
-        """Returns a part of the files: every `count`-th, from the `number`-th on.
+        """Returns a corpus of a part of the files: every `count`-th, from the `number`-th on.
 
         Raises:
             DataError: there is no such part, or there are fewer files than parts.
@@ -231,15 +240,22 @@ class Corpus:
                 f"part: {number}/{count} of {counted(len(self.files), 'file')} is not allowed. Give"
                 " I/N: the I-th of N parts, of which each has a file or more."
             )
-        numbers = itertools.count(1 - number)
-        chosen = [
-            (name, [file for file in files if next(numbers) % count == 0])
-            for name, files in self.groups
-        ]
-        return self._of([(name, files) for name, files in chosen if files])
+        groups: SourceFiles = []
+        position = 0
+        for name, files in self.groups:
+            chosen = []
+            for file in files:
+                position += 1
+                if position % count == number % count:
+                    chosen.append(file)
+            if chosen:
+                groups.append((name, chosen))
+        return self._of(groups)
 
     def pieces(self) -> list[Self]:
-        """Returns the files by pieces that processes can share; as one if reading has a limit."""
+        """Returns the files as pieces that processes can share. If the bytes of text are limited,
+        all files are one piece.
+        """
         pieces = list[Files]()
         room = 0
         for file in self.files:
@@ -267,7 +283,9 @@ def _local_files(
         DataError: There is no source. Or a source is missing, has an unknown format, or is a folder
             that `files_to_read` refuses.
     """
-    paths = [Path(source) for source in ([sources] if isinstance(sources, str | Path) else sources)]
+    if isinstance(sources, str | Path):
+        sources = [sources]
+    paths = [Path(source) for source in sources]
     if not paths:
         raise DataError(
             "sources: the list is empty. Give files or folders, or None for the default corpus."

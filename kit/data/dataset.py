@@ -29,7 +29,7 @@ FORMAT = 1
 DESCRIPTION = "dataset.json"
 VALIDATION_TEXT = "validation.jsonl"
 MOST_NAMED = 5
-"""Of what cannot be read, in a table or a message."""
+"""Largest number of unreadable documents that a table or a message lists."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,8 @@ class Dataset:
         """
         directory = Path(directory)
         if not (directory / DESCRIPTION).is_file():
-            if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+            is_empty = directory.is_dir() and not any(directory.iterdir())
+            if directory.exists() and not is_empty:
                 raise DataError(
                     f"{directory}: not a dataset ({DESCRIPTION} is missing). Give a folder made by"
                     " `kit data build`."
@@ -271,9 +272,7 @@ class Dataset:
         )
 
     def facts(self) -> list[tuple[str, str]]:
-        """Returns what was read, is trained on, is held out and was left out, as names and
-        words.
-        """
+        """Returns (name, text) of what was read, is trained on, is held out and was left out."""
 
         def size(split: Split) -> str:
             documents = counted(split.documents, "document")
@@ -281,45 +280,34 @@ class Dataset:
 
         info = self.info
         sources = self.info.settings.sources
-        read = (
-            info.train.documents
-            + info.validation.documents
-            - info.cut
-            + info.duplicates
-            + info.empty
-        )
+        # The beginning and the end of a document that is cut are one document.
+        used = info.train.documents + info.validation.documents - info.cut
+        read = used + info.duplicates + info.empty + len(info.skipped)
         files = counted(sum(source.files for source in sources), "file")
         on_disk = f"{sum(source.size_bytes for source in sources) / 1e6:.2f} MB"
-        ends = (
-            f", of {counted(info.cut, 'document')} the end, since the whole is too large"
-            if info.cut
-            else ""
-        )
-        left = (
-            f"{counted(info.duplicates, 'duplicate')}, {info.empty} empty, {len(info.skipped)}"
-            " unreadable"
-        )
-        more = ["and others, named in dataset.json"] if len(info.skipped) > MOST_NAMED else []
-        return [
-            (
-                "read",
-                f"{counted(read + len(info.skipped), 'document')} in {files}, {on_disk}",
-            ),
+        held_out = size(info.validation)
+        if info.cut:
+            documents = counted(info.cut, "document")
+            held_out += f", of {documents} the end, since the whole is too large"
+        duplicates = counted(info.duplicates, "duplicate")
+        left_out = f"{duplicates}, {info.empty} empty, {len(info.skipped)} unreadable"
+        if info.skipped_bytes:
+            left_out += f", {info.skipped_bytes / 1e6:.2f} MB"
+        facts = [
+            ("read", f"{counted(read, 'document')} in {files}, {on_disk}"),
             ("training", size(info.train)),
-            ("held out", size(info.validation) + ends),
-            (
-                "left out",
-                left + (f", {info.skipped_bytes / 1e6:.2f} MB" if info.skipped_bytes else ""),
-            ),
-            *[("unreadable", line) for line in [*info.skipped[:MOST_NAMED], *more]],
-            *[("not read", str(unread)) for unread in info.unread],
-            *_hints(info),
-            (
-                "tokenizer",
-                f"{info.vocab_size:,} entries, {info.tokenizer_file} {info.tokenizer_sha256[:12]}",
-            ),
-            ("sources", _summary(sources)),
+            ("held out", held_out),
+            ("left out", left_out),
         ]
+        facts += [("unreadable", line) for line in info.skipped[:MOST_NAMED]]
+        if len(info.skipped) > MOST_NAMED:
+            facts.append(("unreadable", "and others, named in dataset.json"))
+        facts += [("not read", str(unread)) for unread in info.unread]
+        facts += _hints(info)
+        tokenizer = f"{info.tokenizer_file} {info.tokenizer_sha256[:12]}"
+        facts.append(("tokenizer", f"{info.vocab_size:,} entries, {tokenizer}"))
+        facts.append(("sources", _summary(sources)))
+        return facts
 
     def _repr_html_(self) -> str:
         return html_table(f"Dataset {self.directory.name}", self.facts())
@@ -351,8 +339,9 @@ def _hints(info: DatasetInfo) -> list[tuple[str, str]]:
 
 
 def _summary(sources: tuple[Source, ...], hashed: bool = True) -> str:
-    return "; ".join(
-        f"{source.name} ({counted(source.files, 'file')}, "
-        f"{source.sha256[:12] if hashed else f'{source.size_bytes:,} bytes'})"
-        for source in sources
-    )
+    """Returns name, number of files and hash, or else size, of each source."""
+    words = []
+    for source in sources:
+        content = source.sha256[:12] if hashed else f"{source.size_bytes:,} bytes"
+        words.append(f"{source.name} ({counted(source.files, 'file')}, {content})")
+    return "; ".join(words)

@@ -147,9 +147,13 @@ def ends(file: Path) -> tuple[str, str]:
     A number, as in `part.00000`, is not an extension.
     """
     suffixes = [suffix.lower() for suffix in file.suffixes]
-    packed = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
+    packed = ""
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        packed = suffixes.pop()
     own = suffixes[-1] if suffixes else ""
-    return ("" if own[1:].isdigit() else own), packed
+    if own[1:].isdigit():
+        own = ""
+    return own, packed
 
 
 def compression_of(file: Path) -> str | None:
@@ -188,11 +192,14 @@ def detect(file: Path) -> Detected:
             with Unpacked(file, compression) as unpacked:
                 head = io.BufferedReader(unpacked, HEAD_BYTES).read(HEAD_BYTES)
         except OSError as error:
-            if end in TEXT_ENDS | LINES_ENDS:
-                return Detected("text" if end in TEXT_ENDS else "lines", compression)
+            if end in TEXT_ENDS:
+                return Detected("text", compression)
+            if end in LINES_ENDS:
+                return Detected("lines", compression)
             return Detected("other", compression, f"damaged {compression} data ({error})")
     if end in LINES_ENDS:
-        return Detected("json" if SPREAD.match(head) else "lines", compression)
+        kind = "json" if SPREAD.match(head) else "lines"
+        return Detected(kind, compression)
     return _by_head(file, head, compression)
 
 
@@ -245,8 +252,9 @@ def _json(file: Path, compression: str | None) -> Detected:
         return Detected("lines", compression)  # The first line is longer than 1 MiB.
     # An array, or objects over several lines.
     begin = re.match(r"\[?\s*", text)
+    assert begin is not None  # The pattern matches an empty text, too.
     try:
-        row, _ = json.JSONDecoder().raw_decode(text, begin.end() if begin else 0)
+        row, _ = json.JSONDecoder().raw_decode(text, begin.end())
     except (ValueError, RecursionError):
         # The first object is longer than 1 MiB, or the file is plain text with a bracket in front.
         if len(head) == READ_BYTES and re.match(r'\[?\s*\{\s*"', text):

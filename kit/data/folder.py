@@ -171,8 +171,10 @@ def _link(file: Path, folder: Path) -> Reason | None:
     is_inside = any(target.is_relative_to(place) for place in allowed)
     if is_inside and target.is_dir():
         return Reason("link", "a link to a folder that is read itself", 0, expected=True)
+    if is_inside and target.is_file():
+        return None
     if is_inside:
-        return None if target.is_file() else Reason("special", "neither a file nor a folder", 0)
+        return Reason("special", "neither a file nor a folder", 0)
     end, _ = ends(file)
     if target.is_dir() or end in TEXT_ENDS | LINES_ENDS | TABLE_ENDS | {"", ".json"}:
         raise DataError(
@@ -242,7 +244,8 @@ def _leave_out_what_is_not_trained(
     data = [file for file, kind in found.items() if kind.kind != "text"]
     data += [file for file, reason in left.items() if reason.is_data]
     is_clone = (folder / ".gitattributes").is_file()
-    for file in list(found) if data else ():
+    looked_at = list(found) if data else []
+    for file in looked_at:
         is_text = found[file].kind == "text"
         is_of_clone = is_clone and ends(file)[0] in (".md", ".py")
         if is_text and (CARD.fullmatch(file.stem) or is_of_clone):
@@ -296,17 +299,18 @@ def _counted(folder: Path, left: dict[Path, Reason]) -> tuple[Unread, ...]:
     groups = defaultdict[tuple[str, str], list[Path]](list)
     for file, reason in left.items():
         groups[reason.kind, reason.text.partition(" (")[0]].append(file)
-    unread = [
-        Unread(
+    unread = []
+    for (kind, _), files in groups.items():
+        first = files[0]
+        group = Unread(
             kind=kind,
-            reason=left[files[0]].text,
+            reason=left[first].text,
             files=len(files),
             size_bytes=sum(left[file].size_bytes for file in files),
-            example=files[0].relative_to(folder.parent).as_posix(),
-            expected=left[files[0]].expected,
+            example=first.relative_to(folder.parent).as_posix(),
+            expected=left[first].expected,
         )
-        for (kind, _), files in groups.items()
-    ]
+        unread.append(group)
     return tuple(sorted(unread, key=lambda it: (it.expected, -it.size_bytes, it.kind, it.example)))
 
 
@@ -324,7 +328,9 @@ def _check(
     if len(lost) > MOST_KINDS:
         named += f"\n  and {len(lost) - MOST_KINDS} other kinds"
     if not files:
-        held = f" It holds:{named}\n" if named else ""
+        held = ""
+        if named:
+            held = f" It holds:{named}\n"
         raise DataError(f"{folder}: no files to read in this folder.{held} Allowed: {FORMATS}.")
     if allow_unread or not lost:
         return

@@ -34,19 +34,26 @@ def installed_files(max_bytes: int = DEFAULT_BYTES) -> list[tuple[str, list[tupl
     """
     library = Path(sysconfig.get_path("stdlib"))
     topics = library / "pydoc_data" / "topics.py"
-    groups = {
-        "language reference": [(topics, "pydoc_data/topics.py")] if topics.exists() else [],
-        "standard library": [item for item in _sources(library) if item[0] != topics],
-    }
-    chosen = {group: [] for group in groups}
+    reference = []
+    if topics.exists():
+        reference = [(topics, "pydoc_data/topics.py")]
+    modules = [(path, name) for path, name in _sources(library) if path != topics]
+    groups = []
     room = max_bytes
-    for group, items in groups.items():
-        for path, name in sorted(items, key=lambda item: hashlib.sha256(item[1].encode()).digest()):
+    for group, files in (("language reference", reference), ("standard library", modules)):
+        chosen = []
+        for path, name in sorted(files, key=_hash_of_name):
             size = path.stat().st_size
             if size <= room:
-                chosen[group].append((path, name))
+                chosen.append((path, name))
                 room -= size
-    return [(group, files) for group, files in chosen.items() if files]
+        if chosen:
+            groups.append((group, chosen))
+    return groups
+
+
+def _hash_of_name(file: tuple[Path, str]) -> bytes:
+    return hashlib.sha256(file[1].encode()).digest()
 
 
 def _sources(root: Path) -> Iterator[tuple[Path, str]]:

@@ -24,15 +24,10 @@ def training_samples(recipe: Recipe, sequence_length: int) -> Samples:
     dataset = Dataset.open(recipe.data)
     if not recipe.sources:
         return dataset.samples("train", sequence_length, recipe.seed)
-    sources = [
-        Windows(
-            [_token_file(Path(path), dataset) for path in source.paths],
-            sequence_length,
-            recipe.seed,
-            number,
-        )
-        for number, source in enumerate(recipe.sources)
-    ]
+    sources = []
+    for number, source in enumerate(recipe.sources):
+        files = [_token_file(Path(path), dataset) for path in source.paths]
+        sources.append(Windows(files, sequence_length, recipe.seed, number))
     return Samples(sources, sequence_length, _phases(recipe, sequence_length))
 
 
@@ -48,34 +43,38 @@ def shares(recipe: Recipe, sequence_length: int, first: int, count: int) -> dict
 
 
 def rounded_weights(recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """Returns by name what is asked and drawn in the long run of each source for which they differ
-    by over 1 %.
+    """Returns (share by the weights, share that is drawn in the long run) by name, of each source
+    for which these shares differ by over 1 %.
 
-    Turns are dealt out in 1/65,536 of a phase's sequences, so that holds for small weights only.
+    Turns are multiples of 1/65,536 of the sequences of a phase, so only small weights differ.
     """
-    found = {}
-    for _, weights in _phases(recipe, 1) if recipe.sources else ():
+    rounded: dict[str, tuple[float, float]] = {}
+    if not recipe.sources:
+        return rounded
+    names = source_names(recipe)
+    for _, weights in _phases(recipe, 1):
         drawn = Turns([(0, weights)]).before(PERIOD) / PERIOD
-        for name, weight, share in zip(source_names(recipe), weights, drawn.tolist(), strict=True):
-            asked = weight / sum(weights)
-            if abs(share - asked) > 0.01 * asked:
-                found[name] = asked, share
-    return found
+        for name, weight, share in zip(names, weights, drawn.tolist(), strict=True):
+            wanted = weight / sum(weights)
+            if abs(share - wanted) > 0.01 * wanted:
+                rounded[name] = wanted, share
+    return rounded
 
 
 def mix_words(recipe: Recipe, sequence_length: int, tokens: int) -> str:
-    """Returns what a run has read of each source in its first tokens, in a sentence; "" where
-    there is no other.
+    """Returns a sentence with the share of each source in the first tokens of a run. It is "" if
+    the run has a single source.
     """
     samples = tokens // sequence_length
-    if len(read := shares(recipe, sequence_length, 0, samples)) < 2:
+    read = shares(recipe, sequence_length, 0, samples)
+    if len(read) < 2:
         return ""
-    words = ", ".join(f"{share:.1%} {name}" for name, share in read.items())
-    now = next(
-        weights for first, weights in reversed(_phases(recipe, sequence_length)) if first <= samples
-    )
-    then = ", ".join(f"{weight / sum(now):.1%}" for weight in now)
-    return f"data so far: {words}" + (f"; now {then}" if recipe.phases else "")
+    text = "data so far: " + ", ".join(f"{share:.1%} {name}" for name, share in read.items())
+    if recipe.phases:
+        begun = [phase for phase in _phases(recipe, sequence_length) if phase[0] <= samples]
+        _, weights = begun[-1]
+        text += "; now " + ", ".join(f"{weight / sum(weights):.1%}" for weight in weights)
+    return text
 
 
 def source_names(recipe: Recipe) -> list[str]:
@@ -113,21 +112,26 @@ def located(recipe: Recipe) -> Recipe:
     held-out text.
     """
     folders = _shards(recipe.data)
-    asked = recipe.sources or (DataSource(paths=tuple(folders)),) * (len(folders) > 1)
-    sources = [
-        source.replace(paths=[shard for path in source.paths for shard in _shards(path)])
-        for source in asked
-    ]
-    begin = recipe.init_from and str(Path(recipe.init_from).expanduser().resolve())
-    return recipe.replace(data=folders[0], sources=sources, init_from=begin)
+    sources = []
+    for source in recipe.sources:
+        shards = [shard for path in source.paths for shard in _shards(path)]
+        sources.append(source.replace(paths=shards))
+    if not recipe.sources and len(folders) > 1:
+        sources = [DataSource(paths=tuple(folders))]
+    init_from = recipe.init_from
+    if init_from:
+        init_from = str(Path(init_from).expanduser().resolve())
+    return recipe.replace(data=folders[0], sources=sources, init_from=init_from)
 
 
 def _shards(path: str) -> list[str]:
+    """Returns the datasets and Megatron prefixes that match a pattern, or the path itself if
+    nothing matches.
+    """
     full = str(Path(path).expanduser().resolve())
-    folders = {str(Path(file).parent) for file in glob.glob(f"{full}/{DESCRIPTION}")}
-    return sorted(folders | {file.removesuffix(".idx") for file in glob.glob(f"{full}.idx")}) or [
-        full
-    ]
+    datasets = {str(Path(file).parent) for file in glob.glob(f"{full}/{DESCRIPTION}")}
+    prefixes = {file.removesuffix(".idx") for file in glob.glob(f"{full}.idx")}
+    return sorted(datasets | prefixes) or [full]
 
 
 def _token_file(path: Path, dataset: Dataset) -> TokenFile:

@@ -32,7 +32,9 @@ LARGEST_UINT16_VOCAB = 65_536
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """Returns the type that stores a token: uint16 while the vocabulary fits, else int32."""
-    return np.dtype(np.uint16 if vocab_size <= LARGEST_UINT16_VOCAB else np.int32)
+    if vocab_size <= LARGEST_UINT16_VOCAB:
+        return np.dtype(np.uint16)
+    return np.dtype(np.int32)
 
 
 def rebuild_hint(directory: Path) -> str:
@@ -66,8 +68,10 @@ class TokenFileWriter:
             DataError: a token is negative or not below the vocabulary.
         """
         found = np.asarray(tokens)
-        if found.size and (found.min() < 0 or found.max() >= self._vocab_size):
-            outside = found.min() if found.min() < 0 else found.max()
+        lowest = found.min(initial=0)
+        highest = found.max(initial=0)
+        if lowest < 0 or highest >= self._vocab_size:
+            outside = lowest if lowest < 0 else highest
             raise DataError(
                 f"{self._bin.name}: token {outside} in document {len(self._lengths)} is not in the"
                 f" vocabulary of {self._vocab_size:,}. Use the tokenizer that this vocabulary size"

@@ -145,9 +145,11 @@ class SentencePieceTokenizer(Tokenizer):
             )
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        # As for the other library.
-        is_one_of_many = os.environ.get("TOKENIZERS_PARALLELISM") == "false"
-        return self._processor.encode(list(texts), num_threads=1 if is_one_of_many else -1)
+        # One thread per core, unless there is a process per core, as for the tokenizers library.
+        num_threads = -1
+        if os.environ.get("TOKENIZERS_PARALLELISM") == "false":
+            num_threads = 1
+        return self._processor.encode(list(texts), num_threads=num_threads)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([int(i) for i in ids])
@@ -207,8 +209,10 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         raise DataError(
             f"{path}: no such file. Give a tokenizer.json, a .model, a folder, or a hub name."
         )
+    if path.is_dir():
+        return _load_folder(path)
     if not path.is_file():
-        return _load_folder(path if path.is_dir() else _download(str(source)))
+        return _load_folder(_download(str(source)))
     try:
         if path.suffix == ".model":
             return SentencePieceTokenizer(_content(path))
@@ -222,9 +226,9 @@ def read_tokenizer(file: Path, eos_id: int) -> Tokenizer:
     built with.
     """
     data = _content(file)
-    return (
-        SentencePieceTokenizer(data) if file.suffix == ".model" else BytePairTokenizer(data, eos_id)
-    )
+    if file.suffix == ".model":
+        return SentencePieceTokenizer(data)
+    return BytePairTokenizer(data, eos_id)
 
 
 def _content(file: Path) -> bytes:
@@ -273,9 +277,8 @@ def _download(name: str) -> Path:
 
     try:
         return Path(snapshot_download(name, allow_patterns=[*HUGGING_FACE_FILES, "config.json"]))
-    except (
-        Exception
-    ) as error:  # bad name, no network, no such repository: all of different families
+    except Exception as error:
+        # A bad name, no network and a missing repository raise errors without a common class.
         raise DataError(
             f"tokenizer {name!r}: no such file or folder here, and no such repository in reach"
             f" ({str(error).splitlines()[0]}). Give a tokenizer.json, a .model, a folder, or a hub"
@@ -296,16 +299,19 @@ def _configured_eos(folder: Path) -> str | None:
         except (OSError, ValueError, RecursionError) as error:
             raise DataError(f"{file}: cannot be read as JSON ({error}). Copy it again.") from error
         token = table.get("eos_token") if isinstance(table, dict) else None
+        if isinstance(token, dict):
+            return token["content"]
         if token is not None:
-            return token["content"] if isinstance(token, dict) else token
+            return token
     return None
 
 
 def _find_eos(vocabulary: dict[str, int], eos_token: str | None) -> int:
-    for token in KNOWN_END_TOKENS if eos_token is None else (eos_token,):
+    tokens = KNOWN_END_TOKENS if eos_token is None else (eos_token,)
+    for token in tokens:
         if token in vocabulary:
             return vocabulary[token]
     raise DataError(
-        f"no end-of-text token: looked for {eos_token or ', '.join(KNOWN_END_TOKENS)}. "
+        f"no end-of-text token: looked for {', '.join(tokens)}. "
         'Name it in a tokenizer_config.json beside the file: {"eos_token": "..."}.'
     )

@@ -61,13 +61,13 @@ def check_engine(plan: Plan, *, here: bool = False) -> None:
     if plan.engine == "native" and plan.pipeline_parallel > 1:
         _check_pipeline(plan)
     if plan.engine == "neuron":
-        from kit.engines.neuron.probe import require
+        from kit.engines.neuron.probe import require_nxd
 
-        require(here=here)
+        require_nxd(here=here)
     if plan.engine == "deepspeed":
-        from kit.engines.deepspeed.package import require
+        from kit.engines.deepspeed.package import require_deepspeed
 
-        require()
+        require_deepspeed()
 
 
 def _check_pipeline(plan: Plan) -> None:

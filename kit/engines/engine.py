@@ -59,8 +59,11 @@ class StepResult:
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of the phases that are over, by name; to be asked after `read`."""
         over = [mark for mark in self.marks if not self.is_gpu or mark.query()]
-        took = (a.elapsed_time(b) / 1e3 if self.is_gpu else b - a for a, b in pairwise(over))
-        return {name: round(seconds, 6) for name, seconds in zip(PHASES, took, strict=False)}
+        phases = {}
+        for name, (begin, end) in zip(PHASES, pairwise(over), strict=False):
+            seconds = begin.elapsed_time(end) / 1e3 if self.is_gpu else end - begin
+            phases[name] = round(seconds, 6)
+        return phases
 
     def _now(self) -> Any:
         if not self.is_gpu:
@@ -131,9 +134,9 @@ class PortableEngine(Engine):
         self.mesh = build_mesh(plan, device.type)
         self.data_rank = data_rank(self.mesh)
         self.tensor_mesh = self.mesh["tensor"] if plan.tensor_parallel > 1 else None
-        self.pipeline_group = (
-            self.mesh["pipeline"].get_group() if plan.pipeline_parallel > 1 else None
-        )
+        self.pipeline_group = None
+        if plan.pipeline_parallel > 1:
+            self.pipeline_group = self.mesh["pipeline"].get_group()
 
     @abc.abstractmethod
     def named_parameters(self) -> dict[str, Parameter]:

@@ -21,7 +21,7 @@ TRACE_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 TIMEOUT_S = 300.0  # as torchtitan gives the start: a rank that compiles again may hold up others
 
 
-def prepare(logs: Path) -> None:
+def set_environment(logs: Path) -> None:
     """Sets what is not set yet, before the first tensor on a GPU: segments that grow and fragment
     less (HIP has none).
 
@@ -46,8 +46,12 @@ def shorten_timeouts(hung_after_s: float | None) -> None:
 
 def dump_flight_recorder() -> None:
     """Writes this rank's last collectives, where NCCL has recorded any, to a file of its own."""
-    if TRACE_FILE in os.environ and (trace := nccl_trace()):
-        with contextlib.suppress(OSError):  # the last word in the log is why the rank is ended
+    if TRACE_FILE not in os.environ:
+        return
+    trace = nccl_trace()
+    if trace:
+        # The last line of the log must be the reason why the rank is ended, not a full disk.
+        with contextlib.suppress(OSError):
             write_atomic(Path(f"{os.environ[TRACE_FILE]}{dist.get_rank()}"), trace)
 
 
@@ -73,20 +77,12 @@ def chosen_kernels(spec: ModelSpec, plan: Plan, device: torch.device) -> dict[st
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.precision]
     length = min(spec.sequence_length, 256)  # a longer one takes the same, and memory
-    q, k = (
-        torch.empty(
-            1,
-            heads // plan.tensor_parallel or 1,
-            length,
-            spec.head_size,
-            dtype=dtype,
-            device=device,
-        )
-        for heads in (spec.num_heads, spec.num_kv_heads)
-    )
-    q.requires_grad_()
-    tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return {
-        "attention": SDPBackend(attention_choice(q, k)).name,
-        "fp32_products": "TF32" if tf32 else "fp32",
-    }
+    num_heads = spec.num_heads // plan.tensor_parallel or 1
+    num_kv_heads = spec.num_kv_heads // plan.tensor_parallel or 1
+    size = (length, spec.head_size)
+    q = torch.empty(1, num_heads, *size, dtype=dtype, device=device, requires_grad=True)
+    k = torch.empty(1, num_kv_heads, *size, dtype=dtype, device=device)
+    products = "fp32"
+    if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        products = "TF32"
+    return {"attention": SDPBackend(attention_choice(q, k)).name, "fp32_products": products}

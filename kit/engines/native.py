@@ -51,9 +51,9 @@ class NativeEngine(PortableEngine):
         )
         self.is_first = any(decoder.embedding is not None for decoder in self.decoders)
         self.is_last = any(decoder.output is not None for decoder in self.decoders)
-        self.tied = (
-            _TiedStages(self) if spec.tied_embeddings and self.pipeline_group is not None else None
-        )
+        self.tied: _TiedStages | None = None
+        if spec.tied_embeddings and self.pipeline_group is not None:
+            self.tied = _TiedStages(self)
         self.document_end: int | None = None
         """Token that ends a document, if tokens attend to their own document only. None if tokens
         attend to all earlier tokens."""
@@ -94,6 +94,7 @@ class NativeEngine(PortableEngine):
         if self.tied is not None:
             self.tied.reduce_gradients()
         copy = self.tied.output if self.tied is not None else None
+        # A tied weight counts once in the norm.
         counted = [parameter for parameter in self.parameters() if parameter is not copy]
         norm = global_norm(counted, self.pipeline_group)
         if self.recipe.gradient_clip is not None:
@@ -143,8 +144,9 @@ class NativeEngine(PortableEngine):
         named = {}
         for decoder in self.decoders:
             for name, parameter in decoder.named_parameters():
-                tied = name == "output.weight" and self.spec.tied_embeddings
-                named.setdefault("embedding.tokens.weight" if tied else name, parameter)
+                if name == "output.weight" and self.spec.tied_embeddings:
+                    name = "embedding.tokens.weight"
+                named.setdefault(name, parameter)
         return named
 
     def load(self, fill: Callable[[dict[str, Tensor]], None], *, num_updates: int) -> None:
@@ -193,8 +195,9 @@ class NativeEngine(PortableEngine):
         for part, (x_BT, y_BT) in zip(parts, self.micro_batches(samples), strict=True):
             past = None
             if self.document_end is not None:
+                tokens_BT = part[:, :-1] if has_kernel else x_BT
                 past = Past.within_documents(
-                    part[:, :-1] if has_kernel else x_BT,
+                    tokens_BT,
                     self.document_end,
                     device=self.device,
                     has_kernel=has_kernel,
@@ -210,9 +213,9 @@ class NativeEngine(PortableEngine):
         last = {"target": samples[:, 1:].contiguous(), "losses": losses} if self.is_last else {}
         with self.loss_context():
             schedule.step(*first, return_outputs=False, **last)
-        return (
-            torch.stack(losses).mean().detach() if losses else torch.zeros((), device=self.device)
-        )
+        if not losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack(losses).mean().detach()
 
     def _loss(self, tokens_BT: Tensor, targets_BT: Tensor, past: Past | None) -> Tensor:
         """Returns the mean loss of a micro-batch, zero where this rank has no last stage (which

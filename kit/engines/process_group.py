@@ -50,9 +50,9 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
     if os.environ["WORLD_SIZE"] != "1":
         check_address(os.environ["MASTER_ADDR"])
     if engine == "neuron":
-        from kit.engines.neuron.adapter import start_process_group as start_xla
+        from kit.engines.neuron.adapter import start_xla_process_group
 
-        return start_xla()
+        return start_xla_process_group()
     if _has_gpu(site):
         # A launcher that shows each rank one device only has a single index 0.
         device = torch.device(
@@ -121,11 +121,14 @@ def _has_gpu(site: Site | None) -> bool:
     """
     # The count alone may come from the driver's own library, though the driver is too old for
     # torch.
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = 0
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     is_local = site is not None and site.scheduler == "local"
     # Elsewhere a scheduler may show each rank its own device only.
-    if site is not None and site.device.is_gpu and gpus < (ranks if is_local else 1):
+    needed = ranks if is_local else 1
+    if site is not None and site.device.is_gpu and gpus < needed:
         raise ConfigError(
             f"site.device: {site.device.name!r} is a GPU, but torch {torch.__version__} sees {gpus}"
             f" here for {ranks} ranks. Check the driver and torch's wheel (`kit doctor`), start"
@@ -147,7 +150,9 @@ def control_group() -> Any:
 
     That is the world's own group, but under XLA, which knows no CPU.
     """
-    return dist.group.WORLD if "gloo" in dist.get_backend_config() else cpu_group("control")
+    if "gloo" in dist.get_backend_config():
+        return dist.group.WORLD
+    return cpu_group("control")
 
 
 def _prepare_for_connections() -> None:

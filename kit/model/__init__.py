@@ -101,12 +101,14 @@ class Attention(nn.Module):
         if past is not None and past.begins_N is not None:
             y_BNTD = attend_within_documents(q_BNTD, k_BKTD, v_BKTD, past.begins_N)
         else:
-            mask_BTT = past.mask_BTT if past is not None else None
+            mask_B1TT = None
+            if past is not None and past.mask_BTT is not None:
+                mask_B1TT = past.mask_BTT[:, None]
             y_BNTD = F.scaled_dot_product_attention(
                 q_BNTD,
                 k_BKTD,
                 v_BKTD,
-                attn_mask=None if mask_BTT is None else mask_BTT[:, None],
+                attn_mask=mask_B1TT,
                 is_causal=past is None,
                 enable_gqa=q_BNTD.shape[1] != k_BKTD.shape[1],
             )
@@ -230,9 +232,10 @@ class Decoder(nn.Module):
         is_last = layers.stop == spec.num_layers if is_last is None else is_last
         self.spec = spec
         self.embedding = Embedding(spec) if is_first else None
-        self.layers = nn.ModuleDict(
-            {str(i): Block(spec, recompute if i in recomputed else "none") for i in layers}
-        )
+        self.layers = nn.ModuleDict()
+        for i in layers:
+            kind: Recompute = recompute if i in recomputed else "none"
+            self.layers[str(i)] = Block(spec, kind)
         self.norm = make_norm(spec) if is_last else None
         self.output = Output(spec.hidden_size, spec.vocab_size, bias=False) if is_last else None
         self._rotary_2TD: Tensor | None = None
@@ -250,8 +253,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         # Sequence parallelism cuts what stages hand on, so only the first stage could see the true
         # length; all stages run at the spec's length in training.
-        is_first = self.embedding is not None
-        rotary_2TD = self.rotary(x.shape[1] if is_first else self.spec.sequence_length, x.device)
+        length = x.shape[1] if self.embedding is not None else self.spec.sequence_length
+        rotary_2TD = self.rotary(length, x.device)
         if self.embedding is not None:
             x = self.embedding(x)
         for block in self.layers.values():
@@ -328,11 +331,9 @@ def initial_weight(
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
     writes_residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
-    std = (
-        spec.init_std / math.sqrt(2 * spec.num_layers)
-        if spec.scaled_init and writes_residual
-        else spec.init_std
-    )
+    std = spec.init_std
+    if spec.scaled_init and writes_residual:
+        std = spec.init_std / math.sqrt(2 * spec.num_layers)
     return torch.randn(shape, generator=generator, device=device).mul_(std)
 
 

@@ -65,10 +65,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         # Scaled in place: a second backward pass must fail.
-        (dx_NH, dweight_VH), ctx.gradients = (
-            ctx.gradients,
-            None,
-        )
+        dx_NH, dweight_VH = ctx.gradients
+        ctx.gradients = None
         share = dloss / len(dx_NH)
         return dx_NH.mul_(share), dweight_VH.mul_(share).to(dx_NH.dtype), None, None, None
 
@@ -94,11 +92,13 @@ def _compiled_softmax() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 def _rows(vocab_size: int, device: torch.device) -> int:
     """Returns how many tokens a chunk has."""
-    memory = (
-        torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    )
+    memory = None
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
     rows = max(1, logits_at_once(memory) // vocab_size)
-    return rows - rows % 128 if rows > 128 else rows  # whole tiles of a GPU's matrix product
+    if rows > 128:
+        rows -= rows % 128  # whole tiles of a GPU's matrix product
+    return rows
 
 
 def _add_product(total_VH: Tensor | None, left_VR: Tensor, right_RH: Tensor) -> Tensor:

@@ -87,9 +87,9 @@ def attend_within_documents(
     num_rows, num_heads, length, _ = q_BNTD.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTD, k_BKTD, v_BKTD))
     # Torch 2.10 names causal attention differently, and 2.11 has no grouped heads.
-    options: dict[str, Any] = (
-        {"window_size": (-1, 0)} if "window_size" in DOCUMENT_ARGUMENTS else {"is_causal": True}
-    )
+    options: dict[str, Any] = {"is_causal": True}
+    if "window_size" in DOCUMENT_ARGUMENTS:
+        options = {"window_size": (-1, 0)}
     if num_heads != k_BKTD.shape[1]:
         options["enable_gqa"] = True
     assert varlen_attn is not None  # as `has_document_kernel` says

@@ -21,7 +21,7 @@ from kit.monitor.curves import SERIES, Curves, PlotRange
 from kit.monitor.run_view import RunView, site_written_at
 from kit.run import Run
 from kit.run.columns import Columns, parse_row
-from kit.run.metrics import Metrics, last_step, time_left_s
+from kit.run.metrics import Metrics, last_step_values, time_left_s
 from kit.run.tail import CHUNK_BYTES, last_lines
 
 ALERTS_SHOWN = 50
@@ -271,7 +271,7 @@ class Dashboard:
         curves = self.curves
         speeds = {name: curves[name] for name in ("tokens_per_s", "mfu", "hfu")}
         speeds["step_time_s"] = columns["step_time_s"][: len(curves)]
-        known = last_step(columns, speeds, curves["layout"])
+        known = last_step_values(columns, speeds, curves["layout"])
         left = columns["tokens"][-1] * max(0, self.run.recipe.num_steps - known["step"])
         held_out = columns["validation_loss"]
         return {

@@ -28,7 +28,7 @@ from cluster.state import JobError, refuse_planted_links
 from kit.errors import RunError, needed
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
-from kit.run.columns import COLUMNS, is_number, number, parse_rows, that_count
+from kit.run.columns import COLUMNS, float_or_nan, is_number, parse_rows, that_count
 from kit.run.tail import Tail
 from kit.show.style import plain_cell
 from kit.show.terminal import plain
@@ -261,7 +261,7 @@ def _is_over(run: Run) -> bool:
 
 def _time(row: dict[str, Any]) -> float | None:
     """Returns the unix time of a step, None if it is unknown."""
-    value = number(row.get("time"))
+    value = float_or_nan(row.get("time"))
     return value if math.isfinite(value) else None
 
 

@@ -53,11 +53,9 @@ def group_parameters(parameters: list[Parameter]) -> list[list[Parameter]]:
     """
     groups: dict[object, list[Parameter]] = {}
     for parameter in parameters:
-        key = (
-            (parameter.device_mesh, parameter.placements)
-            if isinstance(parameter, DTensor)
-            else None
-        )
+        key = None
+        if isinstance(parameter, DTensor):
+            key = (parameter.device_mesh, parameter.placements)
         groups.setdefault(key, []).append(parameter)
     return list(groups.values())
 

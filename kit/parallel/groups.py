@@ -35,15 +35,15 @@ def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
         # Only tensors of the device travel along an axis. Before 2.13 torch splits the gloo group
         # of the world too, and warns once per rank and axis that gloo gets NCCL's options. That is
         # harmless: nothing uses these gloo groups.
-        options: Any = (
-            {"backend": "cuda:nccl"} if "backend" in signature(dist.split_group).parameters else {}
-        )
-        options |= {"timeout": COLLECTIVE_TIMEOUT, "group_desc": name}
+        options: Any = {"timeout": COLLECTIVE_TIMEOUT, "group_desc": name}
+        if "backend" in signature(dist.split_group).parameters:
+            options["backend"] = "cuda:nccl"
         return dist.split_group(split_ranks=[list(ranks) for ranks in lists], **options)
     mine = None
     for ranks in lists:
         group: Any = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
-        mine = group if dist.get_rank() in ranks else mine
+        if dist.get_rank() in ranks:
+            mine = group
     if mine is not None:
         connect(mine, name, COLLECTIVE_TIMEOUT)
     return mine
@@ -104,9 +104,11 @@ def raised_on_all(group: Any = None) -> Iterator[None]:
     except Exception as error:  # may not survive pickling
         met = [CheckpointError(f"{type(error).__name__}: {error}")]
         met[0].__cause__ = error
-    first = torch.tensor([dist.get_rank() if met[0] else dist.get_world_size()])
+    num_ranks = dist.get_world_size()
+    rank = dist.get_rank() if met[0] else num_ranks
+    first = torch.tensor([rank])
     dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
-    if int(first) < dist.get_world_size():
+    if int(first) < num_ranks:
         dist.broadcast_object_list(met, src=int(first), group=group)
         raise met[0]
 
@@ -149,12 +151,10 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     ZeRO 1-3, and on both with a `shard_size`: those that share states are neighbours. fully_shard
     needs an axis `shard` even if nothing is cut.
     """
-    replicate = plan.data_parallel // plan.num_shards
-    shard = plan.num_shards
     sizes = {
         "pipeline": plan.pipeline_parallel,
-        "replicate": replicate,
-        "shard": shard,
+        "replicate": plan.data_parallel // plan.num_shards,
+        "shard": plan.num_shards,
         "tensor": plan.tensor_parallel,
     }
     axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
@@ -168,17 +168,23 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
 
 def pipeline_rank(mesh: DeviceMesh) -> int:
     """Returns which part of the pipeline this rank is."""
-    return mesh["pipeline"].get_local_rank() if "pipeline" in (mesh.mesh_dim_names or ()) else 0
+    if "pipeline" not in (mesh.mesh_dim_names or ()):
+        return 0
+    return mesh["pipeline"].get_local_rank()
 
 
 def data_axis(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
     """Returns the one-axis mesh of the ranks that read different sequences, of a plan without
     `shard_size`.
     """
-    return mesh["replicate"] if plan.zero_stage == 0 and plan.data_parallel > 1 else mesh["shard"]
+    if plan.zero_stage == 0 and plan.data_parallel > 1:
+        return mesh["replicate"]
+    return mesh["shard"]
 
 
 def data_rank(mesh: DeviceMesh) -> int:
     """Returns which replica this rank is part of."""
-    copy = mesh["replicate"].get_local_rank() if "replicate" in (mesh.mesh_dim_names or ()) else 0
+    copy = 0
+    if "replicate" in (mesh.mesh_dim_names or ()):
+        copy = mesh["replicate"].get_local_rank()
     return copy * mesh["shard"].size() + mesh["shard"].get_local_rank()

@@ -36,7 +36,7 @@ def split_dim(name: str) -> int | None:
     return 0 if split else None
 
 
-def cut(whole: Tensor, name: str, group: ProcessGroup | None) -> Tensor:
+def rank_part(whole: Tensor, name: str, group: ProcessGroup | None) -> Tensor:
     """Returns this rank's part of a whole parameter."""
     dim = split_dim(name)
     if group is None or dim is None:

@@ -196,10 +196,13 @@ class Run(Owned):
         changes = self.differing("plan", plan)
         is_done = num_steps <= max(self.checkpoints.steps(), default=0)
         words = [str(self.directory)]
-        if is_done or num_steps != self.recipe.num_steps:
-            words += ["--steps", "N" if is_done else str(num_steps)]
+        if is_done:
+            words += ["--steps", "N"]
+        elif num_steps != self.recipe.num_steps:
+            words += ["--steps", str(num_steps)]
         for key, (_, new) in changes.items():
-            words += ["--set", f"{key}={new if isinstance(new, str) else json.dumps(new)}"]
+            value = new if isinstance(new, str) else json.dumps(new)
+            words += ["--set", f"{key}={value}"]
         turned = ", ".join(f"{key} = {old!r} into {new!r}" for key, (old, new) in changes.items())
         which = f", which turns {turned}" if turned else ""
         return f"Continue it: `{kit_command('resume', *words)}`{which}. Or use another directory."
@@ -224,28 +227,28 @@ class Run(Owned):
     def _of_attempts(self, record: type[Kind], damaged: dict[int, str] | None) -> dict[int, Kind]:
         found: dict[int, Kind] = {}
         for file in sorted(self.directory.glob(f"{record.__name__.lower()}.attempt_*.json")):
-            if not (match := re.search(r"attempt_(\d+)\.json$", file.name)):
+            match = re.search(r"attempt_(\d+)\.json$", file.name)
+            if match is None:
                 continue
+            attempt = int(match[1])
             try:
-                found[int(match[1])] = record.read(file)
+                found[attempt] = record.read(file)
             except ConfigError as error:
                 if damaged is None:
                     raise
-                damaged[int(match[1])] = str(error).removeprefix(f"{self.directory}/")
+                damaged[attempt] = str(error).removeprefix(f"{self.directory}/")
         return found
 
     def metrics(self, rows: list[dict[str, Any]] | None = None) -> "Metrics":
-        """Returns the steps recorded so far; or `rows` of these as they are, in their order and
-        with repeated steps.
+        """Returns the steps recorded so far. If `rows` are given, returns these rows of the file as
+        they are, in their order and with repeated steps.
         """
         from kit.run.metrics import Metrics, rows_to_metrics
 
         facts = self.facts()
-        return (
-            Metrics.read(self.directory / "metrics.jsonl", **facts)
-            if rows is None
-            else rows_to_metrics(rows, **facts)
-        )
+        if rows is not None:
+            return rows_to_metrics(rows, **facts)
+        return Metrics.read(self.directory / "metrics.jsonl", **facts)
 
     def facts(self) -> dict[str, Any]:
         """Returns what the derived values of `Metrics` rest on; an attempt whose plan or site is

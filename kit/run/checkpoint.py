@@ -363,17 +363,23 @@ def _own_checksum(manifest: dict[str, Any]) -> int:
 
 
 def cause(error: BaseException) -> str:
-    """Returns what really went wrong: torch's CheckpointException hides the causes in
-    `failures`.
+    """Returns the reason of an error in saving or loading a checkpoint, and its ranks.
+
+    torch's CheckpointException has the errors of the ranks in `failures`, as such or as (error,
+    traceback).
     """
     failures = getattr(error, "failures", {})
-    causes = [
-        failure[0] if isinstance(failure, tuple) else failure for failure in failures.values()
-    ] or [error]
-    full = any(
-        getattr(cause, "errno", None) == errno.ENOSPC or "unexpected pos" in str(cause)
-        for cause in causes
-    )
-    ranks = f" on ranks {sorted(failures)}" if failures else ""
-    reason = os.strerror(errno.ENOSPC) if full else f"{type(causes[0]).__name__}: {causes[0]}"
+    causes = []
+    for failure in failures.values():
+        if isinstance(failure, tuple):
+            failure = failure[0]
+        causes.append(failure)
+    ranks = f" on ranks {sorted(failures)}" if causes else ""
+    if not causes:
+        causes = [error]
+    reason = f"{type(causes[0]).__name__}: {causes[0]}"
+    for each in causes:
+        # torch reports a full disk as an unexpected position in the file.
+        if getattr(each, "errno", None) == errno.ENOSPC or "unexpected pos" in str(each):
+            reason = os.strerror(errno.ENOSPC)
     return f"{reason}{ranks}."

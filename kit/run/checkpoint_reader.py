@@ -106,9 +106,10 @@ class CheckpointTensors:
         except (DamagedCheckpointError, OSError):
             raise
         except FAULTS as error:
-            raise self._unreadable(
-                error, f"{next(iter(state))}: " if len(state) == 1 else ""
-            ) from error
+            what = ""
+            if len(state) == 1:
+                what = f"{next(iter(state))}: "
+            raise self._unreadable(error, what) from error
 
     def _unreadable(self, error: Exception, what: str = "") -> CheckpointError:
         text = next(iter(str(error).splitlines()), type(error).__name__)

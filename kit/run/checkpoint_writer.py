@@ -131,11 +131,9 @@ class CheckpointWriter:
                 if isinstance(found, StaleAttemptError):
                     raise found from error
             newest = max(self.checkpoints.steps(), default=None)
-            kept = (
-                f"The checkpoint of step {newest} is intact."
-                if newest
-                else "There is no older checkpoint."
-            )
+            kept = "There is no older checkpoint."
+            if newest:
+                kept = f"The checkpoint of step {newest} is intact."
             raise CheckpointError(
                 f"The checkpoint of step {facts['step']} could not be written: {cause(error)}"
                 f" {kept}"
@@ -187,10 +185,9 @@ class SteadyPlanner(DefaultSavePlanner):
             names: dict[str, Any] = {}
             for plan in reversed(all_plans):
                 names |= plan.planner_data
-            all_plans = [
-                dataclasses.replace(plan, planner_data={} if number else names)
-                for number, plan in enumerate(all_plans)
-            ]
+            first = dataclasses.replace(all_plans[0], planner_data=names)
+            others = [dataclasses.replace(plan, planner_data={}) for plan in all_plans[1:]]
+            all_plans = [first, *others]
         plans, self.description = super().create_global_plan(all_plans)
         return plans, Metadata({})
 
@@ -220,8 +217,9 @@ class Writer(FileSystemWriter):
         super().finish(dataclasses.replace(self.planner.description), results)
         file = Path(self.path) / DESCRIPTION
         sizes = {}
-        for place in (result.storage_data for part in results for result in part):
-            sizes[place.relative_path] = max(
-                sizes.get(place.relative_path, 0), place.offset + place.length
-            )
+        for part in results:
+            for result in part:
+                place = result.storage_data
+                end = place.offset + place.length
+                sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), end)
         self.complete(sizes | {DESCRIPTION: file.stat().st_size}, {DESCRIPTION: checksum(file)})

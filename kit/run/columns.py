@@ -105,7 +105,9 @@ class Columns(Tail):
 
     def __getitem__(self, name: str) -> np.ndarray:
         column = self._columns[name]
-        return column.values[0] if column.length else np.broadcast_to(np.nan, len(self))
+        if not column.length:
+            return np.broadcast_to(np.nan, len(self))
+        return column.values[0]
 
     def poll(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Reads what was added since the last time, at most `limit_bytes`; returns whether there
@@ -162,10 +164,9 @@ def tokens_seen(
         return counted
     more = consumed[told] - counted[told]
     first = more[0] if before is None else 0.0
-    return (
-        counted
-        + np.append(first, more)[np.searchsorted(told, np.arange(len(tokens)), side="right")]
-    )
+    corrections = np.append(first, more)
+    last_told = np.searchsorted(told, np.arange(len(tokens)), side="right")
+    return counted + corrections[last_told]
 
 
 def that_count(
@@ -228,21 +229,22 @@ def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
     (nan,) = pyarrow.Array.from_buffers(
         pyarrow.float64(), 1, [None, pyarrow.py_buffer(np.array([np.nan]))]
     )
-    rows = np.stack(
-        [
-            np.concatenate([_floats(chunk) for chunk in column.fill_null(nan).chunks])
-            for column in table.columns
-        ]
-    )
-    ours = (np.abs(rows[:2]) < 2.0**53).all(axis=0)  # NaN is not
+    rows = np.stack([_floats(column.fill_null(nan)) for column in table.columns])
+    # Step and attempt must be whole numbers that float64 holds. NaN is not below the limit.
+    ours = (np.abs(rows[:2]) < 2.0**53).all(axis=0)
     rows[:2] = np.trunc(rows[:2])
-    return (rows, 0) if ours.all() else (rows[:, ours], int(np.sum(~ours)))
+    if ours.all():
+        return rows, 0
+    return rows[:, ours], int(np.sum(~ours))
 
 
-def _floats(array: Any) -> np.ndarray:
-    """Returns an Arrow array of float64 without nulls."""
-    end = array.offset + len(array)
-    return np.frombuffer(array.buffers()[1], np.float64, end)[array.offset :]
+def _floats(column: Any) -> np.ndarray:
+    """Returns the values of an Arrow column of float64 without nulls."""
+    parts = []
+    for array in column.chunks:
+        end = array.offset + len(array)
+        parts.append(np.frombuffer(array.buffers()[1], np.float64, end)[array.offset :])
+    return np.concatenate(parts)
 
 
 def parse_rows(text: bytes) -> tuple[list[dict[str, Any]], int]:
@@ -254,8 +256,10 @@ def parse_rows(text: bytes) -> tuple[list[dict[str, Any]], int]:
 
 def values_of(rows: list[dict[str, Any]]) -> np.ndarray:
     """Returns the values of rows, [names, n], NaN where a row has none."""
-    values = [[number(row.get(name)) for name in NAMES] for row in rows]
-    return np.array(values, dtype=float).reshape(-1, len(NAMES)).T
+    values = np.empty((len(NAMES), len(rows)))
+    for place, row in enumerate(rows):
+        values[:, place] = [float_or_nan(row.get(name)) for name in NAMES]
+    return values
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
@@ -268,13 +272,11 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
         attempt = int(row["attempt"])
         for value in filter(is_number, row.values()):
             float(value)  # raises OverflowError where it has hundreds of digits
-        return (
-            {**row, "step": step, "attempt": attempt}
-            if max(abs(step), abs(attempt)) < 2**53
-            else None
-        )
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
+    if max(abs(step), abs(attempt)) >= 2**53:
+        return None
+    return {**row, "step": step, "attempt": attempt}
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -282,6 +284,6 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def number(value: Any) -> float:
+def float_or_nan(value: Any) -> float:
     """Returns a value of a row, as `parse_row` gives it, as a float; NaN if it is none."""
     return float(value) if is_number(value) else float("nan")

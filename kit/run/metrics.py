@@ -243,13 +243,13 @@ class Metrics:
         speeds = {"step_time_s": self["step_time_s"], **self.speeds()}
         return {
             "mfu": None,
-            **last_step(self, speeds, self.layouts),
+            **last_step_values(self, speeds, self.layouts),
             "tokens": int(self.total_tokens[-1]),
             "attempt": int(self["attempt"][-1]),
         }
 
 
-def last_step(
+def last_step_values(
     steps: Metrics | Columns, speeds: Mapping[str, np.ndarray], layouts: np.ndarray
 ) -> dict[str, Any]:
     """Returns the numbers of the last of some steps. `layouts` is the number of each step's layout.
@@ -260,11 +260,14 @@ def last_step(
     recorded or is unknown.
     """
     norms = steps["grad_norm"]
+    grad_norm = None
+    if not np.isnan(norms).all():
+        grad_norm = float(norms[-1])
     recent = layouts[-SPEED_STEPS:] == layouts[-1]
     return {
         "step": int(steps["step"][-1]),
         "loss": float(steps["loss"][-1]),
-        "grad_norm": None if np.isnan(norms).all() else float(norms[-1]),
+        "grad_norm": grad_norm,
         **{name: median(values[-SPEED_STEPS:][recent]) for name, values in speeds.items()},
         "speed_steps": int(recent.sum()),
     }

@@ -29,10 +29,10 @@ class Batches:
         self.data_rank = data_rank
         self.samples = training_samples(run.recipe, self.length)
         self.is_pinned = device.type == "cuda"
-        start = (
-            {"initializer": torch.cuda.set_device, "initargs": (device,)} if self.is_pinned else {}
-        )
-        self.thread = ThreadPoolExecutor(1, "batches", **start)
+        if self.is_pinned:
+            self.thread = ThreadPoolExecutor(1, "batches", torch.cuda.set_device, (device,))
+        else:
+            self.thread = ThreadPoolExecutor(1, "batches")
         self.coming: dict[int, Future[Tensor]] = {}
 
     def at(self, first: int) -> Tensor:
@@ -47,7 +47,9 @@ class Batches:
     def _read(self, first: int) -> Tensor:
         share = self.plan.global_batch_size // self.plan.data_parallel
         batch = torch.from_numpy(self.samples.batch(first + self.data_rank * share, share))
-        return batch.pin_memory() if self.is_pinned else batch
+        if self.is_pinned:
+            batch = batch.pin_memory()
+        return batch
 
     def validation_loss(self, engine: Engine) -> float:
         """Returns the mean loss of the first held-out sequences, each counted once, whatever the
@@ -58,11 +60,9 @@ class Batches:
         count = min(self.recipe.validation_sequences, self.dataset.held_out_sequences(self.length))
         # Micro-batches are always full, for shapes that were compiled: sequence 0 fills up the last
         # ones, and what it adds is taken off again. NxD's pipeline takes whole batches only.
-        unit = (
-            plan.global_batch_size
-            if plan.capabilities.validates_whole_batches
-            else plan.data_parallel * plan.micro_batch_size
-        )
+        unit = plan.data_parallel * plan.micro_batch_size
+        if plan.capabilities.validates_whole_batches:
+            unit = plan.global_batch_size
         filling = -count % unit
 
         def total(numbers: list[int]) -> float:
@@ -74,4 +74,6 @@ class Batches:
         numbers = [*range(count), *[0] * filling]
         parts = range(0, len(numbers), plan.global_batch_size)
         loss = sum(total(numbers[first : first + plan.global_batch_size]) for first in parts)
-        return (loss - (filling / unit * total([0] * unit) if filling else 0.0)) / count
+        if filling:
+            loss -= filling / unit * total([0] * unit)
+        return loss / count

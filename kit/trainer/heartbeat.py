@@ -59,9 +59,10 @@ class Notices:
             return
         self.newest = notice
         print(f"WARNING: {notice}", file=sys.stderr, flush=True)
+        level = "error" if kind == "checkpoint" else "warning"
         alert = Alert(
             kind=kind,
-            level="error" if kind == "checkpoint" else "warning",
+            level=level,
             message=notice,
             attempt=self.attempt,
             step=step,
@@ -136,9 +137,9 @@ class Heartbeat:
 
     def after_step(self, step: Step) -> None:
         """Keeps what the next heartbeat says about a step."""
-        self.recent.append(
-            [*map(step.row.get, PARTS), step.work_s if "waiting_s" in step.row else None]
-        )
+        # Without the time of waiting for other ranks, the rank's own time is unknown.
+        work_s = step.work_s if "waiting_s" in step.row else None
+        self.recent.append([*map(step.row.get, PARTS), work_s])
         self.last = {
             "step": step.number,
             "time": time.time(),

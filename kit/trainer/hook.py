@@ -107,7 +107,8 @@ class Hook(Callback):
         calls = reversed(traceback.extract_tb(error.__traceback__))
         ours = next((call.lineno for call in calls if call.filename == str(self.file)), None)
         line = getattr(error, "lineno", None) or ours
-        return f"{HOOK}{f', line {line}' if line else ''}: {type(error).__name__}: {error}"
+        place = f"{HOOK}, line {line}" if line else HOOK
+        return f"{place}: {type(error).__name__}: {error}"
 
 
 def _checked(numbers: Any) -> dict[str, float]:

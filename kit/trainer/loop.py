@@ -70,13 +70,14 @@ class Trainer:
         # rank looks for the newest one.
         has_checkpoint = from_rank_0(run.checkpoints.recover, self.control)
         dataset = run.dataset()
+        document_end = dataset.eos_id if self.recipe.mask_documents else None
         self.engine = build_engine(
             run.spec,
             self.plan,
             self.recipe,
             device,
             initialise=not has_checkpoint and not self.recipe.init_from,
-            document_end=dataset.eos_id if self.recipe.mask_documents else None,
+            document_end=document_end,
         )
         self.batches = Batches(run, dataset, self.engine.data_rank, device)
 
@@ -87,13 +88,14 @@ class Trainer:
         self.heartbeat = Heartbeat(
             self.home, attempt, self.control, self.notices, self.background.wake
         )
+        dump_recorder = gpu.dump_flight_recorder if device.type == "cuda" else None
         self.watchdog = Watchdog(
             patience_s(self.recipe, self.plan),
             rank=self.rank,
             alive=self.heartbeat.answer,
             look_at_ranks=self.heartbeat.look_at_ranks,
             silent_ranks=self.heartbeat.silent_ranks,
-            dump=gpu.dump_flight_recorder if device.type == "cuda" else None,
+            dump=dump_recorder,
         )
         self.telemetry = Telemetry(self.plan, device)
         self.checkpoints = CheckpointManager(

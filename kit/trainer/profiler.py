@@ -49,7 +49,10 @@ class Profiler(Callback):
         """Begins to record, or writes what was recorded until now."""
         if self.needs_finished_steps(step):
             with self.watchdog.paused():
-                self._end() if self.is_on else self._begin(step)
+                if self.is_on:
+                    self._end()
+                else:
+                    self._begin(step)
 
     def on_end(self) -> None:
         """Writes what was recorded until the last step."""

@@ -56,12 +56,13 @@ def collect_garbage(step: int) -> None:
 
 
 def memory_row(device: torch.device) -> dict[str, Any]:
-    """Returns what the metrics say of memory: peaks of this rank, of its process on a CPU; XLA
-    does not tell.
+    """Returns the columns of the metrics about memory: peaks of the device of this rank, on a CPU
+    the peak of its process. XLA does not report memory.
     """
+    if device.type == "xla":
+        return {"memory_bytes": None}
     if device.type != "cuda":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"memory_bytes": None if device.type == "xla" else peak}
+        return {"memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     names = {
         "memory_bytes": "allocated_bytes.all.peak",
         "reserved_bytes": "reserved_bytes.all.peak",

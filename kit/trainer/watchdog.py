@@ -135,7 +135,11 @@ class Watchdog:
 
     def _watch(self, least_s: float) -> None:
         looking = dumping = None
-        end_wait_s = OTHERS_WAIT_S if self.rank else DUMP_WAIT_S if self.dump else 0.0
+        end_wait_s = 0.0
+        if self.rank:
+            end_wait_s = OTHERS_WAIT_S
+        elif self.dump:
+            end_wait_s = DUMP_WAIT_S
         while not self.ended.wait(TICK_S):
             self.silent_s += TICK_S
             if self.pauses:

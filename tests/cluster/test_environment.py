@@ -14,7 +14,7 @@ import kit
 from cluster.start import PACKAGES
 from cluster.state import JobState
 from kit.config.plan import Plan
-from kit.data import build as building
+from kit.data.workers import BuildProgress, Workers
 from kit.run import Run
 from tests.cluster.jobs import with_slurm
 from tests.support.sources import ROOT
@@ -91,9 +91,9 @@ def test_local_ranks_ignore_the_users_files(kit_command, tiny_dataset, tmp_path,
 
 
 def test_build_workers_ignore_the_users_files(users_folder, tmp_path):
-    progress = building.BuildProgress(False)
-    # With what the worker adds to each piece, by which it reports progress.
-    answers = building.share_out(2, progress, "test", operator.is_, [("a",), ("b",)], [1, 1])
+    workers = Workers(2, BuildProgress(shown=False))
+    # The second operand is the function by which a worker reports progress.
+    answers = workers.map("test", operator.is_, [("a",), ("b",)], [1, 1])
     assert answers == [False, False] and not (tmp_path / "imported").exists()
 
 

@@ -22,9 +22,9 @@ from tests.data.token_files import QUIET, contents, documents
 FILES, EACH = 5, 40
 SMALL = {
     "corpus.PIECE_BYTES": 1,
-    "steps.RUN_TOKENS": 125,
+    "external_sort.RUN_TOKENS": 125,
+    "external_sort.BATCH_TOKENS": 60,
     "steps.CHUNK_BYTES": 300,
-    "steps.AT_ONCE": 3,
 }
 
 
@@ -76,7 +76,7 @@ def test_a_killed_build_begins_anew_and_its_processes_end(whole, text, tmp_path,
     )
     build = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "data"), str(text)])
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".data.building-*/piece-*.held")):
+    while not list(tmp_path.glob(".data.building-*/piece-*-validation.jsonl")):
         assert time.monotonic() < deadline and build.poll() is None
         time.sleep(0.002)
     children = child_pids(build.pid)
@@ -107,7 +107,7 @@ def test_a_process_that_has_gone_is_told(text, tmp_path, in_pieces, monkeypatch)
             super().__init__(*words, **given)
             os.kill(self.pid, signal.SIGKILL)
 
-    monkeypatch.setattr("kit.data.build.subprocess.Popen", Killed)
+    monkeypatch.setattr("kit.data.workers.subprocess.Popen", Killed)
     with pytest.raises(DataError, match="ended with code -9.* Build again on fewer cores"):
         build_dataset(tmp_path / "data", text, **QUIET, workers=2)
     with pytest.raises(DataError, match="workers: 0 is not allowed"):
@@ -115,7 +115,7 @@ def test_a_process_that_has_gone_is_told(text, tmp_path, in_pieces, monkeypatch)
 
 
 def test_a_log_is_told_the_time_left(text, tmp_path, in_pieces, monkeypatch, capsys):
-    monkeypatch.setattr("kit.data.build.TELL_EVERY_S", 0)
+    monkeypatch.setattr("kit.data.workers.LOG_INTERVAL_S", 0)
     build_dataset(tmp_path / "data", text, **QUIET | {"progress": True}, workers=1)
     told = capsys.readouterr().out
     assert re.search(r"^Encoding: 0.00 of 0.00 GB, 0 min left$", told, re.MULTILINE)

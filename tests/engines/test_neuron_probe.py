@@ -11,7 +11,7 @@ import pytest
 from kit import doctor
 from kit.config.plan import Plan
 from kit.engines.configuration import configuration_files
-from kit.engines.neuron.probe import SUPPORTED, NeuronError, probe, require
+from kit.engines.neuron.probe import SUPPORTED, NeuronError, probe, require_nxd
 from tests.engines.conftest import VERSIONS, install
 from tests.support.attempts import Attempt
 from tests.support.workers import local_run
@@ -40,7 +40,7 @@ def test_absent():
     for said in ("it is not installed", "requirements/trainium.txt", "plan.engine 'native'"):
         assert said in status.message
     with pytest.raises(NeuronError, match="it is not installed"):
-        require()
+        require_nxd()
 
 
 SOURCES = {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": ""}

@@ -14,7 +14,7 @@ from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.engines.build import check_site
 from kit.engines.neuron.configuration import (
-    check_environment,
+    check_neuron_environment,
     check_platform,
     job_environment,
     needed_environment,
@@ -82,7 +82,7 @@ def test_job_sets_the_precision_that_the_plan_says(name, site, tmp_path):
     off = dict.fromkeys(("XLA_USE_BF16", "XLA_DOWNCAST_BF16"), "0")
     expected = run.site.profile(name) | off | {"NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding}
     assert job.environment == expected
-    check_environment(run.plan, job.environment)
+    check_neuron_environment(run.plan, job.environment)
 
 
 def test_ranks_on_a_trainium_machine_are_started_by_torchrun(tmp_path, llama_spec):
@@ -127,12 +127,12 @@ def test_a_process_of_another_precision_is_refused(changes, environment, message
     """What is not set is off."""
     plan, flags = HLAT_7B.replace(**changes), environment.get("NEURON_CC_FLAGS", "")
     with pytest.raises(ConfigError, match=message):
-        check_environment(plan, environment)
+        check_neuron_environment(plan, environment)
     mended = environment | needed_environment(plan, flags)
-    check_environment(plan, mended)
+    check_neuron_environment(plan, mended)
     assert all(word in mended.get("NEURON_CC_FLAGS", "") for word in flags.split())
-    check_environment(HLAT_70B, {})
-    check_environment(HLAT_70B.replace(**FP32), {"NEURON_CC_FLAGS": "--auto-cast none -O1"})
+    check_neuron_environment(HLAT_70B, {})
+    check_neuron_environment(HLAT_70B.replace(**FP32), {"NEURON_CC_FLAGS": "--auto-cast none -O1"})
 
 
 def test_models_that_do_not_fit_the_recipes_are_refused(gpt_spec, llama_spec):
@@ -184,7 +184,7 @@ def test_four_tensor_ranks_are_named_group_by_group(site):
     assert environment[ALONE] == "0"
     message = f"tensor_parallel 4 on engine 'neuron' needs {ALONE}"
     with pytest.raises(ConfigError, match=message):
-        check_environment(plan, environment | {ALONE: "1"})
+        check_neuron_environment(plan, environment | {ALONE: "1"})
     assert job_environment(HLAT_70B, Site.load(site))[ALONE] == "1"
 
 

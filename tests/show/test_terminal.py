@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from kit.data.build import BuildProgress
+from kit.data.workers import BuildProgress
 from kit.errors import kit_command
 from kit.monitor.runs import cell_text
 from kit.show.terminal import PlainConsole, Table, as_text, number

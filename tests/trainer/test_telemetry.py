@@ -134,12 +134,12 @@ def test_settings_are_made_where_nobody_made_them(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
     monkeypatch.setattr(torch.version, "hip", None)
-    gpu.prepare(tmp_path)
+    gpu.set_environment(tmp_path)
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    gpu.prepare(tmp_path)
+    gpu.set_environment(tmp_path)
     assert "PYTORCH_ALLOC_CONF" not in os.environ, "it would come before what the user has set"
 
 
@@ -147,7 +147,7 @@ def test_last_collectives_are_left_where_the_logs_are(tmp_path, monkeypatch):
     monkeypatch.delenv(gpu.TRACE_FILE, raising=False)
     monkeypatch.setattr(gpu, "nccl_trace", lambda: b"trace")
     monkeypatch.setattr(gpu.dist, "get_rank", lambda: 3)
-    gpu.prepare(tmp_path)
+    gpu.set_environment(tmp_path)
     gpu.dump_flight_recorder()
     (file,) = tmp_path.iterdir()
     assert (file.name, file.read_bytes()) == ("nccl_trace_rank_3", b"trace")

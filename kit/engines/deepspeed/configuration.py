@@ -31,20 +31,22 @@ def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
     The optimizer is torch's AdamW, given to DeepSpeed, whose own would be compiled when a job
     starts.
     """
+    # At stage 0, DeepSpeed clips but does not report the norm, so the kit does both.
+    clip = 0.0
+    if plan.zero_stage and recipe.gradient_clip is not None:
+        clip = recipe.gradient_clip
     config: dict[str, Any] = {
         "train_batch_size": plan.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.num_microbatches,
-        # At stage 0, DeepSpeed clips but does not tell the norm; so the kit does both.
-        "gradient_clipping": (recipe.gradient_clip or 0.0) if plan.zero_stage else 0.0,
+        "gradient_clipping": clip,
         "zero_optimization": {"stage": plan.zero_stage},
         "steps_per_print": None,  # the kit has metrics of its own
     }
     if plan.precision != "fp32":
-        config[plan.precision] = {
-            "enabled": True,
-            **(LOSS_SCALING if plan.precision == "fp16" else {}),
-        }
+        config[plan.precision] = {"enabled": True}
+        if plan.precision == "fp16":
+            config[plan.precision] |= LOSS_SCALING
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config
 
@@ -128,4 +130,7 @@ def megatron_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[str]
         switches += ["--checkpoint-activations", "--deepspeed-activation-checkpointing"]
     if plan.pipeline_parallel == 1:
         switches.append("--no-pipeline-parallel")
-    return [str(word) for pair in flags.items() for word in pair] + switches
+    words = []
+    for flag, value in flags.items():
+        words += [flag, str(value)]
+    return words + switches

@@ -55,15 +55,16 @@ class DeepSpeedEngine(PortableEngine):
         deepspeed = import_deepspeed(device)
         from kit.engines.deepspeed.layers import LayerBuilder
 
-        deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        deepspeed.init_distributed(dist_backend=backend)
         super().__init__(spec, plan, recipe, device)
         self.tensor_group = self.tensor_mesh.get_group() if self.tensor_mesh is not None else None
-        layers = LayerBuilder(
-            spec, plan, self.tensor_group, device, recipe.seed if initialise else None
-        )
-        self.module = (
-            layers.decoder() if self.pipeline_group is None else layers.pipeline(self._loss)
-        )
+        seed = recipe.seed if initialise else None
+        layers = LayerBuilder(spec, plan, self.tensor_group, device, seed)
+        if self.pipeline_group is None:
+            self.module = layers.decoder()
+        else:
+            self.module = layers.pipeline(self._loss)
         self.optimizer = adamw(self.parameters(), recipe)
         with quiet():
             self.engine, *_ = deepspeed.initialize(

@@ -17,7 +17,7 @@ from kit.config.spec import ModelSpec
 from kit.engines.deepspeed.start import quiet
 from kit.model import Block, Decoder, initial_weight, make_norm, rotary_table
 from kit.parallel.groups import unbound_device
-from kit.parallel.linear import copy_to_ranks, cut, split_dim, split_layers
+from kit.parallel.linear import copy_to_ranks, rank_part, split_dim, split_layers
 
 TOKENS = "embedding.tokens"
 
@@ -106,7 +106,7 @@ class LayerBuilder:
             if self.seed is not None:
                 shape = whole_shapes[name]
                 whole = initial_weight(self.spec, name, shape, self.seed, self.device)
-                parameter.data.copy_(cut(whole, name, self.group))
+                parameter.data.copy_(rank_part(whole, name, self.group))
 
     def _rotary(self) -> Tensor | None:
         if self.spec.positions != "rotary":
@@ -145,7 +145,9 @@ class PipelineLayer(nn.Module):
         with torch.device("meta"):
             module = build()
         outer, _, inner = name.partition(".")
-        self.add_module(outer, nn.ModuleDict({inner: module}) if inner else module)
+        if inner:
+            module = nn.ModuleDict({inner: module})
+        self.add_module(outer, module)
         layers.fill(self)
 
     def forward(self, x: Tensor) -> Tensor:

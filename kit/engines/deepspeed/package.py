@@ -26,7 +26,7 @@ class DeepSpeedError(MissingPackageError):
         )
 
 
-def require() -> None:
+def require_deepspeed() -> None:
     """Raises MissingPackageError unless DeepSpeed of a version that was tried is installed."""
     try:
         version = importlib.metadata.version("deepspeed")

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from kit.engines.neuron.probe import require
+from kit.engines.neuron.probe import require_nxd
 from kit.errors import ConfigError
 
 
-def start_process_group() -> torch.device:
+def start_xla_process_group() -> torch.device:
     """Joins the process group of backend `xla`, by the variables that torchrun sets, and returns
     this rank's device.
 
@@ -28,7 +28,7 @@ def start_process_group() -> torch.device:
         ConfigError: XLA sees another number of ranks than the group has, so its collectives would
             not join them.
     """
-    require(here=True)
+    require_nxd(here=True)
     import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
     import torch_xla.distributed.xla_backend  # noqa: F401  # pyright: ignore[reportMissingImports]  # registers it
     import torch_xla.runtime as xr  # pyright: ignore[reportMissingImports]

@@ -139,11 +139,12 @@ class NxdCheckpoints:
         folder = self.checkpoints.path(step)
         _check_layout(manifest.plan, now, folder)
         fits = now.zero_stage == 0 or manifest.plan.data_parallel == now.data_parallel
+        optimizer = self.engine.optimizer if fits else None
         self.engine.nxd.load(
             folder=str(folder.parent),
             tag=folder.name,
             model=self.engine.model,
-            optimizer=self.engine.optimizer if fits else None,
+            optimizer=optimizer,
         )
         if not fits:
             self.engine.nxd.restart_master_weights(optimizer=self.engine.optimizer)

@@ -39,6 +39,7 @@ def nxd_arguments(spec: ModelSpec, plan: Plan) -> dict[str, Any]:
     adds classes.
     """
     master = plan.zero_stage == 1
+    pipeline = _pipeline(spec, plan) if plan.pipeline_parallel > 1 else None
     return {
         "tensor_parallel_size": plan.tensor_parallel,
         "pipeline_parallel_size": plan.pipeline_parallel,
@@ -56,7 +57,7 @@ def nxd_arguments(spec: ModelSpec, plan: Plan) -> dict[str, Any]:
             # HLAT: False, so that resuming lost what bf16 does not hold.
             "use_master_weights_in_ckpt": master,
         },
-        "pipeline_config": _pipeline(spec, plan) if plan.pipeline_parallel > 1 else None,
+        "pipeline_config": pipeline,
     }
 
 
@@ -87,8 +88,9 @@ def needed_environment(plan: Plan, flags: str = "") -> dict[str, str]:
 
     To the compiler's `flags` one may be added.
     """
-    is_rounded = plan.precision == "bf16" and plan.zero_stage == 0
-    needed = {ROUNDING: "1" if is_rounded else "0", **dict.fromkeys(CASTS, "0")}
+    needed = {ROUNDING: "0", **dict.fromkeys(CASTS, "0")}
+    if plan.precision == "bf16" and plan.zero_stage == 0:
+        needed[ROUNDING] = "1"
     if plan.precision == "fp32" and NO_CAST not in flags.replace("cast none", "cast=none"):
         needed[COMPILER] = f"{flags} {NO_CAST}".strip()
     if plan.tensor_parallel == 4:
@@ -105,23 +107,18 @@ def job_environment(plan: Plan, site: Site) -> dict[str, str]:
     """
     if site.table is None:
         return needed_environment(plan)
-    return site.profile(PROFILES[plan.zero_stage]) | needed_environment(
-        plan, site.table.environment.get(COMPILER, "")
-    )
+    flags = site.table.environment.get(COMPILER, "")
+    return site.profile(PROFILES[plan.zero_stage]) | needed_environment(plan, flags)
 
 
-def check_environment(plan: Plan, environment: Mapping[str, str]) -> None:
+def check_neuron_environment(plan: Plan, environment: Mapping[str, str]) -> None:
     """Raises ConfigError, naming each, if variables of this process are not what the plan needs.
 
     HLAT saw pure bf16 without stochastic rounding diverge, and neither NxD nor a loss curve's first
     steps would tell.
     """
     needed = needed_environment(plan, environment.get(COMPILER, ""))
-    wrong = {
-        name: environment.get(name, "0")
-        for name in needed
-        if environment.get(name, "0") != needed[name]
-    }
+    wrong = [name for name, value in needed.items() if environment.get(name, "0") != value]
     if wrong:
         found = ", ".join(f"{name} is {environment.get(name, 'not set')!r}" for name in wrong)
         wanted = " ".join(f"{name}={needed[name]!r}" for name in wrong)

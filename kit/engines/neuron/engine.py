@@ -24,7 +24,7 @@ from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.engines.engine import Accepts, Engine, StepResult
 from kit.engines.neuron.adapter import Nxd
-from kit.engines.neuron.configuration import check_environment, check_platform, nxd_arguments
+from kit.engines.neuron.configuration import check_neuron_environment, check_platform, nxd_arguments
 from kit.engines.neuron.model import LEAVES, RECOMPUTED, NxdBlock, NxdLlama, weight_dtype
 from kit.engines.neuron.weights import RankWeights
 from kit.run import Run
@@ -50,7 +50,7 @@ class NeuronEngine(Engine):
         *,
         initialise: bool = True,
     ) -> None:
-        check_environment(plan, os.environ)
+        check_neuron_environment(plan, os.environ)
         super().__init__(spec, plan, recipe, device)
         self.is_pipelined = plan.pipeline_parallel > 1
         self.nxd = Nxd(sequence_parallel=plan.sequence_parallel, dtype=weight_dtype(plan))
@@ -126,7 +126,8 @@ class NeuronEngine(Engine):
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token."""
         self.model.eval()
-        loss = self._loss(samples, self.model.run_eval if self.is_pipelined else self.model)
+        forward = self.model.run_eval if self.is_pipelined else self.model
+        loss = self._loss(samples, forward)
         self.model.train()
         return float(loss)
 

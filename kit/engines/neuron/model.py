@@ -144,12 +144,13 @@ class NxdAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.qkv_proj(x)
-        q, k, v = (
-            self._heads(part)
-            for part in (projected if self.is_grouped else projected.chunk(3, dim=-1))
-        )
-        q_BNTD, k_BKTD = rotate(q, self.rotary_2TD), rotate(k, self.rotary_2TD)  # pyright: ignore[reportArgumentType]
-        k_BNTD, v_BNTD = (part.repeat_interleave(self.repeats, dim=1) for part in (k_BKTD, v))
+        if not self.is_grouped:
+            projected = projected.chunk(3, dim=-1)
+        q, k, v = (self._heads(part) for part in projected)
+        q_BNTD = rotate(q, self.rotary_2TD)  # pyright: ignore[reportArgumentType]
+        k_BKTD = rotate(k, self.rotary_2TD)  # pyright: ignore[reportArgumentType]
+        k_BNTD = k_BKTD.repeat_interleave(self.repeats, dim=1)
+        v_BNTD = v.repeat_interleave(self.repeats, dim=1)
         y_BNTD = self.core_attn(q_BNTD, k_BNTD, v_BNTD)
         order = (2, 0, 1, 3) if self.nxd.sequence_parallel else (0, 2, 1, 3)
         return self.o_proj(y_BNTD.permute(order).flatten(2))

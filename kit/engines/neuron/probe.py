@@ -74,7 +74,7 @@ class NeuronError(MissingPackageError):
         ImportError.__init__(self, status.message)
 
 
-def require(*, here: bool = False) -> None:
+def require_nxd(*, here: bool = False) -> None:
     """Raises NeuronError unless NxD can train; it is imported in another process, or `here`: by a
     rank, which must not start a second process on its cores.
     """
@@ -92,7 +92,10 @@ def probe(*, here: bool = False) -> NeuronStatus:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     state, reason = _judge(versions)
-    if state == "ok" and (fault := _import_here() if here else _import()):
+    fault = ""
+    if state == "ok":
+        fault = _import_here() if here else _import()
+    if fault:
         state = "broken"
         reason = f"it is installed but {fault.rstrip('.')}."
         if "WRONG PACKAGE" in fault:

@@ -58,13 +58,14 @@ class RankWeights:
         queries of.
         """
         outputs, inputs = self.whole[name].shape
-        is_attention = name.endswith("attention.output.weight")
-        return _marked(
-            self.nxd.row(inputs=inputs, outputs=outputs),
-            weight=lambda: self._cut(
-                self._spread(self._initial(name).T).T if is_attention else self._initial(name), 1
-            ),
-        )
+
+        def weight() -> Tensor:
+            whole = self._initial(name)
+            if name.endswith("attention.output.weight"):
+                whole = self._spread(whole.T).T
+            return self._cut(whole, 1)
+
+        return _marked(self.nxd.row(inputs=inputs, outputs=outputs), weight=weight)
 
     def grouped(self, query: str, key: str, value: str) -> nn.Module:
         """Returns a layer of which each rank has its query heads and the key/value heads that they

@@ -1,0 +1,102 @@
+"""External sort of encoded documents by their place in the training file.
+
+`RunWriter` sorts as many documents as fit in memory and writes them to one file, a run. `merged`
+reads all runs of a build at the same time, a small batch of each, and yields their documents in
+order. So memory depends neither on the size of the text nor on the number of processes.
+"""
+
+import heapq
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+RUN_TOKENS = 32 * 1024 * 1024
+"""Tokens that are sorted in memory and written as one run: 128 MiB in int32."""
+BATCH_TOKENS = 16 * 1024
+"""Tokens that are read from a run at a time: 64 KiB of each run, of which there may be
+thousands."""
+
+
+class EncodedDocument(NamedTuple):
+    """A document as tokens. Documents are compared by place, then by digest."""
+
+    place: float
+    """Place in the training file, from 0 to 1."""
+    digest: bytes
+    """Hash of the text. Documents with equal text have equal places and digests."""
+    num_bytes: int
+    """Length of the UTF-8 text in bytes."""
+    tokens: bytes
+    """Token ids and the end-of-text token, in int32."""
+
+
+class RunWriter:
+    """Writes documents, which come in any order, to the sorted runs PREFIX-0, PREFIX-1, ..."""
+
+    def __init__(self, prefix: Path) -> None:
+        self._prefix = prefix
+        self._runs: list[Path] = []
+        self._documents: list[EncodedDocument] = []
+        self._num_bytes = 0
+
+    def add(self, document: EncodedDocument) -> None:
+        """Adds a document, and writes a run if RUN_TOKENS are in memory."""
+        self._documents.append(document)
+        self._num_bytes += len(document.tokens)
+        if self._num_bytes >= 4 * RUN_TOKENS:
+            self._write_run()
+
+    def finish(self) -> list[Path]:
+        """Writes the documents that are still in memory, and returns the files of all runs."""
+        if self._documents:
+            self._write_run()
+        return self._runs
+
+    def _write_run(self) -> None:
+        run = self._prefix.with_name(f"{self._prefix.name}-{len(self._runs)}")
+        self._documents.sort()
+        with run.open("wb") as stream:
+            for batch in _batches(self._documents):
+                pickle.dump(batch, stream)
+        self._runs.append(run)
+        self._documents = []
+        self._num_bytes = 0
+
+
+def merged(runs: Iterable[Path]) -> Iterator[EncodedDocument]:
+    """Yields the documents of sorted runs in order. Documents with equal text are yielded once."""
+    last_digest = b""
+    for document in heapq.merge(*(_read(run) for run in runs)):
+        if document.digest != last_digest:
+            yield document
+        last_digest = document.digest
+
+
+def _batches(documents: list[EncodedDocument]) -> Iterator[list[EncodedDocument]]:
+    """Yields lists of documents with BATCH_TOKENS or more each, except for the last."""
+    batch = []
+    num_bytes = 0
+    for document in documents:
+        batch.append(document)
+        num_bytes += len(document.tokens)
+        if num_bytes >= 4 * BATCH_TOKENS:
+            yield batch
+            batch = []
+            num_bytes = 0
+    if batch:
+        yield batch
+
+
+def _read(run: Path) -> Iterator[EncodedDocument]:
+    """Yields the documents of a run."""
+    place = 0
+    size = os.path.getsize(run)
+    while place < size:
+        # Opened for each batch: thousands of runs would be too many open files.
+        with run.open("rb") as stream:
+            stream.seek(place)
+            batch = pickle.load(stream)
+            place = stream.tell()
+        yield from batch
