@@ -1,13 +1,14 @@
-"""From spec, plan and recipe to a running job.
+"""From spec, plan and recipe to a running job, and from a checkpoint to the job that scores it.
 
 `prepare` checks all that can be checked before a job starts, and gives all that the launch writes
-and sends. `submit` writes it and starts the job. `launch` is both.
+and sends. `submit` writes it and starts the job. `launch` is both. `score_in_job` and
+`submit_eval` start the job that scores a checkpoint.
 """
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -15,18 +16,20 @@ from cluster import local, submission
 from cluster.attempts import Files, new_folders, refuse_live
 from cluster.files import is_locked, lock_file
 from cluster.interpreter import module_command
-from cluster.job import JobSpec
+from cluster.job import Job, JobSpec
 from cluster.login.submit import refuse_lacking
+from cluster.outcome import last_words
 from cluster.ownership import refuse_other_owner
 from cluster.render import nodes_for
 from cluster.site import Site
+from cluster.state import JobState
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.engines import configuration
 from kit.engines.build import check_engine, check_site
 from kit.engines.neuron.configuration import job_environment
-from kit.errors import CheckpointError, ConfigError, RunError
+from kit.errors import CheckpointError, ConfigError, RunError, kit_command
 from kit.measure.device import DeviceName, on_device
 from kit.measure.gemm import measured_site
 from kit.run import LAUNCH_LOCK, Run
@@ -152,10 +155,10 @@ def resume(
     # Before the recipe is changed, since fewer steps than its warm-up are an error of another kind.
     refuse_done(run, plan, num_steps or run.recipe.num_steps)
     lengths = {"num_steps": num_steps, "decay_steps": decay_steps}
-    recipe = run.recipe.replace(
-        **{name: steps for name, steps in lengths.items() if steps is not None}
-    )
+    given = {name: steps for name, steps in lengths.items() if steps is not None}
+    recipe = run.recipe.replace(**given)
     site = run.site if device is None else on_device(run.site, plan, device)
+    measured = None if site is run.site else measured_site
     return launch(
         run.directory,
         spec=run.spec,
@@ -163,7 +166,7 @@ def resume(
         recipe=recipe,
         site=site,
         time_limit_s=time_limit_s,
-        measured=None if site is run.site else measured_site,
+        measured=measured,
     )
 
 
@@ -305,13 +308,17 @@ def _check_inputs(
     Raises:
         ConfigError, DataError, MissingPackageError, JobError: what does not fit, or is not there.
     """
-    weights = [str(recipe.init_from)] if begins and recipe.init_from is not None else []
+    needs_weights = begins and recipe.init_from is not None
     if site.login is not None:
-        data = [recipe.data, *(path for source in recipe.sources for path in source.paths)]
-        refuse_lacking(site, [*data, *weights], "torch")
+        needed = [recipe.data]
+        for source in recipe.sources:
+            needed += source.paths
+        if needs_weights:
+            needed.append(str(recipe.init_from))
+        refuse_lacking(site, needed, "torch")
         return ()
     notes = data_notes(spec, plan, recipe)
-    if weights:
+    if needs_weights:
         check_weights(spec, recipe)
     return notes
 
@@ -335,30 +342,39 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
         # Without the dashes it would take --run for one of its own options.
         argv = (*agent, "--no-python", "--", *argv)
         num_processes = 1
+    num_nodes = 1
+    if not is_local:
+        num_nodes = nodes_for(run.plan.num_devices, run.site)
+    environment = {}
+    if is_trainium:
+        environment = job_environment(run.plan, run.site)
     return JobSpec(
         name=run.name,
         run_dir=str(run.directory),
         argv=argv,
         num_processes=num_processes,
-        num_nodes=1 if is_local else nodes_for(run.plan.num_devices, run.site),
+        num_nodes=num_nodes,
         forks=is_local and num_processes > 1,
-        environment=job_environment(run.plan, run.site) if is_trainium else {},
+        environment=environment,
         time_limit_s=time_limit_s,
     )
 
 
 def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
-    """Raises unless a run that is asked for so many steps has some left to do; the error says how
-    to go on, on a plan.
+    """Raises an error if a run has no step left to do. The error says how to continue on `plan`.
 
     Raises:
-        JobError: a job is live in its directory, or the directory is somebody else's.
-        RunError: it has been at that step. CheckpointError: it has checkpoints, but none is whole.
+        JobError: a job is live in its directory, or the directory belongs to another user.
+        RunError: the newest checkpoint is of step `num_steps` or a later one.
+        CheckpointError: there are checkpoints, but none is complete.
     """
     if (run.directory / "state.json").exists():
         refuse_live(run.directory)
-    there = run.site.login is not None  # of which a mirror knows the checkpoints' names
-    newest = max(run.checkpoints.steps(), default=None) if there else _newest_whole(run.checkpoints)
+    if run.site.login is None:
+        newest = _newest_complete_step(run.checkpoints)
+    else:
+        # The mirror of a run has the names of its checkpoints, but not their files.
+        newest = max(run.checkpoints.steps(), default=None)
     if newest is not None and newest >= num_steps:
         raise RunError(
             f"{run.directory} has finished its {newest} steps, and {num_steps} were asked for."
@@ -366,18 +382,20 @@ def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
         )
 
 
-def _newest_whole(checkpoints: Checkpoints) -> int | None:
-    """Returns the newest step whose files have their sizes (the job verifies what they hold), None
-    if there is none.
+def _newest_complete_step(checkpoints: Checkpoints) -> int | None:
+    """Returns the newest step whose files have the sizes of the manifest, or None without
+    checkpoints. The job verifies the content.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is whole.
+        CheckpointError: there are checkpoints, but none is complete.
     """
     steps = checkpoints.steps()
+    if not steps:
+        return None
     for step in reversed(steps):
         with contextlib.suppress(CheckpointError):
             return checkpoints.manifest(step).step
-    return checkpoints.manifest(steps[-1]).step if steps else None  # says what ails the newest
+    return checkpoints.manifest(steps[-1]).step  # raises the error of the newest checkpoint
 
 
 def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
@@ -435,8 +453,9 @@ def data_notes(spec: ModelSpec, plan: Plan, recipe: Recipe) -> tuple[str, ...]:
     notes = []
     for name, epochs in check_data(spec, plan, recipe):
         number = f"{epochs:,.0f}" if epochs >= 100 else f"{epochs:.3g}"
-        often = f" ({TOO_OFTEN})" if epochs > MAX_EPOCHS else ""
-        notes.append(f"Reads {number} {'epoch' if epochs == 1 else 'epochs'} of {name}{often}")
+        unit = "epoch" if epochs == 1 else "epochs"
+        text = f"Reads {number} {unit} of {name}"
+        notes.append(f"{text} ({TOO_OFTEN})" if epochs > MAX_EPOCHS else text)
     for name, (wanted, drawn) in rounded_weights(located(recipe)).items():
         notes.append(
             f"{name}: {drawn:.4g} of the sequences, not {wanted:.4g}: weights are rounded to"
@@ -476,7 +495,71 @@ def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, f
     )
     if recipe.validation_every:
         dataset.samples("validation", spec.sequence_length, recipe.seed)
-    names = [
-        " to ".join(dict.fromkeys((source.paths[0], source.paths[-1]))) for source in recipe.sources
-    ] or [recipe.data]
+    names = []
+    for source in recipe.sources:
+        first_and_last = dict.fromkeys((source.paths[0], source.paths[-1]))
+        names.append(" to ".join(first_and_last))
+    if not names:
+        names = [recipe.data]
     return list(zip(names, epochs, strict=True))
+
+
+# Scoring ------------------------------------------------------------------------------------------
+
+
+def eval_job(run: Run, step: int, arguments: Sequence[str], num_devices: int) -> JobSpec:
+    """Returns the job that scores one checkpoint. Each of its processes runs `kit eval`, and there
+    is one process per device.
+
+    `arguments` follow RUN and `--step` on the command line, see `kit.evaluate.eval_arguments`.
+    """
+    num_nodes = 1
+    if run.site.scheduler != "local":
+        num_nodes = nodes_for(num_devices, run.site)
+    return JobSpec(
+        name=f"{run.name}-eval-{step}",
+        run_dir=str(run.directory / "eval" / "jobs" / f"step_{step:08d}"),
+        argv=module_command("kit", "eval", str(run.directory), "--step", str(step), *arguments),
+        num_processes=num_devices,
+        num_nodes=num_nodes,
+        max_restarts=0,
+    )
+
+
+def submit_eval(run: Run, step: int, arguments: Sequence[str], num_devices: int) -> Job:
+    """Returns the live job that scores a checkpoint, or a new one if there is none.
+
+    The live job may be of an earlier call with other arguments. Compare its `spec.argv` with that
+    of `eval_job`.
+
+    Raises:
+        ConfigError, JobError: the site cannot run it.
+    """
+    job = eval_job(run, step, arguments, num_devices)
+    if (Path(job.run_dir) / "job.json").exists():
+        earlier = Job.attach(job.run_dir)
+        if not earlier.state.is_final:
+            return earlier
+    return submission.submit(job, run.site)
+
+
+def score_in_job(run: Run, step: int, arguments: Sequence[str], num_devices: int) -> None:
+    """Scores a checkpoint in a job of the run's site and returns when the job has ended. An
+    interrupt ends the job.
+
+    Arguments are those of `eval_job`.
+
+    Raises:
+        ConfigError, JobError: the site cannot run it, or another such job is live.
+        RunError: the job did not score the checkpoint.
+    """
+    job = submission.submit(eval_job(run, step, arguments, num_devices), run.site)
+    try:
+        status = job.wait()
+    except KeyboardInterrupt:
+        job.cancel()
+        raise
+    if status.state is not JobState.DONE:
+        words = (last_words(job.logs(0)) or status.reason).rstrip(".")
+        more = kit_command("logs", job.run_dir)
+        raise RunError(f"{run.name}, step {step}: not scored: {words}. All that it said: `{more}`.")

@@ -110,7 +110,7 @@ RANK_ROOMS = {
 STARTED_ABOVE = {
     ("cluster.poll", "f'cluster.{scheduler}'"),
     ("kit.cli.data", "kit"),
-    ("kit.evaluate.benchmarks", "kit"),
+    ("kit.launcher", "kit"),
     ("kit.launcher", "kit.train"),
 }
 """Modules that a lower room starts by name, with `python -m` or `import_module`, which no import

@@ -151,8 +151,8 @@ def evaluate(
         str | None,
         typer.Option(
             help="What to do with programs that the model writes. refuse (default): do not run"
-            " them. isolated: run them in a sandbox. limits: run them with as much of a"
-            " sandbox as this machine allows."
+            " them. isolated: run them in a sandbox. limits: where this machine allows no"
+            " sandbox, run them with limits of time and memory only."
         ),
     ] = None,
     task_data: Annotated[
@@ -287,13 +287,15 @@ def _tell_layout(run: Run, options: dict[str, Any]) -> None:
     """Says where a score will come from, where that is not this process; the ranks of a job say
     nothing.
     """
-    from kit.evaluate.benchmarks import Options, layout
+    from kit.evaluate.benchmarks import Options
+    from kit.evaluate.devices import layout
 
-    if (
-        "WORLD_SIZE" not in os.environ
-        and (plan := layout(run.spec, run.site, Options.of(options))).num_devices > 1
-    ):
-        note(f"Scoring in a job on {plan.num_devices} devices of {run.site.name}: {plan} ...")
+    if "WORLD_SIZE" in os.environ:
+        return
+    devices = layout(run.spec, run.site, Options.of(options))
+    num_devices = devices.num_devices
+    if num_devices > 1:
+        note(f"Scoring in a job on {num_devices} devices of {run.site.name}: {devices} ...")
 
 
 def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, *more: str) -> None:

@@ -2,7 +2,7 @@
 text of the corpus.
 """
 
-from kit.evaluate.benchmarks import BENCHMARKS, SUITES, Options
+from kit.evaluate.benchmarks import BENCHMARKS, SUITES, Options, eval_arguments
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.evaluate.scoring import evaluate, evaluate_folder, evaluate_model, report_file
 from kit.evaluate.task_data import build_mirror, default_mirror
@@ -16,6 +16,7 @@ __all__ = [
     "TaskScore",
     "build_mirror",
     "default_mirror",
+    "eval_arguments",
     "evaluate",
     "evaluate_folder",
     "evaluate_model",

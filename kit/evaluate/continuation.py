@@ -68,14 +68,21 @@ def continued_texts(
         import torch
         from transformers import TextStreamer
 
-        from kit.evaluate.loading import config_length, load_model, named_device, precision_of
+        from kit.evaluate.loading import (
+            config_length,
+            load_causal_model,
+            named_device,
+            precision_of,
+        )
 
         place = named_device(device)
         precision = precision_of(folder) if dtype == "auto" else precision_of_dtype(dtype)
-        model, tokenizer = load_model(folder, precision)
+        model, tokenizer = load_causal_model(folder, precision)
         model.to(place)
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    tokens = tokenizer.encode(prompt) or ([] if start is None else [start])
+    tokens = tokenizer.encode(prompt)
+    if not tokens:
+        ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        tokens = [token for token in ends if token is not None][:1]
     if not tokens:
         raise ConfigError(
             "prompt: is empty, and the tokenizer has no token that begins or ends a text. Give a"
@@ -87,7 +94,11 @@ def continued_texts(
             f"prompt: {len(tokens):,} tokens, and {num_tokens:,} to write, are more than the"
             f" {longest:,} of a sequence of the model. Give a shorter one, or ask for fewer."
         )
-    drawing: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    if temperature == 0:
+        # None replaces what the folder's generation config says.
+        sampling = dict.fromkeys(sampling)
+    gpus = [place] if place.type == "cuda" else []
     tokens_1T = torch.tensor([tokens], device=place)
     for number in range(num_texts):
         pieces: list[str] = []
@@ -98,7 +109,7 @@ def continued_texts(
 
         streamer: Any = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = take
-        with torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
+        with torch.random.fork_rng(devices=gpus):
             torch.manual_seed(seed + number)
             model.generate(
                 tokens_1T,
@@ -108,7 +119,7 @@ def continued_texts(
                 do_sample=temperature > 0,
                 repetition_penalty=repetition_penalty,
                 streamer=streamer,
-                **(drawing if temperature > 0 else dict.fromkeys(drawing)),
+                **sampling,
             )
         yield "".join(pieces)
 

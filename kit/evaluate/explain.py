@@ -53,17 +53,19 @@ class ItemScore(Shown):
     def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
         """Returns title, rows and notes of the table that shows its choices."""
         takers = {"acc": self.chosen, "acc_norm": self.chosen_norm}
-        rows = [
-            {
-                "choice": choice.text,
-                "right": "yes" if choice.right else "",
-                "tokens": str(choice.num_tokens),
-                "log-likelihood, nats": f"{choice.log_likelihood:.2f}",
-                "per character": f"{choice.per_character:.3f}",
-                "taken by": ", ".join(name for name, taken in takers.items() if taken is choice),
-            }
-            for choice in self.choices
-        ]
+        rows = []
+        for choice in self.choices:
+            taken_by = [name for name, chosen in takers.items() if chosen is choice]
+            rows.append(
+                {
+                    "choice": choice.text,
+                    "right": "yes" if choice.right else "",
+                    "tokens": str(choice.num_tokens),
+                    "log-likelihood, nats": f"{choice.log_likelihood:.2f}",
+                    "per character": f"{choice.per_character:.3f}",
+                    "taken by": ", ".join(taken_by),
+                }
+            )
         return f"what the model thinks of each choice ({self.task})", rows, ()
 
     def to_text(self) -> str:
@@ -95,7 +97,7 @@ def explain_item(
         DataError: its data is not to be had.
     """
     from kit.evaluate.loading import decoder_lm
-    from kit.evaluate.tasks import load_task, quiet
+    from kit.evaluate.tasks import load_task, quiet_harness
 
     loaded = load_task(TaskRequest(task=task, num_fewshot=shots), task_data=task_data)
     definition: Any = loaded.task
@@ -107,7 +109,7 @@ def explain_item(
         raise ConfigError(
             f"index: {index} is not allowed. {task} has items 0 to {len(definition.eval_docs) - 1}."
         )
-    with quiet():
+    with quiet_harness():
         definition.build_all_requests(samples=[index])
     document = definition.eval_docs[index]
     texts = definition.doc_to_choice(document)
@@ -115,16 +117,15 @@ def explain_item(
     requests = definition.instances[: len(texts)]
     lm = decoder_lm(model, tokenizer, sequence_length, Options(), "cpu")
     found = lm.loglikelihood(requests)
-    choices = tuple(
-        ChoiceScore(
-            text=text,
-            num_tokens=len(tokenizer.encode("".join(request.args)))
-            - len(tokenizer.encode(request.args[0])),
-            log_likelihood=value,
-            right=place == right,
+    choices = []
+    for place, text in enumerate(texts):
+        prompt, answer = requests[place].args
+        choices.append(
+            ChoiceScore(
+                text=text,
+                num_tokens=len(tokenizer.encode(prompt + answer)) - len(tokenizer.encode(prompt)),
+                log_likelihood=found[place][0],
+                right=place == right,
+            )
         )
-        for place, (text, request, (value, _)) in enumerate(
-            zip(texts, requests, found, strict=True)
-        )
-    )
-    return ItemScore(task=task, prompt=requests[0].args[0], choices=choices)
+    return ItemScore(task=task, prompt=requests[0].args[0], choices=tuple(choices))

@@ -34,24 +34,26 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
         left.set_title("Bits per byte of held-out text: less is better")
         for place, score in enumerate(choices):
             accuracy = next(metric for metric in score.metrics if metric.name.startswith("acc"))
-            bits = next(
-                (metric.value for metric in score.metrics if metric.name == ANSWER_BITS), None
-            )
             row = {
                 "task": score.task,
                 "accuracy": accuracy.value,
                 "low": accuracy.low,
                 "high": accuracy.high,
             }
-            rows.append(row if bits is None else {**row, ANSWER_BITS: bits})
-            low, high = (
-                accuracy.value if end is None else end for end in (accuracy.low, accuracy.high)
+            label = score.task
+            for metric in score.metrics:
+                if metric.name == ANSWER_BITS:
+                    row[ANSWER_BITS] = metric.value
+                    label = f"{score.task}\n{metric.value:.2f} bits per byte"
+            rows.append(row)
+            labels.append(label)
+            down = 0.0 if accuracy.low is None else accuracy.value - accuracy.low
+            up = 0.0 if accuracy.high is None else accuracy.high - accuracy.value
+            right.errorbar(
+                accuracy.value, place, xerr=[[down], [up]], fmt="o", color=GREEN, capsize=3
             )
-            spread = [[accuracy.value - low], [high - accuracy.value]]
-            right.errorbar(accuracy.value, place, xerr=spread, fmt="o", color=GREEN, capsize=3)
             right.plot([score.chance] * 2, [place - 0.22, place + 0.22], color=GREY, linewidth=1.5)
             right.text(1, place + 0.32, score.coverage, color=GREY, ha="right")
-            labels.append(score.task if bits is None else f"{score.task}\n{bits:.2f} bits per byte")
         right.set_yticks(range(len(choices)), labels)
         right.set(xlim=(0, 1), ylim=(-0.5, len(choices) - 0.4))
         right.set_title("Accuracy, 95 % interval; grey: chance; answers' bits")

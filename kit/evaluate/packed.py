@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,7 +33,8 @@ from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import DTYPES
 
 HFLM: Any = huggingface.HFLM  # the harness registers it by a decorator without types
-Sequence = tuple[int, ...]
+Tokens = tuple[int, ...]
+"""Input of the model: the tokens of one request, without the last."""
 
 PART = 1024
 """Requests that are encoded and scored at once: the prompts of MMLU, encoded together, would be
@@ -83,7 +83,7 @@ class PackedRow:
     tokens: list[int] = dataclasses.field(default_factory=list)  # of the nodes, in preorder
     depths: list[int] = dataclasses.field(default_factory=list)
     ends: list[int] = dataclasses.field(default_factory=list)  # of each node's descendants
-    paths: dict[Sequence, list[int]] = dataclasses.field(default_factory=dict)  # nodes of each
+    paths: dict[Tokens, list[int]] = dataclasses.field(default_factory=dict)  # nodes of each
 
 
 def can_pack(config: Any, max_length: int) -> bool:
@@ -134,27 +134,28 @@ class PackedLM(HFLM):
         batch_size: int | str | None = None,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(
-            model,
-            tokenizer=tokenizer,
-            max_length=max_length,
-            batch_size=PART,
-            softmax_dtype="float32",
-        )
+        # Each method that uses `batch_size_per_gpu`, the batch size of `HFLM`, sets it before.
+        super().__init__(model, tokenizer=tokenizer, max_length=max_length, softmax_dtype="float32")
         self.packs = can_pack(model.config, max_length)
         dtype = str(model.dtype).removeprefix("torch.")
         self.precision = DTYPES.get(dtype, dtype)
         if batch_size is None and not self.packs:
-            batch_size = 1
+            batch_size = 1  # the default of HFLM
         if str(batch_size).startswith("auto"):
             # HFLM announces the size on standard output, where a report may be expected.
             with contextlib.redirect_stdout(sys.stderr):
                 batch_size = self._detect_batch_size()
-        self.sequences = None if batch_size is None else int(batch_size)
-        self.batch_tokens = self.sequences * max_length if self.sequences else batch_tokens
+        self.sequences = None
+        self.batch_tokens = batch_tokens
+        if batch_size is not None:
+            self.sequences = int(batch_size)
+            self.batch_tokens = self.sequences * max_length
         self.replicas = replicas
-        self.num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
-        self.mine = slice(dist.get_rank(replicas) if replicas else 0, None, self.num_replicas)
+        self.num_replicas = 1
+        self.mine = slice(None)  # share of this process in the packed batches and prompts
+        if replicas is not None:
+            self.num_replicas = dist.get_world_size(replicas)
+            self.mine = slice(dist.get_rank(replicas), None, self.num_replicas)
         self.num_truncated = 0  # prompts cut so far
 
     # Scoring --------------------------------------------------------------------------------------
@@ -179,6 +180,7 @@ class PackedLM(HFLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Returns the log-likelihood of each text in nats, from its first token to its last."""
+        self.batch_size_per_gpu = PART  # windows that HFLM hands over to be packed at once
         return super().loglikelihood_rolling(requests, disable_tqdm=not sys.stderr.isatty())
 
     @torch.no_grad()
@@ -192,7 +194,7 @@ class PackedLM(HFLM):
         if not self.packs:
             return self._plain_loglikelihoods(requests)
         # Equal inputs, such as those of one-token answers to one question, are one sequence.
-        asked: dict[Sequence, list[tuple[int, list[int]]]] = collections.defaultdict(list)
+        asked: dict[Tokens, list[tuple[int, list[int]]]] = collections.defaultdict(list)
         for index, (_, context, continuation) in enumerate(requests):
             tokens = context + continuation
             # Where HFLM refuses a continuation that is longer than the model, it is scored window
@@ -221,8 +223,8 @@ class PackedLM(HFLM):
                 target = continuation[start : start + self.max_length]
                 windows.append((texts, context + continuation[:start], target))
                 owners.append(index)
-        with patch.object(self, "batch_size_per_gpu", self.sequences):
-            found = super()._loglikelihood_tokens(windows, disable_tqdm=True)
+        self.batch_size_per_gpu = self.sequences
+        found = super()._loglikelihood_tokens(windows, disable_tqdm=True)
         totals = [0.0] * len(requests)
         is_greedy = [True] * len(requests)
         for index, (value, greedy) in zip(owners, found, strict=True):
@@ -230,16 +232,18 @@ class PackedLM(HFLM):
             is_greedy[index] = is_greedy[index] and greedy
         return list(zip(totals, is_greedy, strict=True))
 
-    def _score(self, rows: list[PackedRow], asked: dict[Sequence, list], totals: Tensor) -> None:
+    def _score(self, rows: list[PackedRow], asked: dict[Tokens, list], totals: Tensor) -> None:
         """Adds what the tokens asked for in these rows contribute."""
         tokens_BT, depths_BT, mask_B1TT = tensors(rows, self.device)
-        wanted = [
-            (number * tokens_BT.shape[1] + place, token, index)
-            for number, row in enumerate(rows)
-            for sequence, path in row.paths.items()
-            for index, continuation in asked[sequence]
-            for place, token in zip(path[-len(continuation) :], continuation, strict=True)
-        ]
+        # Of each token asked for: the node that predicts it, the token, and its request.
+        wanted = []
+        for number, row in enumerate(rows):
+            first = number * tokens_BT.shape[1]
+            for sequence, path in row.paths.items():
+                for index, continuation in asked[sequence]:
+                    nodes = path[-len(continuation) :]
+                    for node, token in zip(nodes, continuation, strict=True):
+                        wanted.append((first + node, token, index))
         place, token, index = torch.tensor(wanted, device=self.device).T
         place_N, which = place.unique(return_inverse=True)
         options = {"attention_mask": mask_B1TT, "position_ids": depths_BT, "use_cache": False}
@@ -280,12 +284,9 @@ class PackedLM(HFLM):
                     "generation: a prompt has no token. Use a task that asks something."
                 )
             self.num_truncated += len(tokens) > self.max_length - new
-        # Keys and values of so many whole sequences are in memory.
-        size = self.sequences or max(1, self.batch_tokens // self.max_length)
-        with patch.object(self, "batch_size_per_gpu", size):
-            texts = super().generate_until(
-                requests[self.mine], disable_tqdm=not sys.stderr.isatty()
-            )
+        # Keys and values of this many sequences of the longest length are in memory.
+        self.batch_size_per_gpu = self.sequences or max(1, self.batch_tokens // self.max_length)
+        texts = super().generate_until(requests[self.mine], disable_tqdm=not sys.stderr.isatty())
         if self.num_replicas == 1:
             return texts
         parts: list[Any] = [None] * self.num_replicas
@@ -300,12 +301,12 @@ class PackedLM(HFLM):
         return super()._model_generate(*args, **options, synced_gpus=False)
 
 
-def pack(sequences: Iterable[Sequence], longest: int) -> list[PackedRow]:
+def pack(sequences: Iterable[Tokens], longest: int) -> list[PackedRow]:
     """Returns rows with all sequences, each of at most `longest` tokens unless a single sequence is
     longer.
     """
     rows: list[PackedRow] = []
-    before: Sequence = ()
+    before: Tokens = ()
     path: list[int] = []  # nodes of the sequence before
     for sequence in sorted(sequences):
         shared = len(os.path.commonprefix([before, sequence]))
@@ -322,7 +323,8 @@ def pack(sequences: Iterable[Sequence], longest: int) -> list[PackedRow]:
         row.ends += [OPEN] * (len(sequence) - shared)
         row.tokens += sequence[shared:]
         row.depths += range(shared, len(sequence))
-        row.paths[sequence], before = path, sequence
+        row.paths[sequence] = path
+        before = sequence
     return rows
 
 

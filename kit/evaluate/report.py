@@ -42,21 +42,21 @@ class Shown:
     def to_text(self) -> str:
         """Returns it for a terminal, as wide as that is: rows below the title, above the notes."""
         title, rows, notes = self.table()
-        body = "(no scores)"
-        if rows:
-            body = terminal.Table(*rows[0], rows=(row.values() for row in rows))
-        return terminal.as_text(title, body, *notes)
+        if not rows:
+            return terminal.as_text(title, "(no scores)", *notes)
+        table = terminal.Table(*rows[0], rows=(row.values() for row in rows))
+        return terminal.as_text(title, table, *notes)
 
     def __str__(self) -> str:
         return self.to_text()
 
     def _repr_html_(self) -> str:
         title, rows, notes = self.table()
-        folded, seen = (notes, ()) if len(notes) > MANY_NOTES else ((), notes)
-        below = "".join(
-            f"<div style='{MUTED};font-size:small'>{html.escape(note)}</div>" for note in seen
-        )
-        return Table(rows, title, folded)._repr_html_() + below
+        if len(notes) > MANY_NOTES:
+            return Table(rows, title, notes)._repr_html_()
+        style = f"{MUTED};font-size:small"
+        below = "".join(f"<div style='{style}'>{html.escape(note)}</div>" for note in notes)
+        return Table(rows, title, ())._repr_html_() + below
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,13 +126,15 @@ class Metric(Record):
 
     def interval(self, digits: int = 4) -> str:
         """Returns `0.0000 to 0.4345`, or nothing where there is no interval."""
-        known = self.low is not None and self.high is not None
-        return f"{self.low:.{digits}f} to {self.high:.{digits}f}" if known else ""
+        if self.low is None or self.high is None:
+            return ""
+        return f"{self.low:.{digits}f} to {self.high:.{digits}f}"
 
     def text(self, digits: int = 3) -> str:
         """Returns `0.000 (0.000 to 0.434)`."""
+        value = f"{self.value:.{digits}f}"
         interval = self.interval(digits)
-        return f"{self.value:.{digits}f}" + (f" ({interval})" if interval else "")
+        return f"{value} ({interval})" if interval else value
 
 
 def perplexity_interval(perplexity: float, log_stderr: float) -> tuple[float | None, float | None]:
@@ -236,9 +238,12 @@ class TaskScore(TaskSettings):
         """`partial: 200 of 1,838 items`, or `1,838 items`; then how many prompts were cut, if
         any.
         """
-        whole = f"{self.total_items:,} items"
-        text = f"partial: {self.num_items:,} of {whole}" if self.partial else whole
-        return f"{text}; {self.num_truncated:,} prompts cut" if self.num_truncated else text
+        text = f"{self.total_items:,} items"
+        if self.partial:
+            text = f"partial: {self.num_items:,} of {text}"
+        if self.num_truncated:
+            text = f"{text}; {self.num_truncated:,} prompts cut"
+        return text
 
     @property
     def headline(self) -> Metric:
@@ -263,8 +268,11 @@ class Unscored(TaskSettings):
     num_files: int = field_doc("files of its data that were there", default=0)
 
     def __str__(self) -> str:
-        how = [] if self.num_fewshot is None else [f"{self.num_fewshot} shots"]
-        how += [f"temperature {self.temperature:g}"] if self.temperature else []
+        how = []
+        if self.num_fewshot is not None:
+            how.append(f"{self.num_fewshot} shots")
+        if self.temperature:
+            how.append(f"temperature {self.temperature:g}")
         return f"{self.task} ({', '.join(how)})" if how else self.task
 
 
@@ -299,6 +307,12 @@ class EvalReport(Shown, Record):
             "The report", "task", task, {score.task: score for score in reversed(self.scores)}
         )
 
+    def with_result(self, result: TaskScore | Unscored) -> Self:
+        """Returns this report with one more score, or one more task that could not be scored."""
+        if isinstance(result, TaskScore):
+            return self.replace(scores=(*self.scores, result))
+        return self.replace(unscored=(*self.unscored, result))
+
     def merged(self, other: Self) -> Self:
         """Returns this report with the scores of `other`, which win where question and precision
         are the same.
@@ -312,7 +326,8 @@ class EvalReport(Shown, Record):
             old = scores.get((score.key, score.precision))
             if old is None or old.partial or not score.partial:
                 scores[score.key, score.precision] = score
-        done = {question for score in scores.values() for question in (score.key, score.question)}
+        done = {score.key for score in scores.values()}
+        done |= {score.question for score in scores.values()}
         unscored = {item.key: item for item in (*self.unscored, *other.unscored)}
         left = tuple(item for question, item in unscored.items() if question not in done)
         seconds = self.seconds + other.seconds
@@ -322,13 +337,12 @@ class EvalReport(Shown, Record):
 
     def answering(self, requests: Sequence[TaskRequest], seed: int, precision: str) -> Self:
         """Returns the part of this report that answers these requests."""
-        scores = (
-            s
-            for s in self.scores
-            if any(s.answers(request, seed, precision) for request in requests)
-        )
-        asked = [request.key for request in requests]
-        unscored = (item for item in self.unscored if item.key in asked)
+        scores = []
+        for score in self.scores:
+            if any(score.answers(request, seed, precision) for request in requests):
+                scores.append(score)
+        keys = {request.key for request in requests}
+        unscored = (item for item in self.unscored if item.key in keys)
         return dataclasses.replace(self, scores=tuple(scores), unscored=tuple(unscored))
 
     def write_merged(self, file: Path) -> None:
@@ -337,8 +351,9 @@ class EvalReport(Shown, Record):
         Raises:
             ConfigError: `file` exists and is not a report.
         """
+        whole = type(self).read(file).merged(self) if file.exists() else self
         file.parent.mkdir(parents=True, exist_ok=True)
-        (type(self).read(file).merged(self) if file.exists() else self).write(file)
+        whole.write(file)
 
     def rows(self) -> list[dict[str, str]]:
         """Returns the report as a table of text, one row for each metric."""
@@ -347,16 +362,18 @@ class EvalReport(Shown, Record):
     @property
     def notes(self) -> list[str]:
         """What could not be scored and why, and what else has to be known to judge a score."""
-        return [f"not scored: {item}: {item.reason}" for item in self.unscored] + [
-            f"{score.task}: {score.note}" for score in self.scores if score.note
-        ]
+        unscored = [f"not scored: {item}: {item.reason}" for item in self.unscored]
+        return unscored + [f"{score.task}: {score.note}" for score in self.scores if score.note]
 
     @property
     def title(self) -> str:
         """Model, step and training tokens."""
-        step = "" if self.step is None else f"step {self.step:,}"
-        tokens = "" if self.tokens_seen is None else f"{self.tokens_seen:,} training tokens"
-        return ", ".join(filter(None, (self.name, step, tokens)))
+        parts = [self.name]
+        if self.step is not None:
+            parts.append(f"step {self.step:,}")
+        if self.tokens_seen is not None:
+            parts.append(f"{self.tokens_seen:,} training tokens")
+        return ", ".join(part for part in parts if part)
 
     def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
         """Returns title, rows and notes of the table that shows it."""
@@ -380,19 +397,21 @@ def _data(sources: tuple[ItemSource, ...]) -> str:
 
 
 def _row(score: TaskScore, metric: Metric) -> dict[str, str]:
-    accuracy = score.chance is not None and metric.name.startswith("acc")
+    version = f"task {score.task_version}, lm-eval {score.harness_version}"
+    if score.precision != "fp32":
+        version += f", {score.precision}"
+    chance = ""
+    if score.chance is not None and metric.name.startswith("acc"):
+        chance = f"{score.chance:.3f}"
     return {
         "task": score.task,
         "metric": metric.name,
         "value": f"{metric.value:.4f}",
         "95 % interval": metric.interval(),
-        "chance": f"{score.chance:.3f}" if accuracy else "",
+        "chance": chance,
         "coverage": score.coverage,
         "shots": str(score.num_fewshot),
-        "version": (
-            f"task {score.task_version}, lm-eval {score.harness_version}"
-            + (f", {score.precision}" if score.precision != "fp32" else "")
-        ),
+        "version": version,
         "data": _data(score.data),
         "seconds": f"{score.seconds:.1f}",
     }

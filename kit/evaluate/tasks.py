@@ -1,7 +1,6 @@
 """Tasks by lm-eval's own, unmodified definitions, with data of this machine."""
 
 import contextlib
-import copy
 import dataclasses
 import fnmatch
 import functools
@@ -81,7 +80,7 @@ def requests_of(name: str, include_path: Path | None = None) -> list[TaskRequest
         return [TaskRequest(task=name)]
     if name.endswith(DEFINITION) or os.sep in name or name.startswith("."):
         return _requests_of_files(name)
-    with quiet():
+    with quiet_harness():
         near = task_manager(include_path=include_path).task_index
         if name in near and near[name].kind.name == "TASK":
             return [TaskRequest(task=name)]
@@ -92,7 +91,9 @@ def requests_of(name: str, include_path: Path | None = None) -> list[TaskRequest
             raise ConfigError(
                 f"tasks: no task, group or tag of lm-eval matches {name!r}. {LIST_TASKS}"
             )
-        names = [task for each in found for task in _members(each, index)]
+        names = []
+        for each in found:
+            names += _members(each, index)
     elif name in (*index, HELDOUT):
         names = _members(name, index)
     elif Path(name).is_dir():
@@ -145,11 +146,11 @@ def _requests_of_files(name: str) -> list[TaskRequest]:
 
 
 def task_manager(everything: bool = False, include_path: Path | None = None) -> Any:
-    """Returns the harness's index of the definitions that the kit knows, or of all, with those in
-    a folder of the user.
+    """Returns the harness's index of the definitions that the kit knows, or of all definitions,
+    with those in a folder of the user.
 
-    Indexing the kit's folders takes milliseconds; `everything`, 14,000 tasks, takes seconds. An
-    index is made once.
+    Indexing the kit's folders takes milliseconds. Indexing all 14,000 tasks takes seconds. An index
+    is made once.
     """
     # `functools.cache` would keep a second index for arguments that are given by keyword.
     return _task_manager(everything, include_path)
@@ -159,15 +160,9 @@ def task_manager(everything: bool = False, include_path: Path | None = None) -> 
 def _task_manager(everything: bool, include_path: Path | None) -> Any:
     import lm_eval
     from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._index import TaskIndex
 
     if everything:
-        if include_path is None:
-            return TaskManager()
-        # Only the folder of the user is indexed anew.
-        manager = copy.copy(_task_manager(True, None))
-        manager._index = {**manager.task_index, **TaskIndex.build([include_path])}
-        return manager
+        return TaskManager(include_path=include_path)
     tasks = Path(lm_eval.__file__).parent / "tasks"
     folders: list[str | Path] = sorted({tasks / known.definition for known in BENCHMARKS.values()})
     if include_path is not None:
@@ -176,9 +171,9 @@ def _task_manager(everything: bool, include_path: Path | None) -> Any:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Within the context, the harness and `datasets` print no notes and no progress bars; errors
-    are still raised. A template of a task is compiled once, not anew for each item.
+def quiet_harness() -> Iterator[None]:
+    """Within the context, the harness and `datasets` print no notes and no progress bars. Errors
+    are still raised. A template of a task is compiled once, and not for each item.
     """
     import datasets
     import lm_eval.api.task
@@ -193,7 +188,10 @@ def quiet() -> Iterator[None]:
     silent = functools.partial(lm_eval.api.task.tqdm, disable=True)
     try:
         with (
+            # lm-eval has no option for the progress bar of `build_all_requests`, and tqdm reads
+            # TQDM_DISABLE only when it is imported.
             patch.object(lm_eval.api.task, "tqdm", silent),
+            # Jinja caches templates that a loader reads, but not those of `from_string`.
             patch.object(templates, "from_string", functools.cache(templates.from_string)),
         ):
             yield
@@ -206,7 +204,7 @@ def quiet() -> Iterator[None]:
 # Definitions --------------------------------------------------------------------------------------
 
 
-@quiet()
+@quiet_harness()
 def load_task(
     request: TaskRequest | str,
     *,
@@ -228,7 +226,8 @@ def load_task(
         ConfigError: the task is unknown, or no data set was given for its held-out text.
         DataError: its data is not to be had, or its few-shot pool is too small.
     """
-    request = TaskRequest(task=request) if isinstance(request, str) else request
+    if isinstance(request, str):
+        request = TaskRequest(task=request)
     if request.task == HELDOUT:
         definition, sources = _heldout(heldout)
     else:
@@ -236,8 +235,12 @@ def load_task(
             requests_of(request.task, include_path)
         definition, sources = _official(request, task_data, download, include_path)
     tasks = definition["tasks"].values()
-    shots = max(task.get_config("num_fewshot") for task in tasks)
-    loaded = LoadedTask(request=request, definition=definition, num_fewshot=shots, data=sources)
+    loaded = LoadedTask(
+        request=request,
+        definition=definition,
+        num_fewshot=max(task.get_config("num_fewshot") for task in tasks),
+        data=sources,
+    )
     for task in tasks:
         task.set_fewshot_seed(seed=seed)
         if request.gen_kwargs and task.OUTPUT_TYPE == "generate_until":
@@ -262,12 +265,15 @@ def generation_arguments(text: str) -> dict[str, Any]:
     """
     from lm_eval.utils import simple_parse_args_string
 
-    is_json = text.lstrip().startswith("{")
+    found = {}
     try:
-        found = json.loads(text) if is_json else simple_parse_args_string(text)
+        if text.lstrip().startswith("{"):
+            found = json.loads(text)
+        elif all("=" in part for part in text.split(",")):
+            found = simple_parse_args_string(text)
     except ValueError:
-        found = {}
-    if not found or not is_json and not all("=" in part for part in text.split(",")):
+        pass
+    if not found:
         raise ConfigError(
             f"gen_kwargs: {text!r} is not allowed. Give key=value,key=value, for example"
             " max_gen_toks=64,temperature=0.8, or a JSON object."
@@ -318,8 +324,11 @@ def user_definition(request: TaskRequest, include_path: Path | None) -> Path | N
     if include_path is None:
         return None
     entry = task_manager(include_path=include_path).task_index.get(request.task)
-    file = entry.yaml_path if entry else None
-    return file if file is not None and file.is_relative_to(include_path) else None
+    if entry is None or entry.yaml_path is None:
+        return None
+    if not entry.yaml_path.is_relative_to(include_path):
+        return None
+    return entry.yaml_path
 
 
 def _official(
@@ -329,12 +338,19 @@ def _official(
     the hub where this machine has none that fits.
     """
     own = user_definition(request, include_path)
-    known = None if own else BENCHMARKS.get(request.task)
-    note = f"{known.note}. " if known and known.note else ""
-    # The mirror has a part only.
-    hub_first = download and known is not None and known.full_items is not None
+    known = BENCHMARKS.get(request.task)
+    if own is not None or known is None:
+        note = ""
+        is_part = False
+    else:
+        note = f"{known.note}. " if known.note else ""
+        is_part = known.full_items is not None
+    # With `download` the hub is asked after the mirror, or before it if the mirror has only a part.
+    tries = [False]
+    if download:
+        tries = [is_part, not is_part]
     refused = DataError()
-    for hub_only in [hub_first, not hub_first] if download else [False]:
+    for hub_only in tries:
         try:
             with _local_data(task_data, download=download, hub_only=hub_only) as sources:
                 found = _defined(request, include_path)
@@ -370,7 +386,7 @@ def _local_data(
     def fill(task: Any, dataset_kwargs: dict[str, Any] | None = None, **more: Any) -> None:
         if callable(task.config.custom_dataset):
             return fetch(task, dataset_kwargs, **more)
-        options = {**(dataset_kwargs or {})}
+        options = dict(dataset_kwargs or {})
         options.pop("trust_remote_code", None)
         task.dataset, found = read_data(task, folder, options, hub_only=hub_only)
         sources.extend(found)
@@ -389,9 +405,13 @@ def _local_data(
 
     offline = not download or huggingface_hub.constants.HF_HUB_OFFLINE
     with (
+        # The public option of a definition, `custom_dataset`, does not say which data set a task of
+        # a group reads.
         patch.object(ConfigurableTask, "download", fill),
+        # lm-eval has no option for the metrics that it fetches from the hub.
         patch.object(evaluate, "load", metric),
-        # Both libraries read the environment variable once, at import.
+        # Both libraries read the environment variable HF_HUB_OFFLINE once, at import, and
+        # `datasets.load_dataset` has no option of its own that opens no connection.
         patch.object(datasets.config, "HF_HUB_OFFLINE", offline),
         patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", offline),
     ):
@@ -459,7 +479,10 @@ def _hold_documents(task: Any) -> None:
     whenever it looks at some, which takes longer than a small model's answers.
     """
     documents = list(task.eval_docs)
-    setattr(task, "test_docs" if task.has_test_docs() else "validation_docs", lambda: documents)
+    if task.has_test_docs():
+        task.test_docs = lambda: documents
+    else:
+        task.validation_docs = lambda: documents
 
 
 def _set_shots(request: TaskRequest, tasks: dict[str, Any]) -> None:
@@ -470,10 +493,14 @@ def _set_shots(request: TaskRequest, tasks: dict[str, Any]) -> None:
     for task in tasks.values():
         defined = task.get_config("num_fewshot")
         path = task.config.dataset_path
-        is_fixed = request.num_fewshot is None or defined == 0
-        shots = defined or 0 if is_fixed else request.num_fewshot
+        shots = request.num_fewshot
+        if shots is None or defined == 0:
+            shots = defined or 0
         task.set_config(key="num_fewshot", value=shots)
-        if shots and (pool := len(task.fewshot_docs())) < shots:
+        if shots == 0:
+            continue
+        pool = len(task.fewshot_docs())
+        if pool < shots:
             raise DataError(
                 f"{shots} shots need as many solved examples, but the pool has {pool}. Use"
                 f" --num-fewshot 0, or bring the training split of {path} in a folder, as"

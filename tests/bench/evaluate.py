@@ -141,10 +141,10 @@ def _silent() -> Iterator[None]:
     import lm_eval.api.model
     from lm_eval.models import huggingface
 
-    from kit.evaluate.tasks import quiet
+    from kit.evaluate.tasks import quiet_harness
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(quiet())
+        stack.enter_context(quiet_harness())
         for module in (lm_eval.api.model, huggingface):
             stack.enter_context(
                 patch.object(module, "tqdm", functools.partial(module.tqdm, disable=True))

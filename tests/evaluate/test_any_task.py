@@ -23,6 +23,7 @@ from kit.errors import ConfigError, DataError
 from kit.evaluate import Options, evaluate_folder
 from kit.evaluate.report import ANSWER_BITS
 from kit.evaluate.scoring import check_request
+from kit.evaluate.task_data import read_folder
 from kit.evaluate.tasks import load_task, task_manager
 from kit.interop.weights.hugging_face import export_hugging_face
 from kit.model import build_decoder
@@ -182,6 +183,28 @@ def test_a_card_leads_nowhere_but_into_the_folder(tmp_path, place):
         assert_refused("sciq", tmp_path / "own", "sciq: asks for .*; only what is below .* is read")
         with pytest.raises(BlockingIOError):
             server.accept()  # nobody has called
+
+
+@pytest.mark.parametrize(
+    "card", [f"\n{CARD}", CARD.replace("configs:", "license: mit\n---x: 1\nconfigs:")]
+)
+def test_card_is_checked_as_far_as_datasets_reads_it(tmp_path, card, no_network):
+    copy = tmp_path / "allenai" / "sciq"
+    copy.mkdir(parents=True)
+    address = "http://127.0.0.1:1/x.jsonl"
+    (copy / "README.md").write_text(f"{card}\n  - split: test\n    path: {address}\n---\n")
+    assert_refused("sciq", tmp_path, f"sciq: asks for {address}; only what is below")
+
+
+def test_data_files_of_a_definition_lead_nowhere_but_into_the_folder(tmp_path, no_network):
+    copy = tmp_path / "allenai" / "sciq"
+    write_jsonl(copy / "test.jsonl", SCIQ)
+    (copy / "README.md").write_text("# SciQ\n")
+    rows, _ = read_folder(tmp_path, "allenai/sciq", None, {"data_files": {"test": "test.jsonl"}})
+    assert len(rows["test"]) == len(SCIQ)
+    for files in ("http://127.0.0.1:1/x.jsonl", {"test": ["zip://x.jsonl::http://127.0.0.1:1/a"]}):
+        with pytest.raises(DataError, match="sciq: asks for .*; only what is below"):
+            read_folder(tmp_path, "allenai/sciq", None, {"data_files": files})
 
 
 def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(tmp_path):

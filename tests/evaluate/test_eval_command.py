@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kit.errors import ConfigError, DataError
-from kit.evaluate import EvalReport, evaluate_model
+from kit.evaluate import EvalReport, evaluate_model, loading
 from kit.evaluate.task_data import mirror_table
 from kit.interop.weights.hugging_face import export_hugging_face, import_hugging_face
 from kit.model import build_decoder
@@ -137,7 +137,7 @@ def test_scores_of_other_weights_are_not_mixed_nor_is_work_done_that_cannot_be_k
 ):
     score("piqa", "--limit", 5)
     with monkeypatch.context() as patched:
-        patched.setattr("kit.evaluate.loading.load_model", lambda *_: pytest.fail("it was loaded"))
+        patched.setattr(loading, "load_causal_model", lambda *_: pytest.fail("it was loaded"))
         patched.setattr("os.access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
         with pytest.raises(ConfigError, match="tiny.eval.json: cannot be written: .*--output FILE"):
             score("piqa")

@@ -11,9 +11,10 @@ from kit.cli.app import app
 from kit.config.spec import ModelSpec
 from kit.errors import ConfigError, RunError
 from kit.evaluate import EvalReport, Options, evaluate, report_file
-from kit.evaluate.benchmarks import HEADROOM, eval_job, layout
+from kit.evaluate.devices import HEADROOM, layout
 from kit.evaluate.follow import has_scores
 from kit.evaluate.scoring import check_request
+from kit.launcher import eval_job
 from kit.monitor import eval_curve
 from kit.monitor.scores import ScoreFollower
 from kit.run import Run
@@ -142,8 +143,8 @@ def test_a_job_of_two_devices_scores_and_is_told(run, benchmarks, monkeypatch):
 def test_a_job_that_fails_says_its_last_words(run, benchmarks, monkeypatch):
     run = with_memory(run, 1.5)
     argv = ("/bin/sh", "-c", "echo bad luck; exit 3")
-    failing = eval_job(run, 3, ("piqa",), Options(devices=2)).replace(argv=argv)
-    monkeypatch.setattr("kit.evaluate.benchmarks.eval_job", lambda *_: failing)
+    failing = eval_job(run, 3, ["--tasks", "piqa"], 2).replace(argv=argv)
+    monkeypatch.setattr("kit.launcher.eval_job", lambda *_: failing)
     message = "step 3: not scored: bad luck. All that it said: .*kit logs"
     with pytest.raises(RunError, match=message):
         scored(run, benchmarks, devices=2)

@@ -57,13 +57,13 @@ def test_a_run_is_scored_and_its_reports_grow(run, benchmarks, no_network):
 
 def test_a_checkpoint_is_a_folder_only_while_it_is_scored(run, tiny_decoder, monkeypatch):
     """Unless it was one before; a checkpoint that cannot be one leaves nothing."""
-    eval_, seen, load = run.directory / "eval", [], loading.load_model
+    eval_, seen, load = run.directory / "eval", [], loading.load_causal_model
 
     def loaded(folder, *options, **more):
         seen.append(folder.name)
         return load(folder, *options, **more)
 
-    monkeypatch.setattr(loading, "load_model", loaded)
+    monkeypatch.setattr(loading, "load_causal_model", loaded)
     for options, kind in (({}, "fp32"), ({"precision": "bf16"}, "bf16")):
         evaluate(run, tasks=("heldout",), limit=2, **options)
         assert re.fullmatch(rf"exported_[0-9a-f]{{16}}_{kind}", seen[-1])

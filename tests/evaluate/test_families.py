@@ -24,10 +24,10 @@ from transformers import (
 
 from kit.errors import ConfigError, DataError, RunError
 from kit.evaluate import Options, evaluate_folder, packed
-from kit.evaluate.benchmarks import DeviceLayout
 from kit.evaluate.continuation import continue_text
+from kit.evaluate.devices import DeviceLayout
 from kit.evaluate.loading import load_lm
-from kit.evaluate.tasks import quiet
+from kit.evaluate.tasks import quiet_harness
 from tests.evaluate.conftest import asked, kit
 
 LENGTH = 128
@@ -117,7 +117,7 @@ def test_family_log_likelihoods_equal_hflm(kind, extra, packs, tokenizer, tmp_pa
     folder = write_model(tmp_path / kind, tokenizer, kind, **extra)
     options = Options(batch_tokens=600)
     lm = load_lm(folder, None, options, DeviceLayout(), torch.device("cpu"))
-    with quiet():
+    with quiet_harness():
         reference = packed.HFLM(str(folder), device="cpu", dtype="float32", batch_size=1)
     assert lm.packs == packs
     if "max_position_embeddings" in json.loads((folder / "config.json").read_text()):
@@ -135,7 +135,7 @@ def test_length_is_the_harness_default_without_one(tokenizer, tmp_path):
     """A Mamba has no length in its configuration."""
     folder = write_model(tmp_path / "mamba", tokenizer, "mamba", state_size=8)
     lm = load_lm(folder, None, Options(), DeviceLayout(), torch.device("cpu"))
-    with quiet():
+    with quiet_harness():
         reference = packed.HFLM(str(folder), device="cpu")
     assert lm.max_length == reference.max_length
 
@@ -179,7 +179,7 @@ def harness_results(
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    with quiet():
+    with quiet_harness():
         found: Any = simple_evaluate(
             model="hf",
             model_args=f"pretrained={folder}",
@@ -243,7 +243,7 @@ metric_list: [{{metric: perplexity}}, {{metric: acc}}]
     words = ["it", "module", "seven", "the statement", "cat", "x and y"]
     rows = [{"q": f"Question {i}:", "last": words[i % 6]} for i in range(60)]
     (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with quiet():
+    with quiet_harness():
         reference = packed.HFLM(str(qwen), device="cpu", dtype="float32")
     pairs = [(row["q"], row["last"]) for row in rows]  # lm-eval puts no space between them
     scored = reference.loglikelihood(asked("loglikelihood", pairs), disable_tqdm=True)

@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 from kit.cli.app import app
 from kit.errors import ConfigError
 from kit.evaluate import EvalReport, Options, evaluate, report_file
-from kit.evaluate.benchmarks import TaskRequest, eval_job
+from kit.evaluate.benchmarks import TaskRequest, eval_arguments
+from kit.evaluate.devices import layout
 from kit.evaluate.follow import follow_run, has_scores
 from kit.evaluate.report import ItemSource
 from kit.evaluate.scoring import check_request
+from kit.launcher import eval_job
 from kit.monitor import eval_curve, eval_figure, run_figure, status_row
 from kit.monitor.scores import ScoreFollower, eval_reports
 from tests.evaluate.conftest import task_score
@@ -64,7 +66,7 @@ def test_checkpoints_that_appear_later_are_scored_until_the_job_has_ended_or_ctr
     run, benchmarks, tiny_decoder, save_checkpoint, monkeypatch
 ):
     states = iter([False, False, True, False])
-    monkeypatch.setattr("kit.evaluate.follow._is_over", lambda run: next(states))
+    monkeypatch.setattr("kit.evaluate.follow._has_ended", lambda run: next(states))
     arrivals = iter([6, None])
 
     def train(seconds: float) -> None:
@@ -139,7 +141,8 @@ def test_the_job_scores_with_every_option_that_it_was_given(run, tmp_path, monke
     )
     names = {field.name for field in dataclasses.fields(given)} - {"device"}  # not with devices
     assert all(getattr(given, name) != getattr(Options(), name) for name in names)
-    job = eval_job(run, 3, "smoke", given)
+    num_devices = layout(run.spec, run.site, given).num_devices
+    job = eval_job(run, 3, eval_arguments("smoke", given), num_devices)
     assert job.argv[1:5] == ("-P", "-m", "kit", "eval")
     assert (job.num_processes, job.num_nodes) == (2, 1)
     asked = {}

@@ -16,10 +16,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from kit.data.tokenizer import END_OF_TEXT
 from kit.errors import ConfigError, DataError
 from kit.evaluate import packed
-from kit.evaluate.benchmarks import DeviceLayout, Options, TaskRequest
+from kit.evaluate.benchmarks import Options, TaskRequest
+from kit.evaluate.devices import DeviceLayout
 from kit.evaluate.harness import score_task
 from kit.evaluate.loading import joined, load_lm
-from kit.evaluate.tasks import LoadedTask, load_task, quiet
+from kit.evaluate.tasks import LoadedTask, load_task, quiet_harness
 from kit.interop.weights.hugging_face import export_hugging_face
 from kit.model import build_decoder
 from kit.parallel.gradients import local
@@ -44,12 +45,12 @@ def ours(folder: Path, batch_tokens: int = 300) -> packed.PackedLM:
 
 def theirs(folder: Path, batch_size: int = 7) -> Any:
     given: dict[str, Any] = {"device": "cpu", "dtype": "float32", "batch_size": batch_size}
-    with quiet():
+    with quiet_harness():
         return packed.HFLM(str(folder), max_length=LENGTH, **given)
 
 
 def responses(lm: Any, name: str, task: Any) -> list[Any]:
-    with quiet():
+    with quiet_harness():
         found: Any = evaluate(lm, {"tasks": {name: task}}, log_samples=True)
     return [response[0] for sample in found["samples"][name] for response in sample["resps"]]
 

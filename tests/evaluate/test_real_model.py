@@ -18,7 +18,7 @@ from kit.evaluate.benchmarks import Options
 from kit.evaluate.loading import decoder_lm
 from kit.evaluate.packed import HFLM, PackedLM
 from kit.evaluate.task_data import build_mirror
-from kit.evaluate.tasks import load_task, quiet
+from kit.evaluate.tasks import load_task, quiet_harness
 from kit.interop.weights.smollm2 import load_smollm2
 from tests.evaluate.conftest import asked
 
@@ -48,7 +48,7 @@ def answers(lm: Any) -> Answers:
     BLiMP's sentences, which it scores whole.
     """
     told: Answers = {}
-    with quiet():
+    with quiet_harness():
         for name in TASKS:
             rng = random.Random(f"1234:{name}")
             items = sorted(rng.sample(range(len(task_of(name).eval_docs)), ITEMS))

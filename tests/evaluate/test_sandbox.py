@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,32 +24,34 @@ FOR_EACH_FILE = "import os\nfor i in range(32):\n    try: os.{call}\n    except 
 BUILTINS = "import builtins; builtins.compile = lambda *a: 'pass'; builtins.exec = print"
 
 
-@pytest.fixture(scope="module")
-def sandboxes() -> dict[str, ProgramSandbox]:
-    """The sandbox that would be chosen, and one for each other kind that works here."""
-    best = ProgramSandbox(LIMITS, require=False)
-    found = {best.layer: best}
-    for layer in best._layers():
-        if layer not in found and best._works(layer):
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(ProgramSandbox, "_layers", lambda self, only=layer: [only])
-                found[layer] = ProgramSandbox(LIMITS, require=False)
-    return found
+def make_sandbox(kind: str) -> ProgramSandbox:
+    """Returns a sandbox as root makes it ("root"), as other users do ("user"), or of a machine
+    without namespaces ("limits").
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        if kind == "limits":
+            patched.setattr(shutil, "which", lambda name: None)
+        return ProgramSandbox(LIMITS, require=False)
 
 
 @pytest.fixture
-def isolated(sandboxes) -> ProgramSandbox:
-    best = next(iter(sandboxes.values()))
-    if best.missing:
-        pytest.skip(f"this machine gives no namespaces: {best.missing} within reach")
-    return best
+def isolated() -> ProgramSandbox:
+    sandbox = make_sandbox("user" if os.geteuid() else "root")
+    if sandbox.missing:
+        pytest.skip(f"this machine gives no namespaces: {sandbox.missing} within reach")
+    return sandbox
 
 
-@pytest.fixture(params=["root", "user", "plain"])
-def any_layer(request, sandboxes) -> ProgramSandbox:
-    if request.param not in sandboxes:
-        pytest.skip(f"isolation {request.param!r} cannot be had here")
-    return sandboxes[request.param]
+@pytest.fixture(params=["root", "user", "limits"])
+def any_layer(request, monkeypatch) -> ProgramSandbox:
+    if request.param == "root" and os.geteuid():
+        pytest.skip("this test does not run as root")
+    if request.param == "user":
+        monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    sandbox = make_sandbox(request.param)
+    if sandbox.is_isolated != (request.param != "limits"):
+        pytest.skip("this machine gives no namespaces")
+    return sandbox
 
 
 def test_a_right_program_passes_in_an_empty_place_and_a_wrong_one_does_not(any_layer, monkeypatch):
@@ -155,7 +158,7 @@ def test_privileges_cannot_be_had_back(isolated):
 
 
 def test_what_is_missing_is_said_and_refused_unless_accepted(monkeypatch):
-    monkeypatch.setattr(ProgramSandbox, "_layers", lambda self: ["plain"])
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     message = "could reach files, the network, other processes.*untrusted_code='limits'"
     with pytest.raises(ConfigError, match=message):
         ProgramSandbox(LIMITS)
