@@ -322,12 +322,12 @@ def _compare(folder: Path, names: list[str], out: Path | None) -> None:
 
 def _drawn(table: "RunsTable") -> Table | str:
     from kit.monitor.runs import cell_text, column_heading
-    from kit.monitor.text import COLOURS
+    from kit.monitor.text import STATE_COLOURS
 
     if not table.rows:
         return f"no run below {table.folder}"
     names = table.columns
-    colours = {str(state): colour for state, colour in COLOURS.items()}
+    colours = {str(state): colour for state, colour in STATE_COLOURS.items()}
     headings = [column_heading(name) for name in names]
     rows = [
         [
