@@ -34,8 +34,8 @@ NotebookError = (CellExecutionError, CellTimeoutError, DeadKernelError)
 
 
 class TerminalClient(NotebookClient):
-    """Runs a notebook and tells a terminal which cell is at work, for how long, and what its
-    live view says.
+    """Runs a notebook, and shows in a terminal which cell runs, how long each cell took, and the
+    text of the cell's live view.
     """
 
     def __init__(
@@ -43,10 +43,11 @@ class TerminalClient(NotebookClient):
     ) -> None:
         super().__init__(
             document,
-            # Unix sockets: a free port found for a kernel may be another's by the time it starts
+            # Unix sockets, since another process may take a free port before the kernel starts.
             config=Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
             timeout=CELL_LIMIT_S,
-            # with it, a saved page would wait for a live kernel instead of showing pictures
+            # With the state of widgets, a saved page would wait for a live kernel instead of
+            # showing pictures.
             store_widget_state=False,
             record_timing=False,
             resources={"metadata": {"path": str(directory)}},
@@ -92,18 +93,19 @@ class TerminalClient(NotebookClient):
                 super().process_message(message, cell, cell_index)
 
     def process_message(self, msg: dict, cell: Any, cell_index: int) -> Any:
-        """Also hands on the text of a view that a running cell refreshes."""
+        """Processes a message. Text of a view that a cell refreshes is shown in the terminal."""
         if msg["msg_type"] == "update_display_data":
             self._show(cell, msg["content"]["data"].get("text/plain", ""))
         return super().process_message(msg, cell, cell_index)
 
 
 def execute(notebook: Path, out: Path, *, console: Console | None = None) -> None:
-    """Runs all cells of a notebook, which is left as it is, and writes the executed copy, as far as
-    it got, to `out`.
+    """Runs all cells of a notebook, and writes the executed copy to `out`, also after an error. The
+    notebook itself does not change.
 
     Raises:
-        CellExecutionError, CellTimeoutError, DeadKernelError: what stopped it.
+        CellExecutionError, CellTimeoutError, DeadKernelError: a cell has failed, took too long, or
+            the kernel has died.
     """
     document = nbformat.read(notebook, as_version=4)
     console = console or Console(quiet=True)
@@ -118,8 +120,8 @@ def execute(notebook: Path, out: Path, *, console: Console | None = None) -> Non
 
 
 def write_html(notebook: Path) -> Path:
-    """Returns the page made from an executed notebook, beside it."""
-    from nbconvert import HTMLExporter  # a second, which whoever only executes does without
+    """Writes the HTML page of an executed notebook beside it. Returns the page's file."""
+    from nbconvert import HTMLExporter  # The import takes a second.
 
     page, _ = HTMLExporter().from_filename(str(notebook))
     file = notebook.with_suffix(".html")
@@ -128,8 +130,8 @@ def write_html(notebook: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo and returns its exit code: 0, 1 where a cell failed, 130 where the user
-    stopped it.
+    """Runs the demo. Returns its exit code: 0, 1 if a cell failed, or 130 if the user stopped the
+    demo.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -173,8 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _say_if_alive(directory: Path, console: Console) -> None:
-    """Tells of a job that a failed or stopped notebook has left behind: it outlives its notebook
-    by design.
+    """Prints how to watch and end the job of a run, if the job still runs. A job outlives its
+    notebook by design.
     """
     try:
         alive = not Run.open(directory).job.status().state.is_final

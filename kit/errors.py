@@ -24,23 +24,23 @@ __all__ = [
     "needed",
 ]
 CHECKOUT = Path(__file__).parents[1] / "pyproject.toml"
-"""Beside the packages of a checkout, and not beside installed ones."""
+"""File beside the packages of a checkout. Installed packages have none."""
 
 
 def check_known(what: str, name: str, known: Iterable[str]) -> None:
-    """Raises ConfigError for a name that is none of those that are known, with the closest one."""
+    """Raises ConfigError for an unknown name. The message suggests the closest known name."""
     if name not in known:
         raise ConfigError(f"{what}: {name!r} is unknown. {suggestion(name, known)}")
 
 
 def install_command(extra: str = "") -> str:
-    """Returns the command that installs what the kit needs, with an extra of it, in its checkout
-    or from its wheel.
+    """Returns the command that installs the kit with an extra: in its checkout if there is one,
+    else from its wheel.
     """
     extras = f"[{extra}]" if extra else ""
-    editable = f"-e {shlex.quote(f'.{extras}')}"
-    whole = shlex.quote(f"pretraining-notebook-kit{extras}")
-    return f"pip install {editable if CHECKOUT.exists() else whole}"
+    if CHECKOUT.exists():
+        return f"pip install -e {shlex.quote(f'.{extras}')}"
+    return f"pip install {shlex.quote(f'pretraining-notebook-kit{extras}')}"
 
 
 class RunError(RuntimeError):
@@ -54,7 +54,7 @@ class CheckpointError(RunError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not as it was written; an older one may be."""
+    """A checkpoint differs from what was written. An older checkpoint may be intact."""
 
 
 class DataError(ValueError):
@@ -62,7 +62,7 @@ class DataError(ValueError):
 
 
 class MissingPackageError(ImportError):
-    """An optional package is not installed; the message gives the command that installs it."""
+    """An optional package is not installed. The message gives the command that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -70,16 +70,17 @@ class MissingPackageError(ImportError):
         )
 
     def _render_traceback_(self) -> list[str]:
-        """Returns what a notebook shows in place of a traceback, by a convention of IPython."""
+        """Returns the lines that a notebook shows instead of a traceback, as IPython expects."""
         return [f"{type(self).__name__}: {self}"]
 
 
 @contextlib.contextmanager
 def needed(package: str, extra: str, purpose: str) -> Iterator[None]:
-    """Says how to install a package that an import inside does not find.
+    """Context in which a failing import of an optional package raises an error that says how to
+    install the package.
 
     Raises:
-        MissingPackageError: in place of the ImportError.
+        MissingPackageError: an import inside has raised ImportError.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The few things that only notebooks need: what they train on their reader's cluster, a fresh run
+"""Functions for notebooks only: settings of a training at demo or cluster scale, a new run
 directory, a table from rows.
 """
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.render import check_submittable
 from cluster.site import Site
-from kit.cli.asked import ask_for
+from kit.cli.launch_settings import gather_settings
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
@@ -29,7 +29,9 @@ LENGTHS = (
     "keep_last",
     "keep_every",
 )
-"""Fields of a recipe that a notebook sets at either scale: it tells a story of so many steps."""
+"""Fields of a recipe that a notebook sets at either scale, since its text and figures are about a
+number of steps.
+"""
 DEMO = (
     'Demo scale: nothing is sent to a cluster. With SCALE = "cluster" the next cell trains there.'
 )
@@ -38,15 +40,16 @@ WEEK_S = 7 * 86_400.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a reader gives a notebook to train on a cluster; at demo scale nothing.
+    """Settings that a reader gives a notebook to train on a cluster. At demo scale, all have their
+    defaults.
 
     Attributes:
-        site: where.
-        spec: the model.
-        plan: its layout and batch.
-        dataset: what it reads.
+        site: machine of the training.
+        spec: shape of the model.
+        plan: layout and batch size.
+        dataset: training data.
         stated: fields of the recipe.
-        patience_s: how long a cell waits for a job, its time in the queue included.
+        patience_s: seconds for which a cell waits for a job, with the time in the queue.
     """
 
     site: Site | None = None
@@ -58,14 +61,14 @@ class Given:
 
     @property
     def other_plan(self) -> Plan | None:
-        """The plan on half as many replicas, where they are even in number."""
+        """The plan with half as many replicas, or the plan itself for an odd number of replicas."""
         if self.plan is None or self.plan.data_parallel % 2:
             return self.plan
         return self.plan.replace(data_parallel=self.plan.data_parallel // 2)
 
     def recipe(self, demo: Recipe) -> Recipe:
-        """Returns the reader's recipe for as many steps, validations and checkpoints as the
-        notebook's own.
+        """Returns the reader's recipe with the number of steps, validations and checkpoints of the
+        notebook's own recipe, `demo`. At demo scale, returns `demo`.
         """
         if self.dataset is None:
             return demo
@@ -91,15 +94,16 @@ def at_scale(
     model: str | None = None,
     plan: str | None = None,
 ) -> Given:
-    """Returns what a notebook trains at a scale, after checking it; the rest is as for `kit
-    launch`.
+    """Returns the checked settings of a notebook's training.
 
-    The scale is demo, where nothing else is looked at, or cluster. Model and plan are by default
-    those of the published recipe.
+    Args:
+        scale: `demo` or `cluster`. At demo scale all other arguments are ignored.
+        site, recipe, data: as the options of `kit launch`.
+        model, plan: as the options of `kit launch`. Default: those of the published recipe.
 
     Raises:
-        ConfigError, DataError, MissingPackageError: what is unknown or missing, does not fit, or is
-        still to fill in.
+        ConfigError, DataError, MissingPackageError: a setting is unknown or missing, does not fit
+        the others, or must still be filled in.
     """
     check_known("SCALE", str(scale), SCALES)
     if scale == "demo":
@@ -112,25 +116,27 @@ def at_scale(
             " a plan.json made by `kit plan --out`."
         )
     unchanged = {"spec": {}, "plan": {}, "recipe": {}}
-    asked = ask_for(model, recipe, None if plan is None else Path(plan), {}, unchanged)
-    asked.plan.check(asked.spec)
-    check_engine(asked.plan)
+    plan_file = None if plan is None else Path(plan)
+    gathered = gather_settings(model, recipe, plan_file, {}, unchanged)
+    gathered.refuse_to_edit(unused=("data", *LENGTHS))
+    gathered.plan.check(gathered.spec)
+    check_engine(gathered.plan)
     return Given(
         site=place,
-        spec=asked.spec,
-        plan=asked.plan,
+        spec=gathered.spec,
+        plan=gathered.plan,
         dataset=Dataset.open(data),
-        stated=asked.fields,
+        stated=gathered.recipe_fields,
         patience_s=WEEK_S,
     )
 
 
 def demo_dataset(directory: str | Path) -> Dataset:
-    """Returns the dataset in a folder; where there is none, it is built first, from the text of
+    """Returns the dataset in a folder. If the folder has none, it is built first, from the text of
     this installation.
 
-    What is there is kept although that text changes with every package that is installed: the demo
-    wants any text, and `dataset.json` says which it was.
+    An existing dataset is kept, although the text changes with every package that is installed. The
+    demo needs any text, and `dataset.json` says which text it was.
 
     Raises:
         DataError: the folder holds something else, or a damaged dataset.
@@ -143,12 +149,13 @@ def demo_dataset(directory: str | Path) -> Dataset:
 
 
 def new_run_directory(parent: str | Path, name: str) -> Path:
-    """Makes and returns a new NAME-001, NAME-002, ... in `parent`; two callers never get the
-    same.
+    """Makes a new folder NAME-001, NAME-002, ... in `parent`, and returns it. Two callers never get
+    the same folder.
     """
     parent = Path(parent)
     parent.mkdir(parents=True, exist_ok=True)
-    taken = [int(found.name[len(name) + 1 :]) for found in parent.glob(f"{name}-[0-9][0-9][0-9]")]
+    earlier = parent.glob(f"{name}-[0-9][0-9][0-9]")
+    taken = [int(folder.name.removeprefix(f"{name}-")) for folder in earlier]
     directory = parent / f"{name}-{max(taken, default=0) + 1:03d}"
     try:
         directory.mkdir()

@@ -52,34 +52,41 @@ class Commands(TyperGroup):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.commands = {name: self.commands[name] for names in PANELS.values() for name in names}
+        commands = dict(self.commands)
+        self.commands = {}
         for panel, names in PANELS.items():
             for name in names:
-                self.commands[name].rich_help_panel = panel  # pyright: ignore[reportAttributeAccessIssue]
-                _join_lines(self.commands[name])
+                command = commands[name]
+                command.rich_help_panel = panel  # pyright: ignore[reportAttributeAccessIssue]
+                _join_lines(command)
+                self.commands[name] = command
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Takes `--json` wherever it stands."""
-        moved = ["--json"] if "--json" in args else []
-        return super().parse_args(ctx, moved + [word for word in args if word != "--json"])
+        """Parses the words of a command line. `--json` may stand anywhere."""
+        words = [word for word in args if word != "--json"]
+        if "--json" in args:
+            words.insert(0, "--json")
+        return super().parse_args(ctx, words)
 
 
 def _join_lines(command: Any) -> None:
-    """Makes a line of each paragraph of a command's help, for the terminal to fold."""
+    """Joins the lines of each paragraph of a command's help. The terminal breaks them again."""
     command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help)
     for inner in getattr(command, "commands", {}).values():
         _join_lines(inner)
 
 
-def _tell_version(asked: bool) -> None:
+def _print_version(is_given: bool) -> None:
+    """Prints the version of the kit and exits, if the option `--version` is given."""
     from importlib.metadata import PackageNotFoundError, version
 
-    if asked:
-        try:
-            print(f"kit {version('pretraining-notebook-kit')}")
-        except PackageNotFoundError:
-            print("kit, a checkout that is not installed: `git describe` tells its version")
-        raise typer.Exit
+    if not is_given:
+        return
+    try:
+        print(f"kit {version('pretraining-notebook-kit')}")
+    except PackageNotFoundError:
+        print("kit, a checkout that is not installed: `git describe` tells its version")
+    raise typer.Exit
 
 
 app = typer.Typer(
@@ -105,10 +112,12 @@ def everything(
     ] = False,
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version.", callback=_tell_version, is_eager=True),
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
     ] = False,
 ) -> None:
-    """Keeps what every command is asked."""
+    """Keeps the options that all commands have."""
     AS_JSON.set(as_json)
 
 
@@ -117,37 +126,37 @@ for part in (launching, runs, planning, machines, data, scores, exchange):
 
 
 def run() -> None:
-    """Runs the command line; an error that the user can mend is told without a traceback."""
+    """Runs the command line. An error that the user can correct is printed without a traceback."""
     try:
         with plain_streams():
             app(standalone_mode=True)
     except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:
-        _tell(type(error).__name__, str(error))
+        _fail(type(error).__name__, str(error))
     except (OSError, UnicodeEncodeError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not str(error).startswith(PATHLIB):
             raise
-        _tell(type(error).__name__, _of_paths(error))
+        _fail(type(error).__name__, _path_error(error))
 
 
-def _of_paths(error: Exception) -> str:
-    """Returns an error of a path that was given, or of a disk, in one line: a traceback would
-    explain nothing.
-    """
+def _path_error(error: Exception) -> str:
+    """Returns an error of a path or a disk in one line, since a traceback would explain nothing."""
     if not isinstance(error, OSError):
         return f"{error}. Give another path."
-    named = [
-        os.fsdecode(name)
-        for name in (error.filename, error.filename2)
-        if isinstance(name, str | bytes)
-    ]
-    where = " to ".join(
-        f"{name[:LONG]}… ({len(name)} characters)" if len(name) > LONG else name for name in named
-    )
-    if not where:
+    paths = []
+    for name in (error.filename, error.filename2):
+        if not isinstance(name, str | bytes):
+            continue
+        path = os.fsdecode(name)
+        if len(path) > LONG:
+            path = f"{path[:LONG]}… ({len(path)} characters)"
+        paths.append(path)
+    if not paths:
         return f"{error.strerror or error}."
+    where = " to ".join(paths)
     return f"{where}: {error.strerror}. Give another path, or see who may read and write there."
 
 
-def _tell(kind: str, what: str) -> None:
+def _fail(kind: str, what: str) -> None:
+    """Prints an error to standard error, and exits with status 1."""
     PlainConsole(stderr=True).print(Text.assemble((f"{kind}: ", "red"), what))
     sys.exit(1)

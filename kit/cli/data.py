@@ -15,10 +15,10 @@ from cluster.slurm import submit_array
 from kit.cli.options import (
     AS_JSON,
     OverwriteOption,
-    facts_table,
+    names_table,
     next_step,
     note,
-    tell,
+    print_result,
 )
 from kit.config.spec import ModelSpec
 from kit.errors import ConfigError
@@ -123,10 +123,11 @@ def data_build(
         "validation_fraction": validation_fraction,
         "text_key": text_key,
     }
-    asked = {
+    max_bytes = None if max_megabytes is None else int(max_megabytes * 1e6)
+    arguments = {
         **given,
         "sources": source,
-        "max_bytes": None if max_megabytes is None else int(max_megabytes * 1e6),
+        "max_bytes": max_bytes,
         "seed": 1234,
         "skip_corrupt": skip_corrupt,
         "separator": _unescaped(separator),
@@ -134,22 +135,32 @@ def data_build(
         "overwrite": overwrite,
     }
     if site is None:
-        each = (number, count) if part else None
-        dataset = build_dataset(out, progress=not AS_JSON.get(), part=each, **asked)
-        tell(dataset.info.to_dict(), facts_table(str(dataset.directory), dataset.facts()))
-        text, built = (ALL_PARTS, out / "part_*") if part else ("Train the demo model on it:", out)
-        is_larger = dataset.vocab_size > ModelSpec.preset("demo").vocab_size
-        wider = ("--set", f"spec.vocab_size={dataset.vocab_size}") if is_larger else ()
-        next_step(text, "launch", "runs/first", "--data", built, *wider)
+        part_numbers = (number, count) if part else None
+        dataset = build_dataset(out, progress=not AS_JSON.get(), part=part_numbers, **arguments)
+        print_result(dataset.info.to_dict(), names_table(str(dataset.directory), dataset.facts()))
+        text = "Train the demo model on it:"
+        words = ["launch", "runs/first", "--data", str(out)]
+        if part:
+            text = ALL_PARTS
+            words[-1] = str(out / "part_*")
+        if dataset.vocab_size > ModelSpec.preset("demo").vocab_size:
+            words += ["--set", f"spec.vocab_size={dataset.vocab_size}"]
+        next_step(text, *words)
         return
     given["max_megabytes"] = max_megabytes
     given["separator"] = separator
     words = [f"--source={file}" for file in source or ()]
-    words += [f"--{key.replace('_', '-')}={it}" for key, it in given.items() if it is not None]
-    words += ["--skip-corrupt"] * skip_corrupt + ["--overwrite"] * overwrite
-    words += ["--allow-unread"] * allow_unread
-    told = _submit(out, count, site, words, unbuilt_parts(out, count, **asked))
-    tell({"told": told}, told)
+    for key, value in given.items():
+        if value is not None:
+            words.append(f"--{key.replace('_', '-')}={value}")
+    if skip_corrupt:
+        words.append("--skip-corrupt")
+    if overwrite:
+        words.append("--overwrite")
+    if allow_unread:
+        words.append("--allow-unread")
+    report = _submit(out, count, site, words, unbuilt_parts(out, count, **arguments))
+    print_result({"told": report}, report)
     next_step(ALL_PARTS, "launch", "runs/first", "--data", out / "part_*")
 
 
@@ -166,16 +177,26 @@ def _unescaped(separator: str | None) -> str | None:
 
 
 def _part(word: str | None, site: str | None) -> tuple[int, int]:
-    """Returns the numbers of I/N, with 0 for the I of all/N; that is for --site, which needs it."""
+    """Returns (I, N) of the option `--part I/N`. I is 0 for all/N. Both are 0 without the option.
+
+    Raises:
+        ConfigError: the option has another form, or all/N is given without --site, or --site with
+            another form than all/N.
+    """
+    if not word and not site:
+        return 0, 0
     found = re.fullmatch(r"(all|\d+)/([1-9]\d*)", word or "")
-    if bool(word or site) != bool(found) or bool(site) != bool(found and found[1] == "all"):
+    if found is None or (found[1] == "all") != bool(site):
         what = f"--part: {word!r} is not allowed"
         raise ConfigError(f"{what}. Give I/N, such as 3/12, or all/N with --site.")
-    return (int(found[1].replace("all", "0")), int(found[2])) if found else (0, 0)
+    number = 0 if site else int(found[1])
+    return number, int(found[2])
 
 
 def _submit(out: Path, count: int, name: str, words: list[str], parts: list[int]) -> str:
-    """Sends some parts of a dataset to a site, each for a node, and returns what was done."""
+    """Submits a job array that builds some parts of a dataset, one on each node. Returns a sentence
+    on what was submitted.
+    """
     site = Site.load(name)
     if site.scheduler != "slurm" or site.login is not None:
         raise ConfigError(

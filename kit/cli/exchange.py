@@ -1,4 +1,6 @@
-"""Commands by which results leave, and others' come in: figure, export, import."""
+"""Commands that draw and export results, and import those of other trainers: figure, export,
+import.
+"""
 
 import importlib
 from collections.abc import Sequence
@@ -22,9 +24,9 @@ from kit.cli.options import (
     note,
     owned_output,
     parse_settings,
-    refuse,
-    tell,
-    tell_record,
+    print_record,
+    print_result,
+    refuse_options,
 )
 from kit.errors import ConfigError, DataError, RunError, check_known, did_you_mean
 from kit.interop.weights.hugging_face_config import load_spec, training_spec
@@ -48,12 +50,13 @@ TAKEN_BY = {
     "--follow": SINKS,
     "--overwrite": TABLES,
 }
-"""The formats that take an option."""
+"""Formats that take an option, by option."""
 CHECKPOINTS = {
     "nxd": ("neuron:import_nxd", "**/dp_rank_*_tp_rank_*"),
     "megatron-deepspeed": ("megatron:import_megatron_deepspeed", "layer_*-model_*-model_states.pt"),
 }
-"""What in kit.interop.weights reads another trainer's checkpoint, and a pattern of its files."""
+"""(MODULE:FUNCTION of kit.interop.weights, pattern of the files) for each format of another
+trainer's checkpoints."""
 
 
 @app.command()
@@ -90,18 +93,18 @@ def export(
     given = (out, step, precision, follow, overwrite)
     for (flag, formats), value in zip(TAKEN_BY.items(), given, strict=True):
         if format not in formats:
-            refuse({flag: value}, f"only with --format {' or '.join(formats)}.")
+            refuse_options({flag: value}, f"only with --format {' or '.join(formats)}.")
     opened = Run.open(run)
     if format in SINKS:
         copied = monitor.copy_metrics(opened, format, follow=follow)
-        tell_record(f"Sink {format}", copied.to_dict())
+        print_record(f"Sink {format}", copied.to_dict())
         next_step(DRAW, "figure", run)
     elif format in TABLES:
         from kit.monitor.export import export as write
 
         file = owned_output(out, opened.directory / f"export.{format}")
         rows = write(opened, file, format=format, overwrite=overwrite)
-        tell_record(f"Export of {opened.name}", {"file": str(file), "rows": rows})
+        print_record(f"Export of {opened.name}", {"file": str(file), "rows": rows})
         next_step(DRAW, "figure", run)
     else:
         from kit.interop.weights.hugging_face import export_run
@@ -178,7 +181,7 @@ def import_(
     if states := _trainer_states(source, format):
         source = states[-1]
     if source.is_dir():
-        refuse(
+        refuse_options(
             {"--site": site, "--pattern": pattern, "--follow": follow, "--set": settings},
             f"only with a log, and {source} is a folder.",
         )
@@ -214,13 +217,15 @@ def import_(
         spec_notes=notes,
         follow=follow,
     )
-    skipped = (
-        f", {counted(report.skipped_lines, 'torn line')} skipped" if report.skipped_lines else ""
-    )
-    tell(
-        report.to_dict(),
+    text = (
         f"{report.format}: {counted(report.steps, 'step')} in {counted(report.attempts, 'attempt')}"
-        f" from {counted(report.lines, 'line')}{skipped}.",
+        f" from {counted(report.lines, 'line')}"
+    )
+    if report.skipped_lines:
+        text += f", {counted(report.skipped_lines, 'torn line')} skipped"
+    print_result(
+        report.to_dict(),
+        f"{text}.",
         *(Text(f"- {text}") for text in report.notes),
         advice("Watch:", "watch", out),
     )
@@ -236,10 +241,19 @@ def _trainer_states(source: Path, format: str | None) -> list[Path]:
 
 
 def _reader(folder: Path, format: str | None) -> Any:
-    """Returns the function that reads a checkpoint of a format, or of the one that is detected."""
+    """Returns the function that reads a checkpoint. If `format` is None, the format is detected by
+    the names of the files.
+
+    Raises:
+        DataError: no format is detected.
+        ConfigError: the format is unknown.
+    """
     if format is None:
-        found = (name for name, (_, files) in CHECKPOINTS.items() if next(folder.glob(files), None))
-        if (format := next(found, None)) is None:
+        for name, (_, pattern) in CHECKPOINTS.items():
+            if any(folder.glob(pattern)):
+                format = name
+                break
+        else:
             raise DataError(
                 f"{folder}: no checkpoint that can be imported. {named(folder, 'importable')}"
                 f"Formats: {', '.join(CHECKPOINTS)}."
@@ -250,8 +264,9 @@ def _reader(folder: Path, format: str | None) -> Any:
 
 
 def _tell_folder(folder: Path) -> None:
+    """Prints the folder of a model that was written, with its size."""
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    tell_record("Written", {"folder": str(folder), "bytes": size})
+    print_record("Written", {"folder": str(folder), "bytes": size})
     next_step("Score it:", "eval", folder)
 
 
@@ -301,7 +316,7 @@ def figure(
         near = did_you_mean(name, FIGURES).strip() or "`kit figure` lists those of papers."
         raise RunError(f"{name} is neither a run directory nor a figure of a paper. {near}")
     else:
-        refuse(
+        refuse_options(
             {"--run": own, "--points": points or points_template},
             f"only with a figure of a paper, which {name} is not. `kit figure` lists them.",
         )
@@ -309,22 +324,23 @@ def figure(
 
 
 def _draw_run(run: Run, out: Path | None) -> None:
+    """Draws the figure of a run to a file."""
     file = check_picture(owned_output(out, run.directory / "figure.png"))
     drawn, table = monitor.run_figure(run)
     save_figure(drawn, [], [file])
-    tell({name: column.tolist() for name, column in table.items()}, str(file))
+    print_result({name: column.tolist() for name, column in table.items()}, str(file))
     next_step("List the runs beside it:", "runs", run.directory.parent)
 
 
 def _all(out: Path | None, runs: Sequence[Path]) -> None:
     """Lists the figures of papers, or draws all of them into a folder."""
     if out is None:
-        refuse(
+        refuse_options(
             {"--run": [*runs]},
             "a list of figures does not use runs. To draw the figures, give --out FOLDER.",
         )
         rows = [(name, figure.paper, figure.title) for name, figure in FIGURES.items()]
-        tell(
+        print_result(
             {name: title for name, _, title in rows},
             Table("name", "in the paper", "what it shows", title="kit figure NAME", rows=rows),
         )
@@ -333,22 +349,24 @@ def _all(out: Path | None, runs: Sequence[Path]) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out}: is a file. Give a folder; it is made if it is not there.")
     problems = save_all(FIGURES, out, runs)
-    tell(
-        problems,
-        *(
-            Text(f"{name} is not drawn: {problem}" if problem else str(out / name))
-            for name, problem in problems.items()
-        ),
-    )
+    lines = []
+    for name, problem in problems.items():
+        lines.append(Text(f"{name} is not drawn: {problem}" if problem else str(out / name)))
+    print_result(problems, *lines)
     next_step("Add runs of your own:", "figure", "--out", out, "--run", "runs/first")
 
 
 def _draw(name: str, out: Path | None, runs: Sequence[Path], points: Path | None) -> None:
-    """Draws a figure of a paper to a file, and writes its table to a .csv beside it.
+    """Draws a figure of a paper to a file, and writes its table to a .csv file beside it.
 
-    `points` is a file of the paper's own points. What the paper prints as a table is written to a
-    .csv only; `out` may name one for a figure too. What was given and is not drawn is told on
-    standard error.
+    A table of the paper has a .csv file only. If `out` is a .csv file, no picture is drawn. Runs
+    and points that are given and not drawn are named on standard error.
+
+    Args:
+        name: name of the figure.
+        out: file of the picture, or a .csv file.
+        runs: the user's own runs.
+        points: file of points that the user has digitised from the paper's figure.
     """
     only_table = out is not None and out.suffix.lower() == ".csv"
     file = out if out and only_table else check_picture(out or Path(f"{name}.png"))
@@ -360,6 +378,14 @@ def _draw(name: str, out: Path | None, runs: Sequence[Path], points: Path | None
     save_figure(drawn, rows, sorted({file, file.with_suffix(".csv")}))
     for text in drawn.left_out:
         note(Text(text, style="yellow"))
-    # NaN is no JSON.
-    tell([{key: None if it != it else it for key, it in row.items()} for row in rows], str(file))
+    print_result([_without_nan(row) for row in rows], str(file))
     next_step("Add a run of your own:", "figure", name, "--run", "runs/first")
+
+
+def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with None in place of NaN, which JSON lacks."""
+    values = dict(row)
+    for key, value in values.items():
+        if value != value:  # NaN
+            values[key] = None
+    return values

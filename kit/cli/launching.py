@@ -22,7 +22,7 @@ from cluster.shadows import find_shadows, summary
 from cluster.site import Site
 from cluster.state import JobError
 from kit import launcher
-from kit.cli.asked import Asked, as_given, ask_for
+from kit.cli.launch_settings import LaunchSettings, draft_recipe, gather_settings
 from kit.cli.options import (
     MODEL,
     MinutesOption,
@@ -31,7 +31,7 @@ from kit.cli.options import (
     hint,
     note,
     parse_settings,
-    tell,
+    print_result,
 )
 from kit.config.recipe import Recipe
 from kit.engines.build import check_site
@@ -176,7 +176,7 @@ def launch(
     begun = Run.open(run) if (run.expanduser() / "spec.json").exists() else None
     place = begun.site if begun and site is None else Site.load(site or "laptop")
     place = _with_slurm(place, {"partition": partition, "account": account, "qos": qos})
-    given = {"data": data, "num_steps": steps}
+    options = {"data": data, "num_steps": steps}
     flags = {
         "recipe.learning_rate": learning_rate,
         "recipe.seed": seed,
@@ -184,32 +184,32 @@ def launch(
         "plan.global_batch_size": batch,
     }
     changes = _with_flags(parse_settings(settings), flags)
-    asked = ask_for(model, recipe, plan, given, changes, begun)
-    asked = _on_nodes(asked, nodes, place)
-    place = on_device(place, asked.plan)
+    gathered = gather_settings(model, recipe, plan, options, changes, begun)
+    gathered = _on_nodes(gathered, nodes, place)
+    place = on_device(place, gathered.plan)
     if place.device.is_gpu:
-        asked = _on_gpus(asked)
+        gathered = _on_gpus(gathered)
     if begun and not show:
         # Before the recipe is built, since fewer steps than its warm-up are an error of another
         # kind.
-        launcher.refuse_done(begun, asked.plan, steps or begun.recipe.num_steps)
+        launcher.refuse_done(begun, gathered.plan, steps or begun.recipe.num_steps)
     time_limit_s = _time_limit(minutes, time)
-    chosen = as_given(asked.fields)
-    for text in asked.notes:
+    chosen = draft_recipe(gathered.recipe_fields)
+    for text in gathered.notes:
         note(text)
     if show:
-        is_own = site is not None and site.endswith(".toml")
-        own = site if is_own else f"a site file of your own, with base = {place.name!r}"
-        _show(run, asked, chosen, place, time_limit_s, f"in {own}")
+        where = f"in a site file of your own, with base = {place.name!r}"
+        if site is not None and site.endswith(".toml"):
+            where = f"in {site}"
+        _show(run, gathered, chosen, place, time_limit_s, where)
         return
-    if asked.lacking:
-        raise ConfigError(
-            f"{'; '.join(f'recipe.{name}: {how}' for name, how in asked.lacking.items())}."
-        )
+    if gathered.missing:
+        lines = [f"recipe.{name}: {how}" for name, how in gathered.missing.items()]
+        raise ConfigError(f"{'; '.join(lines)}.")
     prepare = launcher.prepare(
         run,
-        spec=asked.spec,
-        plan=asked.plan,
+        spec=gathered.spec,
+        plan=gathered.plan,
         recipe=chosen,
         site=place,
         time_limit_s=time_limit_s,
@@ -315,24 +315,24 @@ def _with_slurm(site: Site, given: dict[str, str | None]) -> Site:
     return site.replace(slurm=site.slurm.replace(**fields))
 
 
-def _on_nodes(asked: Asked, nodes: int | None, site: Site) -> Asked:
-    """Returns what was asked for, with the degree of data parallelism that fills `nodes` nodes.
+def _on_nodes(gathered: LaunchSettings, nodes: int | None, site: Site) -> LaunchSettings:
+    """Returns the settings with the degree of data parallelism that fills `nodes` nodes.
 
     Raises:
         ConfigError: The devices of the nodes are not a multiple of the devices of a replica.
     """
     if nodes is None:
-        return asked
+        return gathered
     devices = nodes * site.devices_per_node
-    replica_devices = asked.plan.num_devices // asked.plan.data_parallel
+    replica_devices = gathered.plan.num_devices // gathered.plan.data_parallel
     if nodes < 1 or devices % replica_devices:
         raise ConfigError(
             f"--nodes {nodes}: {counted(devices, 'device')} of {site.name} cannot be shared by"
             f" replicas of {counted(replica_devices, 'device')} each (tensor, pipeline and context"
             " parallel ranks). Give another number, or another plan."
         )
-    plan = asked.plan.replace(data_parallel=devices // replica_devices)
-    return dataclasses.replace(asked, plan=plan)
+    plan = gathered.plan.replace(data_parallel=devices // replica_devices)
+    return dataclasses.replace(gathered, plan=plan)
 
 
 def _time_limit(minutes: float | None, time: str | None) -> float | None:
@@ -375,12 +375,12 @@ def slurm_seconds(text: str) -> float:
     return float(total_s)
 
 
-def _on_gpus(asked: Asked) -> Asked:
-    """Returns what was asked for with the plan's defaults for GPUs."""
-    plan = asked.plan.replace(**asked.unsaid)
+def _on_gpus(gathered: LaunchSettings) -> LaunchSettings:
+    """Returns the settings with the plan's defaults for GPUs."""
+    plan = gathered.plan.replace(**gathered.gpu_defaults)
     if plan.recompute == "selective" and plan.capabilities.compiles_blocks and not plan.compile:
         note(SELECTIVE)
-    return dataclasses.replace(asked, plan=plan)
+    return dataclasses.replace(gathered, plan=plan)
 
 
 def _warn_of_writers(run: Run) -> None:
@@ -409,57 +409,65 @@ def _tell(run: Run) -> None:
     _warn_of_writers(run)
     _tell_schedule(run.recipe)
     begin = max(run.checkpoints.steps(), default=0)
-    at = f" from step {begin} on" if begin else ""
-    where = f", device: {run.site.device.name}" if run.site.scheduler == "local" else ""
-    hint(
-        f"Started {counted(run.plan.num_devices, 'process', 'processes')}{at}{where}. Watch:",
-        "watch",
-        run.directory,
-    )
+    text = f"Started {counted(run.plan.num_devices, 'process', 'processes')}"
+    if begin:
+        text += f" from step {begin} on"
+    if run.site.scheduler == "local":
+        text += f", device: {run.site.device.name}"
+    hint(f"{text}. Watch:", "watch", run.directory)
 
 
 def _seconds(minutes: float | None) -> float | None:
-    """Returns a time limit in seconds; raises ConfigError for one that is no time."""
-    if minutes is not None and not 0 < minutes < math.inf:
+    """Returns a time limit in seconds, None for no limit.
+
+    Raises:
+        ConfigError: The limit is not above 0, or not finite.
+    """
+    if minutes is None:
+        return None
+    if not 0 < minutes < math.inf:
         raise ConfigError(f"--minutes {minutes:g}: not allowed. Give a number above 0.")
-    return None if minutes is None else 60 * minutes
+    return 60 * minutes
 
 
 def _show(
-    run: Path, asked: Asked, recipe: Recipe, site: Site, time_limit_s: float | None, where: str
+    run: Path,
+    gathered: LaunchSettings,
+    recipe: Recipe,
+    site: Site,
+    time_limit_s: float | None,
+    where: str,
 ) -> None:
-    """Prints every script to standard output, and to standard error what nobody but the user can
-    fill in.
+    """Prints every script to standard output, and to standard error what the user must still fill
+    in. `where` says in which file fields of the site are filled in.
 
-    A login node is not asked; the commands by which it would be are printed, since the site file
-    says what they run. Of such a site no script is shown before the file says all that it has to.
+    No login node is connected to. The first commands that a launch would run there are printed.
+    For such a site, scripts are shown only if the site file is complete.
     """
     directory = run.expanduser().absolute()
-    asked.plan.check(asked.spec)
-    check_site(asked.spec, asked.plan, site)
+    spec = gathered.spec
+    plan = gathered.plan
+    plan.check(spec)
+    check_site(spec, plan, site)
     if recipe.init_from is not None and site.login is None:
-        launcher.check_weights(asked.spec, recipe)
-    prepared = launcher.draft(
-        Run(directory, spec=asked.spec, plan=asked.plan, recipe=recipe, site=site), time_limit_s
-    )
+        launcher.check_weights(spec, recipe)
+    drafted = Run(directory, spec=spec, plan=plan, recipe=recipe, site=site)
+    prepared = launcher.draft(drafted, time_limit_s)
     job = prepared.job.job
     lacking = to_fill_in(site)
     texts = prepared.job.scripts
     if site.login and not lacking:
         texts = scripts(job, site)
     for name, text in texts.items():
-        print(text if len(texts) == 1 else f"#### {name} {'#' * 60}\n{text}", end="")
-    left = [
-        f"{name}, line {number}: {line.strip()}"
-        for name, text in texts.items()
-        for number, line in enumerate(text.splitlines(), start=1)
-        if re.search(rf"\b{EDIT}\b", line)
-    ]
+        if len(texts) > 1:
+            print(f"#### {name} {'#' * 60}")
+        print(text, end="")
+    left = _lines_to_edit(texts)
     left += [f"{field}: {where}" for field in lacking]
-    left += [f"recipe.{name}: {how}" for name, how in asked.lacking.items()]
-    if not asked.lacking and site.login is None:
+    left += [f"recipe.{name}: {how}" for name, how in gathered.missing.items()]
+    if not gathered.missing and site.login is None:
         try:
-            note("\n".join(launcher.data_notes(asked.spec, asked.plan, recipe)))
+            note("\n".join(launcher.data_notes(spec, plan, recipe)))
         except DataError as error:
             left.append(f"recipe.data: {error}")
     if texts and (lines := derived(job, site)):
@@ -469,6 +477,16 @@ def _show(
         note("\n  ".join([f"A launch begins on {site.login} by:", *first_commands(site)]))
     if left:
         note("\n  ".join(["Still to fill in:", *left]))
+
+
+def _lines_to_edit(texts: dict[str, str]) -> list[str]:
+    """Returns the lines of scripts that contain the word EDIT, with their places."""
+    lines = []
+    for name, text in texts.items():
+        for number, line in enumerate(text.splitlines(), start=1):
+            if re.search(rf"\b{EDIT}\b", line):
+                lines.append(f"{name}, line {number}: {line.strip()}")
+    return lines
 
 
 def _tell_schedule(recipe: Recipe) -> None:
@@ -515,7 +533,7 @@ def told_if_interrupted(run: Path) -> Iterator[None]:
         except (RunError, JobError, ConfigError):
             status = None
         if status is None or status.state.is_final:
-            tell({"said": NOT_STARTED}, NOT_STARTED)
+            print_result({"said": NOT_STARTED}, NOT_STARTED)
         else:
             hint(
                 f"Interrupted, but the job runs: attempt {status.attempt} is {status.state}."

@@ -22,11 +22,11 @@ from cluster.slurm.queries import slurm_command
 from cluster.state import JobError
 from kit.cli.options import (
     advice,
-    facts_table,
+    names_table,
     next_step,
     note,
-    refuse,
-    tell,
+    print_result,
+    refuse_options,
 )
 from kit.config.plan import Plan
 from kit.doctor import examine, examine_site
@@ -85,15 +85,17 @@ def validate(
         raise ConfigError(f"--site {site}: only with --rows FILE, which ran there. Give both.")
     from kit.estimate.validation.validate import validate as validate_runs
 
-    found = validate_runs(rows, calibrate, site=Site.load(site) if site else None)
+    place = Site.load(site) if site else None
+    results = validate_runs(rows, calibrate, site=place)
     met = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text()}
-    lines = [
-        (r.name, format_value(r.value, r.unit), r.target, met[r.ok], Text(r.note, style="dim"))
-        for r in found
-    ]
+    lines = []
+    for result in results:
+        value = format_value(result.value, result.unit)
+        remark = Text(result.note, style="dim")
+        lines.append((result.name, value, result.target, met[result.ok], remark))
     title = "Estimates against measurements"
-    tell(
-        [item.to_dict() for item in found],
+    print_result(
+        [result.to_dict() for result in results],
         Table("", "found", "target", "met", "", title=title, rows=lines),
     )
     next_step("Fit the estimates to a run of your own:", "calibrate", "runs/first")
@@ -117,19 +119,22 @@ def calibrate(
     """
     from kit.estimate.fit.calibrate import calibrate as fit
 
-    found = fit(runs, Site.load(site) if site else None)
+    place = Site.load(site) if site else None
+    found = fit(runs, place)
     record = {
         "coefficients": found.coefficients.to_dict(),
         "unidentified": found.unidentified,
         "num_runs": found.num_runs,
         "error": found.error,
     }
-    rows = [
-        (name, f"{value:.4g}", "no" if name in found.unidentified else "yes")
-        for name, value in record["coefficients"].items()
-    ]
+    rows = []
+    for name, value in record["coefficients"].items():
+        is_determined = "no" if name in found.unidentified else "yes"
+        rows.append((name, f"{value:.4g}", is_determined))
     title = f"{counted(found.num_runs, 'attempt')}, {found.error:.1%} mean error on them"
-    tell(record, Table("coefficient", "value", "determined by the runs", title=title, rows=rows))
+    print_result(
+        record, Table("coefficient", "value", "determined by the runs", title=title, rows=rows)
+    )
     next_step("Compare a run with the estimate:", "status", runs[0], "--why")
 
 
@@ -152,7 +157,7 @@ def bench(
     only the peak that a run's MFU is computed from.
     """
     if apply is not None:
-        refuse(
+        refuse_options(
             {f"--out {out}": out}, "not with --apply, which writes into the run. Give one of them."
         )
         _apply_peak(apply)
@@ -177,7 +182,7 @@ def bench(
             for link in site.links.intra_node
         },
     }
-    tell(site.to_dict(), facts_table(site.description, facts.items()))
+    print_result(site.to_dict(), names_table(site.description, facts.items()))
     if out is None:
         next_step("Keep it as a site file:", "bench", "--out", "mine.toml")
     else:
@@ -201,13 +206,13 @@ def _apply_peak(directory: Path) -> None:
         for dtype, (old, new) in found.items()
     }
     facts["MFU, last 20 steps"] = f"none: {why or 'no step'}" if mfu is None else f"{mfu:.1%}"
-    tell(
+    print_result(
         {
             "peak_flops_per_s": {dtype: new.to_dict() for dtype, (_, new) in found.items()},
             "mfu": mfu,
             "why_no_mfu": why,
         },
-        facts_table(str(directory), facts.items()),
+        names_table(str(directory), facts.items()),
     )
 
 
@@ -231,12 +236,13 @@ def doctor(
         findings += examine_site(Site.load(site))
     mark = {True: Text("✔", style="green"), False: Text("✖", style="red"), None: Text("–")}
     rows = [(mark[f.ok], f.subject, f.found, Text(f.advice, style="dim")) for f in findings]
-    tell(
+    print_result(
         [dataclasses.asdict(finding) for finding in findings],
         Table("", "", "found", "advice", title="This machine", rows=rows),
     )
     next_step("Build token files to train on:", "data", "build", "data/demo")
-    raise typer.Exit(code=1 if any(finding.ok is False for finding in findings) else 0)
+    has_failed = any(finding.ok is False for finding in findings)
+    raise typer.Exit(code=int(has_failed))
 
 
 @site_app.command()
@@ -277,14 +283,13 @@ def init(
     """Write a site file from what Slurm or this machine reports. Lines marked EDIT are left for
     you to fill in.
     """
-    if out.suffix != ".toml" or out.exists():
-        raise ConfigError(
-            f"{out}: {'already exists' if out.exists() else 'not a .toml file'}. Give a new file,"
-            " NAME.toml."
-        )
+    if out.exists():
+        raise ConfigError(f"{out}: already exists. Give a new file, NAME.toml.")
+    if out.suffix != ".toml":
+        raise ConfigError(f"{out}: not a .toml file. Give a new file, NAME.toml.")
 
     if local:
-        refuse(
+        refuse_options(
             {
                 "--partition": partition,
                 "--node-type": node_type,
@@ -323,17 +328,14 @@ def _about_nodes(
         lines.append(f"Taken of partition {nodes.partition}: {nodes}. Its other nodes:")
         for other in beside:
             name = inventory.name_of(other, found)
-            how = f": --partition {other.partition} --node-type {name}" if name else ""
-            lines.append(f"  {other}{how}")
+            line = f"  {other}"
+            if name:
+                line += f": --partition {other.partition} --node-type {name}"
+            lines.append(line)
     lines += _about_gpus(nodes)
-    partitions: dict[str, list[str]] = {}
-    for each in found:
-        if each.partition != nodes.partition:
-            kinds = partitions.setdefault(each.partition, [])
-            kinds += [each.what] * (each.what not in kinds)
+    partitions = _other_partitions(found, nodes.partition)
     if partitions:
-        texts = [f"{name} ({', '.join(kinds)})" for name, kinds in sorted(partitions.items())]
-        lines.append(f"Other partitions: {', '.join(texts)}.")
+        lines.append(f"Other partitions: {', '.join(partitions)}.")
     site, assumed = inventory.packaged_site(nodes)
     if site is not None:
         lines.append(f"Numbers of the device: those of the packaged site {site}.")
@@ -348,6 +350,18 @@ def _about_nodes(
             " network and modules."
         )
     return lines
+
+
+def _other_partitions(found: Sequence[inventory.NodeType], partition: str) -> list[str]:
+    """Returns the partitions other than `partition`, each with the kinds of its nodes."""
+    kinds_of: dict[str, list[str]] = {}
+    for node in found:
+        if node.partition == partition:
+            continue
+        kinds = kinds_of.setdefault(node.partition, [])
+        if node.what not in kinds:
+            kinds.append(node.what)
+    return [f"{name} ({', '.join(kinds)})" for name, kinds in sorted(kinds_of.items())]
 
 
 def _about_gpus(nodes: inventory.NodeType) -> list[str]:
@@ -369,19 +383,19 @@ def _about_gpus(nodes: inventory.NodeType) -> list[str]:
 
 
 def _finish(out: Path, text: str, about: Sequence[str] = ()) -> None:
-    """Writes a site file and says what is left to do."""
+    """Writes a site file, and prints what is left to do."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, text)
-    left = [
-        f"  {out}, line {n}: {line}"
-        for n, line in enumerate(text.splitlines(), start=1)
-        if f"{EDIT}:" in line
-    ]
+    left = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if f"{EDIT}:" in line:
+            left.append(f"  {out}, line {number}: {line}")
     site = Site.load(str(out))
-    first = f"Edit {counted(len(left), 'line')} of it, as below. Then " if left else ""
     what, words = _next_command(site, out)
-    said = first + what if left else what.capitalize()
-    tell(
+    said = what.capitalize()
+    if left:
+        said = f"Edit {counted(len(left), 'line')} of it, as below. Then {what}"
+    print_result(
         {"said": said, "command": kit_command(*words), "left": left, "about": list(about)},
         f"{out}: {site.description}",
         *about,

@@ -1,4 +1,4 @@
-"""What commands share: their common options, settings by key, and how they print."""
+"""Parts that commands share: common options, settings by key, and functions that print."""
 
 import contextvars
 import json
@@ -17,7 +17,7 @@ from kit.errors import ConfigError, kit_command
 from kit.show.terminal import PlainConsole, Table
 
 AS_JSON = contextvars.ContextVar("as_json", default=False)
-"""Whether this command prints JSON: the option `--json`."""
+"""Whether the command prints JSON, which is the option `--json`."""
 
 RunArgument = Annotated[Path, typer.Argument(help="Run directory.", metavar="RUN")]
 SiteOption = Annotated[
@@ -44,7 +44,12 @@ OverwriteOption = Annotated[
 
 
 def parse_values(settings: list[str] | None) -> dict[str, Any]:
-    """Returns {"plan.compile": True} from `plan.compile=true`; values are JSON or plain words."""
+    """Returns the values of settings by their keys: {"plan.compile": True} for `plan.compile=true`.
+    A value is JSON. Text that is not JSON is a string.
+
+    Raises:
+        ConfigError: a setting is not KEY=VALUE.
+    """
     values = {}
     for setting in settings or []:
         key, equals, value = setting.partition("=")
@@ -60,7 +65,12 @@ def parse_values(settings: list[str] | None) -> dict[str, Any]:
 def parse_settings(
     settings: list[str] | None, allowed: tuple[str, ...] = ("spec", "plan", "recipe")
 ) -> dict[str, dict[str, Any]]:
-    """Returns {"plan": {"tensor_parallel": 2}, ...} from `plan.tensor_parallel=2`."""
+    """Returns the values of settings by record and field: {"plan": {"tensor_parallel": 2}, ...} for
+    `plan.tensor_parallel=2`. `allowed` are the names of the records.
+
+    Raises:
+        ConfigError: a setting names no allowed record, or no field.
+    """
     changes: dict[str, dict[str, Any]] = {name: {} for name in allowed}
     for key, value in parse_values(settings).items():
         record, _, field = key.partition(".")
@@ -72,61 +82,66 @@ def parse_settings(
 
 
 def strict_json(value: Any) -> str:
-    """Returns plain values as JSON that every parser takes: NaN and infinity, which JSON lacks,
-    become their names.
+    """Returns plain values as JSON that every parser reads. NaN and infinity, which JSON lacks, are
+    written as strings.
     """
-    return json.dumps(json.loads(json.dumps(value), parse_constant=str), allow_nan=False)
+    lenient = json.dumps(value)
+    return json.dumps(json.loads(lenient, parse_constant=str), allow_nan=False)
 
 
-def refuse(given: dict[str, Any], why: str) -> None:
-    """Raises ConfigError for the first option that is given and of no use here, with the reason."""
-    if unfit := [
-        flag for flag, value in given.items() if value not in (None, []) and value is not False
-    ]:
-        raise ConfigError(f"{unfit[0]}: {why}")
+def refuse_options(options: dict[str, Any], why: str) -> None:
+    """Raises ConfigError with a reason if any option is given that has no use here.
+
+    Args:
+        options: value of each option by its flag. None, False and [] mean that it is not given.
+        why: the reason.
+    """
+    for flag, value in options.items():
+        if value is not None and value is not False and value != []:
+            raise ConfigError(f"{flag}: {why}")
 
 
-def tell(values: Any, *parts: RenderableType) -> None:
-    """Prints plain values as JSON if that was asked for, or else what people read, one part below
-    the other.
+def print_result(values: Any, *parts: RenderableType) -> None:
+    """Prints the result of a command: plain values as JSON with the option `--json`, else the parts
+    for people, one below the other.
     """
     if AS_JSON.get():
-        # One that follows is read as it goes.
+        # A command that follows a job prints several results, which are read at once.
         print(strict_json(values), flush=True)
         return
     for part in parts:
-        # The terminal breaks lines of text, so that a command or path in it is copied whole.
+        # Lines of text are not wrapped, so that a command or a path in them can be copied.
         PlainConsole().print(part, soft_wrap=isinstance(part, str | Text))
 
 
-def tell_record(title: str, values: dict[str, Any]) -> None:
+def print_record(title: str, values: dict[str, Any]) -> None:
     """Prints keys and values as a table."""
-    texts = {
-        key: f"{value:,}" if isinstance(value, int) else str(value) for key, value in values.items()
-    }
-    tell(values, facts_table(title, texts.items()))
+    rows = []
+    for key, value in values.items():
+        text = f"{value:,}" if isinstance(value, int) else str(value)
+        rows.append((key, text))
+    print_result(values, names_table(title, rows))
 
 
-def facts_table(title: str, facts: Iterable[tuple[str, str]]) -> Table:
-    """Returns names and what is known of them as a table."""
-    return Table(
-        "", "", title=title, rows=[(Text(name, style="dim"), text) for name, text in facts]
-    )
+def names_table(title: str, facts: Iterable[tuple[str, str]]) -> Table:
+    """Returns a table of names and texts, without headings."""
+    rows = [(Text(name, style="dim"), text) for name, text in facts]
+    return Table("", "", title=title, rows=rows)
 
 
 def advice(text: str, *words: str | Path) -> Text:
-    """Returns a text that ends in a command of the kit."""
+    """Returns a text that ends with a command of the kit."""
     return Text.assemble(f"{text} ", (kit_command(*words), "bold"))
 
 
 def hint(text: str, *words: str | Path) -> None:
-    """Prints a text that ends in a command of the kit."""
-    tell({"said": text, "command": kit_command(*words)}, advice(text, *words))
+    """Prints a text that ends with a command of the kit."""
+    print_result({"said": text, "command": kit_command(*words)}, advice(text, *words))
 
 
 def next_step(text: str, *words: str | Path) -> None:
-    """Prints on standard error what to do next, as a command of the kit; nothing where JSON was
-    asked for.
+    """Prints to standard error what to do next, as a command of the kit. Prints nothing with the
+    option `--json`.
     """
     if not AS_JSON.get():
         note(advice(text, *words))
@@ -153,15 +168,18 @@ def owned_output(out: Path | None, default: Path) -> Path:
 
 
 def run_there(run: str | Path) -> None:
-    """Runs the same command where the run lies and ends with its exit status, if `run` is a mirror
-    of one.
+    """Runs this command on the machine of a run of which `run` is the mirror, and exits with its
+    status. Does nothing if `run` is no mirror.
 
     Raises:
-        NoConnectionError, JobError: it cannot be run there, or the mirror is somebody else's.
+        NoConnectionError: the machine cannot be reached.
+        JobError: the mirror belongs to another user.
     """
-    if remote := mirror_of(Path(run).expanduser()):
-        words = [
-            remote.mirror.directory if word == str(run) or Path(word) == run else word
-            for word in sys.argv[1:]
-        ]
-        raise typer.Exit(remote.run_command(words))
+    remote = mirror_of(Path(run).expanduser())
+    if remote is None:
+        return
+    words = []
+    for word in sys.argv[1:]:
+        is_run = word == str(run) or Path(word) == run
+        words.append(remote.mirror.directory if is_run else word)
+    raise typer.Exit(remote.run_command(words))

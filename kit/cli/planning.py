@@ -10,15 +10,15 @@ from rich.text import Text
 from cluster.record import ConfigError
 from cluster.scheduler import EDIT
 from cluster.site import Site
-from kit.cli.asked import DEMO, ask_for
+from kit.cli.launch_settings import DEMO, gather_settings
 from kit.cli.options import (
     SiteOption,
-    facts_table,
+    names_table,
     next_step,
     note,
     parse_settings,
-    refuse,
-    tell,
+    print_result,
+    refuse_options,
 )
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 SHOWN = 5
-"""Layouts in the table, or as many as --choose needs."""
+"""Number of layouts in the table. A table for --choose may have more."""
 FixOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -42,7 +42,7 @@ FixOption = Annotated[
     ),
 ]
 STEPS = 1000
-"""Of a rehearsed job whose recipe does not say."""
+"""Number of steps of a rehearsed job without a recipe."""
 
 
 @app.command()
@@ -118,10 +118,11 @@ def plan(
         return
     if name is None:
         raise ConfigError("MODEL: missing. Give a preset (`kit plan --list`) or a file.")
-    changes = parse_settings(settings, ("plan", "recipe") if rehearse else ("plan",))
+    records = ("plan", "recipe") if rehearse else ("plan",)
+    changes = parse_settings(settings, records)
     sizes = {"--site": site, "--devices": devices, "--batch": batch}
     if rehearse and (known := _known(name, site, changes)):
-        refuse(
+        refuse_options(
             {"--devices": devices, "--batch": batch, "--seq": seq},
             f"{name} has a layout of its own. Change it by --set plan.KEY=VALUE.",
         )
@@ -158,10 +159,10 @@ def plan(
         _rehearse(report.search.spec, chosen, fields, Site.load(site))
         return
     kept = [Text(f"Layout {choose} is in {out}.")] if out is not None else []
-    tell(
+    print_result(
         report.to_dict(),
         Table(*report.header, title=report.search.title, rows=report.rows),
-        facts_table("", report.chosen.facts()),
+        names_table("", report.chosen.facts()),
         *(Text(f"- {text}.") for text in report.notes),
         *kept,
     )
@@ -213,66 +214,81 @@ def _tell_launch(name: str, out: Path, site: str, found: "Search") -> None:
 
 
 def _kept(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of a search that keep some fields of the plan to their values."""
+    """Returns the keywords of a search whose layouts have the given values of some fields.
+
+    Raises:
+        ConfigError: an engine or a precision is unknown.
+    """
     settings = {name: fields[name] for name in ("engine", "precision") if name in fields}
-    Plan(**settings)  # which refuses a wrong value
-    only = {
-        name: value if isinstance(value, list) else [value]
-        for name, value in fields.items()
-        if name not in settings
-    }
+    Plan(**settings)  # This refuses a wrong value.
+    only = {}
+    for name, value in fields.items():
+        if name not in settings:
+            only[name] = value if isinstance(value, list) else [value]
     return {**settings, "only": only}
 
 
 def _known(
     name: str, site: str | None, changes: dict[str, dict[str, Any]]
 ) -> tuple[ModelSpec, Plan, dict[str, Any], Site] | None:
-    """Returns model, layout, recipe and site of a run or a recipe, or None for a model."""
+    """Returns (model, layout, fields of the recipe, site) of a run or a recipe. Returns None if
+    `name` is neither.
+
+    Raises:
+        ConfigError: the site or the number of steps is missing, or a field must be edited.
+    """
     from kit.papers.recipes import names
 
     if (Path(name).expanduser() / "recipe.json").exists():
         run = Run.open(name)
         fields = run.recipe.to_dict() | changes["recipe"]
-        place = run.site
-        layout = run.plan.replace(**changes["plan"])
-        return run.spec, layout, fields, Site.load(site) if site else place
+        place = Site.load(site) if site else run.site
+        return run.spec, run.plan.replace(**changes["plan"]), fields, place
     if name not in names() and Path(name).suffix != ".toml":
         return None
     if site is None:
         raise ConfigError(f"--site: missing. Name the machine on which to rehearse {name}.")
-    asked = ask_for(None, name, None, {}, {"spec": {}, **changes})
-    if "num_steps" in asked.lacking:
+    gathered = gather_settings(None, name, None, {}, {"spec": {}, **changes})
+    if "num_steps" in gathered.missing:
         raise ConfigError("recipe.num_steps: missing. Give --set recipe.num_steps=VALUE.")
-    return asked.spec, asked.plan, {"data": EDIT, **asked.fields}, Site.load(site)
+    gathered.refuse_to_edit(unused=("data",))
+    fields = {"data": EDIT, **gathered.recipe_fields}
+    return gathered.spec, gathered.plan, fields, Site.load(site)
 
 
 def _rehearse(spec: ModelSpec, layout: Plan, fields: dict[str, Any], site: Site) -> None:
-    """Prints what a job would ask of its site; ends with exit code 1 if it does not fit."""
+    """Prints the result of a rehearsal of a job on its site. Exits with code 1 if the job does not
+    fit.
+    """
     from kit.estimate.rehearsal import rehearse
 
-    found = rehearse(spec, layout, Recipe.from_dict(fields), site)
-    untested = (Text(f"Not yet tested: {text}.", style="dim") for text in found.never_run)
-    tell(found.to_dict(), Table(*found.header, title=found.title, rows=found.rows), *untested)
-    if not found.fits:
+    rehearsal = rehearse(spec, layout, Recipe.from_dict(fields), site)
+    untested = [Text(f"Not yet tested: {text}.", style="dim") for text in rehearsal.never_run]
+    table = Table(*rehearsal.header, title=rehearsal.title, rows=rehearsal.rows)
+    print_result(rehearsal.to_dict(), table, *untested)
+    if not rehearsal.fits:
         raise typer.Exit(1)
 
 
 def _list() -> None:
-    """Prints what MODEL, --recipe and --site can name."""
+    """Prints the names that MODEL, --recipe and --site take."""
     from kit.papers.recipes import names, published_recipe
 
-    found = {
+    described = {
         "model": {name: f"{ModelSpec.preset(name).num_params:,} parameters" for name in PRESETS},
         "recipe": {name: f"that of {published_recipe(name).model}" for name in names()},
         "site": {name: Site.load(name).description for name in Site.names()},
     }
-    rows = [(kind, name, text) for kind, texts in found.items() for name, text in texts.items()]
-    tell(found, Table("", "name", "what it is", rows=rows))
+    rows = []
+    for kind, texts in described.items():
+        rows += [(kind, name, text) for name, text in texts.items()]
+    print_result(described, Table("", "name", "what it is", rows=rows))
     example = "llama3-8b --site dgx-h100 --devices 64 --batch 1024"
     next_step("Choose a layout, for example:", "plan", *example.split())
 
 
 def _check_out(out: Path) -> None:
+    """Raises ConfigError if `out` is not a new .json file."""
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: not a .json file. Give a name that ends in .json.")
     if out.exists():

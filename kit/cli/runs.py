@@ -17,12 +17,12 @@ from kit.cli.options import (
     AS_JSON,
     FollowOption,
     RunArgument,
-    facts_table,
     hint,
+    names_table,
     next_step,
     note,
     owned_output,
-    tell,
+    print_result,
 )
 from kit.errors import ConfigError, RunError, kit_command
 from kit.run import Run
@@ -41,7 +41,7 @@ NEXT = {
     JobState.LOST: ("Continue from its last checkpoint:", "resume"),
     JobState.IMPORTED: ("Draw its loss:", "figure"),
 }
-"""What to do with a run in its final state."""
+"""Advice on a run in a final state: a sentence, and the command that it introduces."""
 
 
 @app.command()
@@ -64,9 +64,9 @@ def status(
         _tell_why(opened)
     elif AS_JSON.get():
         alerts = [alert.to_dict() for alert in monitor.recorded_alerts(opened)]
-        tell(monitor.status_row(opened) | {"alerts": alerts})
+        print_result(monitor.status_row(opened) | {"alerts": alerts})
     else:
-        tell(None, monitor.status_table(opened, PlainConsole().picture_width))
+        print_result(None, monitor.status_table(opened, PlainConsole().picture_width))
     _tell_next(run)
 
 
@@ -89,10 +89,10 @@ def logs(
     follow: FollowOption = False,
 ) -> None:
     """Print the log of one rank, or the log of the job's script if the rank has printed nothing."""
-    # A job that scores, or builds data, has no spec.
+    # Jobs that score, or build data, have no spec.
     is_other = (run / "job.json").exists() and not (run / "spec.json").exists()
     job = Job.attach(run) if is_other else Run.open(run).job
-    # A progress bar draws its line again after a carriage return: each drawing becomes a line.
+    # A progress bar draws its line again after a carriage return. Each state becomes a line here.
     lines = io.IncrementalNewlineDecoder(None, translate=True)
     if follow:
         for line in job.follow(rank):
@@ -112,7 +112,7 @@ def logs(
 
 
 def _tell_next(run: Path) -> None:
-    """Says what to do with a run in the state that it is in."""
+    """Prints advice on a run in its present state."""
     status = read_status(run)
     text, command = NEXT.get(status.state, ("Follow it:", "watch"))
     report = read_exit(run)
@@ -178,36 +178,38 @@ def runs(
     if compare:
         _compare(table.folder, compare, out)
     else:
-        tell(table.to_dicts(), _drawn(table), *table.notes)
+        print_result(table.to_dicts(), _drawn(table), *table.notes)
         names = [row["run"] for row in table.rows if row["state"] != "unreadable"]
-        words = [word for name in names[:2] for word in ("--compare", name)]
+        words = []
+        for name in names[:2]:
+            words += ["--compare", name]
         if words:
             next_step("Draw their curves in one figure:", "runs", folder, *words)
 
 
 def _tell_why(run: Run) -> None:
-    """Prints how a run's speed compares with the estimate, or why that cannot be said, and its
-    ledger.
+    """Prints how the speed of a run compares with the estimate, and where the time of its nodes
+    went. Without an estimate, the reason is printed.
     """
     spent = monitor.ledger(run)
     try:
-        found = monitor.compare_speed(run)
-        told = found.to_dict()
-        facts = _facts(found)
-    except (ConfigError, RunError) as error:  # a number that the site lacks, or too few steps
-        told = {"verdict": str(error)}
+        comparison = monitor.compare_speed(run)
+        pace = comparison.to_dict()
+        facts = _facts(comparison)
+    except (ConfigError, RunError) as error:  # The site lacks a number, or there are too few steps.
+        pace = {"verdict": str(error)}
         facts = [("pace", str(error))]
     used = {"share": spent.goodput, "usd": spent.usd, "parts": spent.rows()}
-    tell(
-        {"pace": told, "goodput": spent.to_dict() | used},
-        facts_table(f"Is {run.name} as fast as it should be?", facts),
+    print_result(
+        {"pace": pace, "goodput": spent.to_dict() | used},
+        names_table(f"Is {run.name} as fast as it should be?", facts),
         "",
         *_ledger_tables(spent),
     )
 
 
-def _facts(found: "SpeedComparison") -> list[tuple[str, str]]:
-    """Returns in words what an estimate says of a run, and what was measured."""
+def _facts(comparison: "SpeedComparison") -> list[tuple[str, str]]:
+    """Returns (name, text) of what the estimate predicts for a run, and of what was measured."""
 
     def shares(parts: dict[str, float], whole: float) -> str:
         return ", ".join(
@@ -216,67 +218,69 @@ def _facts(found: "SpeedComparison") -> list[tuple[str, str]]:
             if part > 0.01 * whole
         )
 
-    measured_s = dict(found.parts_s)
+    measured_s = dict(comparison.parts_s)
     recorded_s = sum(measured_s.values())
     # The sum of the medians of all parts can exceed the median of the whole step.
-    whole_s = max(found.took_s, recorded_s)
+    whole_s = max(comparison.took_s, recorded_s)
     if measured_s:
         measured_s["other"] = whole_s - recorded_s
     waiting = ""
-    if found.waiting_s is not None:
-        waiting = f"{found.waiting_s / whole_s:.0%} for other ranks or the network"
+    if comparison.waiting_s is not None:
+        waiting = f"{comparison.waiting_s / whole_s:.0%} for other ranks or the network"
     facts = {
-        "pace": found.verdict,
+        "pace": comparison.verdict,
         "a step, measured": shares(measured_s, whole_s),
         "of that, waiting": waiting,
-        "where the time should go": shares(found.terms_s, found.expected_s),
+        "where the time should go": shares(comparison.terms_s, comparison.expected_s),
     }
-    warnings = [("warning", text) for text in found.warnings]
+    warnings = [("warning", text) for text in comparison.warnings]
     return [fact for fact in (*facts.items(), *warnings) if fact[1]]
 
 
 def _ledger_tables(spent: "Ledger") -> list[Table | str]:
-    """Returns where the time of a run's nodes went, by part and by attempt."""
+    """Returns where the time of a run's nodes went: a table by part and one by attempt."""
     from kit.monitor.text import duration
 
     has_price = spent.usd is not None
-    names = ["part", "time", "share", "device-hours", *["USD"] * has_price, "what it is"]
+    names = ["part", "time", "share", "device-hours"]
+    if has_price:
+        names.append("USD")
+    names.append("what it is")
+    rows = []
+    for part in spent.rows():
+        if not part["seconds"]:
+            continue
+        row = [part["part"], duration(part["seconds"]), f"{part['share']:.1%}"]
+        row.append(f"{part['device_hours']:,.3g}")
+        if has_price:
+            row.append(f"{part['usd']:,.2f}")
+        row.append(part["meaning"])
+        rows.append(row)
     title = (
         f"{spent.goodput:.1%} of the device-hours of {spent.run} count; shares are of all time,"
         " waiting too"
     )
-    rows = [
-        (
-            row["part"],
-            duration(row["seconds"]),
-            f"{row['share']:.1%}",
-            f"{row['device_hours']:,.3g}",
-            *([f"{row['usd']:,.2f}"] if has_price else []),
-            row["meaning"],
+    parts: list[Table | str] = [Table(*names, right=names[1:-1], title=title, rows=rows)]
+    if spent.idle_s:
+        parts.append(
+            f"{duration(spent.idle_s)} between attempts, in which none was wanted, are in no part."
         )
-        for row in spent.rows()
-        if row["seconds"]
-    ]
-    parts = Table(*names, right=names[1:-1], title=title, rows=rows)
     names = ("attempt", "devices", "time", "of its device-hours count", "last word")
-    rows = [
-        (
-            str(share.attempt),
-            f"{share.devices:,}",
-            duration(sum(share.seconds.values())),
-            "" if math.isnan(share.goodput) else f"{share.goodput:.1%}",
-            share.end,
-        )
-        for share in spent.attempts
-    ]
-    attempts = Table(*names, right=names[1:3], rows=rows)
-    idle = f"{duration(spent.idle_s)} between attempts, in which none was wanted, are in no part."
-    return [parts, *([idle] if spent.idle_s else []), "", attempts]
+    rows = []
+    for share in spent.attempts:
+        took = duration(sum(share.seconds.values()))
+        goodput = "" if math.isnan(share.goodput) else f"{share.goodput:.1%}"
+        rows.append((str(share.attempt), f"{share.devices:,}", took, goodput, share.end))
+    return [*parts, "", Table(*names, right=names[1:3], rows=rows)]
 
 
 def _living(run: Path, what: str) -> Job:
-    """Returns the job of a run; RunError where it has ended, or was never ours: nobody would
-    read a request.
+    """Returns the job of a run, to which a request can be sent. `what` names the request.
+
+    Raises:
+        RunError: the run does not exist, was imported, or has ended, so that no trainer would read
+            the request.
+        JobError: the run belongs to another user.
     """
     if not run.exists():
         raise RunError(
@@ -292,17 +296,16 @@ def _living(run: Path, what: str) -> Job:
     status = opened.job.status()
     if status.state.is_final:
         is_whole = opened.checkpoints.steps()[-1:] >= [opened.recipe.num_steps]
-        go_on = (
-            kit_command("resume", run, "--steps", "N") if is_whole else kit_command("resume", run)
-        )
+        more_steps = ["--steps", "N"] if is_whole else []
         raise RunError(
             f"{run}: there is nothing to {what}, the job is {status.state} ({status.reason})."
-            f" Continue it: `{go_on}`."
+            f" Continue it: `{kit_command('resume', run, *more_steps)}`."
         )
     return opened.job
 
 
 def _compare(folder: Path, names: list[str], out: Path | None) -> None:
+    """Draws the curves of some runs below a folder in one figure, and prints its file."""
     file = check_picture(owned_output(out, folder / "compare.png"))
     if missing := [name for name in names if not (folder / name).is_dir()]:
         raise RunError(
@@ -311,32 +314,26 @@ def _compare(folder: Path, names: list[str], out: Path | None) -> None:
         )
     figure, table = monitor.compare_figure([Run.open(folder / name) for name in names])
     save_figure(figure, [], [file])
-    tell(
-        {
-            name: {key: column.tolist() for key, column in columns.items()}
-            for name, columns in table.items()
-        },
-        str(file),
-    )
+    values = {}
+    for name, columns in table.items():
+        values[name] = {key: column.tolist() for key, column in columns.items()}
+    print_result(values, str(file))
 
 
 def _drawn(table: "RunsTable") -> Table | str:
+    """Returns the table of runs for a terminal, with each state in its colour."""
     from kit.monitor.runs import cell_text, column_heading
-    from kit.monitor.text import COLOURS
+    from kit.monitor.text import STATE_COLOURS
 
     if not table.rows:
         return f"no run below {table.folder}"
-    names = table.columns
-    colours = {str(state): colour for state, colour in COLOURS.items()}
-    headings = [column_heading(name) for name in names]
-    rows = [
-        [
-            Text(
-                cell_text(name, row.get(name)),
-                colours.get(row["state"], "") if name == "state" else "",
-            )
-            for name in names
-        ]
-        for row in table.rows
-    ]
+    colours = {str(state): colour for state, colour in STATE_COLOURS.items()}
+    headings = [column_heading(name) for name in table.columns]
+    rows = []
+    for row in table.rows:
+        cells = []
+        for name in table.columns:
+            style = colours.get(row["state"], "") if name == "state" else ""
+            cells.append(Text(cell_text(name, row.get(name)), style))
+        rows.append(cells)
     return Table(*headings, rows=rows, right=headings[2:])

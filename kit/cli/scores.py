@@ -13,9 +13,9 @@ from kit.cli.options import (
     next_step,
     note,
     parse_values,
-    refuse,
+    print_result,
+    refuse_options,
     run_there,
-    tell,
 )
 from kit.errors import ConfigError
 from kit.interop.weights.other_trainers import not_a_model
@@ -179,13 +179,18 @@ def evaluate(
     """
     if suite is not None and tasks is not None:
         raise ConfigError(f"--suite {suite}: not with --tasks {tasks}. Give one of them.")
+    if limit is not None and limit.is_integer():
+        limit = int(limit)
+    batch: str | int | None = batch_size
+    if batch_size and batch_size.isdecimal():
+        batch = int(batch_size)
     flags = {
-        "limit": int(limit) if limit is not None and limit.is_integer() else limit,
+        "limit": limit,
         "untrusted_code": untrusted_code,
         "task_data": task_data,
         "include_path": include_path,
         "num_fewshot": num_fewshot,
-        "batch_size": int(batch_size) if batch_size and batch_size.isdecimal() else batch_size,
+        "batch_size": batch,
         "device": device,
         "dtype": dtype,
         "apply_chat_template": apply_chat_template or None,
@@ -216,7 +221,7 @@ def evaluate(
         return
     if not (folder / "config.json").is_file():
         raise not_a_model(folder)
-    refuse(
+    refuse_options(
         {"--step": step, "--follow": follow, "--submit": submit},
         f"{run} is a Hugging Face folder, which has one model. Give a run, or leave it out.",
     )
@@ -270,7 +275,7 @@ def _run(
         from kit.evaluate.follow import follow_run
 
         for found in follow_run(opened, tasks, submit=submit, **options):
-            tell(found.to_dict(), Text(found.line()))
+            print_result(found.to_dict(), Text(found.line()))
         next_step("Draw its loss:", "figure", directory)
         return
     _tell_layout(opened, options)
@@ -304,7 +309,7 @@ def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, *more: str
         from kit.evaluate.hlat import compare
 
         more = (*(f"\n{compare(report, table).to_text()}" for table in ("II", "V")), *more)
-    tell(report.to_dict(), report.to_text(), *more)
+    print_result(report.to_dict(), report.to_text(), *more)
 
 
 @app.command("eval-data")
@@ -320,7 +325,7 @@ def eval_data(
     wheel = build_mirror(folder)
     rows = mirror_table(wheel.parent)
     title = f"Benchmark data in {wheel.parent}"
-    tell(
+    print_result(
         {
             "folder": str(wheel.parent),
             "wheel": wheel.name,
@@ -389,13 +394,14 @@ def generate(
     from kit.evaluate.continuation import continued_texts
 
     refuse_elsewhere(Path(model).expanduser(), ". Run this command there.")
-    # As it was typed, whatever the locale makes of it.
+    # The bytes that were typed, in any locale.
     prompt = os.fsencode(prompt).decode(errors="replace")
     # The prompt of a text is printed with its first piece, when the model is loaded.
-    left = [plain(prompt)]
+    unprinted = [plain(prompt)]
 
     def show(text: str) -> None:
-        print((left.pop() if left else "") + plain(text), end="", flush=True)
+        print("".join(unprinted) + plain(text), end="", flush=True)
+        unprinted.clear()
 
     texts = continued_texts(
         model,
@@ -413,6 +419,6 @@ def generate(
         tell=show,
     )
     for _ in texts:
-        print(left.pop() if left else "")
-        left.append(plain(prompt))
+        print("".join(unprinted))
+        unprinted[:] = [plain(prompt)]
     next_step("Score it:", "eval", model)

@@ -31,27 +31,33 @@ def _divided(
     def breaks(plan: Any, spec: Any) -> Any:
         value = number(plan, spec)
         parts = degree(plan)
-        return (value % parts != 0) & ((value + more) % parts != 0 if more else True)
+        is_indivisible = value % parts != 0
+        if more:
+            is_indivisible = is_indivisible & ((value + more) % parts != 0)
+        return is_indivisible
 
     return Rule(breaks=breaks, sentence=sentence, **kwargs)
 
 
 def _over_heads(plan: Any) -> Any:
-    """Returns over how many ranks heads are cut: those of Ulysses exchange whole heads."""
+    """Returns the number of ranks over which attention heads are split. The ranks of context
+    parallelism are among them if they exchange whole heads (Ulysses).
+    """
     is_exchanged = plan.is_one_of("context_exchange", "all_to_all")
     return plan.tensor_parallel * (1 + is_exchanged * (plan.context_parallel - 1))
 
 
 def _head_degrees(plan: Any) -> str:
+    """Returns the degrees over which attention heads are split, for an error message."""
     exchanged = _over_heads(plan) > plan.tensor_parallel
     return "tensor_parallel x context_parallel" if exchanged else "tensor_parallel"
 
 
 def _sequence_parts(plan: Any) -> Any:
-    """Returns into how many parts a sequence is cut.
+    """Returns the number of parts into which a sequence is split.
 
-    Each rank of context parallelism has a part of its head and one of its tail: equal work under
-    the causal mask.
+    Each rank of context parallelism has two parts, one near the start of the sequence and one near
+    its end, so that all ranks have equal work under the causal mask.
     """
     tensor = 1 + plan.sequence_parallel * (plan.tensor_parallel - 1)
     return tensor * (1 + (plan.context_parallel > 1) * (2 * plan.context_parallel - 1))

@@ -134,21 +134,20 @@ class Plan(Record):
 
     @property
     def gpu_defaults(self) -> dict[str, Any]:
-        """Fields that such a plan has on GPUs where nobody has said otherwise: bf16, and compiled
-        where that pays.
+        """Defaults of fields on GPUs: bf16, and compilation unless it makes steps slower. Empty for
+        an engine that does not compile blocks.
 
-        Zero-bubble schedules cut each backward pass in two, and compiled blocks then run it twice:
-        half as many matrix products again, counted. For other engines than torch itself nothing is
-        assumed.
+        Zero-bubble schedules split each backward pass into two. Compiled blocks would run the whole
+        backward pass for both, which is half as many matrix products again (counted).
         """
-        cut = self.pipeline_parallel > 1 and self.schedule in SPLIT_SCHEDULES
         if not self.capabilities.compiles_blocks:
             return {}
-        return {"precision": "bf16", "compile": not cut}
+        splits_backward = self.pipeline_parallel > 1 and self.schedule in SPLIT_SCHEDULES
+        return {"precision": "bf16", "compile": not splits_backward}
 
     @property
     def num_devices(self) -> int:
-        """tensor x context x pipeline x data: one process each."""
+        """Number of devices: tensor x context x pipeline x data. Each has one process."""
         return (
             self.tensor_parallel
             * self.context_parallel
@@ -158,39 +157,40 @@ class Plan(Record):
 
     @property
     def untrained(self) -> tuple[str, ...]:
-        """What the kit plans and no engine of it trains: names of fields."""
-        found = {
-            "context_parallel": self.context_parallel > 1,
-            "precision": self.precision in PLANNED_ONLY,
-        }
-        return tuple(name for name, is_asked in found.items() if is_asked)
+        """Names of the fields whose values the kit can plan, but no engine can train."""
+        names = []
+        if self.context_parallel > 1:
+            names.append("context_parallel")
+        if self.precision in PLANNED_ONLY:
+            names.append("precision")
+        return tuple(names)
 
     @property
     def num_shards(self) -> int:
-        """Replicas that ZeRO cuts states over: 1 for stage 0."""
+        """Number of replicas over which ZeRO shards states. It is 1 for stage 0."""
         return 1 if self.zero_stage == 0 else self.shard_group
 
     @property
     def num_stages(self) -> int:
-        """Pipeline stages in all: pipeline_parallel x virtual_stages."""
+        """Number of pipeline stages: pipeline_parallel x virtual_stages."""
         return self.pipeline_parallel * self.virtual_stages
 
     def stage_layers(self, spec: ModelSpec, stage: int) -> range:
         """Returns the blocks of one pipeline stage: an equal share of consecutive layers.
 
-        Where the layers do not divide, the embedding and the loss stand for a layer each, so that
-        the first and the last stage have a block less, or none (Llama 3, arXiv 2407.21783, section
-        3.3.2: 126 layers in 128 places).
+        If the number of layers is not divisible, the embedding and the loss count as a layer each.
+        The first and the last stage then have one block less, or none (Llama 3, arXiv 2407.21783,
+        section 3.3.2: 126 layers in 128 places).
         """
         share = math.ceil(spec.num_layers / self.num_stages)
         first = stage * share - (share * self.num_stages > spec.num_layers)
         return range(max(0, first), min(spec.num_layers, first + share))
 
     def stage_recomputed(self, spec: ModelSpec, stage: int) -> int:
-        """Returns how many blocks of one pipeline stage, its first ones, `recompute` is for.
+        """Returns the number of recomputed blocks of one pipeline stage. They are its first blocks.
 
-        A device's stages have equal shares of `recompute_layers`. What does not divide goes to its
-        first stages, whose activations are kept for longest.
+        The stages of a device have equal shares of `recompute_layers`. The remainder goes to its
+        first stages, whose activations are kept for the longest time.
         """
         layers = len(self.stage_layers(spec, stage))
         if self.recompute_layers is None:
@@ -199,53 +199,58 @@ class Plan(Record):
         return min(layers, each + (stage // self.pipeline_parallel < more))
 
     def recomputed_layers(self, spec: ModelSpec) -> int:
-        """Returns how many blocks of the model `recompute` is for."""
+        """Returns the number of blocks of the model that are recomputed."""
         return sum(self.stage_recomputed(spec, stage) for stage in range(self.num_stages))
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether ZeRO shards over groups of `shard_size` replicas, with copies across them."""
+        """Whether ZeRO shards over groups of `shard_size` replicas. Each group has a copy of the
+        states.
+        """
         return self.shard_size is not None
 
     @property
     def shard_group(self) -> int:
-        """Replicas that ZeRO would shard over, whatever its stage."""
+        """Number of replicas in a group of ZeRO, for any ZeRO stage."""
         return self.shard_size or self.data_parallel
 
     def is_one_of(self, field: str, *names: str) -> bool:
-        """Returns whether a field with a name has one of these, as a rule asks."""
+        """Returns whether a field has one of some values. A rule calls it, with a plan or with the
+        arrays of a search.
+        """
         return getattr(self, field) in names
 
     def kv_replication(self, spec: ModelSpec) -> int:
-        """Returns how many tensor parallel ranks hold each key/value head: more than 1 with
-        engine neuron only.
+        """Returns the number of tensor parallel ranks that hold each key/value head. It is above 1
+        only with an engine that copies key/value heads.
         """
-        copies = self.capabilities.copies_kv_heads and self.tensor_parallel % spec.num_kv_heads == 0
-        return max(1, self.tensor_parallel // spec.num_kv_heads) if copies else 1
+        is_multiple = self.tensor_parallel % spec.num_kv_heads == 0
+        if not self.capabilities.copies_kv_heads or not is_multiple:
+            return 1
+        return max(1, self.tensor_parallel // spec.num_kv_heads)
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches that each replica runs in one optimizer step."""
+        """Number of micro-batches that each replica runs in one optimizer step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
 
     def check(self, spec: ModelSpec, num_processes: int | None = None) -> None:
-        """Returns nothing if this plan can run `spec` (on `num_processes`, if given).
+        """Checks that this plan can train `spec`, with `num_processes` processes if they are given.
 
         Raises:
             ConfigError: the process count is not TP x PP x DP, a shape of the model does not
                 divide, or the engine does not train such models or plans.
         """
         for name in self.untrained:
+            trained = {"context_parallel": "1", "precision": "bf16"}[name]
             raise ConfigError(
                 f"plan.{name}: {getattr(self, name)!r} is not trained by engine {self.engine!r} or"
-                " another: the kit plans this, it does not train it. Use"
-                f" {'1' if name == 'context_parallel' else 'bf16'}."
+                f" another: the kit plans this, it does not train it. Use {trained}."
             )
         self.check_shapes(spec, num_processes)
 
     def check_shapes(self, spec: ModelSpec, num_processes: int | None = None) -> None:
-        """Returns nothing if `spec` can be cut as this plan says, whether or not the kit trains
-        such plans.
+        """Checks that this plan can split `spec`. The kit may be unable to train the plan.
 
         Raises:
             ConfigError: as `check`.
@@ -259,6 +264,9 @@ class Plan(Record):
         refuse(MODEL_RULES, self.capabilities, self, spec)
 
     def _repr_html_(self) -> str:
+        tensor = str(self.tensor_parallel)
+        if self.sequence_parallel:
+            tensor += " + sequence"
         pipeline = (
             f"{self.pipeline_parallel} ({self.schedule}, {counted(self.virtual_stages, 'stage')} a"
             " device)"
@@ -267,23 +275,28 @@ class Plan(Record):
             f"{self.global_batch_size} = {self.data_parallel} x {self.num_microbatches} x"
             f" {self.micro_batch_size}"
         )
-        over = f" over {self.shard_size}" if self.shard_size else ""
-        some = f" ({self.recompute_layers} a device)" if self.recompute_layers else ""
+        zero = f"ZeRO {self.zero_stage}"
+        if self.shard_size:
+            zero += f" over {self.shard_size}"
+        recompute: str = self.recompute
+        if self.recompute_layers:
+            recompute += f" ({self.recompute_layers} a device)"
+        precision: str = self.precision
+        if self.compile:
+            precision += ", compiled"
+        engine = "none: planned, not trained" if self.untrained else self.engine
         rows = [
             ("devices", self.num_devices),
-            (
-                "tensor parallel",
-                f"{self.tensor_parallel}{' + sequence' if self.sequence_parallel else ''}",
-            ),
+            ("tensor parallel", tensor),
             ("pipeline parallel", pipeline),
-            ("data parallel", f"{self.data_parallel} (ZeRO {self.zero_stage}{over})"),
-            *[("context parallel", f"{self.context_parallel} ({self.context_exchange})")]
-            * (self.context_parallel > 1),
+            ("data parallel", f"{self.data_parallel} ({zero})"),
+        ]
+        if self.context_parallel > 1:
+            exchange = f"{self.context_parallel} ({self.context_exchange})"
+            rows.append(("context parallel", exchange))
+        rows += [
             ("batch (sequences) = replicas x micro-batches x size", batch),
-            (
-                "recompute, precision",
-                f"{self.recompute}{some}, {self.precision}{', compiled' if self.compile else ''}",
-            ),
-            ("engine", "none: planned, not trained" if self.untrained else self.engine),
+            ("recompute, precision", f"{recompute}, {precision}"),
+            ("engine", engine),
         ]
         return html_table("Plan", rows, Plan)

@@ -197,12 +197,15 @@ class Recipe(Record):
             )
             begin = phase.until_tokens
         allowed = f"{len(own)} numbers of 0 or more, one for each of recipe.sources, not all 0"
-        mixes = {f"phases[{i}].weights": phase.weights for i, phase in enumerate(self.phases)}
-        for name, weights in ({"sources: weights": own} | mixes if own else {}).items():
-            sound = (
-                all(0 <= weight < math.inf for weight in weights) and 0 < sum(weights) < math.inf
-            )
-            _require(name, weights, sound and len(weights) == len(own), allowed)
+        mixes = {"sources: weights": own}
+        for i, phase in enumerate(self.phases):
+            mixes[f"phases[{i}].weights"] = phase.weights
+        if not own:
+            mixes = {}
+        for name, weights in mixes.items():
+            are_finite = all(0 <= weight < math.inf for weight in weights)
+            is_sound = are_finite and 0 < sum(weights) < math.inf
+            _require(name, weights, is_sound and len(weights) == len(own), allowed)
 
     def learning_rate_at(self, step: int) -> float:
         """Returns the learning rate of optimizer step `step` (the first is 1).

@@ -174,7 +174,7 @@ class ModelSpec(Record):
 
     @property
     def gated(self) -> bool:
-        """True where the feed-forward block has a gate beside its up projection."""
+        """Whether the feed-forward block has a gate beside its up projection."""
         return self.activation == "swiglu"
 
     # Parameters -----------------------------------------------------------------------------------
@@ -187,21 +187,30 @@ class ModelSpec(Record):
         attention = (
             2 * self.hidden_size**2 + 2 * self.hidden_size * self.num_kv_heads * self.head_size
         )
-        return attention + (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
+        num_projections = 3 if self.gated else 2
+        return attention + num_projections * self.hidden_size * self.ffn_hidden_size
 
     @property
     def params_per_layer(self) -> int:
-        """All weights of one block, norms and biases included."""
+        """Number of weights of one block, with norms and biases."""
+        return self.matmul_params_per_layer + 2 * self._norm_params + self._biases_per_layer
+
+    @property
+    def _biases_per_layer(self) -> int:
+        """Number of biases of one block: queries, keys and values; attention output; the
+        feed-forward projections into and out of its width.
+        """
+        if not self.bias:
+            return 0
         h = self.hidden_size
         kv = self.num_kv_heads * self.head_size
-        f = self.ffn_hidden_size
-        bias = (h + 2 * kv) + h + (2 * f if self.gated else f) + h if self.bias else 0
-        return self.matmul_params_per_layer + 2 * self._norm_params + bias
+        ffn_in = 2 * self.ffn_hidden_size if self.gated else self.ffn_hidden_size
+        return (h + 2 * kv) + h + ffn_in + h
 
     @property
     def _norm_params(self) -> int:
-        """Weights of one norm; LayerNorm has biases too."""
-        return self.hidden_size * (2 if self.norm == "layernorm" else 1)
+        """Number of weights of one norm. LayerNorm has biases, too."""
+        return 2 * self.hidden_size if self.norm == "layernorm" else self.hidden_size
 
     @property
     def embedding_params(self) -> int:
@@ -211,10 +220,12 @@ class ModelSpec(Record):
 
     @property
     def output_params(self) -> int:
-        """Weights of the final norm and, where not tied, the output projection."""
-        return self._norm_params + (
-            0 if self.tied_embeddings else self.vocab_size * self.hidden_size
-        )
+        """Number of weights of the final norm and of the output projection. A tied projection has
+        no weights of its own.
+        """
+        if self.tied_embeddings:
+            return self._norm_params
+        return self._norm_params + self.vocab_size * self.hidden_size
 
     @property
     def num_params(self) -> int:
@@ -232,12 +243,10 @@ class ModelSpec(Record):
         products of attention, each h wide, with the full map counted, causal or not. Source: PaLM
         (arXiv 2204.02311), appendix B.
         """
-        L, h, s, V = (
-            self.num_layers,
-            self.hidden_size,
-            self.sequence_length,
-            self.vocab_size,
-        )  # noqa: N806
+        L = self.num_layers  # noqa: N806
+        h = self.hidden_size
+        s = self.sequence_length
+        V = self.vocab_size  # noqa: N806
         if basis is FlopBasis.MODEL:
             return 6 * (L * self.matmul_params_per_layer + V * h) + 12 * L * h * s
         if basis is FlopBasis.MEGATRON:
@@ -249,7 +258,7 @@ class ModelSpec(Record):
         kv = self.num_kv_heads * self.head_size
         f = self.ffn_hidden_size
         a = self.num_heads
-        feed_forward = (6 if self.gated else 4) * h * f
+        feed_forward = 6 * h * f if self.gated else 4 * h * f
         layer = 4 * h**2 + 4 * h * kv + 4 * s * h + 6 * a * s + feed_forward
         return 3.0 * (L * layer + 4 * V * h)
 
@@ -270,14 +279,20 @@ class ModelSpec(Record):
         element-wise operations (norms, rotary, activation), which no FLOP basis counts, so it
         equals the model FLOPs.
         """
-        params = self.matmul_params_per_layer - (
-            0 if whole else self.hidden_size * self.ffn_hidden_size
-        )
-        layers = self.num_layers if layers is None else layers
-        again = layers * (2 * params + 4 * self.hidden_size * self.sequence_length)
-        return self.flops_per_token() + (again if recompute == "full" else 0)
+        if recompute != "full":
+            return self.flops_per_token()
+        params = self.matmul_params_per_layer
+        if not whole:
+            params -= self.hidden_size * self.ffn_hidden_size
+        if layers is None:
+            layers = self.num_layers
+        recomputed = layers * (2 * params + 4 * self.hidden_size * self.sequence_length)
+        return self.flops_per_token() + recomputed
 
     def _repr_html_(self) -> str:
+        vocabulary = f"{self.vocab_size:,}"
+        if self.tied_embeddings:
+            vocabulary += " (tied)"
         shape = (
             f"{self.num_layers} x {self.hidden_size}, {counted(self.num_heads, 'head')}"
             f" ({self.num_kv_heads} kv)"
@@ -286,7 +301,7 @@ class ModelSpec(Record):
             ("family", f"{self.family}: {self.norm}, {self.positions}, {self.activation}"),
             ("layers x hidden, heads", shape),
             ("feed-forward", f"{self.ffn_hidden_size:,}"),
-            ("vocabulary", f"{self.vocab_size:,}{' (tied)' if self.tied_embeddings else ''}"),
+            ("vocabulary", vocabulary),
             ("sequence length", f"{self.sequence_length:,}"),
             ("parameters", f"{self.num_params:,}"),
             ("model FLOPs per token", f"{self.flops_per_token():.4g}"),
@@ -295,6 +310,7 @@ class ModelSpec(Record):
 
 
 def _divisors(number: int) -> str:
+    """Returns the divisors of a number, separated by commas."""
     return ", ".join(str(i) for i in range(1, number + 1) if number % i == 0)
 
 
@@ -307,22 +323,23 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])\b")
 
 
 def _suggestion(name: str) -> str:
-    """Returns the tail of an error message: presets of the asked size if it names one, else the
-    closest by name.
+    """Returns the end of an error message about an unknown preset: the presets of the size in the
+    name, or the preset with the closest name if it contains no size.
     """
     size = _SIZE.search(name.lower())
-    alike = [
-        preset
-        for preset in PRESETS
-        if size and (own := _SIZE.search(preset)) and own.groups() == size.groups()
-    ]
+    if size is None:
+        return suggestion(name, PRESETS)
+    alike = []
+    for preset in PRESETS:
+        preset_size = _SIZE.search(preset)
+        if preset_size and preset_size.groups() == size.groups():
+            alike.append(preset)
     if alike:
         return (
             f"Did you mean {' or '.join(map(repr, alike))}? Allowed: {', '.join(sorted(PRESETS))}."
         )
-    if size:  # another size is no likely slip, however alike the names are
-        return (
-            f"None has {size[0].upper()} parameters. Give a spec.json of your own."
-            f" {suggestion('', PRESETS)}"
-        )
-    return suggestion(name, PRESETS)
+    # A preset of another size is not what was meant, however similar its name is.
+    return (
+        f"None has {size[0].upper()} parameters. Give a spec.json of your own."
+        f" {suggestion('', PRESETS)}"
+    )

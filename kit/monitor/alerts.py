@@ -9,7 +9,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,8 @@ LOGS_READ = 8
 MFU_STEPS = 50
 """Number of the newest steps whose median MFU is judged."""
 MFU_HISTORY_STEPS = 20_000
-"""Number of the newest steps with whose median MFU it is compared."""
+"""Number of the newest steps with whose median MFU the newest MFU is compared. Only steps with the
+layout of the last step count."""
 MFU_FALL = 0.75
 """Share of the median of the history below which MFU has fallen."""
 MFU_LOW = 0.30
@@ -118,19 +119,23 @@ class AlertMonitor:
 
     def __init__(self, run: Run, *, earlier: "AlertMonitor | None" = None) -> None:
         self.run = run
-        self.log = earlier.log if earlier else AlertLog(run.directory / "alerts.jsonl")
-        self._rises = earlier._rises if earlier else RiseDetector()
-        self._judged_rows = earlier._judged_rows if earlier else 0
-        self._revision = earlier._revision if earlier else -1
-        """Revision of the columns to which the judged rows belong."""
-        self._num_rows = earlier._num_rows if earlier else -1
-        """Number of recorded rows at the last look."""
-        self._num_rows_since = earlier._num_rows_since if earlier else time.monotonic()
-        """Monotonic time of the last change of `_num_rows`, in seconds."""
-        self._start = earlier._start if earlier else (0, False)
-        """(attempt, whether all ranks have joined) of the start that is watched."""
-        self._start_since = earlier._start_since if earlier else time.monotonic()
-        """Monotonic time at which `_start` was seen first, in seconds."""
+        if earlier is None:
+            self.log = AlertLog(run.directory / "alerts.jsonl")
+            self._rises = RiseDetector()
+            self._judged_rows = 0
+            self._revision = -1
+            """Revision of the columns to which the judged rows belong."""
+            self._steps_timer = ChangeTimer()
+            """Times how long the number of recorded rows has not changed."""
+            self._start_timer = ChangeTimer()
+            """Times how long a start waits for its ranks, or for its first step."""
+        else:
+            self.log = earlier.log
+            self._rises = earlier._rises
+            self._judged_rows = earlier._judged_rows
+            self._revision = earlier._revision
+            self._steps_timer = earlier._steps_timer
+            self._start_timer = earlier._start_timer
 
     def look(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
         """Returns the alerts that are new, after writing them to the run directory."""
@@ -145,7 +150,7 @@ class AlertMonitor:
         return self.log.add(alerts)
 
     def _prepare(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> Look:
-        """Returns what the rules judge now, and notes how far they will have come."""
+        """Returns what the rules judge at this look. The rows of the look count as judged."""
         columns = curves.columns
         if columns.revision != self._revision:
             self._revision = columns.revision
@@ -159,21 +164,15 @@ class AlertMonitor:
             phases = [phase.until_tokens for phase in self.run.recipe.phases]
             new_data = np.searchsorted(curves["tokens"], phases).tolist()
             rises = self._rises.find(columns["loss"][:end], columns["learning_rate"], new_data)
-        now = time.monotonic()
-        is_unheard = bool(status.late_age)
-        is_running = status.state is JobState.RUNNING
-        if len(columns) != self._num_rows or not is_running or is_unheard:
-            self._num_rows = len(columns)
-            self._num_rows_since = now
+        is_heard = not status.late_age
+        is_running = status.state is JobState.RUNNING and is_heard
+        silent_s = self._steps_timer.unchanged_s(len(columns), counts=is_running)
+        is_starting = status.state is JobState.STARTING and is_heard
         start = (status.attempt, status.has_joined)
-        is_starting = status.state is JobState.STARTING and not is_unheard
-        if start != self._start or not is_starting:
-            self._start = start
-            self._start_since = now
-        starting_s = 0.0
+        starting_s = self._start_timer.unchanged_s(start, counts=is_starting)
         if is_starting:
-            # The supervisor counts too, from the beginning.
-            starting_s = max(now - self._start_since, status.starting_s or 0.0)
+            # The supervisor has counted from the beginning of the start.
+            starting_s = max(starting_s, status.starting_s or 0.0)
         return Look(
             run=self.run,
             curves=curves,
@@ -182,9 +181,27 @@ class AlertMonitor:
             first=first,
             end=end,
             rises=rises,
-            silent_s=now - self._num_rows_since,
+            silent_s=silent_s,
             starting_s=starting_s,
         )
+
+
+class ChangeTimer:
+    """Measures for how long a value has not changed, by the clock of this machine."""
+
+    def __init__(self) -> None:
+        self._value: Any = None
+        self._since = time.monotonic()
+
+    def unchanged_s(self, value: Any, *, counts: bool) -> float:
+        """Returns the seconds since the value last differed from `value`. If `counts` is False, the
+        time begins anew, and the result is zero.
+        """
+        now = time.monotonic()
+        if value != self._value or not counts:
+            self._value = value
+            self._since = now
+        return now - self._since
 
 
 def _alert(rule: AlertRule, finding: Finding, look: Look) -> Alert:
@@ -201,13 +218,15 @@ def _alert(rule: AlertRule, finding: Finding, look: Look) -> Alert:
         attempt = int(columns["attempt"][row])
         step = int(columns["step"][row])
         when = float(columns["time"][row])
+        if not math.isfinite(when):
+            when = time.time()
     return Alert(
         kind=rule.kind,
         level=rule.level,
         message=finding.message,
         attempt=attempt,
         step=step,
-        time=when if math.isfinite(when) else time.time(),
+        time=when,
     )
 
 
@@ -347,7 +366,8 @@ def _bad_job_state(look: Look) -> Iterator[Finding]:
 
 def _slow_start(look: Look) -> Iterator[Finding]:
     """Finds a start that takes long, and quotes the last line of a rank's log."""
-    if look.starting_s > (FIRST_STEP_S if look.status.has_joined else JOIN_S):
+    limit_s = FIRST_STEP_S if look.status.has_joined else JOIN_S
+    if look.starting_s > limit_s:
         line = _last_log_line(look)
         quoted = f". Last line of {line}" if line else ""
         yield Finding(f"no step yet: {look.status.reason}{quoted}")
@@ -395,10 +415,13 @@ def _mfu_low(look: Look) -> Iterator[Finding]:
 
 
 def _mfu_medians(look: Look) -> tuple[float, float] | None:
-    """Returns the median MFU (of the newest steps, of the history). None while fewer than twice
-    MFU_STEPS steps have an MFU.
+    """Returns the median MFU (of the newest steps, of the history) with the layout of the last
+    step. None while fewer than twice MFU_STEPS steps of this layout have an MFU.
     """
     history = look.curves["mfu"][-MFU_HISTORY_STEPS:]
+    layouts = look.curves["layout"][-MFU_HISTORY_STEPS:]
+    # The MFU of another layout is no measure for this one.
+    history = history[layouts == layouts[-1:]]
     now = median(history[-MFU_STEPS:])
     before = median(history)
     if now is None or before is None or np.isfinite(history).sum() < 2 * MFU_STEPS:

@@ -19,6 +19,7 @@ from kit.run.metrics import Metrics, refutes_peak
 from kit.run.tail import CHUNK_BYTES
 
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
+"""Series that the dashboard draws, in the order of its charts."""
 UNSMOOTHED = ("learning_rate", "memory_bytes")
 """Series without noise, which are drawn without an average: it would only lag behind."""
 DERIVED = ("tokens_per_s", "mfu", "hfu", "tokens", "time", "layout")
@@ -62,11 +63,15 @@ class PlotRange:
         screen has.
         """
         start = message["start"]
+        if start is None:
+            start = -math.inf
         end = message["end"]
+        if end is None:
+            end = math.inf
         return cls(
             axis=message["axis"],
-            start=-math.inf if start is None else start,
-            end=math.inf if end is None else end,
+            start=start,
+            end=end,
             width=min(max(message["width"], 100), MAX_WIDTH),
             log_x=message["log_x"],
         )
@@ -77,7 +82,7 @@ class Curves:
     averages.
 
     Args:
-        run: whose steps they are, as it is now.
+        run: the run as its files describe it.
         smoothing: weight of the past in the average, from 0 (none) to below 1.
         earlier: curves of the same run before its plan or site changed. The rows that they have
             parsed and their smoothing are taken over. Everything else is derived again.
@@ -89,7 +94,18 @@ class Curves:
         self.run = run
         self.smoothing = earlier.smoothing if earlier else smoothing
         self.columns = earlier.columns if earlier else Columns(run.directory / "metrics.jsonl")
-        self._restart()
+        self.damaged: Mapping[int, str] = {}
+        """Reason why the plan or site of an attempt cannot be read, by attempt."""
+        self._revision = self.columns.revision
+        """Revision of the columns from which everything below is derived."""
+        self._values = Growing(len(DERIVED))
+        self._above_peak = Growing(1)
+        """HFU of the steps that have one above 1."""
+        self._known_peak = 0
+        """Number of steps that have an HFU."""
+        self._averages: dict[str, Average] = {}
+        self._blocks: dict[str, Growing] = {}
+        """Least and largest value of each whole block of a series."""
         if len(self.columns):
             self._extend()
 
@@ -105,53 +121,54 @@ class Curves:
 
     @property
     def times_peak(self) -> float | None:
-        """How many times the peak the steps above it reach, in the median, where there are too many
-        to believe it.
+        """Median HFU of the steps that have one above 1, if they are too many to believe the peak.
+        None for a believable peak.
 
-        There is then no MFU and no HFU, by the rule of `kit.run.metrics.Metrics.mfu`.
+        A run with a refuted peak has no MFU and no HFU, by the rule of `kit.run.metrics.Metrics`.
         """
         above = self._above_peak.values[0]
-        return float(np.median(above)) if refutes_peak(len(above), self._known_peak) else None
+        if not refutes_peak(len(above), self._known_peak):
+            return None
+        return float(np.median(above))
 
     @property
     def why_no_mfu(self) -> str | None:
-        """As of `kit.run.metrics.Metrics`: `peak unknown`, `above the peak`, or None."""
+        """Reason why no step has an MFU, as in `kit.run.metrics.Metrics`: `peak unknown`, `above
+        the peak`, or None.
+        """
         if self.times_peak is not None:
             return "above the peak"
         peak = self.run.site.peak_flops_per_s(self.run.plan.precision)
         return "peak unknown" if peak is None else None
 
+    def shown_speed(self) -> str:
+        """Returns the series that stands for the speed in views with one chart of it: `mfu` if any
+        step has one, else `tokens_per_s`.
+        """
+        return "mfu" if np.isfinite(self["mfu"]).any() else "tokens_per_s"
+
     def set_smoothing(self, smoothing: float) -> None:
         """Sets the weight of the past in the averages from now on, from 0 (none) to below 1."""
         self.smoothing = smoothing
 
-    def _restart(self) -> None:
-        """Forgets what was derived from the columns."""
-        self._revision = self.columns.revision
-        self._values = Growing(len(DERIVED))
-        self._above_peak = Growing(1)
-        self._known_peak = 0
-        self.damaged: Mapping[int, str] = {}
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drops what was derived from values that are no longer what is shown."""
-        self._averages: dict[str, Average] = {}
-        self._blocks: dict[str, Growing] = {}
-
     def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
-        """Takes over new steps, a few MiB at most, and all of them again where older ones have
-        changed; returns whether there is more to read.
+        """Reads new steps, a few MiB at most. If older steps have changed, everything is derived
+        again. Returns whether there is more to read.
         """
         more = self.columns.poll(limit_bytes)
         if self.columns.revision != self._revision:
-            self._restart()
+            self._revision = self.columns.revision
+            self._values = Growing(len(DERIVED))
+            self._above_peak = Growing(1)
+            self._known_peak = 0
+            self.damaged = {}
+            self._forget()
         if len(self) < len(self.columns):
             self._extend()
         return more
 
     def read_all(self) -> "Curves":
-        """Takes over all steps that are new, and returns itself."""
+        """Reads all new steps. Returns the curves themselves."""
         while self.read():
             pass
         return self
@@ -160,8 +177,13 @@ class Curves:
         """Returns the steps that were read so far."""
         return Metrics.of(self.columns, **self.run.facts())
 
+    def _forget(self) -> None:
+        """Drops averages and blocks, whose values have changed."""
+        self._averages.clear()
+        self._blocks.clear()
+
     def _extend(self) -> None:
-        """Derives what belongs to the rows that are new in the columns."""
+        """Derives the values of the rows that are new in the columns."""
         first = len(self)
         new = {name: self.columns[name][first:] for name in SOURCE_COLUMNS}
         metrics = Metrics(columns=new, skipped_lines=0, **self.run.facts())
@@ -176,8 +198,8 @@ class Curves:
         self._values.extend(np.vstack([speed, rates, tokens, time, metrics.layouts]))
 
     def average(self, name: str) -> np.ndarray:
-        """Returns the average of a series over all its steps, not of what is drawn, at the
-        smoothing of now.
+        """Returns the average of a series at each of its steps, with the present smoothing. It is
+        an average over all steps, not over the pixels of a chart.
         """
         if name not in self._averages or self._averages[name].smoothing != self.smoothing:
             self._averages[name] = Average(self.smoothing)
@@ -195,11 +217,14 @@ class Curves:
         if len(edges) < 2:
             return np.empty(0), np.empty((3 * len(names), 0))
         last = edges[1:] - 1
-        centre = {name: self[name] if name in UNSMOOTHED else self.average(name) for name in names}
-        rows = [row for name in names for row in (*self.envelope(name, edges), centre[name][last])]
+        rows = []
+        for name in names:
+            centre = self[name] if name in UNSMOOTHED else self.average(name)
+            rows += [*self.envelope(name, edges), centre[last]]
         at = x[last]
         if len(at) > 1:
-            # Of the last step in each pixel, but what is shown begins with the first one.
+            # A pixel has the x of its last step. Only the first pixel has that of its first step,
+            # so that the curve begins where the run begins.
             at[0] = x[edges[0]]
         return at, np.stack(rows)
 
@@ -255,13 +280,8 @@ class Average:
         self.smoothing = smoothing
         self._result = Growing(1)
         self._group = 0.0
-        self._begin()
-
-    def _begin(self) -> None:
-        """Forgets all values so far."""
-        self._last = math.nan
-        self._total = 0.0
-        self._count = 0
+        """Number of the group of the last value."""
+        self._group_average = GroupAverage(smoothing)
 
     def update(self, values: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
         """Returns the average at each of `values`. The values of earlier calls must be its
@@ -272,35 +292,49 @@ class Average:
         known = self._result.length
         new = values[known:]
         if groups is None:
-            self._result.extend(self._continue(new))
+            self._result.extend(self._group_average.extend(new))
             return self._result.values[0]
         new_groups = groups[known:]
         changes = np.flatnonzero(np.diff(new_groups, prepend=self._group))
         for start, end in itertools.pairwise([0, *changes.tolist(), len(new)]):
             if start < end and new_groups[start] != self._group:
-                self._begin()
                 self._group = new_groups[start]
-            self._result.extend(self._continue(new[start:end]))
+                self._group_average = GroupAverage(self.smoothing)
+            self._result.extend(self._group_average.extend(new[start:end]))
         return self._result.values[0]
 
-    def _continue(self, values: np.ndarray) -> np.ndarray:
-        """Returns the averages at further values of the same group."""
+
+class GroupAverage:
+    """Exponential moving average of the values of one group, as in `Average`."""
+
+    def __init__(self, smoothing: float) -> None:
+        self._smoothing = smoothing
+        self._last = math.nan
+        """Average at the last value."""
+        self._total = 0.0
+        """Discounted sum of all finite values."""
+        self._count = 0
+        """Number of finite values."""
+
+    def extend(self, values: np.ndarray) -> np.ndarray:
+        """Returns the averages at further values of the group."""
         finite = np.isfinite(values)
         # Only finite values change the average.
-        averages = np.append(self._last, self._extend(values[finite]))
+        averages = np.append(self._last, self._extend_finite(values[finite]))
         self._last = float(averages[-1])
         return averages[np.cumsum(finite)]
 
-    def _extend(self, values: np.ndarray) -> np.ndarray:
-        """Returns the averages at further values, all finite.
+    def _extend_finite(self, values: np.ndarray) -> np.ndarray:
+        """Returns the averages at further values, all of which are finite.
 
         The weights of n values sum to (1 - w**n) / (1 - w).
         """
-        totals = discounted_sum(values, self.smoothing, self._total)
+        totals = discounted_sum(values, self._smoothing, self._total)
         counts = np.arange(self._count + 1, self._count + len(values) + 1)
         self._count += len(values)
-        self._total = float(totals[-1]) if len(values) else self._total
-        return totals * (1 - self.smoothing) / (1 - self.smoothing**counts)
+        if len(values):
+            self._total = float(totals[-1])
+        return totals * (1 - self._smoothing) / (1 - self._smoothing**counts)
 
 
 def drawable(values: np.ndarray) -> np.ndarray:

@@ -139,21 +139,22 @@ class Dashboard:
         return self.run_view.metrics()
 
     def frame(self, plot_range: PlotRange) -> tuple[dict[str, Any], bytes]:
-        """Returns the picture's numbers: a description, and x (float64, [n]) followed by the rows
-        (float32, [rows, n]).
+        """Returns (description, numbers) of the picture. The numbers are x (float64, [n]) followed
+        by the rows (float32, [rows, n]).
 
-        Rows: min, max and average of each of SERIES; validation loss; average loss of each baseline
-        run; loss of each baseline run at its last step that is not beyond x.
+        Rows: min, max and average of each of SERIES; the largest validation loss of the pixel;
+        average loss of each baseline run; loss of each baseline run at its last step that is not
+        beyond x.
         """
         with self.lock:
             x, rows = self.curves.window((*SERIES, "validation_loss"), plot_range)
-            # Of the held-out losses in a pixel the largest is shown.
-            rows = [*rows[:-3], rows[-2]]
+            *rows_of_series, _, largest_validation_loss, _ = rows
+            rows = [*rows_of_series, largest_validation_loss]
             for other in self.baseline_curves.values():
                 rows.append(_average_loss_at(other, plot_range.axis, x))
-            rows += [_loss_at(other, plot_range.axis, x) for other in self.baseline_curves.values()]
+            for other in self.baseline_curves.values():
+                rows.append(_loss_at(other, plot_range.axis, x))
             description = {
-                "series": SERIES,
                 "others": list(self.baseline_curves),
                 "levels": self.baseline_losses,
                 "n": len(x),
@@ -169,22 +170,24 @@ class Dashboard:
     def row(self) -> dict[str, Any]:
         """Returns state, its reason, and the numbers of the last step.
 
-        NaN and infinity are numbers that were not finite; None is what was never recorded, or is
-        not known.
+        Recorded numbers that were not finite are NaN or infinity. A number is None if it was never
+        recorded or is unknown.
         """
         with self.lock:
             run = self.run
             status = self.status
             step = self._last_step() if len(self.curves) else {"step": 0}
             mix = mix_words(run.recipe, run.spec.sequence_length, step.get("tokens", 0))
-            left_s = time_left_s(self.columns, run.recipe.num_steps)
+            left_s = None
+            if not status.state.is_final:
+                left_s = time_left_s(self.columns, run.recipe.num_steps)
             return {
                 "state": str(status.state),
                 "reason": status.reason,
                 "attempt": status.attempt,
                 "num_steps": run.recipe.num_steps,
                 **step,
-                "eta_s": None if status.state.is_final else left_s,
+                "eta_s": left_s,
                 "data": "; ".join(filter(None, (mix, hook_words(run)))),
             }
 
@@ -200,35 +203,41 @@ class Dashboard:
             status = self.status
             state = read_state(run.directory)
             process = state.process if state else None
+            host = process.host if process else None
             memory = run.site.device.memory_bytes
-            spent = (speed["goodput"] or {}).get("usd")
-            price = str(run.site.price_per_node_hour)
+            device_bytes = memory.value if memory else None
+            straggler = str(ranks.slowest) if ranks.slowest else None
+            cost = None
+            if speed["goodput"] and speed["goodput"]["usd"] is not None:
+                price = str(run.site.price_per_node_hour)
+                cost = {"value": speed["goodput"]["usd"], "note": price}
             row = self.row()
+            not_finite = [
+                name
+                for name in ("loss", "grad_norm")
+                if row.get(name) is not None and not np.isfinite(row[name])
+            ]
             return {
                 **{name: _json_value(value) for name, value in row.items()},
-                "not_finite": [
-                    name
-                    for name in ("loss", "grad_norm")
-                    if row.get(name) is not None and not np.isfinite(row[name])
-                ],
+                "not_finite": not_finite,
                 "name": run.name,
                 "directory": str(run.directory),
                 "final": status.state.is_final,
-                "host": process.host if process else None,
+                "host": host,
                 "devices": run.plan.num_devices,
                 "checkpoints": run.checkpoints.steps()[-3:],
-                "unreadable": run.checkpoints.unreadable(),
+                "unreadable_note": _unreadable_note(run),
                 "allowed": view.actions.allowed(status),
                 "actions": view.actions.report(status),
                 "skipped_lines": self.columns.skipped_lines,
-                "straggler": str(ranks.slowest) if ranks.slowest else None,
+                "straggler": straggler,
                 "ranks": ranks.num_ranks,
                 "ranks_per_row": -(-ranks.num_ranks // HEAT_ROWS),
                 "split": ranks.step_parts(),
                 "speed": speed,
                 "as_of": status.late_age,
-                "device_bytes": memory.value if memory else None,
-                "cost": None if spent is None else {"value": spent, "note": price},
+                "device_bytes": device_bytes,
+                "cost": cost,
                 "formula": self._formula(),
             }
 
@@ -239,10 +248,10 @@ class Dashboard:
             return [alert.to_dict() for alert in reversed(newest)]
 
     def heat(self) -> bytes:
-        """Returns step time over the median, 0 for 0.8 and 254 for 1.4, 255 for unknown; uint8,
-        [row, sample].
+        """Returns the step times over the median as uint8, [row, sample]: 0 for a ratio of 0.8, 254
+        for 1.4, 255 for an unknown one.
 
-        A row is a rank, or the slowest of some neighbours where there are more than HEAT_ROWS.
+        A row is a rank. Of more than HEAT_ROWS ranks, a row is the slowest of some neighbours.
         """
         relative = self.run_view.ranks.relative_times(HEAT_ROWS)
         with np.errstate(invalid="ignore"):
@@ -250,40 +259,49 @@ class Dashboard:
         return np.where(np.isfinite(scaled), scaled, 255).astype(np.uint8).tobytes()
 
     def log(self) -> str:
-        """Returns the end of the chosen rank's log, or its lines that hold the text looked for."""
+        """Returns the end of the log that was selected, or its lines that contain the text that is
+        searched for.
+        """
+        directory = self.run.directory
         per_node = self.run.site.devices_per_node
-        text = log_lines(
-            log_file(self.run.directory, self.status.attempt, self.log_rank, per_node),
-            self.log_search,
-        )
-        report = read_exit(self.run.directory) if self.status.exit_code else None
-        return report.log_tail if report and not text and not self.log_search else text
+        file = log_file(directory, self.status.attempt, self.log_rank, per_node)
+        text = log_lines(file, self.log_search)
+        if text or self.log_search or not self.status.exit_code:
+            return text
+        # The log is empty, or was deleted. The exit report of a failed job quotes its end.
+        report = read_exit(directory)
+        return report.log_tail if report else ""
 
     def _share_read(self) -> float:
+        """Returns the share of the metrics file that was read, from 0 to 1."""
         left = self.columns.unread_bytes
-        return 1.0 if left < CHUNK_BYTES else self.columns.position / (self.columns.position + left)
+        if left < CHUNK_BYTES:
+            return 1.0
+        return self.columns.position / (self.columns.position + left)
 
     def _last_step(self) -> dict[str, Any]:
-        """Returns the numbers of the last step, its speeds as the median of the last 20 steps with
-        its layout.
+        """Returns the numbers of the last step. Its speeds are medians, as in
+        `kit.run.metrics.last_step`.
         """
         columns = self.columns
         curves = self.curves
         speeds = {name: curves[name] for name in ("tokens_per_s", "mfu", "hfu")}
         speeds["step_time_s"] = columns["step_time_s"][: len(curves)]
         known = last_step_values(columns, speeds, curves["layout"])
-        left = columns["tokens"][-1] * max(0, self.run.recipe.num_steps - known["step"])
-        held_out = columns["validation_loss"]
+        steps_left = max(0, self.run.recipe.num_steps - known["step"])
+        validation_losses = columns["validation_loss"]
         return {
             **known,
             "tokens": int(_finite_or_none(curves["tokens"][-1]) or 0),
-            "tokens_left": _finite_or_none(left),
-            "validation_loss": _last(held_out[np.isfinite(held_out)]),
-            **{name: _last(columns[name]) for name in ("learning_rate", "memory_bytes")},
-            "why_no_mfu": self.curves.why_no_mfu,
+            "tokens_left": _finite_or_none(columns["tokens"][-1] * steps_left),
+            "validation_loss": _last(validation_losses[np.isfinite(validation_losses)]),
+            "learning_rate": _last(columns["learning_rate"]),
+            "memory_bytes": _last(columns["memory_bytes"]),
+            "why_no_mfu": curves.why_no_mfu,
         }
 
     def _formula(self) -> str:
+        """Returns how MFU is computed, or why it is unknown."""
         spec = self.run.spec
         plan = self.run.plan
         site = self.run.site
@@ -302,14 +320,16 @@ class Dashboard:
         )
 
     def _attempts(self, axis: str) -> list[dict[str, float]]:
+        """Returns each attempt with the place on an axis at which it begins."""
         x = self.curves[axis]
         steps = self.curves["step"]
         if not len(x):
             return []
-        return [
-            {"attempt": attempt, "x": float(x[min(np.searchsorted(steps, first), len(x) - 1)])}
-            for attempt, first in sorted(self.columns.first_steps.items())
-        ]
+        attempts = []
+        for attempt, first_step in sorted(self.columns.first_steps.items()):
+            row = min(np.searchsorted(steps, first_step), len(x) - 1)
+            attempts.append({"attempt": attempt, "x": float(x[row])})
+        return attempts
 
     def _replace_if_changed(self, attempt: int) -> None:
         """Replaces the view of the run if there is a new attempt or another site.json.
@@ -331,34 +351,49 @@ class Dashboard:
 
 
 def log_lines(file: Path, search: str = "") -> str:
-    """Returns the last lines of a log, at most MAX_LINES; only those that hold `search`, in any
-    case, of its last 16 MiB.
+    """Returns the last lines of a log, at most MAX_LINES. With `search`, returns the last lines
+    that contain this text, in upper or lower case, in the last SEARCH_BYTES of the log.
 
-    A log of any size costs the same.
+    The cost does not depend on the size of the log.
     """
-    lines = last_lines(file, SEARCH_BYTES if search else TAIL_BYTES, follows=True)
-    # Progress bars return to the start of the line; only what they showed last is of interest.
-    texts = [line.decode(errors="replace").rsplit("\r", 1)[-1] for line in lines]
+    read_bytes = SEARCH_BYTES if search else TAIL_BYTES
     wanted = search.casefold()
-    return "\n".join([text for text in texts if wanted in text.casefold()][-MAX_LINES:])
+    texts = []
+    for line in last_lines(file, read_bytes, follows=True):
+        # A progress bar returns to the start of its line. Only its last state is of interest.
+        text = line.decode(errors="replace").rsplit("\r", 1)[-1]
+        if wanted in text.casefold():
+            texts.append(text)
+    return "\n".join(texts[-MAX_LINES:])
+
+
+def _unreadable_note(run: Run) -> str:
+    """Returns a sentence that names the folders of checkpoints that this user may not enter. Empty
+    if there is none.
+    """
+    folders = run.checkpoints.unreadable()
+    if not folders:
+        return ""
+    return f"you may not enter {', '.join(folders)}: its checkpoints are not counted"
 
 
 def hook_words(run: Run) -> str:
-    """Returns the last numbers of a run's hook, in a line; "" without a hook."""
+    """Returns the last numbers of a run's hook in one line. Empty for a run without a hook."""
     if run.recipe.hook is None:
         return ""
-    rows = map(parse_row, reversed(last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)))
+    lines = last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)
+    last_row: dict[str, Any] = next(filter(None, map(parse_row, reversed(lines))), {})
     numbers = [
-        f"{name[5:]} {value:.4g}"
-        for name, value in next(filter(None, rows), {}).items()
+        f"{name.removeprefix('hook/')} {value:.4g}"
+        for name, value in last_row.items()
         if name.startswith("hook/") and name != "hook/seconds"
     ]
     return f"hook: {', '.join(numbers) or 'nothing'}"
 
 
 def _average_loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
-    """Returns the average loss of another run at the same step, tokens or time; NaN where it was
-    not.
+    """Returns, for each place of `x` on an axis (step, tokens or time), the average loss of another
+    run. NaN outside the range of that run.
     """
     average = other.average("loss")
     known = np.isfinite(average)
@@ -379,14 +414,18 @@ def _loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
 
 
 def _last(values: np.ndarray) -> float | None:
-    """Returns the last value of a series; None where it was never recorded."""
-    return None if np.isnan(values[-1:]).all() and np.isnan(values).all() else float(values[-1])
+    """Returns the last value of a series. None if no value was ever recorded."""
+    # The last value alone decides in most cases, which is quick for a long series.
+    if np.isnan(values[-1:]).all() and np.isnan(values).all():
+        return None
+    return float(values[-1])
 
 
 def _json_value(value: Any) -> Any:
-    """Returns a value as JSON can hold it: None for a number that is not finite."""
+    """Returns a value for JSON, which has no NaN and no infinity: None for such a number."""
     return _finite_or_none(value) if isinstance(value, float) else value
 
 
 def _finite_or_none(value: float) -> float | None:
+    """Returns a number, None if it is not finite."""
     return float(value) if np.isfinite(value) else None

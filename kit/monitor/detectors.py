@@ -78,20 +78,7 @@ class RiseDetector:
         """Last finite loss before `_row`, if there is one."""
         self._highest_rate = 0.0
         self._rate = 0.0
-        self._begin()
-
-    def _begin(self) -> None:
-        """Begins the comparison anew."""
-        self._low = float("inf")
-        self._low_row = 0
-        self._back_row = 0
-        """Last row at which the loss was not above the bar."""
-        self._is_reported = False
-        self._levels: deque[tuple[int, float]] = deque(maxlen=2 * LAG + 1)
-        self._bends: deque[float] = deque(maxlen=100)
-        """Newest second differences of the levels, without sign."""
-        self._above: deque[float] = deque(maxlen=RISE_LEVELS)
-        """Levels above the bar since `_back_row`."""
+        self._comparison = LevelComparison()
 
     def find(
         self, losses: np.ndarray, rates: np.ndarray, new_data: Collection[int] = ()
@@ -115,15 +102,45 @@ class RiseDetector:
             rows = line_rows[slice(*np.searchsorted(line_rows, (first, end)))]
             if len(rows):
                 level = statistics.median(losses[rows].tolist())  # NumPy's takes ten times as long
-                found += self._add_level(level, end_of_line(losses, int(rows[-1])))
+                rise = self._comparison.add_level(level, end_of_line(losses, int(rows[-1])))
+                if rise is not None:
+                    found.append(rise)
             warms_again = self._warms_again(float(rates[end - 1]))
             if warms_again or any(first <= row < end for row in new_data):
-                self._begin()
+                self._comparison = LevelComparison()
         return found
 
-    def _add_level(self, level: float, row: int) -> list[Rise]:
-        """Takes a level into account whose last line ends at a row. Returns the rise that it
-        completes, if any.
+    def _warms_again(self, rate: float) -> bool:
+        """Returns whether a learning rate that had begun to fall rises. An unknown rate (NaN) does
+        not rise.
+        """
+        warms = RATE_RISE * self._rate < min(rate, self._highest_rate)
+        if warms or rate >= self._highest_rate:
+            self._rate = rate
+        else:
+            self._rate = min(self._rate, rate)
+        self._highest_rate = max(self._highest_rate, rate)
+        return warms
+
+
+class LevelComparison:
+    """The levels of `RiseDetector` since its comparison began, and the lowest of them."""
+
+    def __init__(self) -> None:
+        self._low = float("inf")
+        self._low_row = 0
+        self._back_row = 0
+        """Last row at which the loss was not above the bar."""
+        self._is_reported = False
+        self._levels: deque[tuple[int, float]] = deque(maxlen=2 * LAG + 1)
+        self._bends: deque[float] = deque(maxlen=100)
+        """Newest second differences of the levels, without sign."""
+        self._above: deque[float] = deque(maxlen=RISE_LEVELS)
+        """Levels above the bar since `_back_row`."""
+
+    def add_level(self, level: float, row: int) -> Rise | None:
+        """Adds a level whose last line ends at a row. Returns the rise that the level completes,
+        None if it completes none.
         """
         self._levels.append((row, level))
         bar = LEAST_RISE * abs(self._low)
@@ -137,7 +154,7 @@ class RiseDetector:
             if level < self._low:
                 self._low = level
                 self._low_row = row
-            return []
+            return None
         self._above.append(level)
         height = min(self._above) - self._low
         count = len(self._above)
@@ -145,9 +162,9 @@ class RiseDetector:
         is_long = row - self._back_row >= RISE_STEPS
         comes_back = level < (self._low + max(self._above)) / 2
         if self._is_reported or not is_high or not is_long or comes_back:
-            return []
+            return None
         self._is_reported = True
-        return [Rise(row, level, self._low_row, self._low)]
+        return Rise(row, level, self._low_row, self._low)
 
     def _noise(self) -> float:
         """Returns the standard deviation of a level, infinity while too few levels are known."""
@@ -156,26 +173,20 @@ class RiseDetector:
         return float(np.median(self._bends)) / (0.6745 * 6**0.5)
 
     def _add_bend(self) -> None:
-        """Takes the second difference of the newest levels into account."""
+        """Adds the second difference of the newest levels."""
         rows, levels = zip(*self._levels, strict=True)
-        lag = LAG if rows[-1] - rows[0] < 2 * LEVEL_STEPS * len(rows) else 1
+        is_dense = rows[-1] - rows[0] < 2 * LEVEL_STEPS * len(rows)
+        lag = LAG if is_dense else 1
         if len(levels) > 2 * lag:
             self._bends.append(abs(levels[-1] - 2 * levels[-1 - lag] + levels[-1 - 2 * lag]))
-
-    def _warms_again(self, rate: float) -> bool:
-        """Returns whether a learning rate that had begun to fall rises. An unknown rate (NaN) does
-        not rise.
-        """
-        warms = RATE_RISE * self._rate < min(rate, self._highest_rate)
-        self._rate = rate if warms or rate >= self._highest_rate else min(self._rate, rate)
-        self._highest_rate = max(self._highest_rate, rate)
-        return warms
 
 
 def end_of_line(losses: np.ndarray, row: int) -> int:
     """Returns the last row of the line that begins at a row, as far as it is recorded."""
-    others = np.flatnonzero(losses[row : row + LONGEST_LINE] != losses[row])
-    return row + int(others[0] if len(others) else len(losses[row : row + LONGEST_LINE])) - 1
+    ahead = losses[row : row + LONGEST_LINE]
+    others = np.flatnonzero(ahead != losses[row])
+    num_rows = int(others[0]) if len(others) else len(ahead)
+    return row + num_rows - 1
 
 
 def rows_not_finite(columns: Columns, name: str, start: int, end: int) -> np.ndarray:
@@ -191,9 +202,12 @@ def rows_not_finite(columns: Columns, name: str, start: int, end: int) -> np.nda
     bad = ~np.isfinite(columns[name][since:end]) & np.isfinite(columns["step_time_s"][since:end])
     if name == "grad_norm":
         known = np.isfinite(columns[name][:end])
-        bad[: max(0, int(known.argmax()) - since) if known.any() else None] = False
+        first_logged = int(known.argmax()) if known.any() else end
+        bad[: max(0, first_logged - since)] = False
     counts = np.nan_to_num(columns["skipped_steps"][since:end])
-    skipped = np.diff(counts, prepend=0 if start == 0 else np.inf) > 0
+    # The row before `start` was judged already, so it is no skipped step here.
+    count_before = 0 if start == 0 else np.inf
+    skipped = np.diff(counts, prepend=count_before) > 0
     if name == "loss":
         skipped &= columns["nan_steps"][since:end] == 0
     rows = first_rows(bad, start)
@@ -235,7 +249,8 @@ def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
     mean = float(np.mean(medians))
     error = float(np.std(medians, ddof=1)) / math.sqrt(TEST_MEDIANS)
     excess = mean - math.log(SLOW)
-    by_chance = _t_tail(excess / error if error else math.copysign(math.inf, excess))
+    t = excess / error if error else math.copysign(math.inf, excess)
+    by_chance = _t_tail(t)
     return rank, math.exp(mean), min(1.0, len(relative) * by_chance)
 
 

@@ -51,14 +51,19 @@ def export_table(run: Run) -> Any:
     import pyarrow
 
     tail = Tail(run.directory / "metrics.jsonl")
-    recorded = [row for text in iter(tail.new_lines, b"") for row in parse_rows(text)[0]]
+    recorded: list[dict[str, Any]] = []
+    for text in iter(tail.new_lines, b""):
+        rows, _ = parse_rows(text)
+        recorded += rows
     steps = [row["step"] for row in recorded]
     attempts = [row["attempt"] for row in recorded]
-    kept = [recorded[place] for place in that_count(steps, attempts)]
+    kept = [recorded[index] for index in that_count(steps, attempts)]
     metrics = run.metrics(kept)
-    extra = {name for row in kept for name in row} - {*COLUMNS}
+    extra = set().union(*kept) - {*COLUMNS}
     names = [*COLUMNS, *sorted(extra, key=lambda name: (name != FIRST_EXTRA_COLUMN, name))]
-    columns = {name: _column([row.get(name) for row in kept]) for name in names}
+    columns = {}
+    for name in names:
+        columns[name] = _column([row.get(name) for row in kept])
     for name, column in (metrics.speeds() | {"total_tokens": metrics.total_tokens}).items():
         columns[name] = pyarrow.array(column)
     facts = {
@@ -182,22 +187,29 @@ def copy_metrics(
 
 
 def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Returns each row's numbers by name, with tokens_per_s and, where the peak is known and
-    holds, mfu and hfu.
+    """Returns the numbers of each row by name, with tokens_per_s and, if the peak is known and
+    believable, mfu and hfu.
     """
     speeds = run.metrics(rows).speeds()
-    found: list[dict[str, float]] = []
+    scalars_of_rows: list[dict[str, float]] = []
     for i, row in enumerate(rows):
         numbers = {name: value for name, value in row.items() if is_number(value)}
-        numbers |= {name: column[i] for name, column in speeds.items() if column[i] == column[i]}
-        kept = {name: value for name, value in numbers.items() if name not in NOT_SCALARS}
-        found.append({plain(name): float(value) for name, value in kept.items()})
-    return found
+        for name, column in speeds.items():
+            if not math.isnan(column[i]):
+                numbers[name] = column[i]
+        scalars_of_rows.append(
+            {
+                plain(name): float(value)
+                for name, value in numbers.items()
+                if name not in NOT_SCALARS
+            }
+        )
+    return scalars_of_rows
 
 
 def _column(values: list[Any]) -> Any:
-    """Returns recorded values as an Arrow array: of numbers where all are numbers, else of JSON
-    texts.
+    """Returns recorded values as an Arrow array. Its elements are numbers if all values are
+    numbers, else JSON texts.
     """
     import pyarrow
 
@@ -206,10 +218,16 @@ def _column(values: list[Any]) -> Any:
         if all(isinstance(value, int) and is_number(value) for value in known):
             return pyarrow.array(values, pyarrow.int64())
         if all(map(is_number, known)):
-            floats = [None if value is None else float(value) for value in values]
-            return pyarrow.array(floats, pyarrow.float64())
-    texts = [None if value is None else json.dumps(value) for value in values]
-    return pyarrow.array(texts, pyarrow.string())
+            return pyarrow.array(_converted(values, float), pyarrow.float64())
+    return pyarrow.array(_converted(values, json.dumps), pyarrow.string())
+
+
+def _converted(values: list[Any], convert: Callable[[Any], Any]) -> list[Any]:
+    """Returns converted values. None stays None."""
+    converted = []
+    for value in values:
+        converted.append(None if value is None else convert(value))
+    return converted
 
 
 def _write_csv(table: Any, stream: BinaryIO) -> None:
@@ -364,11 +382,14 @@ class WandbSink:
             x_disable_meta=True,
         )
         self.folder.mkdir(parents=True, exist_ok=True)
+        name = plain(f"{run.name}, attempt {attempt}")
+        if part > 1:
+            name += f", part {part}"
         opened = self.wandb.init(
             mode=self.mode,
             project=os.environ.get("WANDB_PROJECT") or "pretraining",
             group=plain(f"{run.name}-{self.state.identity}"),
-            name=plain(f"{run.name}, attempt {attempt}") + (f", part {part}" if part > 1 else ""),
+            name=name,
             id=f"{self.state.identity}-{attempt:02d}-{part:02d}",
             dir=str(self.folder),
             config={

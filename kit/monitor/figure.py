@@ -12,6 +12,7 @@ from kit.config.plan import Plan
 from kit.data import mix_words
 from kit.monitor.curves import Average, PlotRange, drawable
 from kit.monitor.dashboard import Dashboard
+from kit.monitor.quantities import QUANTITIES
 from kit.monitor.scores import draw_scores, eval_curve
 from kit.monitor.speed import BAND_LABEL, Band, speed_facts
 from kit.run import Run
@@ -21,11 +22,6 @@ from kit.show.style import legend_under_title, new_figure, short
 from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, VERMILION, WIDTH
 
 EMA_STEPS = 5
-TITLES = {
-    "loss": "Loss, nats per token",
-    "mfu": "MFU, % of peak",
-    "tokens_per_s": "Tokens per second",
-}
 MAX_BAND_RATIO = 4
 """Factor up to which the axis of speeds is extended for the band. Beyond it the curve would look
 flat."""
@@ -48,7 +44,11 @@ def run_figure(
     metrics = run.metrics()
     table = _table(metrics)
     accuracies = [curve for curve in eval_curve(run) if np.isfinite(curve.chance)]
-    mosaic, height = ("aaabb;ccccc", 6.2) if accuracies else ("aaabb", 3.2)
+    mosaic = "aaabb"
+    height = 3.2
+    if accuracies:
+        mosaic = "aaabb;ccccc"
+        height = 6.2
     with new_figure(mosaic, height=height) as (figure, (left, right, *below)):
         for axis in below:
             draw_scores(axis, accuracies)
@@ -70,24 +70,25 @@ def snapshot(dashboard: Dashboard) -> Any:
     """Returns a static picture of loss and MFU (tokens/s where the peak is unknown) with their
     averages.
     """
-    # No style of matplotlib's, which is global: this runs in a thread.
+    # This runs in a thread, so no style of matplotlib is set, since styles are global.
     from kit.show.themed_figure import ThemedFigure
 
     with dashboard.lock:
-        names = ("loss", "mfu" if np.isfinite(dashboard.curves["mfu"]).any() else "tokens_per_s")
-        x, rows = dashboard.curves.window(names, PlotRange(width=120))
+        speed = dashboard.curves.shown_speed()
+        x, rows = dashboard.curves.window(("loss", speed), PlotRange(width=120))
         lost = dashboard.columns["step"][_steps_not_finite(dashboard.columns)]
     status = dashboard.status
     step = "no step yet"
     figure = ThemedFigure(figsize=(WIDTH, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _draw_pane(left, TITLES["loss"], x, rows[:3], BLUE)
+    _draw_pane(left, QUANTITIES["loss"].title, x, rows[:3], BLUE)
     _use_log_axis_if_wide(left, rows[2])
-    _draw_pane(right, TITLES[names[1]], x, rows[3:] * (100 if "mfu" in names else 1), GREEN)
+    speeds = rows[3:] * QUANTITIES[speed].chart_factor
+    _draw_pane(right, QUANTITIES[speed].title, x, speeds, GREEN)
     if len(x):
         band = dashboard.run_view.speed_monitor.facts["band"]
         firsts = dashboard.columns.first_steps
-        draw_band(right, band, firsts, x[-1], names[1])
+        draw_band(right, band, firsts, x[-1], speed)
         step = f"step {int(x[-1]):,}"
         figure.supxlabel(
             f"pale: each step; line: {smoothing_words(dashboard.curves.smoothing)}",
@@ -110,8 +111,12 @@ def snapshot(dashboard: Dashboard) -> Any:
 
 
 def smoothing_words(smoothing: float) -> str:
-    """Returns over how many steps an average with this weight of the past is smoothed, in words."""
-    return f"smoothed over about {1 / (1 - smoothing):,.0f} steps" if smoothing else "each step"
+    """Returns the number of steps over which an average is smoothed, in words. `smoothing` is the
+    weight of the past.
+    """
+    if not smoothing:
+        return "each step"
+    return f"smoothed over about {1 / (1 - smoothing):,.0f} steps"
 
 
 def draw_levels(axis: Any, levels: Mapping[str, float]) -> None:
@@ -132,12 +137,12 @@ def draw_levels(axis: Any, levels: Mapping[str, float]) -> None:
 def draw_band(
     axis: Any, band: Band | None, first_steps: Mapping[int, float], last: float, name: str
 ) -> None:
-    """Draws the band into a chart of `mfu` (in per cent) or `tokens_per_s` over steps, from its
-    attempt's first on.
+    """Draws the expected speed into a chart of `mfu` (in per cent) or `tokens_per_s` over steps,
+    from the first step of its attempt on.
     """
     if band is None or band[name] is None:
         return
-    low, high = (100 * speed if name == "mfu" else speed for speed in band[name])
+    low, high = (QUANTITIES[name].chart_factor * speed for speed in band[name])
     start = first_steps.get(band["attempt"], 0)
     bottom, top = axis.get_ylim()
     axis.fill_between(
@@ -148,38 +153,45 @@ def draw_band(
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Returns the exponential moving average with a window of about EMA_STEPS, right from the first
-    value.
+    """Returns the exponential moving average with a window of about EMA_STEPS, which is unbiased
+    from the first value on.
 
-    What cannot be drawn is left out of the average and is a gap, NaN, in the result.
+    Values that cannot be drawn are left out of the average. They are NaN in the result.
     """
     known = drawable(values)
     return np.where(np.isfinite(known), Average(1 - 1 / EMA_STEPS).update(known), np.nan)
 
 
 def _table(metrics: Metrics) -> dict[str, np.ndarray]:
+    """Returns the table of `run_figure`."""
     speeds = metrics.speeds()
-    return {
-        **{name: metrics[name] for name in ("step", "attempt", "loss")},
+    table = {
+        "step": metrics["step"],
+        "attempt": metrics["attempt"],
+        "loss": metrics["loss"],
         "loss_ema": smooth(metrics["loss"]),
         "validation_loss": metrics.columns.get("validation_loss", np.full(len(metrics), np.nan)),
-        **{name: speeds[name] for name in ("tokens_per_s", "mfu") if name in speeds},
+        "tokens_per_s": speeds["tokens_per_s"],
     }
+    if "mfu" in speeds:
+        table["mfu"] = speeds["mfu"]
+    return table
 
 
 def _draw_loss(
     axis: Any, table: dict[str, np.ndarray], lost: np.ndarray, baselines: dict[str, float]
 ) -> None:
-    axis.set_title(TITLES["loss"])
+    """Draws losses, their average, validation losses and baselines."""
+    axis.set_title(QUANTITIES["loss"].title)
     step = table["step"]
     loss = drawable(table["loss"])
     axis.plot(step, loss, color=BLUE, alpha=0.3, linewidth=0.8)
     axis.plot(step, table["loss_ema"], color=BLUE, label=f"smoothed, {EMA_STEPS} steps")
     _mark_not_finite(axis, step[lost])
-    held_out = np.isfinite(drawable(table["validation_loss"]))
-    if held_out.any():
-        x = step[held_out]
-        y = table["validation_loss"][held_out]
+    validated = np.isfinite(drawable(table["validation_loss"]))
+    if validated.any():
+        x = step[validated]
+        y = table["validation_loss"][validated]
         axis.plot(x, y, "o", color=VERMILION, markerfacecolor="white", label="validation")
     _use_log_axis_if_wide(axis, loss)
     draw_levels(axis, baselines)
@@ -188,15 +200,18 @@ def _draw_loss(
 
 
 def _steps_not_finite(columns: Columns | Metrics) -> np.ndarray:
-    """Returns which steps had a loss that cannot be drawn, or a gradient that was not finite; a
-    gradient before the first finite one was not logged.
+    """Returns a mask of the steps with a loss that cannot be drawn or a gradient norm that was not
+    finite. A gradient norm before the first finite one was not logged.
     """
-    known = np.isfinite(columns["grad_norm"])
-    return ~np.isfinite(drawable(columns["loss"])) | np.maximum.accumulate(known) & ~known
+    is_finite = np.isfinite(columns["grad_norm"])
+    is_logged = np.maximum.accumulate(is_finite)
+    return ~np.isfinite(drawable(columns["loss"])) | is_logged & ~is_finite
 
 
 def _mark_not_finite(axis: Any, steps: np.ndarray) -> None:
-    """Marks steps at the top of the chart of losses: what they had has no height."""
+    """Marks steps at the top of the chart of losses, since a loss that is not finite has no place
+    on the axis.
+    """
     if len(steps):
         axis.plot(
             steps,
@@ -210,16 +225,18 @@ def _mark_not_finite(axis: Any, steps: np.ndarray) -> None:
 
 
 def _use_log_axis_if_wide(axis: Any, losses: np.ndarray) -> None:
-    """A loss that has jumped to a multiple hides, on a linear axis, all that was before."""
+    """Makes the axis logarithmic if losses span a wide range. On a linear axis, a loss that has
+    jumped would make the curve before it flat.
+    """
     known = losses[np.isfinite(losses)]
     if len(known) and 0 < LOG_AXIS_RATIO * known.min() < known.max():
         axis.set_yscale("log")
 
 
 def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metrics) -> None:
-    name, scale = ("mfu", 100) if "mfu" in table else ("tokens_per_s", 1)
-    plans = metrics.plans
-    values = scale * drawable(table[name])
+    """Draws MFU, or tokens/s if there is no MFU, and the median and layout of each attempt."""
+    name = "mfu" if "mfu" in table else "tokens_per_s"
+    values = QUANTITIES[name].chart_factor * drawable(table[name])
     axis.plot(table["step"], values, ".", color=GREEN, alpha=0.35, markersize=3)
     for attempt in np.unique(table["attempt"]):
         here = table["attempt"] == attempt
@@ -227,44 +244,49 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metr
             continue
         axis.plot(table["step"][here][[0, -1]], [level, level], color=GREEN)
         text = f"{level:.1f} %" if name == "mfu" else f"{level:,.0f}"
-        text += f"\n{_layout(plans[attempt])}" if attempt in plans else ""
+        if attempt in metrics.plans:
+            text += f"\n{_layout(metrics.plans[attempt])}"
         axis.annotate(
             text, (table["step"][here].mean(), 0.98), ha="center", va="top", color=GREEN, **AT_STEP
         )
     title = f"Tokens/s, line: median\nno MFU: {metrics.why_no_mfu}"
     top = 1.25 * np.nanmax(values, initial=1)
     if name == "mfu":
-        title = f"MFU, % of peak ({run.plan.precision})\nline: attempt's median"
+        title = f"{QUANTITIES['mfu'].title} ({run.plan.precision})\nline: attempt's median"
         top = 10 * math.ceil(top / 10)
     axis.set(title=title, ylim=(0, top))
     _draw_attempts(axis, table)
 
 
 def _layout(plan: Plan) -> str:
-    """Returns the parallel degrees above 1, short: `TP2 PP2`; `1 device` where there is none."""
+    """Returns the degrees of parallelism above 1, such as `TP2 PP2`. `1 device` if all are 1."""
     degrees = {"TP": plan.tensor_parallel, "PP": plan.pipeline_parallel, "DP": plan.data_parallel}
-    return (
-        " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "1 device"
-    )
+    words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+    return " ".join(words) or "1 device"
 
 
 def _first_steps(table: dict[str, np.ndarray]) -> dict[int, float]:
-    """Returns the first step of each attempt, of which newer ones come later in the table."""
+    """Returns the first step of each attempt, by attempt. Steps of newer attempts come later in the
+    table.
+    """
     attempts, rows = np.unique(table["attempt"], return_index=True)
     return dict(zip(attempts.tolist(), table["step"][rows].tolist(), strict=True))
 
 
 def _draw_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
-    """Names the axis of steps, and marks where attempts begin."""
+    """Labels the axis of steps, and marks the first step of each attempt after the first."""
     axis.set_xlabel("optimizer step")
     for attempt, first in list(_first_steps(table).items())[1:]:
         axis.axvline(first - 0.5, color=GREY, linewidth=0.8, linestyle=":")
-        side, away = ("left", 3) if 2 * first < table["step"][-1] else ("right", -3)
+        is_in_left_half = 2 * first < table["step"][-1]
+        side = "left" if is_in_left_half else "right"
+        away = 3 if is_in_left_half else -3
         place = {"xytext": (away, 4), "ha": side, **AT_STEP, **OFFSET}
         axis.annotate(f"attempt {attempt}", (first - 0.5, 0), **place)
 
 
 def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, colour: str) -> None:
+    """Draws one series of `snapshot`: its range and its average in each pixel, [3, pixels]."""
     low, high, average = drawable(rows)
     pane.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
     pane.plot(x, average, color=colour, linewidth=1.6)

@@ -8,7 +8,7 @@ productivity goodput" of Google's and MLPerf's reports.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,7 +39,7 @@ PARTS = {
     ),
     "waiting": "in the queue, before the first attempt and for other nodes",
 }
-"""What the wall time of a job is made of. No nodes are held in the last of them."""
+"""Parts of the wall time of a job, with their meaning. While a job waits, it holds no nodes."""
 COLUMNS_READ = (
     "step",
     "attempt",
@@ -58,81 +58,85 @@ USUAL_STEPS = 20
 class AttemptLedger(Record):
     """Where the time of one attempt went."""
 
-    attempt: int = field_doc("counts the starts of the run from 1")
-    devices: int = field_doc("devices that it held")
+    attempt: int = field_doc("number of the attempt, from 1")
+    devices: int = field_doc("number of devices that the attempt held")
     usd_per_hour: float | None = field_doc(
-        "of all its nodes: `usd_per_hour`; None: its site tells no price"
+        "price of an hour of all its nodes; None if its site has no price"
     )
     seconds: dict[str, float] = field_doc("seconds by part")
-    end: str = field_doc("one line: what was last heard of it")
+    end: str = field_doc("last state of the attempt and its reason, in one line")
 
     @property
     def held_s(self) -> float:
-        """Seconds for which it held its devices: all but the waiting."""
+        """Seconds for which the attempt held its devices: all parts but `waiting`."""
         return sum(seconds for part, seconds in self.seconds.items() if part != "waiting")
 
     @property
     def goodput(self) -> float:
-        """Share of its device-hours in steps that count; NaN before it held any."""
+        """Share of the device-hours in steps that count. NaN if no device was held."""
         return self.seconds["productive"] / self.held_s if self.held_s else np.nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ledger(Record):
-    """Where the time of a run went."""
+    """Where the time of a run went, over all attempts."""
 
     run: str = field_doc("name of the run")
     attempts: tuple[AttemptLedger, ...] = field_doc("attempts in their order")
     idle_s: float = field_doc(
-        "seconds between attempts, which nobody had asked for; they are in no part"
+        "seconds between attempts in which no attempt was requested; they are in no part"
     )
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by part, of all attempts."""
-        return {part: sum(share.seconds[part] for share in self.attempts) for part in PARTS}
+        """Seconds by part, summed over all attempts."""
+        total_s = dict.fromkeys(PARTS, 0.0)
+        for share in self.attempts:
+            for part in PARTS:
+                total_s[part] += share.seconds[part]
+        return total_s
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first submission to the last sign of life, without those in which no
-        attempt was wanted.
-        """
+        """Seconds from the first submission to the last sign of life, without `idle_s`."""
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float:
-        """Device-seconds in steps that count over all that were held; NaN before any was."""
+        """Share of the held device-seconds in steps that count. NaN if no device was held."""
         held = sum(share.devices * share.held_s for share in self.attempts)
-        counts = sum(share.devices * share.seconds["productive"] for share in self.attempts)
-        return counts / held if held else np.nan
+        productive = sum(share.devices * share.seconds["productive"] for share in self.attempts)
+        return productive / held if held else np.nan
 
     @property
     def usd(self) -> float | None:
-        """What the nodes have cost so far; None where the site of an attempt tells no price."""
+        """Cost of the nodes so far. None if the site of an attempt has no price."""
         spent = [row["usd"] for row in self.rows()]
         return None if None in spent else sum(spent)
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns a row for each part: seconds, share of the wall time, device-hours, and the
-        price where it is known.
+        price if it is known.
         """
         prices = np.array([share.usd_per_hour for share in self.attempts], float)  # None is NaN
         devices = np.array([share.devices for share in self.attempts])
         rows = []
         wall_s = self.wall_s
         for part, seconds in self.seconds.items():
-            # While it waits, a job holds no node.
-            factor = 0 if part == "waiting" else 1 / 3600
-            held = factor * np.array([share.seconds[part] for share in self.attempts])
-            hours = float(held @ devices)
-            usd = float(held @ prices)
+            held_hours = np.array([share.seconds[part] for share in self.attempts]) / 3600
+            if part == "waiting":
+                held_hours = np.zeros(len(self.attempts))
+            usd: float | None = float(held_hours @ prices)
+            if np.isnan(usd):
+                usd = None
+            share_of_wall = seconds / wall_s if wall_s else np.nan
             rows.append(
                 {
                     "part": part,
                     "seconds": seconds,
-                    "share": seconds / wall_s if wall_s else np.nan,
-                    "device_hours": hours,
-                    "usd": None if np.isnan(usd) else usd,
+                    "share": share_of_wall,
+                    "device_hours": float(held_hours @ devices),
+                    "usd": usd,
                     "meaning": PARTS[part],
                 }
             )
@@ -140,25 +144,29 @@ class Ledger(Record):
 
 
 def usd_per_hour(plan: Plan, site: Site) -> float | None:
-    """Returns the price of an hour of the nodes that a plan takes, None where the site tells none.
+    """Returns the price of an hour of the nodes that a plan takes. None if the site has no price.
 
-    A node that is not full costs what a full one does.
+    A node of which only some devices are used costs as much as a full one.
     """
     price = site.price_per_node_hour
-    return math.ceil(plan.num_devices / site.devices_per_node) * price.value if price else None
+    if price is None:
+        return None
+    return math.ceil(plan.num_devices / site.devices_per_node) * price.value
 
 
 def ledger(run: Run) -> Ledger:
-    """Returns where the time of a run went, so far; that of an imported run until the last line
-    with a clock.
+    """Returns where the time of a run went so far. An imported run ends at its last line with a
+    time.
 
     Raises:
         RunError: no attempt has begun.
     """
     steps = _steps(run)
-    # Of an imported run the history and the state tell of the import.
-    history = [] if run.is_imported else read_history(run.directory)
-    state = None if run.is_imported else read_state(run.directory)
+    history: list[Event] = []
+    state = None
+    if not run.is_imported:  # Of an imported run, both describe the import.
+        history = read_history(run.directory)
+        state = read_state(run.directory)
     numbers = {*steps["attempt"].astype(int).tolist(), *(event.attempt for event in history)}
     if not numbers:
         raise RunError(f"{run.directory} has no attempt yet, so no time has been spent.")
@@ -166,104 +174,161 @@ def ledger(run: Run) -> Ledger:
     sites = run.other_sites()
     shares: list[AttemptLedger] = []
     idle_s = 0.0
-    before = None
+    end_before: float | None = None
     was_over = False
     for attempt in sorted(numbers):
         events = [event for event in history if event.attempt == attempt]
-        own = {name: column[steps["attempt"] == attempt] for name, column in steps.items()}
-        heard = state.heartbeat if state and state.attempt == attempt and state.heartbeat else 0.0
-        seconds, begin, end = _attempt(events, own, heard, before)
-        gap = max(0.0, begin - before) if before is not None else 0.0
+        own_steps = {name: column[steps["attempt"] == attempt] for name, column in steps.items()}
+        heartbeat = 0.0
+        if state and state.attempt == attempt and state.heartbeat:
+            heartbeat = state.heartbeat
+        spent = _attempt_times(events, own_steps, heartbeat, end_before)
+        gap_s = 0.0
+        if end_before is not None:
+            gap_s = max(0.0, spent.begin - end_before)
         if not events or events[0].state is JobState.QUEUED:
-            idle_s += gap  # a person's start; others go on by themselves
+            # A person has started this attempt. Other attempts are started by the job itself.
+            idle_s += gap_s
         elif was_over:
-            seconds["waiting"] += gap
-        elif shares:  # killed with its supervisor: nobody was left to say so
-            shares[-1].seconds["lost"] += gap
-        before = end
+            spent.seconds["waiting"] += gap_s
+        elif shares:
+            # The attempt before was killed together with its supervisor, so no event ends it.
+            shares[-1].seconds["lost"] += gap_s
+        end_before = spent.end
         was_over = any(map(_is_over, events))
         plan = plans.get(attempt, run.plan)
+        last_event = _event_text(events[-1]) if events else "imported"
         shares.append(
             AttemptLedger(
                 attempt=attempt,
                 devices=plan.num_devices,
                 usd_per_hour=usd_per_hour(plan, sites.get(attempt, run.site)),
-                seconds=seconds,
-                end=_last_event(events[-1]) if events else "imported",
+                seconds=spent.seconds,
+                end=last_event,
             )
         )
     return Ledger(run=run.name, attempts=tuple(shares), idle_s=idle_s)
 
 
-def _last_event(event: Event) -> str:
-    """Returns the last state of an attempt, with its reason if it has one."""
-    return f"{event.state}: {event.reason}" if event.reason else str(event.state)
+def _event_text(event: Event) -> str:
+    """Returns the state of an event, with its reason if it has one."""
+    if not event.reason:
+        return str(event.state)
+    return f"{event.state}: {event.reason}"
 
 
-def _attempt(
-    events: list[Event], steps: dict[str, np.ndarray], heard: float, before: float | None
-) -> tuple[dict[str, float], float, float]:
-    """Returns the seconds by part of an attempt, and when it began and ended; `before`: when the
-    last one had.
+class _AttemptTimes(NamedTuple):
+    """Where the time of one attempt went."""
+
+    seconds: dict[str, float]
+    """Seconds by part."""
+    begin: float
+    """Unix time."""
+    end: float
+    """Unix time."""
+
+
+def _attempt_times(
+    events: list[Event],
+    steps: dict[str, np.ndarray],
+    heartbeat: float,
+    end_before: float | None,
+) -> _AttemptTimes:
+    """Returns where the time of one attempt went.
+
+    Args:
+        events: events of the attempt.
+        steps: columns of its steps, as `_steps` returns them.
+        heartbeat: unix time of its last heartbeat, 0 if it is unknown.
+        end_before: unix time at which the attempt before ended, None for the first attempt.
     """
-    ends = np.maximum.accumulate(steps["time"])
-    starts = np.maximum(ends - steps["step_time_s"], np.append(-np.inf, ends[:-1]))
-    times = [event.time for event in events]
+    step_ends = np.maximum.accumulate(steps["time"])
+    previous_ends = np.append(-np.inf, step_ends[:-1])
+    step_starts = np.maximum(step_ends - steps["step_time_s"], previous_ends)
+    event_times = [event.time for event in events]
     # The earliest event may not be the first: the clock of the submitting machine may be ahead.
-    begin = max(min([*times, *starts[:1]]), before or -np.inf)
-    held = [
+    begin = max(min([*event_times, *step_starts[:1]]), end_before or -np.inf)
+    # Nodes are held from the first event after the queue on.
+    held_times = [
         event.time for event in events if event.state not in (JobState.QUEUED, JobState.CONFIGURING)
     ]
-    start = max(begin, min([*held[:1], *starts[:1]], default=begin))
-    starts = np.maximum(starts, start)
-    ends = np.maximum(ends, start)
-    over = [event.time for event in events if _is_over(event)]
-    last = ends[-1] if len(ends) else start
-    end = max(last, over[0] if over else max([heard, *times[-1:]]))
-    took = ends - starts
-    extra = 0.0
-    if len(took) > 2:
-        extra = max(0.0, took[0] - float(np.median(took[1 : 1 + USUAL_STEPS])))
-    took[:1] -= extra
-    gaps = starts[1:] - ends[:-1]
-    saves = np.minimum(gaps, np.nan_to_num(steps["checkpoint_s"][1:]))  # of the save before a step
+    start = max(begin, min([*held_times[:1], *step_starts[:1]], default=begin))
+    step_starts = np.maximum(step_starts, start)
+    step_ends = np.maximum(step_ends, start)
+    over_times = [event.time for event in events if _is_over(event)]
+    last_step_end = step_ends[-1] if len(step_ends) else start
+    if over_times:
+        last_sign = over_times[0]
+    else:
+        last_sign = max([heartbeat, *event_times[-1:]])
+    end = max(last_step_end, last_sign)
+
+    steps_s = step_ends - step_starts
+    first_step_extra_s = 0.0
+    if len(steps_s) > 2:
+        usual_s = float(np.median(steps_s[1 : 1 + USUAL_STEPS]))
+        first_step_extra_s = max(0.0, steps_s[0] - usual_s)
+    steps_s[:1] -= first_step_extra_s
+
+    gaps_s = step_starts[1:] - step_ends[:-1]
+    # `checkpoint_s` of a step is the time of the save before it.
+    saves_s = np.minimum(gaps_s, np.nan_to_num(steps["checkpoint_s"][1:]))
     # If a run has no `validation_s`, all of the gap after a validation that was not a save counts.
     validation_s = np.where(np.isfinite(steps["validation_loss"]), np.inf, 0.0)
-    recorded = np.isfinite(steps["validation_s"])
-    validation_s[recorded] = steps["validation_s"][recorded]
-    validations = np.minimum(gaps - saves, validation_s[:-1])
-    well = not over or any(event.state in (JobState.STOPPING, JobState.DONE) for event in events)
-    after = end - last if len(ends) else 0.0
-    last_validation = min(after, validation_s[-1]) if len(ends) and recorded[-1] else 0.0
-    after -= last_validation
+    is_recorded = np.isfinite(steps["validation_s"])
+    validation_s[is_recorded] = steps["validation_s"][is_recorded]
+    validations_s = np.minimum(gaps_s - saves_s, validation_s[:-1])
+
+    start_up_s = end - start
+    last_validation_s = 0.0
+    after_steps_s = 0.0
+    if len(step_ends):
+        start_up_s = step_starts[0] - start
+        after_steps_s = end - last_step_end
+        if is_recorded[-1]:
+            last_validation_s = min(after_steps_s, validation_s[-1])
+            after_steps_s -= last_validation_s
+    ended_well = not over_times or any(
+        event.state in (JobState.STOPPING, JobState.DONE) for event in events
+    )
     seconds = {
-        "productive": took[steps["counts"]].sum(),
-        "repeated": took[~steps["counts"]].sum(),
-        "first step": extra,
-        "start-up": (starts[0] if len(starts) else end) - start,
-        "checkpoints": saves.sum(),
-        "validation": validations.sum() + last_validation,
-        "between steps": (gaps - saves - validations).sum(),
-        "ending": after if well else 0.0,
-        "lost": 0.0 if well else after,
+        "productive": steps_s[steps["counts"]].sum(),
+        "repeated": steps_s[~steps["counts"]].sum(),
+        "first step": first_step_extra_s,
+        "start-up": start_up_s,
+        "checkpoints": saves_s.sum(),
+        "validation": validations_s.sum() + last_validation_s,
+        "between steps": (gaps_s - saves_s - validations_s).sum(),
+        "ending": 0.0,
+        "lost": 0.0,
         "waiting": start - begin,
     }
-    return {part: float(value) for part, value in seconds.items()}, float(begin), float(end)
+    seconds["ending" if ended_well else "lost"] = after_steps_s
+    return _AttemptTimes(
+        seconds={part: float(value) for part, value in seconds.items()},
+        begin=float(begin),
+        end=float(end),
+    )
 
 
 def _steps(run: Run) -> dict[str, np.ndarray]:
-    """Returns all rows that were recorded, in the order of the file, and whether each counts."""
-    texts = iter(Tail(run.directory / "metrics.jsonl").new_lines, b"")
-    places = [NAMES.index(name) for name in COLUMNS_READ]
-    values: Any = np.hstack(
-        [np.empty((len(COLUMNS_READ), 0)), *(parse_lines(text)[0][places] for text in texts)]
-    )
-    columns: dict[str, np.ndarray] = dict(zip(COLUMNS_READ, values, strict=True))
-    counts = that_count(values[0], values[1])
-    columns["counts"] = np.isin(np.arange(values.shape[1]), counts)
-    known = np.isfinite(columns["time"]) & np.isfinite(columns["step_time_s"])
-    return {name: column[known] for name, column in columns.items()}
+    """Returns COLUMNS_READ of all recorded rows, in the order of the file, and `counts`: whether
+    the row is the newest one of its step. Rows without a time or a duration are left out.
+    """
+    tail = Tail(run.directory / "metrics.jsonl")
+    indices = [NAMES.index(name) for name in COLUMNS_READ]
+    blocks = [np.empty((len(COLUMNS_READ), 0))]
+    for text in iter(tail.new_lines, b""):
+        values, *_ = parse_lines(text)
+        blocks.append(values[indices])
+    columns: dict[str, np.ndarray] = dict(zip(COLUMNS_READ, np.hstack(blocks), strict=True))
+    num_rows = len(columns["step"])
+    counted_rows = that_count(columns["step"], columns["attempt"])
+    columns["counts"] = np.isin(np.arange(num_rows), counted_rows)
+    is_timed = np.isfinite(columns["time"]) & np.isfinite(columns["step_time_s"])
+    return {name: column[is_timed] for name, column in columns.items()}
 
 
 def _is_over(event: Event) -> bool:
+    """Returns whether an event ends its attempt."""
     return event.state.is_final or event.state in GIVEN_UP

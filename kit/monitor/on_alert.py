@@ -1,14 +1,14 @@
-"""on_alert: your own command, run by `kit watch RUN` for each alert that comes while it watches.
+"""on_alert: the user's own command, which `kit watch RUN` runs for each alert of the run.
 
 One line in `~/.config/kit/config.toml` (or below XDG_CONFIG_HOME):
 
     on_alert = 'echo "$KIT_ALERT" | mail -s "$KIT_MESSAGE" me@example.com'
 
-It is a line of sh. KIT_MESSAGE holds the alert in one line, KIT_ALERT all that is known of it, as
-JSON; no word of an alert is ever part of the command, since a run may be somebody else's. To be
-called at night, start on a login node `nohup kit watch RUN >/dev/null &`. The trainer and every
-view of a run raise alerts, so only `kit watch` calls, and it tells of all of them, whoever raised
-them: however many views are open, one `kit watch` calls once.
+The command is a line of sh. KIT_MESSAGE holds the alert in one line, KIT_ALERT the whole alert as
+JSON. No word of an alert is ever part of the command, since the run may belong to another user. To
+be called at night, start on a login node `nohup kit watch RUN >/dev/null &`. The trainer and every
+view of a run raise alerts. Only `kit watch` runs the command, for alerts of all of them, so that
+each alert is reported once, however many views are open.
 """
 
 import dataclasses
@@ -79,7 +79,9 @@ class AlertCommand:
 
     def run_for_new_alerts(self) -> None:
         """Runs the command for the alerts that are new in the log."""
-        for alert in list(self.log.read()) if self.command else []:
+        if self.command is None:
+            return
+        for alert in list(self.log.read()):
             if alert in self.known or alert.kind == "on_alert" or alert.time < self.oldest:
                 continue
             if alert.kind in FOUND_IN_ROWS and (alert.attempt, alert.time) <= self.newest_row:
@@ -102,8 +104,10 @@ class AlertCommand:
         others = len(self.waiting) - 1
         last = self.waiting[-1]
         self.waiting.clear()
-        more = f"{counted(others, 'more alert')}; the last one: " if others else ""
-        self._run_for(last.replace(message=f"{more}{last.message}"))
+        message = last.message
+        if others:
+            message = f"{counted(others, 'more alert')}; the last one: {message}"
+        self._run_for(last.replace(message=message))
 
     def _run_for(self, alert: Alert) -> None:
         """Runs the command for an alert. A failure of the command is an alert too."""
@@ -139,7 +143,7 @@ def on_alert_command() -> str | None:
 
 
 def _run_command(command: str, run: Run, alert: Alert) -> str:
-    """Returns in one line how a call failed, nothing if it did not."""
+    """Runs the command for an alert. Returns how it failed in one line, empty if it succeeded."""
     text = " ".join(f"{run.name}, step {alert.step:,}: {alert.message}".split())
     where = {"run": run.name, "directory": str(run.directory), "host": socket.gethostname()}
     words = {
@@ -158,5 +162,7 @@ def _run_command(command: str, run: Run, alert: Alert) -> str:
         return f"it had not ended after {LIMIT_S:g} s"
     except (OSError, ValueError) as error:
         return f"it could not be run ({error})"
-    said = " ".join((done.stderr or done.stdout).decode(errors="replace").split())
-    return f"it ended with {done.returncode}: {cut(said, 120)}" if done.returncode else ""
+    if done.returncode == 0:
+        return ""
+    output = " ".join((done.stderr or done.stdout).decode(errors="replace").split())
+    return f"it ended with {done.returncode}: {cut(output, 120)}"

@@ -51,13 +51,14 @@ class Straggler:
 
 
 class RankTimes:
-    """Samples of the ranks' step times in an attempt, kept while someone looks.
+    """Samples of the step times of all ranks in an attempt, taken while somebody watches.
 
     Attributes:
-        samples: of the last looks, each step time over the median of all ranks, float32 [rank];
-            NaN where a rank has not said.
-        beats: the newest of each rank.
-        slowest: rank in one of the WINDOWS, the surest; None beside fewer than MIN_SAMPLES samples.
+        samples: step times of the last looks over the median of all ranks, float32 [rank] each. NaN
+            for a rank without a heartbeat.
+        beats: newest heartbeat of each rank.
+        slowest: slowest rank of the window, among WINDOWS, in which the test is surest. None for
+            fewer than MIN_SAMPLES samples.
     """
 
     def __init__(self, run_dir: Path, num_ranks: int, attempt: int) -> None:
@@ -65,22 +66,26 @@ class RankTimes:
         self.num_ranks = num_ranks
         self.attempt = attempt
         self._step = -1
+        """Newest step of any rank at the last sample."""
         self._rest_until = 0.0
+        """Monotonic time before which no heartbeats are read, in seconds."""
         self.samples: list[np.ndarray] = []
         self.beats: dict[int, RankHeartbeat] = {}
         self.slowest: Straggler | None = None
 
     def look(self) -> bool:
-        """Takes a sample if any rank has finished a step since the last; returns whether one
-        did.
+        """Takes a sample if any rank has finished a step since the last sample. Returns whether a
+        sample was taken.
         """
         begun = time.monotonic()
         if begun < self._rest_until:
             return False
-        told = read_rank_heartbeats(self.run_dir, self.attempt)
+        heartbeats = read_rank_heartbeats(self.run_dir, self.attempt)
         took_s = time.monotonic() - begun
-        self._rest_until = begun + took_s / MAX_TIME_SHARE if took_s > MAX_TIME_SHARE else 0.0
-        beats = {beat.rank: beat for beat in told if beat.rank < self.num_ranks}
+        self._rest_until = 0.0
+        if took_s > MAX_TIME_SHARE:
+            self._rest_until = begun + took_s / MAX_TIME_SHARE
+        beats = {beat.rank: beat for beat in heartbeats if beat.rank < self.num_ranks}
         step = max((beat.step for beat in beats.values()), default=-1)
         if step <= self._step:
             return False
@@ -88,9 +93,10 @@ class RankTimes:
         self.beats |= beats
         sample = np.full(self.num_ranks, np.nan, dtype=np.float32)
         for rank, beat in beats.items():
-            # A whole step includes waiting for the slow.
-            own = beat.step_time_s if beat.work_s is None else beat.work_s
-            sample[rank] = np.nan if own is None else own
+            # A whole step includes the wait for slower ranks.
+            own_s = beat.step_time_s if beat.work_s is None else beat.work_s
+            if own_s is not None:
+                sample[rank] = own_s
         with np.errstate(all="ignore"):
             sample /= median(sample) or np.nan
         self.samples = [*self.samples, sample][-SAMPLES:]
@@ -102,27 +108,29 @@ class RankTimes:
         return np.reshape(self.samples[-count:], (-1, self.num_ranks)).T
 
     def relative_times(self, max_rows: int) -> np.ndarray:
-        """Returns all samples in at most `max_rows` rows, [row, sample]: of neighbours the slowest
-        stands for all.
+        """Returns all samples in at most `max_rows` rows, [row, sample]. A row is a rank, or the
+        slowest of some neighbouring ranks.
         """
         starts = np.arange(0, self.num_ranks, -(-self.num_ranks // max_rows))
         rows = [np.fmax.reduceat(sample, starts) for sample in self.samples]
         return np.reshape(rows, (-1, len(starts))).T
 
     def step_parts(self) -> list[dict[str, Any]]:
-        """Returns the parts of the last steps of the ranks that work longest, at most
-        MAX_SPLIT_RANKS, in rank order.
+        """Returns rank, host and `seconds` of the ranks that work longest, at most MAX_SPLIT_RANKS,
+        in rank order.
 
-        `seconds` are those of PARTS; the wait for others is taken out of the passes, in which most
-        of it lies.
+        `seconds` are the medians of the parts of a step, in the order of
+        `cluster.heartbeats.PARTS`. The wait for other ranks is subtracted from the forward and
+        backward pass, in which most of it lies.
         """
-        told = {
+        work_s = {
             rank: beat.own_s or sum(filter(None, beat.parts_s))
             for rank, beat in self.beats.items()
             if beat.parts_s
         }
+        longest = sorted(work_s, key=lambda rank: -work_s[rank])[:MAX_SPLIT_RANKS]
         rows = []
-        for rank in sorted(sorted(told, key=lambda rank: -told[rank])[:MAX_SPLIT_RANKS]):
+        for rank in sorted(longest):
             beat = self.beats[rank]
             seconds = [part or 0.0 for part in beat.parts_s]
             seconds[1] = max(0.0, seconds[1] - seconds[-1])
@@ -130,6 +138,7 @@ class RankTimes:
         return rows
 
     def _slowest(self) -> Straggler | None:
+        """Returns the slowest rank of the window in which the test is surest."""
         if self.num_ranks < 2 or len(self.samples) < MIN_SAMPLES:
             return None
         testable = len(self.samples) // TEST_MEDIANS * TEST_MEDIANS

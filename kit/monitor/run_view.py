@@ -43,12 +43,16 @@ class RunView:
         self.attempt = attempt
         self.site_written_at = site_written_at
         self.lock = lock
-        self.curves = Curves(run, smoothing, earlier=earlier.curves if earlier else None)
-        self.actions = Actions(run, earlier=earlier.actions if earlier else None)
-        self.alert_monitor = AlertMonitor(run, earlier=earlier.alert_monitor if earlier else None)
-        self.speed_monitor = SpeedMonitor(
-            run, self.metrics, earlier=earlier.speed_monitor if earlier else None
-        )
+        if earlier is None:
+            self.curves = Curves(run, smoothing)
+            self.actions = Actions(run)
+            self.alert_monitor = AlertMonitor(run)
+            self.speed_monitor = SpeedMonitor(run, self.metrics)
+        else:
+            self.curves = Curves(run, earlier=earlier.curves)
+            self.actions = Actions(run, earlier=earlier.actions)
+            self.alert_monitor = AlertMonitor(run, earlier=earlier.alert_monitor)
+            self.speed_monitor = SpeedMonitor(run, self.metrics, earlier=earlier.speed_monitor)
         self.ranks = RankTimes(run.directory, run.plan.num_devices, attempt)
 
     def metrics(self) -> Metrics:

@@ -17,8 +17,10 @@ from cluster.status import watch_silent
 from kit.errors import RunError, kit_command
 from kit.monitor.curves import drawable
 from kit.monitor.figure import smooth
+from kit.monitor.quantities import QUANTITIES, quantity_text
 from kit.run import Run
 from kit.run.columns import parse_row
+from kit.run.metrics import SPEED_STEPS
 from kit.run.tail import last_lines
 from kit.show.style import new_figure, short
 from kit.show.table import Table
@@ -34,8 +36,8 @@ DASHES = ("solid", (0, (5, 2)))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunsTable:
-    """All runs of a folder at one moment: `rows` say everything, `settings` are the columns in
-    which they differ.
+    """All runs of a folder at one moment. `rows` hold all that is known of each run, `settings` are
+    the names of the settings in which the runs differ.
     """
 
     folder: Path
@@ -44,14 +46,23 @@ class RunsTable:
 
     @property
     def columns(self) -> list[str]:
-        """The columns worth showing: how old what is known is, where a run is elsewhere."""
+        """Columns of the table. The age of a row is among them if any run lies elsewhere."""
         heard = ["heard"] if any("heard" in row for row in self.rows) else []
         return [*LIVE_COLUMNS, *heard, *self.settings]
 
     @property
     def notes(self) -> list[str]:
-        """What the columns do not tell, a line each: which file of which run is damaged."""
-        return [f"{row['run']}: {note}" for row in self.rows for note in row.get("notes", ())]
+        """Remarks below the table: one line for each damaged file of a run, and a line that says
+        over which steps speeds are medians.
+        """
+        notes = []
+        for row in self.rows:
+            notes += [f"{row['run']}: {note}" for note in row.get("notes", ())]
+        if any(row.get("speed_steps") for row in self.rows):
+            notes.append(
+                f"tokens/s, MFU: median of the last {SPEED_STEPS} steps or fewer; loss: last step"
+            )
+        return notes
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Returns the rows with the shown columns, the reason of the state and the directory,
@@ -61,14 +72,11 @@ class RunsTable:
         return [{name: row.get(name) for name in names} for row in self.rows]
 
     def _repr_html_(self) -> str:
-        shown = [
-            {
-                column_heading(name): cell_text(name, row.get(name))
-                for name in (*self.columns, "reason")
-            }
-            for row in self.rows
-        ]
-        return Table(shown)._repr_html_()
+        rows = []
+        for row in self.rows:
+            names = (*self.columns, "reason")
+            rows.append({column_heading(name): cell_text(name, row.get(name)) for name in names})
+        return Table(rows)._repr_html_()
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -90,7 +98,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def runs_table(folder: str | Path) -> RunsTable:
-    """Returns the table of all runs below a folder; one that cannot be read is a row that says why.
+    """Returns the table of all runs below a folder. The row of a run that cannot be read says why.
 
     Raises:
         RunError: there is no such folder.
@@ -108,7 +116,9 @@ def runs_table(folder: str | Path) -> RunsTable:
             row |= live_row(run) | _settings(run)
         except Exception as error:
             # Half-made, damaged, hostile, or deleted meanwhile: the others are shown.
-            reason = str(error) if directory.is_dir() else "deleted while it was looked at"
+            reason = "deleted while it was looked at"
+            if directory.is_dir():
+                reason = str(error)
             row |= {"state": "unreadable", "reason": reason}
     opened = [row for row in rows if row["state"] != "unreadable"]
     return RunsTable(folder=folder, rows=rows, settings=_differing_settings(opened))
@@ -146,29 +156,28 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
     """Returns a matplotlib figure of up to eight runs, loss beside MFU, and the table of each:
     step, loss, speed.
 
-    MFU is drawn where every run has one, else tokens/s. The table's speed has the drawn quantity's
-    name.
+    MFU is drawn if every run has one, else tokens/s. The speed in the table has the name of the
+    quantity that is drawn.
 
     Raises:
-        RunError: no run or more than eight, or two of one name.
+        RunError: there is no run, there are more than eight, or a run is named twice.
     """
     if not 1 <= len(runs) <= MAX_COMPARED:
         raise RunError(
             f"{len(runs)} runs cannot be compared. Name 1 to {MAX_COMPARED} of them with --compare."
         )
-    found = dict(zip(_labels(runs), [run.metrics() for run in runs], strict=True))
-    speeds = {label: metrics.speeds() for label, metrics in found.items()}
+    metrics_of = dict(zip(_labels(runs), [run.metrics() for run in runs], strict=True))
     speed = "mfu"
-    scale = 100
-    title = "MFU, % of peak"
-    if whys := sorted({why for metrics in found.values() if (why := metrics.why_no_mfu)}):
+    title = QUANTITIES["mfu"].title
+    reasons = {metrics.why_no_mfu for metrics in metrics_of.values()} - {None}
+    if reasons:
         speed = "tokens_per_s"
-        scale = 1
-        title = f"Tokens/s\n(no MFU: {', '.join(whys)})"
-    table = {
-        label: {"step": metrics["step"], "loss": metrics["loss"], speed: speeds[label][speed]}
-        for label, metrics in found.items()
-    }
+        title = f"Tokens/s\n(no MFU: {', '.join(sorted(map(str, reasons)))})"
+    scale = QUANTITIES[speed].chart_factor
+    table = {}
+    for label, metrics in metrics_of.items():
+        columns = {"step": metrics["step"], "loss": metrics["loss"]}
+        table[label] = {**columns, speed: metrics.speeds()[speed]}
     height = 3.2 + 0.25 * (len(runs) // 3)
     with new_figure(1, 2, height=height, width_ratios=[3, 2]) as (figure, (left, right)):
         left.set(title="Loss, mean of ~5 steps", xlabel="optimizer step")
@@ -182,26 +191,28 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
 
 
 def column_heading(column: str) -> str:
-    """Returns the name of a column as people read it: of a setting its last part."""
-    named = {
-        "num_steps": "of steps",
-        "heard": "as of",
-        "tokens_per_s": "tokens/s",
-        "mfu": "MFU",
-        "spec.name": "model",
-    }
-    return named.get(column) or column.rpartition(".")[2].replace("_", " ")
+    """Returns the heading of a column. The heading of a setting is the last part of its name."""
+    headings = {"num_steps": "of steps", "heard": "as of", "spec.name": "model"}
+    if column in headings:
+        return headings[column]
+    if column in QUANTITIES:
+        return QUANTITIES[column].label
+    return column.rpartition(".")[2].replace("_", " ")
 
 
 def cell_text(column: str, value: Any) -> str:
-    """Returns a cell's text."""
+    """Returns the text of a cell."""
     if value is None or isinstance(value, float):
-        return number(value, {"loss": ".4f", "mfu": ".1%", "tokens_per_s": ",.0f"}.get(column, "g"))
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+        return quantity_text(column, value) if column in QUANTITIES else number(value, "g")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
 
 
 def _newest_rows(run: Run) -> list[dict[str, Any]]:
-    """Returns rows of the newest attempt, in step order, from the end of the file."""
+    """Returns the rows of the newest attempt at the end of metrics.jsonl, in order of their
+    steps.
+    """
     lines = last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)
     rows = [row for row in map(parse_row, lines) if row is not None]
     newest = max((row["attempt"] for row in rows), default=0)
@@ -210,31 +221,40 @@ def _newest_rows(run: Run) -> list[dict[str, Any]]:
 
 def _settings(run: Run) -> dict[str, Any]:
     """Returns every setting by its dotted name."""
-    records = {part: getattr(run, part).to_dict() for part in ("spec", "plan", "recipe")}
-    return {"site": run.site.name} | {
-        f"{part}.{name}": value
-        for part, record in records.items()
-        for name, value in record.items()
-    }
+    settings: dict[str, Any] = {"site": run.site.name}
+    for part, record in (("spec", run.spec), ("plan", run.plan), ("recipe", run.recipe)):
+        for name, value in record.to_dict().items():
+            settings[f"{part}.{name}"] = value
+    return settings
 
 
 def _differing_settings(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the names of settings whose value is not the same in all rows; no shape of a model
-    that the model's name tells.
+    """Returns the names of settings that do not have one value in all rows. The shapes of models
+    with different names may differ.
     """
-
-    def differs(name: str) -> bool:
+    if not rows:
+        return []
+    differing = []
+    for name in rows[0]:
+        # The number of steps has its own column.
+        if (name != "site" and "." not in name) or name == "recipe.num_steps":
+            continue
         is_shape = name.startswith("spec.") and name != "spec.name"
-        found = {(row["spec.name"] if is_shape else "", repr(row[name])) for row in rows}
-        return len(found) > len({model for model, _ in found})
-
-    names = [name for name in rows[0] if name == "site" or "." in name] if rows else []
-    # The number of steps has its own column.
-    return [name for name in names if name != "recipe.num_steps" and differs(name)]
+        values: dict[str, set[str]] = {}
+        for row in rows:
+            model = row["spec.name"] if is_shape else ""
+            values.setdefault(model, set()).add(repr(row[name]))
+        if any(len(of_model) > 1 for of_model in values.values()):
+            differing.append(name)
+    return differing
 
 
 def _labels(runs: list[Run]) -> list[str]:
-    """Returns the names of runs, as paths below the folder that holds them all."""
+    """Returns the names of runs: their paths below the folder that contains all of them.
+
+    Raises:
+        RunError: a run is named twice.
+    """
     root = os.path.commonpath([run.directory.parent for run in runs])
     labels = [os.path.relpath(run.directory, root) for run in runs]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):

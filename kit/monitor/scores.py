@@ -14,13 +14,13 @@ from kit.run import Run
 from kit.show.style import legend_under_title, new_figure
 from kit.show.theme import HUES, SLATE
 
-COLOURS = (*HUES, SLATE)
+CURVE_COLOURS = (*HUES, SLATE)
 MARKERS = ("o", "s", "^", "D", "v")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreCurve:
-    """One metric of one task over the checkpoints of a run, oldest first; `curve["score"]` is a
+    """One metric of one task over the checkpoints of a run, oldest first. `curve["score"]` is a
     column of its rows.
     """
 
@@ -28,9 +28,9 @@ class ScoreCurve:
     """Score of the oldest checkpoint. The others have the same task and settings."""
     metric: str
     rows: list[dict[str, Any]]
-    """One a checkpoint: task, metric, step, tokens seen, score (a fraction, or bits for
-    bits_per_byte), stderr (the harness's), low and high of the 95 % interval, and whether a part of
-    the items was scored. NaN is what is not known."""
+    """One row per checkpoint: task, metric, step, tokens seen, score (a fraction, or bits for
+    bits_per_byte), stderr (of the harness), low and high of the 95 % interval, and whether only a
+    part of the items was scored. An unknown number is NaN."""
 
     def __getitem__(self, column: str) -> np.ndarray:
         return np.array([row[column] for row in self.rows])
@@ -42,49 +42,59 @@ class ScoreCurve:
 
     @property
     def chance(self) -> float:
-        """Accuracy of guessing; NaN where there is nothing to guess."""
-        guessed = None if self.metric == ANSWER_BITS else self.oldest_score.chance
-        return np.nan if guessed is None else guessed
+        """Accuracy of guessing. NaN for a metric or task in which nothing can be guessed."""
+        chance = self.oldest_score.chance
+        if self.metric == ANSWER_BITS or chance is None:
+            return np.nan
+        return chance
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether its scores are shares of items, and not bits or probabilities."""
+        """Whether the scores are shares of items, and not bits or probabilities."""
         bits = self.metric.startswith(("answer", "bits", "byte", "likelihood", "word"))
         return not bits and "perplexity" not in self.metric
 
 
 def eval_reports(run: Run) -> list[EvalReport]:
-    """Returns the reports of a run's checkpoints, oldest first; a file that is no report is left
+    """Returns the reports of a run's checkpoints, oldest first. Files that are no reports are left
     out.
     """
     reports = []
     for file in (run.directory / "eval").glob("step_*.json"):
-        # One may be of another writer, or deleted meanwhile.
+        # A file may be written by another program, or deleted meanwhile.
         with contextlib.suppress(ConfigError, OSError, UnicodeDecodeError):
             reports.append(EvalReport.read(file))
     known = [report for report in reports if report.step is not None]
     return sorted(known, key=lambda report: report.step or 0)
 
 
+def scoring_seconds(run: Run) -> float:
+    """Returns the seconds that the scoring of all checkpoints of a run took."""
+    return sum(report.seconds for report in eval_reports(run))
+
+
 def eval_curve(run: Run, metric: str | None = None) -> list[ScoreCurve]:
     """Returns a curve for each task, number of shots and precision that was scored at any
     checkpoint of the run.
 
-    It is that of the metric that stands for the task, or that of `metric`, of tasks that have it.
+    A curve shows the metric that stands for its task. If `metric` is given, it shows that metric,
+    and tasks without it are left out.
     """
     curves: dict[tuple, ScoreCurve] = {}
     for report in eval_reports(run):
         for score in report.scores:
-            for found in score.metrics:
-                if found.name != (metric or score.headline.name):
+            wanted = metric or score.headline.name
+            for candidate in score.metrics:
+                if candidate.name != wanted:
                     continue
                 key = score.key, score.precision
-                new = ScoreCurve(oldest_score=score, metric=found.name, rows=[])
-                curves.setdefault(key, new).rows.append(_row(report, score, found))
+                new = ScoreCurve(oldest_score=score, metric=wanted, rows=[])
+                curves.setdefault(key, new).rows.append(_row(report, score, candidate))
     return list(curves.values())
 
 
 def _row(report: EvalReport, score: TaskScore, metric: Metric) -> dict[str, Any]:
+    """Returns the row of a `ScoreCurve` for one metric of one report."""
     numbers = {
         "tokens": report.tokens_seen,
         "score": metric.value,
@@ -92,50 +102,61 @@ def _row(report: EvalReport, score: TaskScore, metric: Metric) -> dict[str, Any]
         "low": metric.low,
         "high": metric.high,
     }
-    return {
+    row: dict[str, Any] = {
         "task": score_name(score),
         "metric": metric.name,
         "step": report.step,
-        **{name: np.nan if value is None else float(value) for name, value in numbers.items()},
         "partial": score.partial,
     }
+    for name, value in numbers.items():
+        row[name] = np.nan if value is None else float(value)
+    return row
 
 
 def score_name(score: TaskScore) -> str:
-    """Returns task, shots, temperature and precision, as far as these are not the usual ones."""
-    shots = f", {score.num_fewshot} shots" if score.num_fewshot else ""
-    temperature = f", temperature {score.temperature:g}" if score.temperature else ""
-    precision = f", {score.precision}" if score.precision != "fp32" else ""
-    chat = ", chat template" if score.apply_chat_template else ""
-    generation = f", {score.gen_kwargs}" if score.gen_kwargs else ""
-    return score.task + shots + temperature + chat + generation + precision
+    """Returns the task, followed by the settings that differ from the default: shots, temperature,
+    chat template, options of generation, precision.
+    """
+    words = [score.task]
+    if score.num_fewshot:
+        words.append(f"{score.num_fewshot} shots")
+    if score.temperature:
+        words.append(f"temperature {score.temperature:g}")
+    if score.apply_chat_template:
+        words.append("chat template")
+    if score.gen_kwargs:
+        words.append(str(score.gen_kwargs))
+    if score.precision != "fp32":
+        words.append(score.precision)
+    return ", ".join(words)
 
 
 def last_scores(run: Run) -> dict[str, dict[str, Any]]:
-    """Returns the newest score of each task, a row of its `ScoreCurve` with None for what is not
-    known.
+    """Returns the newest score of each task: the last row of its `ScoreCurve`, with None for an
+    unknown number.
     """
-    return {
-        curve.name: {key: value if value == value else None for key, value in last.items()}
-        for curve in eval_curve(run)
-        for last in curve.rows[-1:]
-    }
+    scores = {}
+    for curve in eval_curve(run):
+        newest = dict(curve.rows[-1])
+        for key, value in newest.items():
+            if value != value:  # NaN
+                newest[key] = None
+        scores[curve.name] = newest
+    return scores
 
 
 class ScoreFollower:
-    """Reads the scores that are added to a run's `eval/*.json`, each once, and again where it
-    has changed.
-    """
+    """Reads the scores in a run's `eval/*.json`: each once, and again when it has changed."""
 
     def __init__(self, run: Run, seen: dict[str, float] | None = None) -> None:
         self.run = run
         self.seen = dict(seen or {})
 
     def read(self) -> list[tuple[int, int, dict[str, float]]]:
-        """Returns (attempt, step, values) of what is new; a value is named `eval/TASK/METRIC`,
-        `_stderr` its error.
+        """Returns (attempt, step, values) for each report with new scores. A value is named
+        `eval/TASK/METRIC`, its standard error `eval/TASK/METRIC_stderr`.
         """
-        found = []
+        new = []
         for report in eval_reports(self.run):
             values: dict[str, float] = {}
             for score in report.scores:
@@ -149,17 +170,17 @@ class ScoreFollower:
                     if metric.stderr is not None:
                         values[f"{name}_stderr"] = metric.stderr
             if values:
-                found.append((report.attempt or 1, report.step or 0, values))
-        return found
+                new.append((report.attempt or 1, report.step or 0, values))
+        return new
 
 
 def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
     """Returns a matplotlib figure of the scores of a run's checkpoints, and the table that it
     shows.
 
-    Accuracies, bits per byte of right answers and those of texts have a panel each. Shaded is the
-    95 % interval; a hollow marker is a score of a part of the items; a dotted line is guessing. The
-    table has the rows of all curves.
+    There is a panel for accuracies, one for bits per byte of right answers, and one for all other
+    metrics. The 95 % interval is shaded. A hollow marker is a score of a part of the items. A
+    dotted line is the accuracy of guessing. The table has the rows of all curves.
 
     Raises:
         RunError: no checkpoint of the run has been scored.
@@ -173,24 +194,31 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
     accuracies = [curve for curve in curves if curve.is_accuracy]
     others = [curve for curve in curves if not curve.is_accuracy]
     panels = [group for group in (accuracies, answers, others) if group]
-    heights = [3.0 if group is not others else 2.4 for group in panels]
+    heights = [3.0] * len(panels)
+    if others:
+        heights[-1] = 2.4
     layout = {"height_ratios": heights, "sharex": True, "squeeze": False}
     with new_figure(len(panels), height=sum(heights), **layout) as (figure, axes):
         for axis, group in zip(axes[:, 0], panels, strict=True):
             draw_scores(axis, group)
             axis.label_outer()
-    return figure, [row for curve in (*curves, *answers) for row in curve.rows]
+    table = []
+    for curve in (*curves, *answers):
+        table += curve.rows
+    return figure, table
 
 
 def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
-    """Draws curves of one kind of metric: per cent for accuracies, else the metric's own unit."""
+    """Draws curves of one kind of metric. Accuracies are in per cent, other metrics in their own
+    unit.
+    """
     from matplotlib.ticker import EngFormatter
 
     accuracy = all(curve.is_accuracy for curve in curves)
     of_answers = all(curve.metric == ANSWER_BITS for curve in curves)
     scale = 100 if accuracy else 1
     for i, curve in enumerate(curves):
-        colour = COLOURS[i % len(COLOURS)]
+        colour = CURVE_COLOURS[i % len(CURVE_COLOURS)]
         marker = MARKERS[i % len(MARKERS)]
         x = curve["tokens"]
         y = scale * curve["score"]
@@ -212,10 +240,9 @@ def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
     else:
         names = [f"{curve.name}, {curve.metric.replace('_', ' ')}" for curve in curves]
         title = ", ".join(dict.fromkeys(names))
-    hollow = (
-        "\nhollow: a part of the items" if any(curve["partial"].any() for curve in curves) else ""
-    )
-    axis.set(title=title + hollow, xlabel="training tokens")
+    if any(curve["partial"].any() for curve in curves):
+        title += "\nhollow: a part of the items"
+    axis.set(title=title, xlabel="training tokens")
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     if accuracy or of_answers:
         legend_under_title(axis)

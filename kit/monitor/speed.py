@@ -161,11 +161,10 @@ def compare_attempt(
     site = run.other_sites().get(attempt, run.site)
     layouts = Layouts.of(run.spec, [plan])
     hardware = hardware_on(site, layouts, plan.precision)
-    calibration = (
-        calibrate([], site, hardware=hardware)
-        if site.scheduler == "local"
-        else published_calibration(site)
-    )
+    if site.scheduler == "local":
+        calibration = calibrate([], site, hardware=hardware)
+    else:
+        calibration = published_calibration(site)
     prediction = calibration.predict(layouts, hardware)
     terms_s = {
         name: np.asarray(value).item() for name, value in prediction.step_time.terms_s.items()
@@ -174,12 +173,13 @@ def compare_attempt(
     waiting_s = parts_s.pop(WAITS, None)
     tokens = plan.global_batch_size * run.spec.sequence_length
     rates = utilisation_rates(run.spec, plan, site, is_imported=run.is_imported)
-    at_peak_s = tokens * rates[0] if rates else 0.0  # nothing is faster, however wide the interval
-    low_s, high_s = (
-        max(at_peak_s, np.asarray(end).item()) for end in (prediction.low_s, prediction.high_s)
-    )
+    # No step is faster than at the peak, however wide the interval is.
+    at_peak_s = tokens * rates[0] if rates else 0.0
+    low_s = max(at_peak_s, np.asarray(prediction.low_s).item())
+    high_s = max(at_peak_s, np.asarray(prediction.high_s).item())
     slow = tokens / high_s
     fast = tokens / low_s
+    mfu_band = (rates[0] * slow, rates[0] * fast) if rates else None
     return SpeedComparison(
         expected_s=np.asarray(prediction.total_s).item(),
         low_s=low_s,
@@ -195,7 +195,7 @@ def compare_attempt(
             "attempt": attempt,
             "step_time_s": (low_s, high_s),
             "tokens_per_s": (slow, fast),
-            "mfu": None if rates is None else (rates[0] * slow, rates[0] * fast),
+            "mfu": mfu_band,
         },
     )
 
@@ -288,8 +288,9 @@ class SpeedMonitor:
         start = time.thread_time()
         try:
             spent = ledger(self.run)
+            share = spent.goodput if math.isfinite(spent.goodput) else None
             goodput = {
-                "share": spent.goodput if math.isfinite(spent.goodput) else None,
+                "share": share,
                 "usd": spent.usd,
                 "parts": [row for row in spent.rows() if row["seconds"] > 0],
             }

@@ -13,12 +13,13 @@ from kit.errors import kit_command
 from kit.monitor.alerts import ROWS_PER_LOOK
 from kit.monitor.dashboard import Dashboard
 from kit.monitor.on_alert import AlertCommand
-from kit.monitor.scores import eval_reports, last_scores
+from kit.monitor.quantities import QUANTITIES, quantity_text
+from kit.monitor.scores import last_scores, scoring_seconds
 from kit.run import Run
 from kit.run.alerts import Alert
-from kit.show.terminal import PlainConsole, clock, keep_drawing, number
+from kit.show.terminal import PlainConsole, clock, keep_drawing
 
-COLOURS = {
+STATE_COLOURS = {
     JobState.RUNNING: "green",
     JobState.DONE: "green",
     JobState.IMPORTED: "cyan",
@@ -29,15 +30,28 @@ COLOURS = {
     JobState.FAILED: "red",
     JobState.LOST: "red",
 }
+STEP_QUANTITIES = (
+    "loss",
+    "validation_loss",
+    "grad_norm",
+    "step_time_s",
+    "tokens_per_s",
+    "mfu",
+    "hfu",
+)
+"""Quantities of the last step in the heading, in their order."""
 BARS = "▁▂▃▄▅▆▇█"
-ALERTS_SHOWN = 10
+BAR_LABELS = {"tokens_per_s": "tok/s", "mfu": "MFU"}
+"""Label of a line of bars, which has room for eight letters."""
+SHOWN_ALERTS = 10
+"""Largest number of alerts that are shown."""
 MARKS = {"warning": ("⚠", "yellow"), "error": ("✖", "red")}
 
 
 def status_row(run: Run) -> dict[str, Any]:
-    """Returns what is known of a run now, as plain values: state, reason, step, loss, speed,
-    MFU, time left, checkpoints, scores. `unreadable` names folders of checkpoints that this user
-    may not enter.
+    """Returns the present state of a run as plain values: state, reason, step, loss, speed, MFU,
+    time left, checkpoints, scores. `unreadable` names folders of checkpoints that this user may not
+    enter.
     """
     return {
         "run": run.name,
@@ -45,16 +59,16 @@ def status_row(run: Run) -> dict[str, Any]:
         "checkpoints": run.checkpoints.steps(),
         "unreadable": run.checkpoints.unreadable(),
         "scores": last_scores(run),
-        "eval_s": sum(report.seconds for report in eval_reports(run)),
+        "eval_s": scoring_seconds(run),
     }
 
 
 def status_table(run: Run, width: int = 80) -> Group:
-    """Returns the text view of a run: state with its reason, numbers, curves, what was asked of
-    it, and alerts.
+    """Returns the text view of a run: state with its reason, numbers, curves, requests, and
+    alerts.
     """
     dashboard = _complete_dashboard(run)
-    dashboard.refresh_speed(wait=True)  # nobody looks a second time
+    dashboard.refresh_speed(wait=True)  # The view is printed once, so it must be complete.
     return _text_view(dashboard, width)
 
 
@@ -74,9 +88,9 @@ def watch(run: Run, *, console: Console | None = None) -> None:
         dashboard.catch_up()
         dashboard.refresh_speed()
         width = console.picture_width if isinstance(console, PlainConsole) else console.width
-        drawn = _text_view(dashboard, width)
+        text = _text_view(dashboard, width)
         alert_command.run_for_new_alerts()
-        return drawn
+        return text
 
     keep_drawing(view, console, every_s=1.0, over=lambda: dashboard.status.state.is_final)
     if dashboard.status.state.is_final:
@@ -84,8 +98,8 @@ def watch(run: Run, *, console: Console | None = None) -> None:
 
 
 def recorded_alerts(run: Run) -> list[Alert]:
-    """Returns all alerts of a run, oldest first, after a look for new ones: nobody may have
-    watched it so far.
+    """Returns all alerts of a run, oldest first, after a look for new ones. It is possible that
+    nobody has watched the run before.
     """
     return _complete_dashboard(run).run_view.alert_monitor.log.alerts
 
@@ -119,51 +133,57 @@ def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[Ren
     title = Text.assemble(
         (facts["name"], "bold"),
         "  ",
-        (f"● {row['state']}", COLOURS.get(JobState(row["state"]), "white")),
+        (f"● {row['state']}", STATE_COLOURS.get(JobState(row["state"]), "white")),
         "  ",
         (row["reason"], "dim"),
     )
-    speed = facts["speed"]
-    style = "yellow" if speed["verdict"].startswith("slower") else "dim"
-    goodput = speed["goodput"] and speed["goodput"]["share"]
-    counts = "" if goodput is None else f" Goodput {goodput:.1%}."
-    pace = [Text(f"{speed['verdict']}.{counts}", style=style)] if speed["verdict"] else []
-    data = [Text(row["data"], style="dim")] if row["data"] else []
-    numbers = [_tiles(row, facts["checkpoints"], width), *_kinds_of_numbers(row)]
-    return [title, *numbers, *pace, *data]
+    lines = [title, _tiles(row, facts["checkpoints"], width)]
+    if steps := row.get("speed_steps"):
+        names = ("step_time_s", "tokens_per_s", "mfu", "hfu")
+        medians = ", ".join(QUANTITIES[name].label for name in names)
+        recent = counted(steps, "step")
+        text = f"{medians}: median of the last {recent}; loss, grad norm: last step"
+        lines.append(Text(text, style="dim"))
+    verdict = facts["speed"]["verdict"]
+    if verdict:
+        style = "yellow" if verdict.startswith("slower") else "dim"
+        lines.append(Text(f"{verdict}.{_goodput(facts)}", style=style))
+    if row["data"]:
+        lines.append(Text(row["data"], style="dim"))
+    return lines
 
 
-def _kinds_of_numbers(row: dict[str, Any]) -> list[Text]:
-    """Returns a line that says over which steps the numbers of the heading are taken. Empty before
-    the first step.
-    """
-    if not (steps := row.get("speed_steps")):
-        return []
-    recent = counted(steps, "step")
-    text = f"s/step, tokens/s, MFU, HFU: median of the last {recent}; loss, grad norm: last step"
-    return [Text(text, style="dim")]
+def _goodput(facts: dict[str, Any]) -> str:
+    """Returns the goodput of a run as a sentence after a blank. Empty if it is unknown."""
+    goodput = facts["speed"]["goodput"]
+    if not goodput or goodput["share"] is None:
+        return ""
+    return f" Goodput {goodput['share']:.1%}."
 
 
 def _tiles(row: dict[str, Any], checkpoints: list[int], width: int) -> Table:
     """Returns the numbers of the last step, as many in a line as fit."""
-    cells = {
-        "step": f"{row['step']:,} / {row['num_steps']:,}",
-        "loss": number(row.get("loss"), ".4f"),
-        "validation": number(row.get("validation_loss"), ".4f"),
-        "grad norm": number(row.get("grad_norm"), ".3f"),
-        "s/step": number(row.get("step_time_s"), ".3g"),
-        "tokens/s": number(row.get("tokens_per_s"), ",.0f"),
-        "MFU": row.get("why_no_mfu") or number(row.get("mfu"), ".1%"),
-        "HFU": number(row.get("hfu"), ".1%"),
-        "left": duration(row["eta_s"]),
-        "attempt": str(row["attempt"]),
-        "checkpoints": ", ".join(map(str, checkpoints)) or "none",
-    }
+    cells = {"step": f"{row['step']:,} / {row['num_steps']:,}"}
+    for name in STEP_QUANTITIES:
+        cells[QUANTITIES[name].label] = quantity_text(name, row.get(name))
+    if row.get("why_no_mfu"):
+        cells[QUANTITIES["mfu"].label] = row["why_no_mfu"]
+    cells["left"] = duration(row["eta_s"])
+    cells["attempt"] = str(row["attempt"])
+    cells["checkpoints"] = ", ".join(map(str, checkpoints)) or "none"
+    if width >= 76:
+        in_a_line = 3
+    elif width >= 52:
+        in_a_line = 2
+    else:
+        in_a_line = 1
     table = Table.grid(padding=(0, 2, 0, 0))
-    in_a_line = 3 if width >= 76 else 2 if width >= 52 else 1
-    pairs = [part for name, value in cells.items() for part in (Text(name, style="dim"), value)]
-    for start in range(0, len(pairs), 2 * in_a_line):
-        table.add_row(*pairs[start : start + 2 * in_a_line])
+    names = list(cells)
+    for start in range(0, len(names), in_a_line):
+        line: list[RenderableType] = []
+        for name in names[start : start + in_a_line]:
+            line += [Text(name, style="dim"), cells[name]]
+        table.add_row(*line)
     return table
 
 
@@ -175,65 +195,65 @@ def _curves(
     """
     if not len(dashboard.columns):
         return [Text("no step yet", style="dim")]
-    key, name, form = (
-        ("tokens_per_s", "tok/s", ",.0f") if row["why_no_mfu"] else ("mfu", "MFU", ".1%")
-    )
-    loss, speed = (bars(dashboard.curves[series], width - 20) for series in ("loss", key))
-    lines = [
-        Text(f"{'loss':>8} {loss} {number(row['loss'], '.4f')}", style="blue"),
-        Text(f"{name:>8} {speed} {number(row[key], form)}", style="green"),
-    ]
-    if band := (facts["speed"]["band"] or {}).get(key):
-        low, high = (number(speed, form) for speed in band)
+    speed = dashboard.curves.shown_speed()
+    lines = []
+    for name, label, colour in (("loss", "loss", "blue"), (speed, BAR_LABELS[speed], "green")):
+        drawn = bars(dashboard.curves[name], width - 20)
+        lines.append(Text(f"{label:>8} {drawn} {quantity_text(name, row[name])}", style=colour))
+    band = facts["speed"]["band"]
+    if band and band[speed]:
+        low, high = (quantity_text(speed, end) for end in band[speed])
         lines.append(Text(f"{'':>8} {facts['speed']['label']}: {low} to {high}", style="dim"))
     return lines
 
 
 def bars(values: np.ndarray, width: int) -> str:
-    """Returns a line of at most `width` bars, each as high as the mean of its share of the values;
-    `?` where one of these is not finite.
+    """Returns a line of at most `width` bars. Each is as high as the mean of its part of the
+    values. A bar is `?` if one of its values is not finite.
     """
-    means = np.array([share.mean() for share in np.array_split(values, min(width, len(values)))])
+    parts = np.array_split(values, min(width, len(values)))
+    means = np.array([part.mean() for part in parts])
     means[~np.isfinite(means)] = np.nan
-    low, high = np.fmin.reduce(means), np.fmax.reduce(means)  # of those that are there
-    heights = (len(BARS) - 1) * (means - low) / (high - low or 1)
-    return "".join(BARS[round(height)] if np.isfinite(height) else "?" for height in heights)
+    low = np.fmin.reduce(means)
+    high = np.fmax.reduce(means)
+    line = ""
+    for height in (len(BARS) - 1) * (means - low) / (high - low or 1):
+        line += BARS[round(height)] if np.isfinite(height) else "?"
+    return line
 
 
 def _details(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType]:
     """Returns the lines on scores, on requests, and on the end of the run."""
+    run = dashboard.run
     parts: list[RenderableType] = []
-    if scores := last_scores(dashboard.run):
-        spent = f"  {sum(report.seconds for report in eval_reports(dashboard.run)):.0f} s in all"
+    if scores := last_scores(run):
+        spent = f"  {scoring_seconds(run):.0f} s in all"
         parts.append(Text.assemble(("scores  ", "dim"), _scores(scores), (spent, "dim")))
     for name, request in facts["actions"].items():
-        done = (
-            f", done {clock(request['done_at'])}: {request['note']}" if request["done_at"] else " …"
-        )
-        parts.append(Text(f"{name}: asked {clock(request['asked_at'])}{done}", style="cyan"))
-    if folders := facts["unreadable"]:
-        text = f"you may not enter {', '.join(folders)}: its checkpoints are not counted"
-        parts.append(Text(text, style="yellow"))
-    if not dashboard.run.directory.is_dir():
-        parts.append(
-            Text(
-                f"{dashboard.run.directory} was removed: this is what was read before", style="red"
-            )
-        )
+        progress = " …"
+        if request["done_at"]:
+            progress = f", done {clock(request['done_at'])}: {request['note']}"
+        parts.append(Text(f"{name}: asked {clock(request['asked_at'])}{progress}", style="cyan"))
+    if facts["unreadable_note"]:
+        parts.append(Text(facts["unreadable_note"], style="yellow"))
+    if not run.directory.is_dir():
+        text = f"{run.directory} was removed: this is what was read before"
+        parts.append(Text(text, style="red"))
     elif dashboard.status.state is JobState.FAILED:
-        parts.append(Text("\n".join(dashboard.log().rstrip().splitlines()[-8:]), style="dim"))
+        last_lines = dashboard.log().rstrip().splitlines()[-8:]
+        parts.append(Text("\n".join(last_lines), style="dim"))
     return parts
 
 
 def _alerts(dashboard: Dashboard) -> list[Text]:
-    """Returns the newest alerts, whole: what to do stands at their end."""
+    """Returns the newest alerts. They are not shortened, since their end says what to do."""
     alerts = dashboard.run_view.alert_monitor.log.alerts
     lines = []
-    for alert in alerts[: -ALERTS_SHOWN - 1 : -1]:
+    for alert in alerts[: -SHOWN_ALERTS - 1 : -1]:
         mark, colour = MARKS[alert.level]
         when = clock(alert.time, "%m-%d %H:%M:%S")
-        told = f"{mark} {when} step {alert.step:,} {alert.kind}: {alert.message}"
-        lines.append(Text(told, style=colour))
+        text = f"{mark} {when} step {alert.step:,} {alert.kind}: {alert.message}"
+        lines.append(Text(text, style=colour))
     if more := len(alerts) - len(lines):
         every = kit_command("status", dashboard.run.directory, "--json")
         lines.append(Text(f"and {counted(more, 'older alert')}: {every}", style="dim"))
@@ -244,27 +264,24 @@ def _scores(scores: dict[str, dict[str, Any]]) -> str:
     """Returns `piqa acc 0.610 (0.588 to 0.632) at step 200, partial` for each task, with its 95
     % interval.
     """
-    words = []
+    texts = []
     for task, last in scores.items():
-        interval = "" if last["low"] is None else f" ({last['low']:.3f} to {last['high']:.3f})"
-        partial = ", partial" if last["partial"] else ""
-        words.append(
-            f"{task} {last['metric']} {last['score']:.3f}{interval} at step"
-            f" {last['step']:,}{partial}"
-        )
-    return "; ".join(words)
+        text = f"{task} {last['metric']} {last['score']:.3f}"
+        if last["low"] is not None:
+            text += f" ({last['low']:.3f} to {last['high']:.3f})"
+        text += f" at step {last['step']:,}"
+        if last["partial"]:
+            text += ", partial"
+        texts.append(text)
+    return "; ".join(texts)
 
 
 def duration(seconds: float | None) -> str:
-    """Returns a time in seconds, minutes or hours; none is a dash."""
+    """Returns a time in seconds, minutes or hours. A time that is None is a dash."""
     if seconds is None:
         return "–"
-    minutes = seconds / 60
-    hours = seconds / 3600
-    return (
-        f"{seconds:.0f} s"
-        if minutes < 2
-        else f"{minutes:.0f} min"
-        if hours < 2
-        else f"{hours:.1f} h"
-    )
+    if seconds < 2 * 60:
+        return f"{seconds:.0f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

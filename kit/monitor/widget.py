@@ -1,9 +1,9 @@
-"""Monitor: the live dashboard in a notebook. `Monitor(run)` as the last line of a cell; any kernel,
-at any time.
+"""Monitor: the live dashboard in a notebook, shown by `Monitor(run)` as the last line of a cell.
 
-It only reads the run directory: close the browser, restart the kernel, and the job goes on; show it
-again and the whole history is there. The kernel keeps the data and sends one window of numbers per
-tick; the browser draws and asks. Needs anywidget where the kernel runs and where JupyterLab runs.
+The dashboard only reads the run directory, so the job does not depend on browser and kernel. A new
+view, in any kernel and at any time, shows the whole history. The kernel keeps the data and sends
+one window of numbers per tick. The browser draws the window and sends requests. anywidget must be
+installed where the kernel runs and where JupyterLab runs.
 """
 
 import contextvars
@@ -20,20 +20,27 @@ from typing import Any
 import anywidget
 import traitlets
 
-from kit.monitor.dashboard import Dashboard, PlotRange
+from kit.monitor.curves import SERIES, UNSMOOTHED, PlotRange
+from kit.monitor.dashboard import Dashboard
 from kit.monitor.figure import snapshot
+from kit.monitor.quantities import QUANTITIES
 from kit.run import Run
 from kit.run.columns import FAST_FROM_BYTES
 from kit.show.theme import MUTED
 
 POLL_S = 0.05
+"""Seconds between two reads of the metrics."""
 TICK_S = 0.2
+"""Least seconds between two frames that are sent to the browser."""
 LOOK_S = 1.0
+"""Seconds between two looks at state, ranks and alerts."""
 PICTURE_S = 60.0
+"""Least seconds between two saved pictures."""
 BEAT_S = 2.0
 """Seconds between two heartbeats of a view. The front end reports a silent kernel after several
 that are missing."""
 READING_LIMIT_S = 10.0
+"""Longest time in seconds to wait for the whole history to be read."""
 STATIC = Path(__file__).parent / "static"
 # uPlot, the chart library (MIT), comes first: the others use it.
 SCRIPTS = ("vendor/uPlot.iife.min.js", "numbers.js", "dashboard.js")
@@ -46,8 +53,13 @@ NO_MODEL = """<style>
 """Style sheet of a saved picture. Without a kernel, JupyterLab shows "Error displaying widget:
 model not found" instead of the view, in the output just above the picture. The style hides that
 output. A view, and any other error of a widget, contains elements and stays."""
+CHARTS = [
+    {"key": name, "title": QUANTITIES[name].title, "smoothed": name not in UNSMOOTHED}
+    for name in SERIES
+]
+"""Charts of the dashboard in their order, for its front end."""
 _SHOWN = weakref.WeakSet["Monitor"]()
-"""What cells have shown."""
+"""Views that cells have shown."""
 
 
 def scoped(css: str, root: str) -> str:
@@ -105,6 +117,7 @@ class Monitor(anywidget.AnyWidget):
         + (STATIC / "dashboard.css").read_text()
     )
 
+    charts = traitlets.List(CHARTS).tag(sync=True)
     frame = traitlets.Dict().tag(sync=True)
     window = traitlets.Bytes(b"").tag(sync=True)
     facts = traitlets.Dict().tag(sync=True)
@@ -156,7 +169,7 @@ class Monitor(anywidget.AnyWidget):
             ).start()
 
     def close(self) -> None:
-        """Ends the view and its threads; the job does not notice."""
+        """Ends the view and its threads. The job goes on."""
         self._closed.set()
         super().close()
 
@@ -167,13 +180,18 @@ class Monitor(anywidget.AnyWidget):
         return snapshot(self.dashboard)
 
     def _follow_metrics(self) -> None:
-        # The file is asked more often than pictures are sent: a step that comes after a pause is
-        # shown at once.
-        while not self._closed.wait(0 if self._more else POLL_S):
+        """Sends new steps to the browser until the view is closed."""
+        # The file is read more often than frames are sent, so that a step after a pause is shown
+        # at once.
+        while True:
+            pause_s = 0 if self._more else POLL_S
+            if self._closed.wait(pause_s):
+                return
             if self._more or time.monotonic() - self._sent_at >= TICK_S:
                 self._guarded(self._tick)
 
     def _tick(self) -> None:
+        """Reads new steps for LOOK_S at most, and sends a frame if there are any."""
         start = time.monotonic()
         columns = self.dashboard.columns
         before = len(columns), columns.revision
@@ -187,6 +205,7 @@ class Monitor(anywidget.AnyWidget):
             self._caught_up.set()
 
     def _follow_job(self) -> None:
+        """Looks at the job and sends its facts until the view is closed."""
         self._caught_up.wait(READING_LIMIT_S)  # the curves come first; the state is known by then
         while True:
             for work in (
@@ -217,12 +236,12 @@ class Monitor(anywidget.AnyWidget):
 
     @property
     def failure(self) -> str:
-        """What goes wrong in the view itself just now, as a traceback; empty while all is well."""
+        """Traceback of the present failure of the view itself. Empty if there is none."""
         return next(iter(self._failures.copy().values()), "")
 
     def _guarded(self, work: Callable[[], Any]) -> None:
-        """A thread must live on whatever a run directory does; what went wrong is shown in the
-        view.
+        """Does some work. An exception is kept for `failure`, which the view shows, since the
+        threads of the view must survive all errors of a run directory.
         """
         try:
             work()
@@ -231,6 +250,7 @@ class Monitor(anywidget.AnyWidget):
             self._failures[work.__name__] = traceback.format_exc()
 
     def _send_frame(self) -> None:
+        """Sends the numbers of the charts to the browser."""
         with self._lock:
             self._sent_at = time.monotonic()
             frame, window = self.dashboard.frame(self.view)
@@ -239,6 +259,7 @@ class Monitor(anywidget.AnyWidget):
                 self.window = window
 
     def _send_facts(self) -> None:
+        """Sends state, alerts, step times of ranks and the log to the browser."""
         with self._lock, self.hold_sync():
             self.facts = {
                 **self.dashboard.facts(),
@@ -251,7 +272,9 @@ class Monitor(anywidget.AnyWidget):
             self.log = self.dashboard.log()
 
     def _on_message(self, _: Any, message: Any, buffers: Any) -> None:
-        """Answers the browser; in whichever thread the kernel runs this, and never for long."""
+        """Answers a message of the browser. The thread is chosen by the kernel, so this must not
+        take long.
+        """
         kind = message["type"]
         dashboard = self.dashboard
         self._heard = message["number"]
@@ -263,14 +286,17 @@ class Monitor(anywidget.AnyWidget):
             dashboard.select_log(int(message["rank"]), message["search"])
         elif kind == "action":
             dashboard.start_action(message["name"])
-        self._guarded(self._send_frame if kind in ("view", "smoothing") else self._send_facts)
+        if kind in ("view", "smoothing"):
+            self._guarded(self._send_frame)
+        else:
+            self._guarded(self._send_facts)
 
     def _ipython_display_(self) -> None:
-        """Shows the view, and under it a picture for readers without a kernel, which a live view
-        hides.
+        """Shows the view, and below it a picture for readers without a kernel. A live view hides
+        the picture.
 
-        Two outputs, since a trusted notebook shows "model not found" rather than a picture in the
-        same output.
+        View and picture are two outputs. In one output, a trusted notebook would show "model not
+        found" instead of the picture.
         """
         from IPython.display import DisplayHandle, display
 
@@ -280,32 +306,34 @@ class Monitor(anywidget.AnyWidget):
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
         display({**data, "text/plain": text}, metadata=metadata, raw=True)
         self._picture = DisplayHandle()
-        # The view is there by now; only the picture needs the whole history.
+        # The view is displayed by now. Only the picture needs the whole history.
         self._caught_up.wait(READING_LIMIT_S)
         self._picture.display(self._still(), raw=True)
         self._pictured = (time.monotonic(), self.dashboard.status.state)
 
     def _replace_earlier(self) -> None:
-        """Ends the views that an earlier run of this cell has shown, whose threads nobody
-        watches any more.
-        """
+        """Ends the views that earlier runs of this cell have shown, and their threads."""
         parent = getattr(_ipython_shell(), "get_parent", dict)()
         cell = parent.get("metadata", {}).get("cellId")
         self._shown_by = cell, parent.get("header", {}).get("msg_id")
         _SHOWN.add(self)
-        for earlier in list(_SHOWN) if cell else []:
+        if not cell:
+            return
+        for earlier in list(_SHOWN):
             if earlier._shown_by[0] == cell and earlier._shown_by != self._shown_by:
                 earlier.close()
 
     def _refresh_picture(self) -> None:
-        """Keeps the picture of a notebook that is saved later near the present; the last one is
-        of the end.
+        """Replaces a picture that is older than PICTURE_S, so that a notebook that is saved later
+        shows the present. After the end of the run, replaces it once.
         """
         if self._picture is None:
             return
         when, state = self._pictured
         now = self.dashboard.status.state
-        is_old = now is not state if now.is_final else time.monotonic() - when > PICTURE_S
+        is_old = time.monotonic() - when > PICTURE_S
+        if now.is_final:
+            is_old = now is not state
         if is_old:
             self._pictured = (time.monotonic(), now)
             self._picture.update(self._still(), raw=True)
@@ -315,8 +343,8 @@ class Monitor(anywidget.AnyWidget):
         its element.
         """
         facts = self.dashboard.facts()
-        words = "{name}: {state}, step {step}, loss and speed"
-        bundle = self.figure().to_bundle(alt=words.format(**facts))
+        alt = "{name}: {state}, step {step}, loss and speed".format(**facts)
+        bundle = self.figure().to_bundle(alt=alt)
         # `make demo` prints this text while the notebook runs.
         bundle["text/plain"] = _status_text(facts)
         name = f"kit-still-{self.model_id}"

@@ -17,7 +17,7 @@ document.body.style.setProperty('--jp-ui-font-color1', '#eee');
 document.body.style.setProperty('--jp-ui-font-color2', '#b5b5b5'); document.body.dataset.theme = 'dark';"""  # noqa: E501
 
 
-SENT = ("frame", "window", "facts", "alerts", "heat", "log")
+SENT = ("charts", "frame", "window", "facts", "alerts", "heat", "log")
 
 
 @pytest.fixture(scope="session")

@@ -320,3 +320,11 @@ def test_a_screen_reader_hears_only_what_is_new_as_that_a_job_is_lost(open_scree
     screen.page.evaluate("stop()")
     assert screen.page.evaluate("listening()") == 0, "a view that is left removes all listeners"
     screen.refresh()
+
+
+def test_checkpoints_that_may_not_be_entered_are_named(open_screen, tmp_path, monkeypatch):
+    run = recorded_run(tmp_path / "run", steps=40)
+    closed = str(run.directory / "checkpoints" / "step_20")
+    monkeypatch.setattr("kit.run.checkpoint.Checkpoints.unreadable", lambda _: [closed])
+    screen = open_screen(run)
+    assert f"you may not enter {closed}" in screen.text(".kit-notice")

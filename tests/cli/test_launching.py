@@ -17,7 +17,7 @@ from cluster.state import JobError
 from kit import launcher
 from kit.cli import launching
 from kit.cli.app import app
-from kit.cli.asked import ask_for
+from kit.cli.launch_settings import gather_settings
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
@@ -37,9 +37,9 @@ def launch(words: str = "") -> int | None:
 
 
 def asked(**changes: Any):
-    given = {"model": None, "recipe": None, "plan": None, "given": {}, "changes": {}, **changes}
+    given = {"model": None, "recipe": None, "plan": None, "options": {}, "changes": {}, **changes}
     given["changes"] = {"spec": {}, "plan": {}, "recipe": {}, **given["changes"]}
-    return ask_for(**given)
+    return gather_settings(**given)
 
 
 def refused(message: str, words: str) -> None:
@@ -51,12 +51,12 @@ def refused(message: str, words: str) -> None:
 @pytest.mark.parametrize("name", names())
 def test_published_recipe_is_that_of_the_paper(name) -> None:
     published = published_recipe(name)
-    ask = asked(recipe=name, given={"data": "/d"})
+    ask = asked(recipe=name, options={"data": "/d"})
     assert ask.spec == ModelSpec.preset(published.model) and ask.plan == published.plan
     ask.plan.check(ask.spec)
-    assert set(ask.lacking) == set(published.not_stated), "nothing else is left open"
+    assert set(ask.missing) == set(published.not_stated), "nothing else is left open"
     left = {"num_steps": 5000, "warmup_steps": 500}
-    recipe = Recipe.from_dict({**left, **ask.fields})
+    recipe = Recipe.from_dict({**left, **ask.recipe_fields})
     rate = {"hlat-7b": 3e-4, "hlat-70b": 1.5e-4}.get(name, 6e-5)
     assert recipe.learning_rate == rate
     assert recipe.learning_rate == pytest.approx(10 * recipe.min_learning_rate)
@@ -78,7 +78,7 @@ def test_only_the_demo_has_a_recipe_of_its_own() -> None:
     Path("mine.toml").write_text("learning_rate = 1e-4\nwarmup_steps = 5\n")
     refused("needs a layout and a batch", "--model spec.json --recipe mine.toml")
     demo = asked()
-    assert demo.fields["learning_rate"] == 3e-3 and demo.lacking == {}
+    assert demo.recipe_fields["learning_rate"] == 3e-3 and demo.missing == {}
     assert demo.plan.global_batch_size == 16
 
 
@@ -87,14 +87,14 @@ def test_a_recipe_of_ones_own() -> None:
     Path("mine.toml").write_text(text)
     changes = {"plan": {"global_batch_size": 32}, "recipe": {"beta2": 0.99}}
     ask = asked(model="hlat-7b", recipe="mine.toml", changes=changes)
-    assert ask.lacking == {"data": "still 'EDIT' in mine.toml", "num_steps": "--steps N"}
+    assert ask.missing == {"data": "still 'EDIT' in mine.toml", "num_steps": "--steps N"}
     assert ask.plan.global_batch_size == 32
-    assert (ask.fields["beta2"], ask.fields["learning_rate"]) == (0.99, 1e-4)
+    assert (ask.recipe_fields["beta2"], ask.recipe_fields["learning_rate"]) == (0.99, 1e-4)
     refused("recipe.num_steps: --steps N", "--recipe mine.toml --data d")
     whole = Recipe(data="/d", num_steps=7, learning_rate=2e-4)
     whole.write(Path("recipe.json"))
-    ask = asked(recipe="recipe.json", given={"num_steps": 9})
-    assert Recipe.from_dict(ask.fields) == whole.replace(num_steps=9) and not ask.lacking
+    ask = asked(recipe="recipe.json", options={"num_steps": 9})
+    assert Recipe.from_dict(ask.recipe_fields) == whole.replace(num_steps=9) and not ask.missing
     wrong = {
         "learning_rat = 1": "Did you mean 'learning_rate'",
         "x = ": "not valid TOML",
@@ -107,7 +107,7 @@ def test_a_recipe_of_ones_own() -> None:
 
 def test_what_a_paper_does_not_state_must_be_given() -> None:
     changes = {"recipe": {"warmup_steps": 3}}
-    lacking = asked(recipe="frontier-1t", given={"num_steps": 9}, changes=changes).lacking
+    lacking = asked(recipe="frontier-1t", options={"num_steps": 9}, changes=changes).missing
     assert lacking == {"data": "--data FOLDER, made by `kit data build`"}
 
 
@@ -277,18 +277,18 @@ def test_recipe_for_another_batch_is_reported(capsys) -> None:
 
 def test_on_gpus_a_plan_is_bf16_and_compiled_unless_somebody_said_otherwise(tmp_path) -> None:
     def unsaid(**plan: Any) -> dict[str, Any]:
-        return asked(changes={"plan": plan}).unsaid
+        return asked(changes={"plan": plan}).gpu_defaults
 
-    assert asked().unsaid == {"precision": "bf16", "compile": True}
+    assert asked().gpu_defaults == {"precision": "bf16", "compile": True}
     assert asked().plan.precision == "fp32", "on a CPU it is what it was"
     assert unsaid(compile=False) == {"precision": "bf16"}
     assert unsaid(compile=True, precision="fp32") == {}
     assert unsaid(engine="deepspeed", zero_stage=1) == {}
     bubble = {"pipeline_parallel": 2, "virtual_stages": 2, "schedule": "zero_bubble"}
     assert unsaid(**bubble, global_batch_size=8) == {"precision": "bf16", "compile": False}
-    assert asked(recipe="frontier-22b").unsaid == {}
+    assert asked(recipe="frontier-22b").gpu_defaults == {}
     Plan(global_batch_size=8).write(tmp_path / "plan.json")
-    assert asked(plan=tmp_path / "plan.json").unsaid == {}
+    assert asked(plan=tmp_path / "plan.json").gpu_defaults == {}
 
 
 @pytest.mark.parametrize(("words", "said"), [("", False), ("--set plan.compile=false", True)])

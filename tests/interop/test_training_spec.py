@@ -11,7 +11,7 @@ from torch import device
 from typer.testing import CliRunner
 
 from kit.cli.app import app
-from kit.cli.asked import ask_for
+from kit.cli.launch_settings import gather_settings
 from kit.errors import ConfigError
 from kit.interop.weights.hugging_face_config import LACKING, load_spec, training_spec
 
@@ -111,7 +111,9 @@ def test_launch_trains_with_the_training_length(tmp_path, capsys):
     (tmp_path / "recipe.toml").write_text('data = "d"\nnum_steps = 9\nlearning_rate = 1e-3\n')
     file, changes = write(tmp_path, LLAMA), {"plan": {"global_batch_size": 8}, "recipe": {}}
     for spec, length in (({}, 8192), ({"sequence_length": 32_768}, 32_768)):
-        asked = ask_for(file, str(tmp_path / "recipe.toml"), None, {}, {"spec": spec, **changes})
+        asked = gather_settings(
+            file, str(tmp_path / "recipe.toml"), None, {}, {"spec": spec, **changes}
+        )
         assert asked.spec.sequence_length == length
         assert ("the training length is taken as 8,192" in capsys.readouterr().err) == (not spec)
 

@@ -151,6 +151,21 @@ def test_a_damaged_attempt_is_named_and_the_others_keep_their_mfu(tmp_path, reco
     assert reason in table.rows[0]["reason"] and table.notes[0].startswith(f"run: {reason}")
 
 
+def test_mfu_of_another_layout_is_no_fall(tmp_path):
+    """Two thirds of the steps belong to a layout with three times the MFU."""
+    run = recorded_run(tmp_path / "run", steps=300, second_attempt_at=201)
+    run.plan.replace(compile=True).write(run.directory / "plan.attempt_01.json")
+    rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["attempt"] == 1:
+            row["step_time_s"] /= 3
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (run.directory / "metrics.jsonl").write_text(text)
+    assert kinds(Dashboard(Run.open(run.directory))) == []
+    run.plan.write(run.directory / "plan.attempt_01.json")
+    assert kinds(Dashboard(Run.open(run.directory))) == ["mfu"], "with one layout it is a fall"
+
+
 def test_slow_steps_a_slow_rank_memory_disk_and_checkpoints(tmp_path, monkeypatch):
     run = recorded_run(tmp_path / "run", steps=200, ranks=8)
     run.recipe.replace(checkpoint_every=20).write(run.directory / "recipe.json")

@@ -110,6 +110,7 @@ def test_only_the_end_of_a_long_file_is_read_and_only_the_newest_attempt_counts(
     with file.open("a") as stream:
         stream.write(lines([row(4001, 2, loss=1.5, step_time_s=1.0)]) + '{"step": 4002, "a')
     (found,) = runs_table(tmp_path).rows
+    assert "tokens/s, MFU: median of the last 20 steps" in runs_table(tmp_path).notes[-1]
     told = [found[name] for name in ("step", "attempt", "loss", "tokens_per_s")]
     assert told == [4001, 2, 1.5, 2048]
 

@@ -1,17 +1,16 @@
 // The dashboard's front end: draws what the kernel sends, asks the kernel for everything else.
 // One module, no imports: uPlot (an IIFE that defines `uPlot`) and numbers.js are put before it.
 
-// name, title, colours (light, dark), format, whether the "log y" button applies
-const PANES = [
-  ["loss", "Loss, nats per token", "#0072B2", "#56B4E9", loss, true],
-  ["mfu", "MFU, % of peak", "#007A5A", "#2BCB9A", (v) => (100 * v).toFixed(1) + " %", false],
-  ["tokens_per_s", "Tokens per second", "#9A4A78", "#E08FC0", short, false],
-  ["grad_norm", "Gradient norm", "#B34D00", "#FF9A52", norm, true],
-  ["learning_rate", "Learning rate", "#0072B2", "#56B4E9", rate, false],
-  ["memory_bytes", "Memory of rank 0", "#007A5A", "#2BCB9A", bytes, false],
-];
+// How a series is drawn. The kernel sends which series there are, in order, with their titles, and which are smoothed.
+const LOOKS = { // logY: whether the "log y" button applies
+  loss: { light: "#0072B2", dark: "#56B4E9", format: loss, logY: true },
+  mfu: { light: "#007A5A", dark: "#2BCB9A", format: (v) => (100 * v).toFixed(1) + " %", logY: false },
+  tokens_per_s: { light: "#9A4A78", dark: "#E08FC0", format: short, logY: false },
+  grad_norm: { light: "#B34D00", dark: "#FF9A52", format: norm, logY: true },
+  learning_rate: { light: "#0072B2", dark: "#56B4E9", format: rate, logY: false },
+  memory_bytes: { light: "#007A5A", dark: "#2BCB9A", format: bytes, logY: false },
+};
 const LARGE = 2; // the first panes are drawn larger
-const NOT_SMOOTHED = ["learning_rate", "memory_bytes"]; // as SCHEDULED in curves.py: their line is each step's value
 const ICONS = { running: "▶", done: "✔", failed: "✖", lost: "✖", stalled: "⚠", stopping: "■", preempted: "⏏", imported: "↧" };
 const ACTIONS = [
   ["checkpoint", "Checkpoint now", "Save a checkpoint at the next step and go on", false],
@@ -57,6 +56,7 @@ function isDark(element) {
 }
 
 function render({ model, el }) {
+  const panes = model.get("charts").map((chart) => ({ ...chart, ...LOOKS[chart.key] })); // key, title, smoothed, and its look
   const root = make("section", "kit-monitor", el);
   root.setAttribute("aria-label", "training run");
   const view = { axis: "step", start: null, end: null, log_x: false };
@@ -176,7 +176,7 @@ function render({ model, el }) {
     ].filter(Boolean).join("; ") + ".");
   }
   const grid = make("div", "kit-grid", root);
-  const hosts = PANES.map(([key, title], i) => {
+  const hosts = panes.map(({ key, title }, i) => {
     const figure = make("figure", "kit-chart" + (i < LARGE ? " kit-large" : ""), grid);
     const caption = make("figcaption", "", figure);
     make("span", "", caption, title);
@@ -198,10 +198,10 @@ function render({ model, el }) {
     if (hover.hidden) return;
     const row = (texts, className) => { const line = make("tr", className, null); texts.forEach((text, k) => make(k ? "td" : "th", "", line, text)); return line; };
     const lines = [row([placeOf(at), "each step", state.frame.smoothing ? "smoothed" : ""], "kit-hover-head")];
-    PANES.forEach(([key, , , , format], i) => {
+    panes.forEach(({ key, format, smoothed: isSmoothed }, i) => {
       const [, low, high, average, validation, ...others] = dataOf(i), known = (v) => (v == null ? "–" : format(v)), here = i === pane ? "kit-here" : "";
       const least = known(low[at]), most = known(high[at]), raw = least === most ? least : `${least} … ${most}`;
-      const smoothed = state.frame.smoothing && !NOT_SMOOTHED.includes(key) ? known(average[at]) : "";
+      const smoothed = state.frame.smoothing && isSmoothed ? known(average[at]) : "";
       lines.push(row([tileName(key), raw, smoothed], here));
       if (i) return;
       let last = at;
@@ -235,7 +235,7 @@ function render({ model, el }) {
     const cells = (tag, texts) => { const row = make("tr", "", null); texts.forEach((text, i) => { const cell = make(i ? tag : "th", "", row, text); if (!i || tag === "th") cell.scope = i || tag === "td" ? "row" : "col"; }); return row; };
     const range = state.rows ? `${place(state.rows[0][0])} to ${place(lastOf(state.rows[0]))}` : "no step yet";
     table.replaceChildren(make("caption", "", null, `Charts in numbers, ${range}`), cells("th", ["series", "smoothed, last", "lowest", "highest"]));
-    PANES.forEach(([, title, , , format], i) => {
+    panes.forEach(({ title, format }, i) => {
       const [, low, high, average] = state.rows ? dataOf(i) : [[], [], [], []], known = (v) => (v == null ? "–" : format(v));
       const least = low.reduce((a, v) => (v == null || (a != null && a <= v) ? a : v), null), most = high.reduce((a, v) => (v == null || (a != null && a >= v) ? a : v), null);
       table.append(cells("td", [title, known(lastOf(average)), known(least), known(most)]));
@@ -324,8 +324,8 @@ function render({ model, el }) {
   }
   function size(host, i) { return { width: Math.max(100, host.plot.clientWidth), height: i < LARGE ? 230 : 120 }; }
   function makePlot(host, i) {
-    const [key, , light, dark, format, mayLog] = PANES[i];
-    const colour = state.dark ? dark : light, log = state.logY && mayLog;
+    const { key, light, dark, logY } = panes[i];
+    const colour = state.dark ? dark : light, log = state.logY && logY;
     const grey = state.dark ? "#c4c4c4" : "#505050", faint = state.dark ? "#ffffff18" : "#00000014";
     const axis = { stroke: grey, font: "11px system-ui, sans-serif", grid: { stroke: faint, width: 1 }, ticks: { show: false }, gap: 4 };
     const line = { stroke: colour + "50", width: 0.8, points: { show: false } };
@@ -439,14 +439,14 @@ function render({ model, el }) {
     ctx.restore();
   }
   function bandOf(key) { return ((state.facts.speed || {}).band || {})[key]; }
-  function bandInWords(key) { return `${state.facts.speed.label}: ${bandOf(key).map(PANES.find((pane) => pane[0] === key)[4]).join(" to ")}`; }
+  function bandInWords(key) { return `${state.facts.speed.label}: ${bandOf(key).map(LOOKS[key].format).join(" to ")}`; }
   function dataOf(i) {
-    const rows = state.rows, first = 1 + 3 * i, count = PANES.length * 3;
+    const rows = state.rows, first = 1 + 3 * i, count = panes.length * 3;
     const data = [rows[0], rows[first], rows[first + 1], rows[first + 2]];
     return i ? data : [...data, ...rows.slice(1 + count, 2 + count + numOthers())]; // validation loss, smoothed losses of other runs
   }
   function numOthers() { return (state.frame.others || []).length; }
-  function rawOfOther(k) { return state.rows[2 + 3 * PANES.length + numOthers() + k]; }
+  function rawOfOther(k) { return state.rows[2 + 3 * panes.length + numOthers() + k]; }
   // A pixel may hold several steps, of which `x` is the last.
   function placeOf(at) {
     const [x, low, high] = dataOf(0), several = state.frame.axis === "step" && at && low[at] !== high[at] && x[at] > x[at - 1] + 1;
@@ -460,8 +460,12 @@ function render({ model, el }) {
     state.plots.forEach((plot, i) => {
       const data = dataOf(i);
       plot.setData(data);
-      const value = lastOf(data[3]);
-      hosts[i].plot.setAttribute("aria-label", `${PANES[i][1]}: ` + (value == null ? "no data" : `${NOT_SMOOTHED.includes(PANES[i][0]) ? "" : "smoothed "}${PANES[i][4](value)} at ${place(lastOf(data[0]))}, from ${place(data[0][0])} on${attemptsInWords()}`) + (bandOf(PANES[i][0]) ? `; ${bandInWords(PANES[i][0])}` : ""));
+      const { key, title, format, smoothed } = panes[i], value = lastOf(data[3]);
+      let label = `${title}: `;
+      if (value == null) label += "no data";
+      else label += `${smoothed ? "smoothed " : ""}${format(value)} at ${place(lastOf(data[0]))}, from ${place(data[0][0])} on${attemptsInWords()}`;
+      if (bandOf(key)) label += `; ${bandInWords(key)}`;
+      hosts[i].plot.setAttribute("aria-label", label);
     });
     showHover();
     showTable();
@@ -586,7 +590,8 @@ function render({ model, el }) {
     if (!f.final && state.beat.looked_s_ago > OLD_AFTER_S) return `the state is ${duration(state.beat.looked_s_ago)} old: the file system or the scheduler does not answer.`;
     if (f.as_of) return `as of ${f.as_of} ago: not connected`;
     if (f.failure) return `view: ${f.failure}`;
-    return f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "";
+    const skipped = f.skipped_lines ? `${whole(f.skipped_lines)} unreadable metric lines skipped` : "";
+    return [f.unreadable_note, skipped].filter(Boolean).join("; ");
   }
   let shownAlerts = "";
   function onAlerts() {
