@@ -266,3 +266,9 @@ def other_writers(folder: Path) -> str | None:
     if group.gr_name == owner and not {*group.gr_mem} - {owner}:
         return None
     return f"group {group.gr_name}"
+
+
+def say(text: str) -> None:
+    """Prints a line for people, if anyone can still read it."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)

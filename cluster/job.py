@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Self
 
 from cluster import poll
+from cluster.attempts import AttemptOutcome, write_end
 from cluster.files import opened
 from cluster.login import mirror
-from cluster.outcome import AttemptOutcome, write_end
 from cluster.ownership import Owned
 from cluster.record import (
     ConfigError,

@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 
-from cluster.outcome import MESSAGE_MARK
+from cluster.logs import MESSAGE_MARK
 from cluster.record import ConfigError, cut
 from cluster.scheduler import quote
 

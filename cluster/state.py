@@ -436,6 +436,14 @@ def read_taken(run_dir: Path, request: Request) -> TakenRequest | None:
     return TakenRequest.read_or_none(run_dir / "control" / f"taken_{request}")
 
 
+def is_stop_requested(run_dir: Path) -> bool:
+    """Returns whether a person asked the newest attempt to stop, whether or not its trainer has
+    taken that yet.
+    """
+    requests = (read_asked(run_dir, "stop"), read_taken(run_dir, "stop"))
+    return any(request is not None and request.by_person for request in requests)
+
+
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Lets one writer at a time change state.json, exit.json or the attempt number.

@@ -20,7 +20,7 @@ from cluster.kubernetes.manifest import (
     mark,
 )
 from cluster.kubernetes.manifest import texts as texts
-from cluster.outcome import last_words
+from cluster.logs import last_words
 from cluster.poll import POLLER, SchedulerAnswer, run_command
 from cluster.record import cut
 from cluster.site import Site

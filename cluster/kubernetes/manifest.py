@@ -22,8 +22,8 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from cluster.attempts import USELESS_TO_RETRY
 from cluster.job import JobSpec
-from cluster.outcome import USELESS_TO_RETRY
 from cluster.record import ConfigError
 from cluster.request import kubernetes_resources
 from cluster.scheduler import Kubernetes, quote

@@ -12,7 +12,7 @@ import socket
 import time
 from pathlib import Path
 
-from cluster.outcome import StartWatch
+from cluster.heartbeats import StartWatch
 from cluster.record import counted
 from cluster.state import read_state, update_state
 

@@ -26,30 +26,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, NoReturn
 
-from cluster.attempts import claim_attempt, next_attempt
-from cluster.files import FULL, appending, outlive_log
+from cluster.attempts import AttemptOutcome, claim_attempt, next_attempt, record_end
+from cluster.files import FULL, appending, outlive_log, say
+from cluster.heartbeats import StartWatch
 from cluster.interpreter import from_source, started_module
 from cluster.job import JobSpec
 from cluster.local import STARTED
 from cluster.local.forked import ForkedRank, fork_rank, import_once
-from cluster.outcome import (
-    END_SIGNALS,
-    AttemptOutcome,
-    RunDirectory,
-    StartWatch,
-    cause_order,
-    ended_well,
-    failed,
-    has_taken_steps,
-    limit_retries,
-    record_end,
-    retry_disk,
-    say,
-)
 from cluster.ports import reserve_port
-from cluster.process import Process, become_rank, become_subreaper, kill_descendants
+from cluster.process import END_SIGNALS, Process, become_rank, become_subreaper, kill_descendants
 from cluster.record import ConfigError, counted
+from cluster.run_directory import RunDirectory, retry_disk
 from cluster.state import JobError, JobState, log_path, read_state, update_state
+from cluster.supervisor import cause_order, ended_well, failed, has_taken_steps, limit_retries
 
 WATCHED = {signal.SIGCHLD, *END_SIGNALS}
 LOOK_EVERY_S = 1.0

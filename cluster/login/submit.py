@@ -26,7 +26,7 @@ from cluster.login.mirror import (
     fetch,
     mirror_of,
 )
-from cluster.outcome import last_words
+from cluster.logs import last_words
 from cluster.poll import backend
 from cluster.record import ConfigError
 from cluster.render import check_submittable

@@ -16,9 +16,9 @@ from cluster.attempts import FOLLOWS
 from cluster.files import write_atomic
 from cluster.interpreter import PACKAGE_ROOT
 from cluster.job import Job, JobSpec
-from cluster.outcome import retry_disk
 from cluster.record import counted
 from cluster.request import cpu_request
+from cluster.run_directory import retry_disk
 from cluster.scheduler import quote
 from cluster.site import Site
 from cluster.slurm.preflight import check as check

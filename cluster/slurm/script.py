@@ -24,7 +24,7 @@ from cluster.interpreter import (
     source_command,
 )
 from cluster.job import JobSpec
-from cluster.outcome import MESSAGE_MARK
+from cluster.logs import MESSAGE_MARK
 from cluster.ports import FIRST_PORT, NUM_PORTS
 from cluster.record import counted
 from cluster.render import warnings

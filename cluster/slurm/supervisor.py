@@ -32,32 +32,15 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.attempts import take_over
-from cluster.files import FULL, outlive_log
-from cluster.heartbeats import MANY
+from cluster.attempts import USELESS_TO_RETRY, AttemptOutcome, record_end, take_over
+from cluster.files import FULL, outlive_log, say
+from cluster.heartbeats import MANY, StartWatch
 from cluster.job import JobSpec
-from cluster.outcome import (
-    END_SIGNALS,
-    USELESS_TO_RETRY,
-    AttemptOutcome,
-    RunDirectory,
-    StartWatch,
-    cause_order,
-    ended_well,
-    failed,
-    has_taken_steps,
-    is_stop_requested,
-    keep_last_lines,
-    last_words,
-    limit_retries,
-    log_tail,
-    record_end,
-    retry_disk,
-    say,
-)
+from cluster.logs import keep_last_lines, last_words, log_tail
 from cluster.ports import FIRST_PORT, reserve_port
-from cluster.process import become_subreaper, kill_descendants
+from cluster.process import END_SIGNALS, become_subreaper, kill_descendants
 from cluster.record import ConfigError, counted
+from cluster.run_directory import RunDirectory, retry_disk
 from cluster.slurm import begin_elsewhere, requeue_this
 from cluster.slurm.preflight import answering_nodes, check_nodes
 from cluster.slurm.queries import matching_lines, native_state, slurm_command
@@ -68,12 +51,14 @@ from cluster.state import (
     SchedulerJob,
     StaleAttemptError,
     ask,
+    is_stop_requested,
     read_state,
     record_event,
     refuse_stale,
     state_to_change,
     update_state,
 )
+from cluster.supervisor import cause_order, ended_well, failed, has_taken_steps, limit_retries
 
 WATCHED = (
     signal.SIGTERM,

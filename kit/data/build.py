@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.interpreter import source_command
-from cluster.outcome import last_words
+from cluster.logs import last_words
 from cluster.record import ConfigError
 from kit.data.corpus import Corpus, SourcePaths
 from kit.data.dataset import DESCRIPTION, BuildSettings, Dataset

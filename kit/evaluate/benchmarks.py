@@ -15,7 +15,7 @@ from typing import Any, Literal
 from cluster import submission
 from cluster.interpreter import module_command
 from cluster.job import JobSpec
-from cluster.outcome import last_words
+from cluster.logs import last_words
 from cluster.record import Record, field_doc, from_one, must, suggestion
 from cluster.render import nodes_for
 from cluster.site import Site

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cluster.job import JobStatus
-from cluster.outcome import log_tail
+from cluster.logs import log_tail
 from cluster.record import cut
 from cluster.state import JobState, find_log
 from kit.errors import kit_command

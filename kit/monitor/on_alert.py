@@ -20,7 +20,7 @@ import subprocess
 import time
 import tomllib
 
-from cluster.liveness import MAX_SKEW_S
+from cluster.heartbeats import MAX_SKEW_S
 from cluster.record import ConfigError, Record, config_folder, counted, cut, field_doc
 from kit.monitor.alerts import RULES
 from kit.run import Run

@@ -7,11 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.outcome import RunDirectory, failed
 from cluster.ports import FIRST_PORT, NUM_PORTS, reserve_port
+from cluster.run_directory import RunDirectory
 from cluster.slurm.preflight import ASKED
 from cluster.state import JobState, log_path, read_exit, update_state
 from cluster.submission import submit
+from cluster.supervisor import failed
 from tests.cluster.jobs import standin, with_slurm
 from tests.support.waiting import eventually
 
