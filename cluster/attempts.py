@@ -58,12 +58,13 @@ class AttemptOutcome:
     reason: str
     """One line for people."""
     failing_rank: int | None = None
-    """The first to fail."""
+    """Rank that failed first."""
     fate: Literal["end", "restart", "requeue", "taken"] = "end"
-    """`restart` in this allocation, `requeue` for another one, or `taken`: a newer attempt owns
-    the run."""
+    """What follows: `end` of the job, `restart` of the ranks in this allocation, `requeue` of the
+    job for another allocation, or `taken`: Slurm has requeued the job, or a newer attempt owns the
+    run."""
     lost_node: str | None = None
-    """That no longer answers; of several, commas between."""
+    """Node that no longer answers, or several nodes with commas between."""
 
 
 def claim_attempt(run_dir: Path) -> int:
@@ -119,10 +120,12 @@ def write_files(run_dir: Path, files: Files) -> None:
 
 @contextlib.contextmanager
 def new_folders(*folders: Path) -> Iterator[None]:
-    """Makes folders with their parents; if the block raises, those that are new and empty are
-    taken away again.
+    """Makes folders with their parents. If the block raises, removes the new folders that are
+    empty.
     """
-    new = {path for folder in folders for path in (folder, *folder.parents) if not path.exists()}
+    new = set[Path]()
+    for folder in folders:
+        new |= {path for path in (folder, *folder.parents) if not path.exists()}
     try:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)

@@ -93,17 +93,14 @@ def read_rank_heartbeats(run_dir: Path, attempt: int) -> list[RankHeartbeat]:
     absent.
     """
     folder = run_dir / "ranks"
-    beats = list[RankHeartbeat]()
+    lines = list[bytes]()
     with contextlib.suppress(OSError):
         lines = read_small(folder / "all.jsonl").splitlines()
-        beats = [
-            beat
-            for line in lines
-            if (beat := RankHeartbeat.parsed(line)) and beat.attempt == attempt
-        ]
-    if not beats:  # each has its own
-        own = (RankHeartbeat.read_or_none(file) for file in folder.glob("rank_*.json"))
-        beats = [beat for beat in own if beat and beat.attempt == attempt]
+    gathered = [RankHeartbeat.parsed(line) for line in lines]
+    beats = [beat for beat in gathered if beat and beat.attempt == attempt]
+    if not beats:  # Each rank has a file of its own.
+        written = [RankHeartbeat.read_or_none(file) for file in folder.glob("rank_*.json")]
+        beats = [beat for beat in written if beat and beat.attempt == attempt]
     return sorted(beats, key=lambda beat: beat.rank)
 
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from cluster.files import opened, write_atomic
-from cluster.record import cut
+from cluster.record import shortened
 from cluster.state import find_log, log_path
 
 MESSAGE_MARK = "kit: "
@@ -63,10 +63,10 @@ def last_words(text: str) -> str:
             before = lines[max(0, index - CAUSE_LINES) : index]
             errors = [line for line in before if ERROR_WORDS.search(line)]
             cause = f": {errors[-1]}" if errors else ""
-            return cut(f"{message}{cause}", 600)
+            return shortened(f"{message}{cause}", 600)
     lines = [line for line in lines if not EMPTY_REMARK.match(line)] or lines
     words = [line for line in lines if not SLURM_REMARK.match(line)] or lines
-    return cut(words[-1], 600) if words else ""
+    return shortened(words[-1], 600) if words else ""
 
 
 def unrecorded_end(log: Path, attempt: int) -> str | None:

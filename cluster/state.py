@@ -306,7 +306,8 @@ def history_to_judge(run_dir: Path) -> list[Event]:
         if error.errno not in NO_RECORD:
             raise
         return []
-    return [event for event in (Event.parsed(line) for line in lines) if event]
+    events = [Event.parsed(line) for line in lines]
+    return [event for event in events if event]
 
 
 def write_exit(run_dir: Path, report: ExitReport) -> None:

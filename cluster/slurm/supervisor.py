@@ -39,7 +39,7 @@ from cluster.process import END_SIGNALS, kill_descendants
 from cluster.record import ConfigError, counted
 from cluster.run_directory import RunDirectory, retry_disk
 from cluster.slurm import begin_elsewhere, requeue_this
-from cluster.slurm.preflight import answering_nodes, check_nodes
+from cluster.slurm.preflight import answering_nodes, check_allocation
 from cluster.slurm.queries import matching_lines, native_state, slurm_command
 from cluster.slurm.rank import Failure, failures_of
 from cluster.state import (
@@ -153,7 +153,7 @@ class SlurmSupervisor(Supervisor):
         """
         num_nodes = int(os.environ.get("SLURM_NNODES", self.spec.num_nodes))
         try:
-            problem = check_nodes(self.spec, num_nodes, self._first_port())
+            problem = check_allocation(self.spec, num_nodes, self._first_port())
         except JobError as error:  # a node on its way out, or back: the queue may have better ones
             outcome = self._without_lost(AttemptOutcome(1, str(error), fate="restart"))
             return dataclasses.replace(outcome, fate="requeue")

@@ -21,7 +21,7 @@ import time
 import tomllib
 
 from cluster.heartbeats import MAX_SKEW_S
-from cluster.record import ConfigError, Record, config_folder, counted, cut, field_doc
+from cluster.record import ConfigError, Record, config_folder, counted, field_doc, shortened
 from kit.monitor.alerts import RULES
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
@@ -143,7 +143,7 @@ def _run_command(command: str, run: Run, alert: Alert) -> str:
     text = " ".join(f"{run.name}, step {alert.step:,}: {alert.message}".split())
     where = {"run": run.name, "directory": str(run.directory), "host": socket.gethostname()}
     words = {
-        "KIT_MESSAGE": plain(cut(text, 1000)),
+        "KIT_MESSAGE": plain(shortened(text, 1000)),
         "KIT_ALERT": json.dumps({**where, **alert.to_dict()}),
     }
     try:
@@ -159,4 +159,4 @@ def _run_command(command: str, run: Run, alert: Alert) -> str:
     except (OSError, ValueError) as error:
         return f"it could not be run ({error})"
     said = " ".join((done.stderr or done.stdout).decode(errors="replace").split())
-    return f"it ended with {done.returncode}: {cut(said, 120)}" if done.returncode else ""
+    return f"it ended with {done.returncode}: {shortened(said, 120)}" if done.returncode else ""

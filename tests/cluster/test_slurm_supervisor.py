@@ -187,7 +187,7 @@ def test_nodes_that_could_not_be_asked_before_the_start_cost_no_restart(
 ):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    monkeypatch.setattr(module, "check_nodes", Mock(side_effect=JobError("no answer")))
+    monkeypatch.setattr(module, "check_allocation", Mock(side_effect=JobError("no answer")))
     monkeypatch.setattr(module, "slurm_command", lambda words: "node1\nnode2\n")
     monkeypatch.setattr(module, "answering_nodes", lambda num_nodes: answers)
     outcome = supervisor._check_nodes()
