@@ -1,27 +1,33 @@
-"""Attempts: which process or scheduler job owns a run directory, one after the other.
+"""Attempts: which process or scheduler job owns a run directory, from the start of an attempt to
+the record of its end.
 
 Standard library only.
 """
 
 import contextlib
+import dataclasses
 import os
 import shutil
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from cluster.files import RESERVE, RESERVE_BYTES, opened, write_atomic
-from cluster.outcome import is_stop_requested
+from cluster.files import FULL, RESERVE, RESERVE_BYTES, opened, say, write_atomic
+from cluster.logs import last_words, log_tail
 from cluster.ownership import refuse_other_owner
 from cluster.process import Process
 from cluster.record import kit_command
+from cluster.run_directory import RunDirectory, retry_disk
 from cluster.state import (
+    ExitReport,
     JobError,
     JobState,
     RunState,
     SchedulerJob,
     ask,
+    is_stop_requested,
     last_attempt,
     locked,
     log_path,
@@ -30,14 +36,35 @@ from cluster.state import (
     refuse_planted_links,
     refuse_stale,
     state_to_change,
+    update_state,
+    write_exit,
 )
 from cluster.status import is_alive, read_status, watch_silent
 
 FOLLOWS = "KIT_FOLLOWS"
 """Environment variable with value `JOB/ATTEMPT`: the job and attempt that this job replaces, and
 whose run directory it takes over."""
+USELESS_TO_RETRY = os.EX_CONFIG
+"""Exit code of a rank whose failure would come again: wrong input, a full disk."""
 Files = Mapping[str, str | None]
 """Texts by the name of their file in the run directory; None: the file is to go."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AttemptOutcome:
+    """How the ranks ended, and what becomes of the job."""
+
+    rc: int
+    reason: str
+    """One line for people."""
+    failing_rank: int | None = None
+    """Rank that failed first."""
+    fate: Literal["end", "restart", "requeue", "taken"] = "end"
+    """What follows: `end` of the job, `restart` of the ranks in this allocation, `requeue` of the
+    job for another allocation, or `taken`: Slurm has requeued the job, or a newer attempt owns the
+    run."""
+    lost_node: str | None = None
+    """Node that no longer answers, or several nodes with commas between."""
 
 
 def claim_attempt(run_dir: Path) -> int:
@@ -93,10 +120,12 @@ def write_files(run_dir: Path, files: Files) -> None:
 
 @contextlib.contextmanager
 def new_folders(*folders: Path) -> Iterator[None]:
-    """Makes folders with their parents; if the block raises, those that are new and empty are
-    taken away again.
+    """Makes folders with their parents. If the block raises, removes the new folders that are
+    empty.
     """
-    new = {path for folder in folders for path in (folder, *folder.parents) if not path.exists()}
+    new = set[Path]()
+    for folder in folders:
+        new |= {path for path in (folder, *folder.parents) if not path.exists()}
     try:
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
@@ -201,6 +230,50 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
         return attempt
 
 
+def record_end(home: RunDirectory, attempt: int, outcome: AttemptOutcome) -> None:
+    """Writes exit.json, then the final state. Tries again while the file system is in trouble. The
+    files of a newer attempt, or of another run, are left alone.
+    """
+    try:
+        home.check()
+        retry_disk(lambda: write_end(home.run_dir, attempt, outcome), home)
+    except (JobError, OSError) as error:
+        say(f"the end of attempt {attempt} ({outcome.reason}) could not be recorded: {error}")
+
+
+def write_end(run_dir: Path, attempt: int, outcome: AttemptOutcome) -> None:
+    """Writes how an attempt has ended, just now and on this host: exit.json, then the final state.
+
+    The reason ends with the last line of the rank that failed first. On a full disk this takes the
+    room that the attempt has kept back for it, and says so in the reason.
+
+    Raises:
+        StaleAttemptError: a newer attempt owns the directory.
+    """
+    rank = outcome.failing_rank
+    reason = outcome.reason
+    tail = "" if rank is None else log_tail(log_path(run_dir, attempt, rank))
+    if said := last_words(tail):
+        reason = f"{reason}: {said}"
+    report = ExitReport(
+        attempt=attempt,
+        rc=outcome.rc,
+        reason=reason,
+        host=socket.gethostname(),
+        time=time.time(),
+        failing_rank=rank,
+        log_tail=tail,
+    )
+    try:
+        _end(run_dir, report)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        (run_dir / RESERVE).unlink(missing_ok=True)
+        full = "" if str(error.strerror) in reason else f"; {error.strerror}"
+        _end(run_dir, report.replace(reason=reason + full))
+
+
 def _requests(run_dir: Path) -> list[Path]:
     return list((run_dir / "control").glob("*"))
 
@@ -249,3 +322,9 @@ def _begin(run_dir: Path, **fields: Any) -> int:
         begun.write(run_dir / "state.json")
     record_event(run_dir, begun)
     return begun.attempt
+
+
+def _end(run_dir: Path, report: ExitReport) -> None:
+    write_exit(run_dir, report)
+    state = JobState.FAILED if report.rc else JobState.DONE
+    update_state(run_dir, attempt=report.attempt, state=state, reason=report.reason)

@@ -49,12 +49,13 @@ def html_table(title: str, rows: Iterable[tuple[Any, Any]], record: type | None 
     """Returns an HTML table with two columns, aligned at the left. All text is escaped. A row with
     the name of a field of `record` has the documentation of the field as its tooltip.
     """
-    meanings = {
-        field.name: f" title='{html.escape(field.metadata.get('doc', ''))}'"
-        for field in (dataclasses.fields(record) if record else ())
-    }
+    tooltips = {}
+    if record is not None:
+        for field in dataclasses.fields(record):
+            doc = html.escape(field.metadata.get("doc", ""))
+            tooltips[field.name] = f" title='{doc}'"
     body = "".join(
-        f"<tr{meanings.get(str(key).replace(' ', '_'), '')}>{_left(key)}{_left(value)}</tr>"
+        f"<tr{tooltips.get(str(key).replace(' ', '_'), '')}>{_left(key)}{_left(value)}</tr>"
         for key, value in rows
     )
     head = f"<tr><th colspan=2 {LEFT}>{html.escape(title)}</th></tr>"

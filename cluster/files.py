@@ -46,7 +46,8 @@ def opened(file: Path, *, follows: bool = False) -> io.BufferedReader:
     Raises:
         OSError: it is not there, or is a link, a pipe or a device.
     """
-    return os.fdopen(_regular(file, os.O_RDONLY | (0 if follows else os.O_NOFOLLOW)), "rb")
+    flags = os.O_RDONLY if follows else os.O_RDONLY | os.O_NOFOLLOW
+    return os.fdopen(_regular(file, flags), "rb")
 
 
 def file_size(file: Path, *, follows: bool = False) -> int:
@@ -165,8 +166,10 @@ def _regular(file: Path, flags: int, mode: int = 0o666) -> int:
 
 def write_atomic(file: Path, content: str | bytes) -> None:
     """Replaces what a file holds in one step, as `replacement` does, by what is in memory."""
+    if isinstance(content, str):
+        content = content.encode()
     with replacement(file) as stream:
-        stream.write(content.encode() if isinstance(content, str) else content)
+        stream.write(content)
 
 
 @contextlib.contextmanager
@@ -266,3 +269,9 @@ def other_writers(folder: Path) -> str | None:
     if group.gr_name == owner and not {*group.gr_mem} - {owner}:
         return None
     return f"group {group.gr_name}"
+
+
+def say(text: str) -> None:
+    """Prints a line for people, if anyone can still read it."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Self
 
 from cluster import poll
+from cluster.attempts import AttemptOutcome, write_end
 from cluster.files import opened
 from cluster.login import mirror
-from cluster.outcome import AttemptOutcome, write_end
 from cluster.ownership import Owned
 from cluster.record import (
     ConfigError,
@@ -54,7 +54,7 @@ LOG_BYTES = 64 << 20
 """Largest part of a log in bytes that `Job.logs` returns. Larger logs are read in pieces."""
 SET_BY_THE_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT"}
 
-seconds = must(lambda value: value > 0, "Give seconds above 0.")
+positive_seconds = must(lambda value: value > 0, "Give seconds above 0.")
 
 
 def check_command_line(argv: tuple[str, ...], path: str) -> None:
@@ -99,10 +99,12 @@ class JobSpec(Record):
     )
     working_directory: str = field_doc("where every rank starts", default_factory=os.getcwd)
     time_limit_s: float | None = field_doc(
-        "the job is ended after this time", seconds, default=None
+        "the job is ended after this time", positive_seconds, default=None
     )
     grace_s: float = field_doc(
-        "from asking a rank to end (SIGTERM) to killing it (SIGKILL)", seconds, default=10.0
+        "from asking a rank to end (SIGTERM) to killing it (SIGKILL)",
+        positive_seconds,
+        default=10.0,
     )
     max_restarts: int = field_doc(
         "restarts after crashes without a new step in between, after which the job has failed; 0:"
@@ -289,8 +291,10 @@ class Job(Owned):
         Raises:
             JobError: as `logs`.
         """
-        source = self._log_source(rank, attempt)
-        return str(source[0]), source[1] if source[1] is not None else _end_of(Path(source[0]))
+        where, text = self._log_source(rank, attempt)
+        if text is None:
+            text = _end_of(Path(where))
+        return str(where), text
 
     def read_logs(self, rank: int = 0, attempt: int | None = None) -> tuple[str, Iterator[str]]:
         """Returns (source, pieces of the text) of all that `find_logs` finds. A piece takes at most
@@ -300,7 +304,10 @@ class Job(Owned):
             JobError: as `logs`, also while the pieces are read.
         """
         where, text = self._log_source(rank, attempt)
-        return str(where), _pieces_of(Path(where)) if text is None else iter([text] if text else [])
+        if text is None:
+            return str(where), _pieces_of(Path(where))
+        pieces = [text] if text else []
+        return str(where), iter(pieces)
 
     def _log_source(self, rank: int, attempt: int | None) -> tuple[Path | str, str | None]:
         """Returns (file, None) for the log in which output is found, or (command, output of the
@@ -436,8 +443,10 @@ class Job(Owned):
             return
         state = read_state(self.run_dir)
         scheduled = state.scheduler_job if state else None
-        poll.backend(scheduled.scheduler if scheduled else "local").requeue(self, scheduled)
-        if scheduled:
+        if scheduled is None:
+            poll.backend("local").requeue(self, None)
+        else:
+            poll.backend(scheduled.scheduler).requeue(self, scheduled)
             poll.POLLER.forget(scheduled)
 
     def _log(self, rank: int, attempt: int | None) -> Path:
@@ -456,12 +465,11 @@ class Job(Owned):
 
     def _repr_html_(self) -> str:
         status = self.status()
+        step = "-" if status.step is None else status.step
         rows = [
             ("state", f"{status.state}: {status.reason}"),
             ("attempt", status.attempt),
-            ("step", status.step),
+            ("step", step),
         ]
-        table = html_table(
-            f"Job {self.spec.name}", [(key, "-" if value is None else value) for key, value in rows]
-        )
+        table = html_table(f"Job {self.spec.name}", rows)
         return f"{table}<code>{html.escape(str(self.run_dir))}</code>"

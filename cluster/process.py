@@ -22,6 +22,8 @@ from cluster.record import Record, field_doc
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 KILL_WAIT_S = 10.0
+END_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+"""Signals that end a supervisor."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,8 @@ class MissingError(ConfigError):
 
 def counted(number: int, one: str, many: str = "") -> str:
     """Returns "1 rank", "2 ranks"; `many` where it is not `one` with an s."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    word = one if number == 1 else many or f"{one}s"
+    return f"{number:,} {word}"
 
 
 def kit_command(*words: str | os.PathLike[str]) -> str:
@@ -74,7 +75,8 @@ def must(hold: typing.Callable[[Any], object], advice: str) -> Check:
     """Returns a check that something holds of a value, or of each of a tuple."""
 
     def check(value: Any, path: str) -> None:
-        for each in value if isinstance(value, tuple) else (value,):
+        values = value if isinstance(value, tuple) else (value,)
+        for each in values:
             if not hold(each):
                 raise ConfigError(f"{path}: {each!r} is not allowed. {advice}")
 
@@ -113,7 +115,9 @@ class Record:
             path = f"{path_name(type(self))}.{field.name}"
             value = _convert(getattr(self, field.name), hints[field.name], path)
             object.__setattr__(self, field.name, value)
-            for check in field.metadata.get("checks", ()) if value is not None else ():
+            if value is None:
+                continue
+            for check in field.metadata.get("checks", ()):
                 check(value, path)
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,7 +154,7 @@ class Record:
         if not isinstance(data, dict):
             raise ConfigError(
                 f"{path}: expected a table of keys, got {type(data).__name__}"
-                f" {cut(repr(data), 200)}."
+                f" {shortened(repr(data), 200)}."
             )
         _check_known(cls, data, path)
         hints = _hints(cls)
@@ -389,11 +393,11 @@ def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat 
     expected = hint.__name__ if is_class else str(hint)
     limit = f" below 2^{BITS}" if is_large and hint is int else ""
     # Python refuses to write thousands of digits
-    got = f"of {size} bits" if is_large else cut(repr(value), 200)
+    got = f"of {size} bits" if is_large else shortened(repr(value), 200)
     raise ConfigError(f"{path}: expected {expected}{limit}, got {type(value).__name__} {got}.")
 
 
-def cut(text: str, length: int) -> str:
+def shortened(text: str, length: int) -> str:
     """Returns a text as it is, or about `length` characters of it: cut between words, if it has
     any, and marked.
     """

@@ -226,10 +226,9 @@ def _hours(seconds: float) -> str:
 
 def _places(value: object, place: str = "") -> list[tuple[str, object]]:
     """Returns every value inside nested tables with its dotted path."""
-    if isinstance(value, dict):
-        return [
-            found
-            for key, item in value.items()
-            for found in _places(item, f"{place}.{key}".lstrip("."))
-        ]
-    return [(place, value)]
+    if not isinstance(value, dict):
+        return [(place, value)]
+    places = []
+    for key, item in value.items():
+        places += _places(item, f"{place}.{key}".lstrip("."))
+    return places

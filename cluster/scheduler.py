@@ -446,13 +446,11 @@ def quote(text: str) -> str:
     """
     if text.isprintable():
         return shlex.quote(text)
-    plain = {"\\": "\\\\", "'": "\\'"}
-    parts = (
-        (
-            plain.get(character, character)
-            if character.isprintable()
-            else "".join(f"\\x{byte:02x}" for byte in character.encode())
-        )
-        for character in text
-    )
-    return "$'" + "".join(parts) + "'"
+    escaped = {"\\": "\\\\", "'": "\\'"}
+    word = ""
+    for character in text:
+        if character.isprintable():
+            word += escaped.get(character, character)
+        else:
+            word += "".join(f"\\x{byte:02x}" for byte in character.encode())
+    return f"$'{word}'"

@@ -420,12 +420,10 @@ def _laid_over(base: dict, data: dict) -> dict:
     """Returns `base` with the keys of `data` in place of its own; tables are joined, all else is
     replaced.
     """
-    joined = {
-        key: (
-            _laid_over(base[key], value)
-            if isinstance(value, dict) and isinstance(base.get(key), dict)
-            else value
-        )
-        for key, value in data.items()
-    }
-    return {**base, **joined}
+    joined = dict(base)
+    for key, value in data.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            joined[key] = _laid_over(base[key], value)
+        else:
+            joined[key] = value
+    return joined

@@ -13,8 +13,8 @@ import os
 import re
 import subprocess
 
-from cluster.outcome import MESSAGE_MARK
-from cluster.record import ConfigError, cut
+from cluster.logs import MESSAGE_MARK
+from cluster.record import ConfigError, shortened
 from cluster.scheduler import quote
 
 TEST = re.compile(r"(^|[\s;&|(])(\[{1,2}|\(\(|!|test|grep|command|type|which|hash)\s")
@@ -41,7 +41,7 @@ def checked_lines(lines: tuple[str, ...], name: str, exit_code: int = 1) -> list
         f"trap '{said} ended the shell with code $?\" >&2; exit {exit_code}' EXIT",
     ]
     for command in complete_commands(lines, name):
-        script.append(f"KIT_LINE=({_quoted(cut(' '.join(command.split()), 200))})")
+        script.append(f"KIT_LINE=({_quoted(shortened(' '.join(command.split()), 200))})")
         script.append(command)  # One text, so that callers do not indent a here-document in it.
         if "&&" in command and not TEST.search(command):
             script.append("(exit $?)")
@@ -76,8 +76,9 @@ def complete_commands(lines: tuple[str, ...], name: str) -> tuple[str, ...]:
             commands.append("\n".join(part))
             part = []
     if part:
+        line = shortened(part[0], 200)
         raise ConfigError(
-            f"{name}[{len(lines) - len(part)}]: bash cannot read {cut(part[0], 200)!r} and what"
+            f"{name}[{len(lines) - len(part)}]: bash cannot read {line!r} and what"
             f" follows it: {complaint}. Correct the line. A block such as `if ...; then` may go"
             " over several lines of the list, up to its `fi`."
         )

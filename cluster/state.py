@@ -306,7 +306,8 @@ def history_to_judge(run_dir: Path) -> list[Event]:
         if error.errno not in NO_RECORD:
             raise
         return []
-    return [event for event in (Event.parsed(line) for line in lines) if event]
+    events = [Event.parsed(line) for line in lines]
+    return [event for event in events if event]
 
 
 def write_exit(run_dir: Path, report: ExitReport) -> None:
@@ -434,6 +435,14 @@ def note_step(run_dir: Path, request: Request, step: int) -> None:
 def read_taken(run_dir: Path, request: Request) -> TakenRequest | None:
     """Returns when the trainer of this attempt last took such a request, or None."""
     return TakenRequest.read_or_none(run_dir / "control" / f"taken_{request}")
+
+
+def is_stop_requested(run_dir: Path) -> bool:
+    """Returns whether a person asked the newest attempt to stop, whether or not its trainer has
+    taken that yet.
+    """
+    requests = (read_asked(run_dir, "stop"), read_taken(run_dir, "stop"))
+    return any(request is not None and request.by_person for request in requests)
 
 
 @contextlib.contextmanager

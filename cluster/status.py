@@ -1,8 +1,13 @@
-"""The present state of a job, from its run directory, its process and its scheduler.
+"""What a job does now: `read_status` combines the files of its run, its process and its scheduler.
 
-The sources in order, each asked only where those before it give no answer: exit.json of this
-attempt; the process, on this host; the scheduler (squeue, scontrol, sacct); the last heartbeat,
-whose age `cluster.liveness` judges. Standard library only.
+These sources are asked in order. A source decides only if the sources before it do not:
+
+    exit.json of the newest attempt     the job is done or has failed
+    the scheduler                       the job waits, or has ended, or is being ended
+    the process, on this host           the job is lost if its process is gone
+    the heartbeat in state.json         the job runs, or is stalled (`cluster.heartbeats`)
+
+Standard library only.
 """
 
 import dataclasses
@@ -10,11 +15,12 @@ import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from cluster import liveness, poll
+from cluster import heartbeats, poll
 from cluster.files import why_full
 from cluster.login import mirror
-from cluster.outcome import last_words, log_tail, unrecorded_end
+from cluster.logs import last_words, log_tail, unrecorded_end
 from cluster.record import field_doc
 from cluster.state import (
     GIVEN_UP,
@@ -74,113 +80,62 @@ class JobStatus(AttemptState):
         return self.age if self.age_s is not None and self.age_s > mirror.LATE_S else None
 
 
+class _Verdict(NamedTuple):
+    """State of a job, with the reason and the exit code of a job that has ended."""
+
+    state: JobState
+    reason: str
+    exit_code: int | None = None
+
+
 def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
-    """Returns the truth about a job as far as this host can know it; `reason` says when it
+    """Returns the status of a job as far as this host can know it. The field `reason` says if it
     cannot.
 
-    This takes some seconds at the first look of this process at a job whose heartbeat looks old:
-    the heartbeat is watched first, since the clock here may be wrong. With `waits` false such a job
-    is not yet taken for stalled.
+    The first call of a process for a job whose heartbeat looks old takes some seconds: the
+    heartbeat is watched, since the clock of this host may be wrong. If `waits` is false, such a job
+    is not yet reported as stalled.
     """
     if run := mirror.mirror_of(run_dir):
-        return _mirrored(run)
-    state, answer = _newest(run_dir, waits)
+        return _mirrored_status(run)
+    state, answer = _read_sources(run_dir, waits)
     alive = is_alive(state)
     attempt = state.attempt if state else last_attempt(run_dir)
-    # After the look at the process, which writes its report before it ends, and the question.
-    report = _report(run_dir, attempt)
-    age_s = liveness.heartbeat_age_s(run_dir, state, _stalled_after_s(state)) if state else None
-    rc = None
-    if report:
-        verdict = JobState.FAILED if report.rc else JobState.DONE
-        reason = report.reason
-        rc = report.rc
+    # Read after the process and the scheduler were asked: a process writes its report, then ends.
+    report = _exit_report(run_dir, attempt)
+    age_s = None
+    if state is not None and state.state is not JobState.IMPORTED:
+        age_s = heartbeats.heartbeat_age_s(run_dir, state, _stalled_after_s(state))
+
+    if report is not None:
+        verdict = _by_report(report)
     elif state is None:
-        verdict = JobState.LOST
         reason = "state.json is missing or damaged, and there is no exit.json"
+        verdict = _Verdict(JobState.LOST, reason)
     elif state.state is JobState.IMPORTED:
-        verdict = state.state
-        reason = state.reason
-        age_s = None
-    elif answer:
-        verdict, reason, rc = _scheduled(run_dir, state, answer, age_s)
-    elif alive is False and state.process:
-        verdict = JobState.LOST
-        reason = (
-            f"process {state.process.pid} on {state.process.host} is gone and left no exit.json: "
-            f"it was killed, or the machine went down, while {state.state}"
-        )
-        reason = _unrecorded(run_dir, state) or _with_last_words(run_dir, state, reason)
+        verdict = _Verdict(JobState.IMPORTED, state.reason)
+    elif answer is not None:
+        verdict = _by_scheduler(run_dir, state, answer, age_s)
     else:
-        verdict, reason = _living(run_dir, state, age_s)
-        if alive is None:
-            reason = f"{reason}; {why_unknown(state)}"
-    if verdict not in (JobState.DONE, JobState.IMPORTED) and (full := why_full(run_dir)):
-        reason = f"{reason}; {full}"
-    step = state.step if state else None
-    return JobStatus(
-        state=verdict,
-        reason=reason,
+        verdict = _by_process(run_dir, state, alive, age_s)
+
+    status = JobStatus(
+        state=verdict.state,
+        reason=_with_full_disk(run_dir, verdict),
         attempt=attempt,
-        step=step,
         heartbeat_age_s=age_s,
-        exit_code=rc,
-        starting_s=state.starting_s if state and verdict is JobState.STARTING else None,
-        has_joined=bool(state and state.has_joined),
+        exit_code=verdict.exit_code,
     )
-
-
-def _newest(run_dir: Path, waits: bool) -> tuple[RunState | None, poll.SchedulerAnswer | None]:
-    """Returns what state.json says, and the scheduler's answer where one runs the job."""
-    state = read_state(run_dir)
-    answer = None
     if state is None:
-        return None, None
-    if state.scheduler_job and not _report(run_dir, state.attempt):
-        liveness.see(run_dir, state)
-        answer = poll.POLLER.answer(state.scheduler_job)
-        state = read_state(run_dir) or state  # it may have waited for an answer
-    is_over = _report(run_dir, state.attempt) is not None
-    if waits and not is_over and _lives_by_heartbeat(state, is_alive(state), answer):
-        liveness.watch({run_dir: _stalled_after_s(state)})
-        state = read_state(run_dir) or state
-    return state, answer
+        return status
+    starting_s = state.starting_s if verdict.state is JobState.STARTING else None
+    return status.replace(step=state.step, starting_s=starting_s, has_joined=state.has_joined)
 
 
-def watch_silent(run_dirs: Iterable[Path]) -> None:
-    """Watches the heartbeats of many jobs that look stalled at the same time, so that `read_status`
-    waits for none of them.
+def _mirrored_status(run: mirror.MirroredRun) -> JobStatus:
+    """Returns the status that the other machine reported last, and how old it is unless it is
+    fresh.
     """
-    limits_s = {}
-    for run_dir in run_dirs:
-        state = read_state(run_dir)
-        if state is None or mirror.mirror_of(run_dir) or _report(run_dir, state.attempt):
-            continue
-        if _lives_by_heartbeat(state, is_alive(state), None):
-            limits_s[run_dir] = _stalled_after_s(state)
-    liveness.watch(limits_s)
-
-
-def _lives_by_heartbeat(
-    state: RunState, alive: bool | None, answer: poll.SchedulerAnswer | None
-) -> bool:
-    """Returns whether the age of its heartbeat decides what a job without exit report does."""
-    if state.state.is_final or state.state in (JobState.STOPPING, *WAITING):
-        return False
-    if answer and answer.state:
-        is_over = answer.state.is_final and answer.state is not JobState.LOST
-        return not is_over and answer.state not in WAITING
-    return bool(state.scheduler_job) or alive is not False
-
-
-def _report(run_dir: Path, attempt: int) -> ExitReport | None:
-    """Returns how an attempt has ended, or None while it has left no report."""
-    report = read_exit(run_dir)
-    return report if report and report.attempt == attempt else None
-
-
-def _mirrored(run: mirror.MirroredRun) -> JobStatus:
-    """Returns what was last heard of a run elsewhere, and how old that is unless it is fresh."""
     seen = run.refresh()
     if not seen.time:
         return JobStatus(
@@ -198,6 +153,63 @@ def _mirrored(run: mirror.MirroredRun) -> JobStatus:
     return status.replace(reason=f"{status.reason}; as of {seen.age} ago{trouble}")
 
 
+def _read_sources(
+    run_dir: Path, waits: bool
+) -> tuple[RunState | None, poll.SchedulerAnswer | None]:
+    """Returns (content of state.json, answer of the scheduler). The answer is None if no scheduler
+    runs the job, or if the job has left a report.
+    """
+    state = read_state(run_dir)
+    answer = None
+    if state is None:
+        return None, None
+    if state.scheduler_job and not _exit_report(run_dir, state.attempt):
+        heartbeats.record_sighting(run_dir, state)
+        answer = poll.POLLER.answer(state.scheduler_job)
+        state = read_state(run_dir) or state  # The poller may have waited for an answer.
+    is_over = _exit_report(run_dir, state.attempt) is not None
+    if waits and not is_over and _depends_on_heartbeat(state, is_alive(state), answer):
+        heartbeats.watch_heartbeats({run_dir: _stalled_after_s(state)})
+        state = read_state(run_dir) or state
+    return state, answer
+
+
+def watch_silent(run_dirs: Iterable[Path]) -> None:
+    """Watches the heartbeats of many jobs that look stalled at the same time, so that `read_status`
+    waits for none of them.
+    """
+    limits_s = {}
+    for run_dir in run_dirs:
+        state = read_state(run_dir)
+        if state is None or mirror.mirror_of(run_dir) or _exit_report(run_dir, state.attempt):
+            continue
+        if _depends_on_heartbeat(state, is_alive(state), None):
+            limits_s[run_dir] = _stalled_after_s(state)
+    heartbeats.watch_heartbeats(limits_s)
+
+
+def _depends_on_heartbeat(
+    state: RunState, alive: bool | None, answer: poll.SchedulerAnswer | None
+) -> bool:
+    """Returns whether the status of a job without exit report depends on the age of its
+    heartbeat.
+    """
+    if state.state.is_final or state.state in (JobState.STOPPING, *WAITING):
+        return False
+    if answer and answer.state:
+        is_over = answer.state.is_final and answer.state is not JobState.LOST
+        return not is_over and answer.state not in WAITING
+    return bool(state.scheduler_job) or alive is not False
+
+
+def _exit_report(run_dir: Path, attempt: int) -> ExitReport | None:
+    """Returns how an attempt has ended, or None while it has left no report."""
+    report = read_exit(run_dir)
+    if report is not None and report.attempt == attempt:
+        return report
+    return None
+
+
 def is_alive(state: RunState | None) -> bool | None:
     """Returns whether the process that answers for the job runs, or None when this host cannot
     know.
@@ -208,55 +220,97 @@ def is_alive(state: RunState | None) -> bool | None:
 
 
 def why_unknown(state: RunState) -> str:
+    """Returns why this host cannot know whether the process of a job runs."""
     if state.process is None:
         return "it was not started by a launcher, so only its heartbeat speaks for it"
     return f"it runs on {state.process.host}, so only its heartbeat speaks for it here"
 
 
-def _scheduled(
+def _by_report(report: ExitReport) -> _Verdict:
+    state = JobState.FAILED if report.rc else JobState.DONE
+    return _Verdict(state, report.reason, report.rc)
+
+
+def _by_scheduler(
     run_dir: Path, state: RunState, answer: poll.SchedulerAnswer, age_s: float | None
-) -> tuple[JobState, str, int | None]:
-    """Returns state, reason and exit code of a job that a scheduler runs and that has left no
-    exit report.
-    """
-    living = _living(run_dir, state, age_s)
+) -> _Verdict:
+    """Returns the verdict on a job that a scheduler runs and that has left no exit report."""
+    by_heartbeat = _by_heartbeat(run_dir, state, age_s)
     # After a crash the controller may have forgotten a job that goes on.
-    goes_on = (
-        answer.state is JobState.LOST
-        and state.state is JobState.RUNNING
-        and (age_s or 0.0) <= _stalled_after_s(state)
-    )
-    if answer.state is None or goes_on:
-        return living[0], f"{living[1]}; {answer.reason}", None
+    has_recent_heartbeat = (age_s or 0.0) <= _stalled_after_s(state)
+    is_forgotten = answer.state is JobState.LOST and state.state is JobState.RUNNING
+    if answer.state is None or (is_forgotten and has_recent_heartbeat):
+        return by_heartbeat._replace(reason=f"{by_heartbeat.reason}; {answer.reason}")
     if answer.state is JobState.DONE:
-        return answer.state, answer.reason, answer.exit_code
+        return _Verdict(answer.state, answer.reason, answer.exit_code)
     if answer.state.is_final:
-        return answer.state, _with_last_words(run_dir, state, answer.reason), answer.exit_code
-    between = f"attempt {state.attempt} ended: {state.reason}; {answer.reason}"
+        reason = _with_last_words(run_dir, state, answer.reason)
+        return _Verdict(answer.state, reason, answer.exit_code)
+
     if answer.state in WAITING:
         # The job has started since the scheduler was asked.
-        if liveness.has_changed_since(run_dir, state, answer.time):
-            return *living, None
-        if state.state is not JobState.QUEUED:
-            return JobState.REQUEUED, between if state.state in GIVEN_UP else answer.reason, None
-        return answer.state, answer.reason, None
-    if state.state in GIVEN_UP:  # Slurm takes its time, above all for a node that does not answer
-        return state.state, between, None
+        if heartbeats.has_changed_since(run_dir, state, answer.time):
+            return by_heartbeat
+        return _while_waiting(state, answer)
+    if state.state in GIVEN_UP:  # Slurm takes its time, above all for a node that does not answer.
+        return _Verdict(state.state, _between_attempts(state, answer))
     if answer.state in (JobState.STOPPING, JobState.STALLED):
-        return answer.state, f"{answer.reason}; {living[1]}", None
+        return _Verdict(answer.state, f"{answer.reason}; {by_heartbeat.reason}")
     if state.state is JobState.QUEUED:
-        return JobState.STARTING, f"{answer.reason}; no sign of life from its processes yet", None
-    return *living, None
+        reason = f"{answer.reason}; no sign of life from its processes yet"
+        return _Verdict(JobState.STARTING, reason)
+    return by_heartbeat
 
 
-def _unrecorded(run_dir: Path, state: RunState) -> str | None:
-    """Returns the reason of an end that the supervisor could only write to its log, because the run
-    directory had been moved away and has come back since.
+def _while_waiting(state: RunState, answer: poll.SchedulerAnswer) -> _Verdict:
+    """Returns the verdict on a job that waits in the queue of its scheduler."""
+    assert answer.state is not None
+    if state.state is JobState.QUEUED:
+        return _Verdict(answer.state, answer.reason)
+    if state.state in GIVEN_UP:
+        return _Verdict(JobState.REQUEUED, _between_attempts(state, answer))
+    return _Verdict(JobState.REQUEUED, answer.reason)
+
+
+def _between_attempts(state: RunState, answer: poll.SchedulerAnswer) -> str:
+    return f"attempt {state.attempt} ended: {state.reason}; {answer.reason}"
+
+
+def _by_process(
+    run_dir: Path, state: RunState, alive: bool | None, age_s: float | None
+) -> _Verdict:
+    """Returns the verdict on a job without scheduler that has left no exit report."""
+    if alive is False:
+        return _Verdict(JobState.LOST, _why_lost(run_dir, state))
+    by_heartbeat = _by_heartbeat(run_dir, state, age_s)
+    if alive is None:
+        return by_heartbeat._replace(reason=f"{by_heartbeat.reason}; {why_unknown(state)}")
+    return by_heartbeat
+
+
+def _with_full_disk(run_dir: Path, verdict: _Verdict) -> str:
+    """Returns the reason of a verdict, followed by a note if the disk of an unfinished, lost or
+    failed run is full.
     """
+    if verdict.state in (JobState.DONE, JobState.IMPORTED):
+        return verdict.reason
+    full = why_full(run_dir)
+    return f"{verdict.reason}; {full}" if full else verdict.reason
+
+
+def _why_lost(run_dir: Path, state: RunState) -> str:
+    """Returns why a job without exit report is lost, whose process on this host is gone."""
+    # The supervisor may have written the end to its log only, because the run directory had been
+    # moved away and has come back since.
     for file in script_logs(run_dir, state):
         if reason := unrecorded_end(file, state.attempt):
             return f"{reason}. This is recorded in {file.relative_to(run_dir)} only"
-    return None
+    assert state.process is not None
+    reason = (
+        f"process {state.process.pid} on {state.process.host} is gone and left no exit.json: "
+        f"it was killed, or the machine went down, while {state.state}"
+    )
+    return _with_last_words(run_dir, state, reason)
 
 
 def _with_last_words(run_dir: Path, state: RunState, reason: str) -> str:
@@ -273,33 +327,33 @@ def _with_last_words(run_dir: Path, state: RunState, reason: str) -> str:
     return reason
 
 
-def _living(run_dir: Path, state: RunState, age_s: float | None) -> tuple[JobState, str]:
-    """Returns state and reason of a job that has not ended, as far as we know."""
-    seen = "no heartbeat yet" if age_s is None else f"last heartbeat {age_s:.0f} s ago"
+def _by_heartbeat(run_dir: Path, state: RunState, age_s: float | None) -> _Verdict:
+    """Returns the verdict on a job that has not ended, as far as we know."""
+    seen = "no heartbeat yet"
+    if age_s is not None:
+        seen = f"last heartbeat {age_s:.0f} s ago"
     stop_asked = read_asked(run_dir, "stop")
     if stop_asked is not None:
         # A time of day, since the request may bear the time of another machine's clock.
-        asked_at = time.localtime(stop_asked.asked_at)
-        return (
-            JobState.STOPPING,
-            f"asked to stop at {time.strftime('%H:%M:%S', asked_at)}; {seen}",
-        )
-    saving = state.state is JobState.STOPPING  # the last checkpoint takes its time
-    if age_s is not None and not saving and age_s > _stalled_after_s(state):
-        return (
-            JobState.STALLED,
-            f"{seen} while {state.state}; stalled after {_stalled_after_s(state):.0f} s",
-        )
+        asked_at = time.strftime("%H:%M:%S", time.localtime(stop_asked.asked_at))
+        return _Verdict(JobState.STOPPING, f"asked to stop at {asked_at}; {seen}")
+    limit_s = _stalled_after_s(state)
+    is_saving = state.state is JobState.STOPPING  # The last checkpoint takes its time.
+    if age_s is not None and not is_saving and age_s > limit_s:
+        reason = f"{seen} while {state.state}; stalled after {limit_s:.0f} s"
+        return _Verdict(JobState.STALLED, reason)
+
     doing = state.reason or "no step yet"
     if state.state is not JobState.STARTING and state.step is not None:
         doing = f"step {state.step}"
     elif state.state is JobState.STARTING and state.starting_s:
         doing = f"{doing}, for {state.starting_s:.0f} s"
     notice = f"; {state.notice}" if state.notice else ""
-    return state.state, f"{doing}; {seen}{notice}"
+    return _Verdict(state.state, f"{doing}; {seen}{notice}")
 
 
 def _stalled_after_s(state: RunState) -> float:
+    """Returns the age of a heartbeat, in seconds, from which a job counts as stalled."""
     # Only a supervisor that waits for the first step writes `starting_s`, with a heartbeat.
     if state.state is JobState.STARTING and state.starting_s is not None:
         return STALLED_AFTER_S

@@ -18,7 +18,7 @@ from cluster.files import is_locked, lock_file
 from cluster.interpreter import module_command
 from cluster.job import Job, JobSpec
 from cluster.login.submit import refuse_lacking
-from cluster.outcome import last_words
+from cluster.logs import last_words
 from cluster.ownership import refuse_other_owner
 from cluster.render import nodes_for
 from cluster.site import Site

@@ -20,9 +20,9 @@ from cluster.kubernetes.manifest import (
     mark,
 )
 from cluster.kubernetes.manifest import texts as texts
-from cluster.outcome import last_words
+from cluster.logs import last_words
 from cluster.poll import POLLER, SchedulerAnswer, run_command
-from cluster.record import cut
+from cluster.record import shortened
 from cluster.site import Site
 from cluster.state import JobError, JobState, SchedulerJob
 from cluster.submission import prepare, submit_prepared
@@ -72,7 +72,7 @@ def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
         items = json.loads(answer)["items"]
     except (ValueError, KeyError) as error:
         raise JobError(
-            f"kubectl get printed {cut(answer.strip(), 200)!r}, which is no JSON"
+            f"kubectl get printed {shortened(answer.strip(), 200)!r}, which is no JSON"
         ) from error
     found = {id_of(item["kind"], item["metadata"]["name"]): item for item in items}
     answers = {job.id: answer_from(found.get(job.id)) for job in jobs}
@@ -148,7 +148,7 @@ def _trouble_of(pod: dict) -> str:
 
 
 def _sentence(*parts: str | None) -> str:
-    return cut(": ".join(" ".join(part.split()) for part in parts if part), 600)
+    return shortened(": ".join(" ".join(part.split()) for part in parts if part), 600)
 
 
 def _items(*words: str, place: str | None) -> list[dict]:
@@ -175,8 +175,13 @@ def cancel(job: SchedulerJob, run_dir: Path, *, waits: bool = False) -> None:
     kind, name = job.id.split("/")
     parts = "configmap" if kind == "jobset" else "configmap,service"  # its operator made that one
     words = ("delete", f"{kind},{parts}", name, "--ignore-not-found")
-    how = ("--cascade=foreground", "--wait=true") if waits else ("--wait=false",)
-    _kubectl(*words, *how, place=job.config, limit_s=GONE_WAIT_S if waits else TIMEOUT_S)
+    if waits:
+        how = ("--cascade=foreground", "--wait=true")
+        limit_s = GONE_WAIT_S
+    else:
+        how = ("--wait=false",)
+        limit_s = TIMEOUT_S
+    _kubectl(*words, *how, place=job.config, limit_s=limit_s)
 
 
 def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
@@ -217,7 +222,8 @@ def answer_from(item: dict | None) -> SchedulerAnswer:
         return SchedulerAnswer(state=JobState.QUEUED, reason="waits to be admitted by its queue")
     # Of a JobSet its one Job, counted as a pod is.
     parts = status.get("replicatedJobsStatus") or [status]
-    active, ready = (sum(part.get(key) or 0 for part in parts) for key in ("active", "ready"))
+    active = sum(part.get("active") or 0 for part in parts)
+    ready = sum(part.get("ready") or 0 for part in parts)
     restarts = status.get("restarts") or status.get("failed")
     again = f" (restart {restarts})" if restarts else ""
     if active and ready >= active:

@@ -20,9 +20,10 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.attempts import take_over
+from cluster.attempts import USELESS_TO_RETRY, AttemptOutcome, take_over, write_end
+from cluster.heartbeats import StartWatch
 from cluster.kubernetes import meeting
-from cluster.outcome import USELESS_TO_RETRY, AttemptOutcome, StartWatch, retry_disk, write_end
+from cluster.run_directory import retry_disk
 from cluster.state import JobError, SchedulerJob, ask, read_asked
 
 

@@ -22,8 +22,8 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from cluster.attempts import USELESS_TO_RETRY
 from cluster.job import JobSpec
-from cluster.outcome import USELESS_TO_RETRY
 from cluster.record import ConfigError
 from cluster.request import kubernetes_resources
 from cluster.scheduler import Kubernetes, quote
@@ -86,7 +86,8 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
         "metadata": named,
         "data": {SCRIPT: pod_script(job, table, name, asked)},
     }
-    metadata = {**named, "labels": labels | ({QUEUE_LABEL: table.queue} if table.queue else {})}
+    queue_labels = {QUEUE_LABEL: table.queue} if table.queue else {}
+    metadata = {**named, "labels": labels | queue_labels}
     spec = _job_spec(job, table, name, labels)
     if table.kind == "JobSet":
         template = {"metadata": {"labels": labels}, "spec": spec}
@@ -155,13 +156,18 @@ def kubernetes_table(site: Site) -> Kubernetes:
 
 
 def _job_spec(job: JobSpec, table: Kubernetes, name: str, labels: dict[str, str]) -> dict[str, Any]:
-    is_alone = table.kind == "Job" and job.num_nodes == 1
+    backoff_limit = 0
+    rules = [FAILS]
+    if table.kind == "Job" and job.num_nodes == 1:
+        # Only a pod that is alone in its Job can be replaced: a new one cannot join the others.
+        backoff_limit = table.max_restarts
+        rules.append(IGNORED)
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
         "completions": job.num_nodes,
         "parallelism": job.num_nodes,
-        "backoffLimit": table.max_restarts if is_alone else 0,
-        "podFailurePolicy": {"rules": [FAILS, *([IGNORED] if is_alone else [])]},
+        "backoffLimit": backoff_limit,
+        "podFailurePolicy": {"rules": rules},
         "template": {"metadata": {"labels": labels}, "spec": _pod_spec(job, table, name)},
     }
     if job.time_limit_s is not None:
@@ -184,15 +190,11 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
         cache = table.compilation.node_cache
         volumes.append({"name": "cache", "hostPath": {"path": cache, "type": "DirectoryOrCreate"}})
         mounts.append({"name": "cache", "mountPath": cache})
-    secrets = [
-        {
-            "name": variable,
-            "valueFrom": {
-                "secretKeyRef": dict(zip(("name", "key"), place.split("/"), strict=True))
-            },
-        }
-        for variable, place in table.secrets.items()
-    ]
+    secrets = []
+    for variable, place in table.secrets.items():
+        secret, key = place.split("/")
+        reference = {"secretKeyRef": {"name": secret, "key": key}}
+        secrets.append({"name": variable, "valueFrom": reference})
     container = {
         "name": CONTAINER,
         "image": table.image,
@@ -203,19 +205,20 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
         # The status of a failed pod then contains the last lines of its log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
-    return {
+    spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": table.stop_before_end_s,
-        **({"subdomain": name} if table.kind == "Job" else {}),
-        **({"nodeSelector": dict(table.node_selector)} if table.node_selector else {}),
-        **(
-            {"tolerations": [{"key": key, "operator": "Exists"} for key in table.tolerations]}
-            if table.tolerations
-            else {}
-        ),
-        "containers": [container],
-        "volumes": volumes,
     }
+    if table.kind == "Job":
+        spec["subdomain"] = name
+    if table.node_selector:
+        spec["nodeSelector"] = dict(table.node_selector)
+    if table.tolerations:
+        tolerations = [{"key": key, "operator": "Exists"} for key in table.tolerations]
+        spec["tolerations"] = tolerations
+    spec["containers"] = [container]
+    spec["volumes"] = volumes
+    return spec
 
 
 def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, ...] = ()) -> str:
@@ -228,14 +231,10 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, .
         "PYTHONUNBUFFERED": "1",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    command = [
-        (
-            "python"
-            if re.fullmatch(r"python[0-9.]*", PurePosixPath(job.argv[0]).name)
-            else job.argv[0]
-        ),
-        *job.argv[1:],
-    ]
+    program, *words = job.argv
+    if re.fullmatch(r"python[0-9.]*", PurePosixPath(program).name):
+        program = "python"  # The Python of the image.
+    command = [program, *words]
     lines = [
         *(f"# Asked of Kubernetes where the site file says nothing: {line}" for line in derived),
         f"cd {quote(job.working_directory)} || exit",

@@ -12,7 +12,7 @@ import socket
 import time
 from pathlib import Path
 
-from cluster.outcome import StartWatch
+from cluster.heartbeats import StartWatch
 from cluster.record import counted
 from cluster.state import read_state, update_state
 
@@ -99,8 +99,11 @@ def _listening(port: int) -> socket.socket:
 
 
 def _pods(indices: list[int]) -> str:
-    words = ", ".join(map(str, indices[:8])) + (" ..." if len(indices) > 8 else "")
-    return f"pod {words}" if len(indices) == 1 else f"pods {words}"
+    if len(indices) == 1:
+        return f"pod {indices[0]}"
+    words = ", ".join(map(str, indices[:8]))
+    more = " ..." if len(indices) > 8 else ""
+    return f"pods {words}{more}"
 
 
 def _record(run_dir: Path, attempt: int, reason: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from cluster.files import appending
 from cluster.interpreter import PACKAGE_ROOT, source_command
 from cluster.job import Job, JobSpec
-from cluster.outcome import log_tail
+from cluster.logs import log_tail
 from cluster.record import ConfigError, counted
 from cluster.site import Site
 from cluster.state import JobError, read_exit

@@ -25,9 +25,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     run_dir = Path(request["run"]).expanduser()
     wanted = request["do"]
     if wanted == "lacking":
-        asked = {path: Path(path).expanduser() for path in request["paths"]}
-        lacking = [path for path, it in asked.items() if not any(it.parent.glob(f"{it.name}*"))]
-        return {"lacking": lacking}
+        return {"lacking": [path for path in request["paths"] if _is_missing(path)]}
     if wanted == "submit":
         if request["new"] and run_dir.is_dir() and any(run_dir.iterdir()):
             raise JobError(
@@ -42,28 +40,42 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             " path of one: --there. What was copied before is kept."
         )
     job = Job.attach(run_dir)
-    if wanted != "status":
-        {
-            "stop": job.stop,
-            "checkpoint": job.checkpoint,
-            "cancel": job.cancel,
-            "requeue": job.requeue,
-        }[wanted]()
-        return {}
-    history = read_history(run_dir)
-    alerts = b""
+    if wanted == "status":
+        return _status(job, request)
+    actions = {
+        "stop": job.stop,
+        "checkpoint": job.checkpoint,
+        "cancel": job.cancel,
+        "requeue": job.requeue,
+    }
+    actions[wanted]()
+    return {}
+
+
+def _is_missing(path: str) -> bool:
+    """Returns whether no file or folder has a name that begins with a path."""
+    file = Path(path).expanduser()
+    return not any(file.parent.glob(f"{file.name}*"))
+
+
+def _status(job: Job, request: dict[str, Any]) -> dict[str, Any]:
+    """Returns the status of a job, with the alerts that the other side does not have yet."""
+    history = read_history(job.run_dir)
     began = history[0].time if history else None
+    alerts = b""
     with contextlib.suppress(OSError):
-        alerts = read_small(run_dir / "alerts.jsonl")
+        alerts = read_small(job.run_dir / "alerts.jsonl")
     status = job.status().to_dict()
     del status["heard_at"]  # An older kit on the other side refuses keys that it does not know.
-    whole = alerts.rfind(b"\n") + 1
-    known = request["alerts"] if request["began"] == began else 0
+    end = alerts.rfind(b"\n") + 1  # The last line may be torn.
+    known = 0
+    if request["began"] == began:
+        known = request["alerts"]
     return {
         "status": status,
         "began": began,
-        "alerts": alerts[known:whole].decode(errors="replace"),
-        "alerts_end": whole,
+        "alerts": alerts[known:end].decode(errors="replace"),
+        "alerts_end": end,
     }
 
 

@@ -117,7 +117,7 @@ def _answer(login: str, words: list[str], data: bytes, timeout_s: float = TIMEOU
         lines = said.read().decode(errors="replace").strip().splitlines() or ["no reason given"]
     code = done.returncode
     is_copy = words[0] == "rsync"
-    last = lines[0 if is_copy else -1].strip()
+    last = lines[0].strip() if is_copy else lines[-1].strip()
     if code == NOT_CONNECTED or (is_copy and code in CUT):
         raise NoConnectionError(f"no connection to {login} ({last}). {_advice(login, last)}")
     if code and not (is_copy and code in SOME_FILES):

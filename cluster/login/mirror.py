@@ -246,9 +246,10 @@ class MirroredRun(Owned):
         """Makes one round trip, unless another is under way, and notes what was in its way."""
         # of the login node, so that a list of many runs waits for one of them
         lost = config_folder() / f"unreachable_{Path(self.mirror.login).name}"
+        wait_s = FIRST_WAIT_S if now else 0.0
         try:
             with lock_file(self.run_dir / LOCK) as lock:
-                if not is_locked(lock, FIRST_WAIT_S if now else 0.0):
+                if not is_locked(lock, wait_s):
                     return
                 _mark_now(lock.fileno())
                 try:

@@ -26,7 +26,7 @@ from cluster.login.mirror import (
     fetch,
     mirror_of,
 )
-from cluster.outcome import last_words
+from cluster.logs import last_words
 from cluster.poll import backend
 from cluster.record import ConfigError
 from cluster.render import check_submittable
@@ -46,9 +46,11 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     """
     run_dir = Path(job.run_dir)
     known = mirror_of(run_dir)
-    mirror = _mirror(
-        site, known.mirror.directory if known else f"{_there(site).folder}/{run_dir.name}"
-    )
+    if known:
+        directory = known.mirror.directory
+    else:
+        directory = f"{_there(site).folder}/{run_dir.name}"
+    mirror = _mirror(site, directory)
     mirror.ask(do="lacking", paths=[])  # so that without a connection nothing is written here
     there = _translated(job, mirror.python, mirror.source, mirror.directory)
     theirs = site.replace(login=None, there=None)

@@ -41,11 +41,14 @@ def why_not(accounting: bool = False) -> str | None:
     if sys.platform != "linux":
         return f"a sandbox needs Linux, this is {sys.platform}"
     path = f"{os.environ.get('PATH', '')}:{SYSTEM_PATH}"
-    wanted = PROGRAMS + (ACCOUNTING_PROGRAMS if accounting else ())
+    wanted = PROGRAMS
+    packages = PACKAGES
+    if accounting:
+        wanted = (*PROGRAMS, *ACCOUNTING_PROGRAMS)
+        packages = f"{PACKAGES} {ACCOUNTING_PACKAGES}"
     missing = [program for program in wanted if shutil.which(program, path=path) is None]
     if not missing:
         return None
-    packages = PACKAGES + (f" {ACCOUNTING_PACKAGES}" if accounting else "")
     install = f"apt-get install --no-install-recommends {packages}"
     return f"{', '.join(missing)} not found. On Debian or Ubuntu: {install}"
 
@@ -93,18 +96,20 @@ class Sandbox(Record):
         directory = Path(root or default_root()).absolute()
         if running := cls.find(directory):
             return running
+        if isolated is None:
+            isolated = can_isolate()
         sandbox = cls(
             root=str(directory),
             num_nodes=num_nodes,
-            isolated=can_isolate() if isolated is None else isolated,
+            isolated=isolated,
             accounting=accounting,
         )
-        stop(directory)
+        stop_sandbox(directory)
         while sandbox.isolated and _is_of_this_machine(sandbox.values()["controller_address"]):
             sandbox = sandbox.replace(shift=sandbox.shift + 1)
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_own(directory)
-        write_files(sandbox)
+        write_configuration(sandbox)
         # Its standard output ends as soon as find() finds it; it lives on.
         keeper = ["setsid", "--fork", *source_command("cluster.sandbox.keeper", sandbox.root)]
         with sandbox.path("log", "keeper.log").open("ab") as log:
@@ -123,7 +128,10 @@ class Sandbox(Record):
     def find(cls, root: str | os.PathLike[str] | None = None) -> "Sandbox | None":
         """Returns the sandbox that runs in a directory, or None; raises JobError as `is_own`."""
         found = left_in(Path(root or default_root()).absolute())
-        return found[0].replace(was_running=True) if found and found[1].is_alive else None
+        if found is None:
+            return None
+        sandbox, keeper = found
+        return sandbox.replace(was_running=True) if keeper.is_alive else None
 
     @property
     def nodes(self) -> list[str]:
@@ -132,12 +140,8 @@ class Sandbox(Record):
     @property
     def daemons(self) -> list[str]:
         """All that runs, in order of its start; see daemon.sh."""
-        return [
-            "munged",
-            *(["mariadbd", "slurmdbd"] if self.accounting else []),
-            "controller",
-            *self.nodes,
-        ]
+        databases = ["mariadbd", "slurmdbd"] if self.accounting else []
+        return ["munged", *databases, "controller", *self.nodes]
 
     @property
     def tag(self) -> str:
@@ -194,7 +198,7 @@ class Sandbox(Record):
 
     def stop(self) -> None:
         """Ends all daemons and removes network, mounts and files."""
-        stop(self.root)
+        stop_sandbox(self.root)
 
     def values(self) -> dict[str, str]:
         """Returns what the templates and daemon.sh leave open."""
@@ -206,30 +210,37 @@ class Sandbox(Record):
         port = 10000 + number % 4000 * 5
         first = 30000 + number % 200 * 10
         # Device files that can pass for accelerators: Slurm takes character devices only.
-        devices = all(Path(f"/dev/tty{number}").is_char_device() for number in range(8))
+        has_devices = all(Path(f"/dev/tty{number}").is_char_device() for number in range(8))
         values = {
             "root": self.root,
             "user": pwd.getpwuid(os.geteuid()).pw_name,
             "host": host,
             "num_nodes": str(count),
             "half": str(max(1, count // 2)),
-            "isolated": "yes" if self.isolated else "",
+            "isolated": "",
             "tag": self.tag,
             "network": network,
             "controller_address": f"{network}.1",
             "controller_port": str(port),
             "database_port": str(port + 1),
-            "storage": "slurmdbd" if self.accounting else "none",
-            "tracked": "AccountingStorageTRES=gres/gpu" if self.accounting else "",
+            "storage": "none",
+            "tracked": "",
             "node_hosts": f"node[1-{count}]",
             "node_addresses": f"{network}.[11-{10 + count}]",
             "node_ports": f"{first}-{first + count - 1}",
             "node_names": "\n".join(f"{network}.{10 + n} node{n}" for n in range(1, count + 1)),
-            "devices": "Gres=gpu:sandbox:8" if devices else "",
-            "device_files": "Name=gpu Type=sandbox File=/dev/tty[0-7]" if devices else "",
+            "devices": "",
+            "device_files": "",
             "task_setup": "",
         }
-        if not self.isolated:
+        if self.accounting:
+            values |= {"storage": "slurmdbd", "tracked": "AccountingStorageTRES=gres/gpu"}
+        if has_devices:
+            values["devices"] = "Gres=gpu:sandbox:8"
+            values["device_files"] = "Name=gpu Type=sandbox File=/dev/tty[0-7]"
+        if self.isolated:
+            values["isolated"] = "yes"
+        else:
             here = "127.0.0.1"  # names of nodes that share one host resolve nowhere
             values |= {"controller_address": here, "node_addresses": here, "node_hosts": host}
             values["task_setup"] = f'"export MASTER_ADDR={here} GLOO_SOCKET_IFNAME=lo"'
@@ -242,14 +253,12 @@ class Sandbox(Record):
                 if set(self.node_states().values()) == {"idle"}:
                     return
             time.sleep(0.05)
-        logs = [
-            (file.name, file.read_text(errors="replace"))
-            for file in sorted(self.path("log").iterdir())
-        ]
-        said = "\n".join(
-            f"{name}: {line}" for name, text in logs for line in text.splitlines()[-2:]
-        )
-        stop(self.root, keep_files=True)
+        last_lines = []
+        for file in sorted(self.path("log").iterdir()):
+            lines = file.read_text(errors="replace").splitlines()
+            last_lines += [f"{file.name}: {line}" for line in lines[-2:]]
+        stop_sandbox(self.root, keep_files=True)
+        said = "\n".join(last_lines)
         raise JobError(f"the sandbox in {self.root} did not come up: {said}")
 
 
@@ -305,7 +314,7 @@ def can_isolate() -> bool:
     return os.geteuid() == 0 and subprocess.run(probe, capture_output=True).returncode == 0
 
 
-def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -> bool:
+def stop_sandbox(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -> bool:
     """Ends a sandbox, whatever is left of it, and removes its files; returns whether it ran.
 
     Without namespaces, jobs of one whose keeper was killed by SIGKILL have to be ended by hand.
@@ -325,7 +334,7 @@ def stop(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -
     return was_running
 
 
-def write_files(sandbox: Sandbox) -> None:
+def write_configuration(sandbox: Sandbox) -> None:
     """Writes everything that the daemons read, into a directory that is the caller's alone."""
     # scratch: the same path with another file system on each node
     for folder in ("etc", "state", "log", "run", "scratch"):

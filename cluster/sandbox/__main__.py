@@ -4,7 +4,7 @@ import argparse
 import shlex
 import sys
 
-from cluster.sandbox import Sandbox, default_root, stop
+from cluster.sandbox import Sandbox, default_root, stop_sandbox
 from cluster.state import JobError
 
 
@@ -24,14 +24,15 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if options.action == "stop":
-            print("stopped" if stop(options.root) else "no sandbox was running")
+            was_running = stop_sandbox(options.root)
+            print("stopped" if was_running else "no sandbox was running")
         elif options.action == "start":
             sandbox = Sandbox.start(
                 options.root, num_nodes=options.nodes, accounting=options.accounting
             )
+            state = "runs already" if sandbox.was_running else "is up"
             print(
-                f"# {'runs already' if sandbox.was_running else 'is up'}; "
-                "for sbatch, squeue and notebooks:\n"
+                f"# {state}; for sbatch, squeue and notebooks:\n"
                 f"export SLURM_CONF={shlex.quote(sandbox.environment['SLURM_CONF'])}\n"
                 f"# site file: {sandbox.site_file}"
             )

@@ -16,9 +16,9 @@ from cluster.attempts import FOLLOWS
 from cluster.files import write_atomic
 from cluster.interpreter import PACKAGE_ROOT
 from cluster.job import Job, JobSpec
-from cluster.outcome import retry_disk
 from cluster.record import counted
 from cluster.request import cpu_request
+from cluster.run_directory import retry_disk
 from cluster.scheduler import quote
 from cluster.site import Site
 from cluster.slurm.preflight import check as check
@@ -225,8 +225,10 @@ def _record_successor(run_dir: Path, attempt: int, job_id: str) -> None:
 
 def lost_nodes(run_dir: Path) -> list[str]:
     """Returns the nodes that were lost EXCLUDED_AFTER times or more in this run."""
-    named = (event.lost_node for event in read_history(run_dir) if event.lost_node)
-    losses = Counter(node for names in named for node in names.split(","))
+    losses = Counter[str]()
+    for event in read_history(run_dir):
+        if event.lost_node:
+            losses.update(event.lost_node.split(","))
     return sorted(node for node, times in losses.items() if times >= EXCLUDED_AFTER)
 
 

@@ -147,7 +147,8 @@ class NodeType:
             generation, network, size = found.groups()
             if size is None and generation == "1" and self.cpus in FULL_TRN1_CPUS:
                 size = "32xlarge"
-            return f"trn{generation}{network}" + (f".{size}" if size else "")
+            family = f"trn{generation}{network}"
+            return f"{family}.{size}" if size else family
         is_neuron = any(each.name in NEURON_GRES for each in self.gres)
         return "trn" if is_neuron else None
 
@@ -168,14 +169,7 @@ class NodeType:
     @property
     def telling_features(self) -> tuple[str, ...]:
         """The features that name a GPU, its memory or an instance type."""
-        return tuple(
-            feature
-            for feature in self.features
-            if CHIP.search(feature.lower())
-            or TRAINIUM.search(feature.lower())
-            or any(int(size) in MEMORY_SIZES for size in MEMORY.findall(feature.lower()))
-            or "xlarge" in feature
-        )
+        return tuple(feature for feature in self.features if _names_device(feature))
 
     def is_called(self, text: str) -> bool:
         """Returns whether a user's word means these nodes: a GPU type, a GRES or a feature."""
@@ -258,7 +252,7 @@ def nodes_of(text: str) -> list[NodeType]:
     return list(merged.values())
 
 
-def seconds(limit: str) -> float | None:
+def parse_time_limit(limit: str) -> float | None:
     """Returns a time limit in seconds, or None where there is none."""
     found = TIME.fullmatch(limit)
     if found is None:
@@ -341,6 +335,16 @@ def settings_of(text: str) -> dict[str, str]:
     return {key.strip(): value.strip() for key, equals, value in pairs if equals}
 
 
+def _names_device(feature: str) -> bool:
+    """Returns whether a feature of a node names a GPU, its memory or an instance type."""
+    if "xlarge" in feature:
+        return True
+    text = feature.lower()
+    if CHIP.search(text) or TRAINIUM.search(text):
+        return True
+    return any(int(size) in MEMORY_SIZES for size in MEMORY.findall(text))
+
+
 def packaged_site(nodes: NodeType) -> tuple[str | None, str]:
     """Returns (name of the packaged site that has the numbers of these nodes' devices or None, what
     of it is assumed or an empty text).
@@ -352,7 +356,8 @@ def packaged_site(nodes: NodeType) -> tuple[str | None, str]:
         return None, ""
     kind = nodes.gpu.kind.lower()
     texts = [kind] if kind else features
-    chips = {found[1] or found[2] for text in texts if (found := CHIP.search(text))}
+    matches = [CHIP.search(text) for text in texts]
+    chips = {match[1] or match[2] for match in matches if match}
     if len(chips) != 1 or any(OTHER_VARIANT.search(text) for text in (kind, *features)):
         return None, ""
     (chip,) = chips
@@ -417,7 +422,7 @@ def site_text(
         lines.append(f"max_nodes = {nodes.most}")
     else:
         lines.append("# no max_nodes: sinfo has no limit")
-    limit = seconds(nodes.limit)
+    limit = parse_time_limit(nodes.limit)
     if limit:
         lines += ["", "[[slurm.walltime]]", f"max_hours = {limit / 3600:g}"]
     else:
@@ -493,7 +498,8 @@ def _device(nodes: NodeType) -> list[str]:
     lines += _known_device(site.device)
     count = nodes.gpu.count if nodes.gpu else site.devices_per_node
     lines += ["", "[links]", network]
-    for link in site.links.intra_node if count > 1 else ():
+    intra_node = site.links.intra_node if count > 1 else ()
+    for link in intra_node:
         # A domain of several nodes (NVL72) keeps its size.
         spans_nodes = link.num_devices > site.devices_per_node
         num_devices = link.num_devices if spans_nodes else min(link.num_devices, count)
@@ -528,9 +534,12 @@ def _unknown_device(nodes: NodeType) -> list[str]:
         about = "the AWS Neuron documentation has the numbers"
         count = 0
     else:
-        name = f"GPU {nodes.gpu.kind if nodes.gpu else ''}".strip()
+        name = "GPU"
         about = "the vendor's name, by `nvidia-smi -L` or `rocm-smi --showproductname` on a node"
-        count = nodes.gpu.count if nodes.gpu else 0
+        count = 0
+        if nodes.gpu:
+            name = f"GPU {nodes.gpu.kind}".strip()
+            count = nodes.gpu.count
     link = '{{ num_devices = {}, bytes_per_s = {{ value = 0, source = "data sheet" }} }}'
     return [
         "",

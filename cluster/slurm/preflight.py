@@ -2,10 +2,10 @@
 second of a job.
 
 `check` looks from the login node at what is free and quick: paths, free space, limits of site and
-partition. `check_nodes` runs inside the allocation. Every node must see the same run directory: a
-directory on a node's own disk would take all shards of a checkpoint without complaint, and give
-back none. Every node must also reach the first node at the address and port at which the ranks
-meet: torch waits for minutes before it gives up.
+partition. `check_allocation` runs inside the allocation. Every node must see the same run
+directory: a directory on a node's own disk would take all shards of a checkpoint without complaint,
+and give back none. Every node must also reach the first node at the address and port at which the
+ranks meet: torch waits for minutes before it gives up.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from cluster.ports import answering
 from cluster.record import ConfigError
 from cluster.render import STORM_NODES, import_storm
 from cluster.site import Site
-from cluster.slurm.inventory import seconds
+from cluster.slurm.inventory import parse_time_limit
 from cluster.slurm.queries import matching_lines, slurm_command
 from cluster.state import JobError
 
@@ -119,7 +119,7 @@ def check(job: JobSpec, site: Site) -> None:
         _check_partition(job, site.slurm.partition)
 
 
-def check_nodes(job: JobSpec, num_nodes: int, port: int) -> str | None:
+def check_allocation(job: JobSpec, num_nodes: int, port: int) -> str | None:
     """Returns what is wrong with some node of this allocation, or None. For the supervisor, inside
     a Slurm job.
 
@@ -140,9 +140,9 @@ def check_nodes(job: JobSpec, num_nodes: int, port: int) -> str | None:
     wait_s = NODE_WAIT_S + num_nodes / 4
     try:
         with contextlib.ExitStack() as during:
-            # One rank meets nobody.
-            meets = job.num_processes > 1
-            open_port = during.enter_context(answering(port, token)) if meets else 0
+            open_port = 0
+            if job.num_processes > 1:  # One rank meets nobody.
+                open_port = during.enter_context(answering(port, token))
             words = ["bash", "-c", ASKED, "preflight", token, str(open_port)]
             done = _once_a_node(
                 num_nodes, [*words, job.working_directory, *map(str, probes)], wait_s
@@ -156,9 +156,8 @@ def check_nodes(job: JobSpec, num_nodes: int, port: int) -> str | None:
             probe.unlink(missing_ok=True)
     complaints = sorted(line for line in done.stdout.splitlines() if line.startswith("node "))
     if complaints:
-        return (
-            f"{complaints[0]}{f' ({len(complaints)} nodes say so)' if len(complaints) > 1 else ''}"
-        )
+        more = f" ({len(complaints)} nodes say so)" if len(complaints) > 1 else ""
+        return f"{complaints[0]}{more}"
     if done.returncode:
         raise JobError(f"the nodes could not be checked: {' '.join(done.stderr.split())[-500:]}")
     return None
@@ -212,7 +211,7 @@ def _check_partition(job: JobSpec, wanted: str | None) -> None:
         return
     starred, state, limit, num_nodes = found[0]
     name = starred.rstrip("*")
-    limit_s = seconds(limit)
+    limit_s = parse_time_limit(limit)
     if state != "up":
         wrong = f"site.slurm.partition: {name!r} is {state} and starts no jobs."
     elif job.num_nodes > int(num_nodes):

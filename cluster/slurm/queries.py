@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 
 from cluster.poll import SchedulerAnswer, run_command
-from cluster.record import cut
+from cluster.record import shortened
 from cluster.slurm.reasons import why_it_waits
 from cluster.state import JobError, JobState, SchedulerJob
 
@@ -115,8 +115,9 @@ def not_understood(command: str, text: str) -> JobError:
     asked for.
     """
     name = command.split()[0]
+    last = shortened(text.strip().splitlines()[-1], 200)
     return JobError(
-        f"{command} printed {cut(text.strip().splitlines()[-1], 200)!r}, which is not what was"
+        f"{command} printed {last!r}, which is not what was"
         f" asked for. Is it Slurm's own {name}? `type -a {name}` tells."
     )
 
@@ -132,12 +133,12 @@ def _squeue(job_ids: list[str], config: str | None) -> tuple[dict[str, Scheduler
     ]
     text = _told_of_jobs(words, config)
     answers = {}
-    for job_id, native, nodes, reason in (
-        match.groups() for match in matching_lines(text, SQUEUE_LINE)
-    ):
+    for match in matching_lines(text, SQUEUE_LINE):
+        job_id, native, nodes, reason = match.groups()
         state = STATES.get(native, JobState.RUNNING)
         answers[job_id] = SchedulerAnswer(state=state, reason=_words(native, nodes, reason, job_id))
-    return answers, "" if answers else text.strip()
+    unknown = "" if answers else text.strip()
+    return answers, unknown
 
 
 def _words(native: str, nodes: str, reason: str, job_id: str) -> str:
@@ -174,14 +175,19 @@ def _ended(job_id: str, config: str | None) -> SchedulerAnswer | None:
     native, exit_code, end = lines[-1].groups()
     # The word of a job's start may come late, with the state of now; the exit code comes with the
     # word of its end.
-    told = end != "Unknown" or not STATES.get(native.split()[0].rstrip("+"), JobState.LOST).is_final
-    return _final(native if told else "COMPLETING", exit_code)
+    state = STATES.get(native.split()[0].rstrip("+"), JobState.LOST)
+    if state.is_final and end == "Unknown":
+        native = "COMPLETING"
+    return _final(native, exit_code)
 
 
 def _final(native: str, exit_code: str, reason: str = "") -> SchedulerAnswer:
     word = native.split()[0].rstrip("+")
     code, _, number = exit_code.partition(":")
-    rc = int(code) or (128 + int(number or 0) if int(number or 0) else 0)
+    rc = int(code)
+    signal_number = int(number or 0)
+    if rc == 0 and signal_number:
+        rc = 128 + signal_number
     state = STATES.get(word, JobState.LOST)
     text = f"Slurm: {native}, exit code {exit_code}"
     if reason not in ("", "None"):
@@ -192,7 +198,8 @@ def _final(native: str, exit_code: str, reason: str = "") -> SchedulerAnswer:
         )
     if state is JobState.LOST:
         text += ". It was not requeued; `kit resume` starts it again"
-    return SchedulerAnswer(state=state, reason=text, exit_code=rc if state.is_final else None)
+    final_code = rc if state.is_final else None
+    return SchedulerAnswer(state=state, reason=text, exit_code=final_code)
 
 
 def _told_of_jobs(words: list[str], config: str | None) -> str:

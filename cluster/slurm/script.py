@@ -24,7 +24,7 @@ from cluster.interpreter import (
     source_command,
 )
 from cluster.job import JobSpec
-from cluster.outcome import MESSAGE_MARK
+from cluster.logs import MESSAGE_MARK
 from cluster.ports import FIRST_PORT, NUM_PORTS
 from cluster.record import counted
 from cluster.render import warnings
@@ -115,6 +115,7 @@ def directives(
 ) -> list[str]:
     name = re.sub(r"[^A-Za-z0-9._-]", "_", job.name)[:64]
     limit_s = slurm.limit_s(job.num_nodes, job.time_limit_s)
+    time_limit = None if limit_s is None else _clock(limit_s)
     given = {
         "job-name": name + end,
         "account": slurm.account,
@@ -125,7 +126,7 @@ def directives(
         "ntasks-per-node": _num_tasks(job, slurm) // job.num_nodes,
         "cpus-per-task": slurm.cpus_per_task,
         "gpus-per-node": slurm.gpus_per_node,
-        "time": None if limit_s is None else _clock(limit_s),
+        "time": time_limit,
         "output": log,
         "open-mode": "append",
         "export": "ALL",
@@ -269,23 +270,26 @@ def _ranks(
     log = (
         'printf -v log \'%s/logs/attempt_%02d/rank_%05d.log\' "$KIT_RUN_DIR" "$KIT_ATTEMPT" "$RANK"'
     )
-    compile_log = 'printf -v log \'%s/logs/compile_rank_%05d.log\' "$KIT_RUN_DIR" "$RANK"'
+    if compiling:
+        log = 'printf -v log \'%s/logs/compile_rank_%05d.log\' "$KIT_RUN_DIR" "$RANK"'
     # Of many, the others go on with the log of their node, which the supervisor names to srun.
     own_log = '[ "$RANK" != 0 ] || ' if job.num_processes > MANY and not compiling else ""
     prefix = [*slurm.compilation.command] if compiling and slurm.compilation else []
-    command = rank_command(job, slurm, python, source, prefix=prefix if direct else [])
     task_setup = checked_lines(slurm.task_setup, "site.slurm.task_setup")
-    body = [
-        *(identity if direct else []),
-        compile_log if compiling else log,
-        f'{own_log}exec >>"$log" 2>&1 || exit',
-        *(task_setup if direct else []),
+    folder = quote(job.working_directory)
+    if slurm.has_tasks_in_container:
+        # A container shows few folders of the host. The run directory is one of them.
+        folder = '"$KIT_RUN_DIR"'
+    body = [log, f'{own_log}exec >>"$log" 2>&1 || exit']
+    if direct:
+        command = rank_command(job, slurm, python, source, prefix=prefix)
+        body = [*identity, *body, *task_setup]
+    else:  # The agent of the node has the prefix, the identity and the setup.
+        command = rank_command(job, slurm, python, source)
+    body += [
         *_exports(job.environment),
         *container_environment(job, slurm, source),
-        # A container shows few folders of the host. The run directory is one of them.
-        'cd "$KIT_RUN_DIR" || exit'
-        if slurm.has_tasks_in_container
-        else f"cd {quote(job.working_directory)} || exit",
+        f"cd {folder} || exit",
         f"exec {' '.join(map(quote, command))}",
     ]
     lines = [
@@ -384,13 +388,15 @@ def _srun(job: JobSpec, request: SlurmRequest, keeper: str = "") -> list[str]:
         "cpu-bind": slurm.cpu_bind,
     }
     options = [f"--{key}={value}" for key, value in given.items() if value is not None]
+    cpus = f'--cpus-per-task="${CPUS_VARIABLE}"' if request.counts_cpus else ""
+    function = "run_rank" if slurm.launcher == "srun" else "run_node"
     lines = [
         f"srun --nodes={job.num_nodes} --ntasks={tasks} --ntasks-per-node={tasks // job.num_nodes}",
-        f'--cpus-per-task="${CPUS_VARIABLE}"' if request.counts_cpus else "",
+        cpus,
         " ".join(map(quote, [*options, *slurm.srun_options])),
         # a dead rank ends all; nobody waits for ever for one that left
         "--kill-on-bad-exit=1 --wait=60 --label",
-        f"{keeper}bash -c {'run_rank' if slurm.launcher == 'srun' else 'run_node'}",
+        f"{keeper}bash -c {function}",
     ]
     return [f"    {line} \\" for line in lines[:-1] if line] + [f"    {lines[-1]}"]
 

@@ -8,7 +8,7 @@ import typer
 
 from cluster.interpreter import module_command
 from cluster.job import JobSpec
-from cluster.outcome import last_words, log_tail
+from cluster.logs import last_words, log_tail
 from cluster.record import counted
 from cluster.site import Site
 from cluster.slurm import submit_array

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cluster.interpreter import source_command
-from cluster.outcome import last_words
+from cluster.logs import last_words
 from kit.errors import DataError
 
 LOG_INTERVAL_S = 30.0

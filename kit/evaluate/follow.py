@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.job import Job
-from cluster.outcome import last_words
+from cluster.logs import last_words
 from cluster.record import Record, field_doc
 from cluster.state import JobError
 from kit.data.wheels import file_sha256

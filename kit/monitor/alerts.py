@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cluster.job import JobStatus
-from cluster.outcome import log_tail
-from cluster.record import cut
+from cluster.logs import log_tail
+from cluster.record import shortened
 from cluster.state import JobState, find_log
 from kit.errors import kit_command
 from kit.monitor.curves import Curves
@@ -382,7 +382,7 @@ def _last_log_line(look: Look) -> str:
     for rank in range(min(LOGS_READ, look.run.plan.num_devices)):
         file = find_log(directory, look.status.attempt, rank, per_node)
         if lines := log_tail(file).splitlines():
-            return f"{file.relative_to(directory)}: {cut(lines[-1].strip(), 300)}"
+            return f"{file.relative_to(directory)}: {shortened(lines[-1].strip(), 300)}"
     return ""
 
 

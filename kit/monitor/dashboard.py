@@ -281,7 +281,7 @@ class Dashboard:
 
     def _last_step(self) -> dict[str, Any]:
         """Returns the numbers of the last step. Its speeds are medians, as in
-        `kit.run.metrics.last_step`.
+        `kit.run.metrics.last_step_values`.
         """
         columns = self.columns
         curves = self.curves

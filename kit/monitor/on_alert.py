@@ -20,8 +20,8 @@ import subprocess
 import time
 import tomllib
 
-from cluster.liveness import MAX_SKEW_S
-from cluster.record import ConfigError, Record, config_folder, counted, cut, field_doc
+from cluster.heartbeats import MAX_SKEW_S
+from cluster.record import ConfigError, Record, config_folder, counted, field_doc, shortened
 from kit.monitor.alerts import RULES
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
@@ -147,7 +147,7 @@ def _run_command(command: str, run: Run, alert: Alert) -> str:
     text = " ".join(f"{run.name}, step {alert.step:,}: {alert.message}".split())
     where = {"run": run.name, "directory": str(run.directory), "host": socket.gethostname()}
     words = {
-        "KIT_MESSAGE": plain(cut(text, 1000)),
+        "KIT_MESSAGE": plain(shortened(text, 1000)),
         "KIT_ALERT": json.dumps({**where, **alert.to_dict()}),
     }
     try:
@@ -165,4 +165,4 @@ def _run_command(command: str, run: Run, alert: Alert) -> str:
     if done.returncode == 0:
         return ""
     output = " ".join((done.stderr or done.stdout).decode(errors="replace").split())
-    return f"it ended with {done.returncode}: {cut(output, 120)}"
+    return f"it ended with {done.returncode}: {shortened(output, 120)}"

@@ -23,10 +23,10 @@ from cluster.heartbeats import (
     PARTS,
     RankHeartbeat,
     read_rank_heartbeats,
-    tell,
     write_all_heartbeats,
+    write_rank_heartbeat,
 )
-from cluster.outcome import RunDirectory
+from cluster.run_directory import RunDirectory
 from cluster.state import JobState, read_state, record_event, update_state
 from kit.run.alerts import Alert, AlertLog
 from kit.trainer.callback import Step
@@ -161,7 +161,7 @@ class Heartbeat:
         last = self.last
         if last is not self.written and not self.is_gathered:
             self.home.check()
-            tell(self.directory, self._newest())
+            write_rank_heartbeat(self.directory, self._newest())
             self.written = last
 
     def write_state(self) -> None:
@@ -196,7 +196,7 @@ class Heartbeat:
         into a directory that has taken the place of the run directory.
         """
         if self.must_answer and not self.is_gathered and not self.home.why_lost():
-            tell(self.directory, self._newest().replace(time=time.time()))
+            write_rank_heartbeat(self.directory, self._newest().replace(time=time.time()))
         self.must_answer = False
 
     def must_gather(self) -> bool:

@@ -155,7 +155,7 @@ def beside(folder: Path, data: str, steps: int, spec: ModelSpec) -> list[dict[st
     watch(trainer.checkpoints, "poll", "recovery")
     watch(trainer.heartbeat, "after_step", "steps remembered")
     # Called by another thread, which competes for the interpreter with the steps.
-    watch(heartbeat, "tell", BEAT)
+    watch(heartbeat, "write_rank_heartbeat", BEAT)
     watch(heartbeat, "update_state", BEAT)
     watch(trainer.batches, "at", "next batch")
     watch(trainer.metrics, "add", "metrics")

@@ -15,9 +15,8 @@ import pytest
 
 import kit
 from cluster import slurm
-from cluster.attempts import claim_attempt
+from cluster.attempts import AttemptOutcome, claim_attempt, write_end
 from cluster.job import JobSpec
-from cluster.outcome import AttemptOutcome, write_end
 from cluster.process import Process
 from cluster.record import ConfigError
 from cluster.site import Site

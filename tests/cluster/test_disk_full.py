@@ -9,12 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from cluster import local, outcome
-from cluster.attempts import claim_attempt, claimed, next_attempt
+from cluster import local, run_directory
+from cluster.attempts import (
+    AttemptOutcome,
+    claim_attempt,
+    claimed,
+    next_attempt,
+    record_end,
+    write_end,
+)
 from cluster.files import RESERVE, RESERVE_BYTES, append_lines
 from cluster.job import read_status
-from cluster.outcome import AttemptOutcome, RunDirectory, record_end, write_end
 from cluster.process import Process
+from cluster.run_directory import RunDirectory
 from cluster.state import (
     JobState,
     ask,
@@ -208,7 +215,7 @@ def test_unreadable_state_is_not_overwritten(tmp_path, monkeypatch, code):
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_end_is_recorded_when_the_disk_returns(tmp_path, monkeypatch, code):
     claim_attempt(tmp_path)
-    monkeypatch.setattr(outcome, "RETRY_DELAYS_S", (0.01,) * 5)
+    monkeypatch.setattr(run_directory, "RETRY_DELAYS_S", (0.01,) * 5)
     replace = Path.replace
     failures = [OSError(code, os.strerror(code))] * 3
 

@@ -138,7 +138,7 @@ def test_scheduler_without_gpu_counts_gets_gres():
 def test_time_limits():
     limits = {"2-00:00:00": 172800, "12:00:00": 43200, "30:00": 1800, "1:30": 90}
     for limit, seconds in {**limits, "infinite": None, "n/a": None}.items():
-        assert inventory.seconds(limit) == seconds
+        assert inventory.parse_time_limit(limit) == seconds
 
 
 LINES = """\

@@ -13,11 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from cluster import liveness, poll, slurm
+from cluster import heartbeats, poll, slurm
 from cluster.attempts import claim_attempt, hand_over, take_over
-from cluster.heartbeats import RankHeartbeat, read_rank_heartbeats, tell, write_all_heartbeats
+from cluster.heartbeats import (
+    RankHeartbeat,
+    read_rank_heartbeats,
+    write_all_heartbeats,
+    write_rank_heartbeat,
+)
 from cluster.job import Job, JobSpec, read_status
-from cluster.outcome import fruitless_starts, furthest_steps, last_words
+from cluster.logs import last_words
 from cluster.poll import Poller, SchedulerAnswer
 from cluster.process import Process
 from cluster.record import ConfigError
@@ -38,15 +43,16 @@ from cluster.state import (
     update_state,
     write_exit,
 )
+from cluster.supervisor import fruitless_starts, furthest_steps
 from tests.cluster.jobs import job_spec
 
 
 @pytest.fixture(autouse=True)
 def quick_watch(monkeypatch):
     """A heartbeat that looks old is believed to be old at once."""
-    monkeypatch.setattr(liveness, "WATCH_S", 0.0)
-    monkeypatch.setattr(liveness, "WATCH_STEPS", 0.0)
-    monkeypatch.setattr(liveness, "WATCH_BEATS", 0.0)
+    monkeypatch.setattr(heartbeats, "WATCH_S", 0.0)
+    monkeypatch.setattr(heartbeats, "WATCH_STEPS", 0.0)
+    monkeypatch.setattr(heartbeats, "WATCH_BEATS", 0.0)
 
 
 def running(run_dir, **changes):
@@ -286,7 +292,7 @@ def test_other_host_is_not_guessed(tmp_path):
         claim_attempt(tmp_path)
     with pytest.raises(JobError, match="node77.*`kit stop` without --now"):
         Job.attach(tmp_path).cancel()
-    liveness._sightings.clear()  # as in a process that has not seen the heartbeats before
+    heartbeats._sightings.clear()  # as in a process that has not seen the heartbeats before
     running(tmp_path, process=away, heartbeat=time.time() - 100)
     assert read_status(tmp_path).state is JobState.STALLED
     assert claim_attempt(tmp_path) == 2, "a silent job elsewhere may be replaced: it is fenced off"
@@ -326,7 +332,9 @@ def test_rank_heartbeats_of_one_attempt_in_rank_order(tmp_path):
         return [beat.rank for beat in read_rank_heartbeats(tmp_path, attempt)]
 
     for rank, attempt in ((10, 2), (2, 2), (0, 2), (1, 1)):
-        tell(tmp_path, RankHeartbeat(rank=rank, attempt=attempt, step=rank, time=1.0))
+        write_rank_heartbeat(
+            tmp_path, RankHeartbeat(rank=rank, attempt=attempt, step=rank, time=1.0)
+        )
     (tmp_path / "ranks" / "rank_00003.json").write_text('{"rank": 3, "att')
     assert ranks(2) == [0, 2, 10] and (tmp_path / "ranks" / "rank_00010.json").exists()
     newer = [RankHeartbeat(rank=rank, attempt=3, step=1, time=2.0).line for rank in (5, 1)]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import liveness, outcome, status
+from cluster import heartbeats, status
 from cluster.job import read_status
 from cluster.process import Process
 from cluster.state import JobState, read_state, update_state
@@ -65,7 +65,7 @@ def test_wrong_clock_of_reader_stalls_no_start(tmp_path):
     """Before the first step the supervisor writes heartbeats, but rarely."""
     elsewhere = Process.current().replace(host="node7")
     update_state(tmp_path, attempt=1, state=JobState.STARTING, process=elsewhere)
-    start, over = outcome.StartWatch(tmp_path, 1), threading.Event()
+    start, over = heartbeats.StartWatch(tmp_path, 1), threading.Event()
 
     def beats() -> None:
         while not over.wait(0.2):
@@ -115,7 +115,7 @@ def test_silent_run_is_stalled_by_any_clock(tmp_path, offset):
     found, took_s = look(offset, *run_dirs)
     assert {each["state"] for each in found} == {"stalled"}
     assert all("stalled after 60 s" in each["reason"] for each in found)
-    assert liveness.WATCH_S <= took_s < liveness.WATCH_S + 3
+    assert heartbeats.WATCH_S <= took_s < heartbeats.WATCH_S + 3
 
 
 class Clocks:
@@ -140,7 +140,7 @@ class Clocks:
 def test_viewer_sees_a_run_fall_silent(tmp_path, monkeypatch, ahead_s):
     """However wrong its clock is: it notices after a minute, and no sooner."""
     clocks = Clocks(ahead_s)
-    monkeypatch.setattr(liveness, "time", clocks)
+    monkeypatch.setattr(heartbeats, "time", clocks)
     monkeypatch.setattr(status, "time", clocks)
     elsewhere = Process.current().replace(host="node7")
     facts = {"state": JobState.RUNNING, "step": 1, "process": elsewhere}
@@ -164,7 +164,7 @@ def test_viewer_sees_a_run_fall_silent(tmp_path, monkeypatch, ahead_s):
 def test_rare_look_believes_the_clock(tmp_path, monkeypatch):
     """A heartbeat that changed long ago, between two looks, is no sign of life."""
     clocks = Clocks(0.0)
-    monkeypatch.setattr(liveness, "time", clocks)
+    monkeypatch.setattr(heartbeats, "time", clocks)
     elsewhere = Process.current().replace(host="node7")
     facts = {"state": JobState.RUNNING, "step": 1, "process": elsewhere}
     update_state(tmp_path, attempt=1, heartbeat=1.7e9 + clocks.now, **facts)
@@ -178,9 +178,9 @@ def test_rare_look_believes_the_clock(tmp_path, monkeypatch):
 
 def test_start_counts_each_phase_by_its_own_clock(tmp_path, monkeypatch):
     clocks = Clocks(ahead_s=-7200.0)
-    monkeypatch.setattr(outcome, "time", clocks)
+    monkeypatch.setattr(heartbeats, "time", clocks)
     update_state(tmp_path, attempt=1, state=JobState.STARTING, reason="ranks start")
-    start = outcome.StartWatch(tmp_path, 1)
+    start = heartbeats.StartWatch(tmp_path, 1)
 
     def seconds(until: float, reason: str | None = None) -> float | None:
         if reason:

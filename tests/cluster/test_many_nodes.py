@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.sandbox import Sandbox, stop, why_not
+from cluster.sandbox import Sandbox, stop_sandbox, why_not
 from cluster.site import Site
 from cluster.state import log_path
 from cluster.submission import submit
@@ -42,7 +42,7 @@ def many(tmp_path_factory, monkeypatch, is_full):
         be_client(sandbox, monkeypatch, 2.0)
         yield sandbox
     finally:
-        stop(root)
+        stop_sandbox(root)
 
 
 def seconds_used(pid: int) -> float:

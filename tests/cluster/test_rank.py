@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from cluster.outcome import keep_last_lines
+from cluster.logs import keep_last_lines
 from cluster.process import Process
 from cluster.slurm.rank import Failure, failures_of
 from cluster.state import find_log, update_state

@@ -7,11 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.outcome import RunDirectory, failed
 from cluster.ports import FIRST_PORT, NUM_PORTS, reserve_port
+from cluster.run_directory import RunDirectory
 from cluster.slurm.preflight import ASKED
 from cluster.state import JobState, log_path, read_exit, update_state
 from cluster.submission import submit
+from cluster.supervisor import rank_failure
 from tests.cluster.jobs import standin, with_slurm
 from tests.support.waiting import eventually
 
@@ -75,9 +76,9 @@ def test_lost_race_for_a_port_is_tried_again(tmp_path):
     log = log_path(tmp_path, 1, 0)
     log.parent.mkdir(parents=True)
     log.write_text("DistNetworkError: port: 20011, name: EADDRINUSE, message: address in use\n")
-    assert failed(RunDirectory(tmp_path), 0, 1, "rank 0").fate == "restart"
+    assert rank_failure(RunDirectory(tmp_path), 1, 0, 1, "rank 0").fate == "restart"
     log.write_text("ValueError: wrong\n")
-    assert failed(RunDirectory(tmp_path), 0, 1, "rank 0").fate == "end"
+    assert rank_failure(RunDirectory(tmp_path), 1, 0, 1, "rank 0").fate == "end"
     assert read_exit(tmp_path) is None
 
 

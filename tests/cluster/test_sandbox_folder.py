@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster import sandbox
-from cluster.sandbox import Sandbox, write_files
+from cluster.sandbox import Sandbox, write_configuration
 from cluster.sandbox.__main__ import main
 from cluster.state import JobError
 
@@ -74,7 +74,7 @@ def test_the_key_is_a_file_of_its_own(tmp_path):
     (tmp_path / "mine").write_bytes(b"mine")
     key.symlink_to(tmp_path / "mine")
     for _ in range(2):
-        write_files(mine)
+        write_configuration(mine)
         assert stat.S_IMODE(key.lstat().st_mode) == 0o600 and len(key.read_bytes()) == 128
     assert (tmp_path / "mine").read_bytes() == b"mine"
 
@@ -87,7 +87,7 @@ def test_a_new_folder_is_its_users_alone(tmp_path, monkeypatch):
         seen.append(stat.S_IMODE(os.stat(found.root).st_mode))
         raise JobError("far enough")
 
-    monkeypatch.setattr(sandbox, "write_files", write)
+    monkeypatch.setattr(sandbox, "write_configuration", write)
     with pytest.raises(JobError, match="far enough"):
         Sandbox.start(tmp_path / "a" / "sandbox")
     assert seen == [0o700]

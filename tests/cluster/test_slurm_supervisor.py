@@ -1,18 +1,18 @@
 """What follows the end of an attempt, without a Slurm."""
 
+import dataclasses
 import errno
 import os
-import signal
 from unittest.mock import Mock
 
 import pytest
 
-from cluster.attempts import take_over
-from cluster.outcome import AttemptOutcome
+from cluster.attempts import AttemptOutcome, take_over
+from cluster.run_directory import RunDirectory
 from cluster.slurm import supervisor as module
 from cluster.slurm.queries import native_state
 from cluster.slurm.rank import Failure, failures_of
-from cluster.slurm.supervisor import Supervisor
+from cluster.slurm.supervisor import SlurmSupervisor
 from cluster.state import (
     JobError,
     JobState,
@@ -21,6 +21,7 @@ from cluster.state import (
     ask,
     read_asked,
     read_exit,
+    read_state,
     take_request,
     update_state,
 )
@@ -29,13 +30,17 @@ from tests.cluster.jobs import standin
 
 @pytest.fixture
 def supervisor(tmp_path, monkeypatch):
-    """A supervisor whose trainer has taken two steps; signals stay as they are."""
-    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
-    standin(tmp_path).write(tmp_path / "job.json")
-    supervisor = Supervisor(tmp_path, [], SchedulerJob(scheduler="slurm", id="7"))
-    supervisor.attempt = take_over(tmp_path, supervisor.job)
-    update_state(tmp_path, attempt=1, state=JobState.RUNNING, step=2)
-    return supervisor
+    """A supervisor whose trainer has taken two steps, in an allocation whose nodes answer."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    monkeypatch.setenv("SLURMD_NODENAME", "node1")
+    monkeypatch.setattr(module, "slurm_command", lambda words: "node1\nnode2\n")
+    monkeypatch.setattr(module, "answering_nodes", lambda num_nodes: {"node1", "node2"})
+    spec = standin(tmp_path)
+    spec.write(tmp_path / "job.json")
+    job = SchedulerJob(scheduler="slurm", id="7")
+    attempt = take_over(tmp_path, job)
+    update_state(tmp_path, attempt=attempt, state=JobState.RUNNING, step=2)
+    return SlurmSupervisor(RunDirectory(tmp_path), spec, attempt, job, [])
 
 
 KILLED = AttemptOutcome(
@@ -77,7 +82,7 @@ def test_who_asked_for_a_stop_decides_whether_a_lost_attempt_is_followed(
 ):
     """What is lost after the last checkpoint changes nothing."""
     happen(supervisor, *events.split())
-    judged = supervisor._limit_retries(outcome)
+    judged = supervisor.decide(outcome)
     assert (judged.fate, judged.reason) == (fate or outcome.fate, reason.format(outcome.reason))
     if judged.reason == STOPPED.reason:
         assert judged == supervisor._after(0) == STOPPED
@@ -106,19 +111,54 @@ def test_request_to_stop_is_repeated_until_it_is_written(supervisor, monkeypatch
 @pytest.mark.parametrize(("max_restarts", "fate"), [(2, "requeue"), (0, "end")])
 def test_transient_disk_error_requeues_a_job_that_has_run(supervisor, max_restarts, fate):
     supervisor.spec = supervisor.spec.replace(max_restarts=max_restarts)
-    outcome = supervisor._after_disk_error(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
+    outcome = supervisor.after_error(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
     assert (outcome.fate, outcome.rc) == (fate, 1)
-    assert supervisor._after_disk_error(OSError(errno.ENOSPC, "full")).fate == "end"
+    assert supervisor.after_error(OSError(errno.ENOSPC, "full")).fate == "end"
 
 
 @pytest.mark.parametrize("trouble", [OSError(errno.ENOSPC, "full"), JobError("no answer")])
 def test_trouble_with_the_disk_or_with_slurm_is_recorded(supervisor, monkeypatch, trouble):
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "node1")
-    monkeypatch.setattr(supervisor, "_check_nodes", lambda: None)
-    monkeypatch.setattr(supervisor, "_attempt", Mock(side_effect=trouble))
+    monkeypatch.setattr(supervisor, "start_ranks", Mock(side_effect=trouble))
     assert supervisor.run() == 1
     report = read_exit(supervisor.run_dir)
-    assert report and (report.attempt, report.rc, report.reason) == (2, 1, str(trouble))
+    assert report and (report.attempt, report.rc, report.reason) == (1, 1, str(trouble))
+
+
+@pytest.mark.parametrize("fate", ["end", "restart", "requeue", "taken"])
+def test_supervisor_of_an_older_attempt_changes_nothing(supervisor, monkeypatch, fate):
+    """A node that was cut off and comes back must not requeue or submit the job once more."""
+    outcome = dataclasses.replace(LOST, fate=fate)
+    for name in ("begin_elsewhere", "requeue_this", "begin_attempt"):
+        monkeypatch.setattr(module, name, Mock(side_effect=AssertionError(name)))
+    monkeypatch.setattr(supervisor, "run_ranks", lambda: outcome)
+    assert take_over(supervisor.run_dir, supervisor.job) == 2
+    state = (supervisor.run_dir / "state.json").read_bytes()
+    history = (supervisor.run_dir / "history.jsonl").read_bytes()
+    assert supervisor.run() == 1
+    assert (supervisor.run_dir / "state.json").read_bytes() == state
+    assert (supervisor.run_dir / "history.jsonl").read_bytes() == history
+    assert read_exit(supervisor.run_dir) is None
+
+
+def test_attempt_that_becomes_stale_is_left_to_the_newer_one(supervisor, monkeypatch):
+    monkeypatch.setattr(supervisor, "start_ranks", Mock(side_effect=StaleAttemptError("newer")))
+    monkeypatch.setattr(module, "requeue_this", Mock(side_effect=AssertionError))
+    assert take_over(supervisor.run_dir, supervisor.job) == 2
+    assert supervisor.run() == 1 and read_exit(supervisor.run_dir) is None
+
+
+def test_failed_start_in_the_allocation_goes_back_to_the_queue(supervisor, monkeypatch):
+    """The file system is in trouble, and the job has taken steps."""
+    requeue = Mock()
+    monkeypatch.setattr(module, "requeue_this", requeue)
+    monkeypatch.setattr(supervisor, "run_ranks", lambda: KILLED)
+    trouble = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    monkeypatch.setattr(supervisor, "begin_next", Mock(side_effect=trouble))
+    assert supervisor.run() == KILLED.rc
+    requeue.assert_called_once_with(supervisor.job)
+    state = read_state(supervisor.run_dir)
+    assert state is not None and state.state is JobState.REQUEUED
+    assert state.reason.startswith(f"{KILLED.reason}; not started again: ")
 
 
 def test_a_node_that_can_start_nothing_waits_until_it_can_or_somebody_else_goes_on(
@@ -147,7 +187,7 @@ def test_nodes_that_could_not_be_asked_before_the_start_cost_no_restart(
 ):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    monkeypatch.setattr(module, "check_nodes", Mock(side_effect=JobError("no answer")))
+    monkeypatch.setattr(module, "check_allocation", Mock(side_effect=JobError("no answer")))
     monkeypatch.setattr(module, "slurm_command", lambda words: "node1\nnode2\n")
     monkeypatch.setattr(module, "answering_nodes", lambda num_nodes: answers)
     outcome = supervisor._check_nodes()

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from cluster import submission
-from cluster.attempts import claimed
-from cluster.outcome import AttemptOutcome, write_end
+from cluster.attempts import AttemptOutcome, claimed, write_end
 from cluster.render import render, scripts
 from kit import launcher
 from kit.config.plan import Plan

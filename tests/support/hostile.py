@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cluster.attempts import claim_attempt
-from cluster.outcome import AttemptOutcome, write_end
+from cluster.attempts import AttemptOutcome, claim_attempt, write_end
 from cluster.process import Process
 from cluster.site import Site
 from cluster.state import JobState, RunState, log_path

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cluster.heartbeats import RankHeartbeat, tell
+from cluster.heartbeats import RankHeartbeat, write_rank_heartbeat
 from cluster.job import JobSpec
 from cluster.process import Process
 from cluster.site import Site
@@ -185,7 +185,7 @@ def beat(run: Run, step: int, *, slow_rank: int | None = None, attempt: int = 1)
             parts_s=(0.01, 1.4, 0.06, 0.03, 1.5 - time_s),
             own_s=time_s,
         )
-        tell(run.directory, heartbeat)
+        write_rank_heartbeat(run.directory, heartbeat)
 
 
 def dead_process() -> Process:

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from cluster.heartbeats import tell
-from cluster.outcome import RunDirectory
+from cluster.heartbeats import write_rank_heartbeat
+from cluster.run_directory import RunDirectory
 from cluster.state import ask, read_asked, read_taken
 from kit.run.metrics import MetricsWriter
 from kit.trainer.background import Background
@@ -44,10 +44,14 @@ def test_silent_ranks_ignore_the_clocks_of_nodes(tmp_path, monkeypatch):
     assert heartbeat.silent_ranks() is None, "nobody has looked before"
     behind_s = {0: 0.0, 1: 3600.0, 2: 0.0}
     for rank in range(3):
-        tell(tmp_path, heartbeat.beat.replace(rank=rank, time=1.7e9 - behind_s[rank]))
+        write_rank_heartbeat(
+            tmp_path, heartbeat.beat.replace(rank=rank, time=1.7e9 - behind_s[rank])
+        )
     heartbeat.look_at_ranks()
     for rank in (0, 1):
-        tell(tmp_path, heartbeat.beat.replace(rank=rank, time=1.7e9 + 1 - behind_s[rank]))
+        write_rank_heartbeat(
+            tmp_path, heartbeat.beat.replace(rank=rank, time=1.7e9 + 1 - behind_s[rank])
+        )
     assert heartbeat.silent_ranks() == [2]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster import liveness
+from cluster import heartbeats
 from tests.support.hostile import in_a_child
 from tests.untrusted import planted
 from tests.untrusted.planted import RECORDS, SLOW, VIEWS
@@ -26,7 +26,7 @@ def judged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A silent heartbeat counts as old without being watched. tests/cluster tests the watching,
     which takes 5 s for each case once the template is older than 30 s.
     """
-    monkeypatch.setattr(liveness, "_enough_s", lambda state: 0.0)
+    monkeypatch.setattr(heartbeats, "_enough_s", lambda state: 0.0)
 
 
 @pytest.fixture(scope="module")

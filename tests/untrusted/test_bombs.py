@@ -17,7 +17,7 @@ import pyarrow.parquet
 import pytest
 
 from cluster.job import LOG_BYTES, Job
-from cluster.outcome import keep_last_lines, last_words, log_tail
+from cluster.logs import keep_last_lines, last_words, log_tail
 from cluster.state import log_path, read_history
 from kit.data import Corpus, load_tokenizer
 from kit.data.tokenizer import BytePairTokenizer, train_tokenizer

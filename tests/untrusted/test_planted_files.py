@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cluster import liveness
+from cluster import heartbeats
 from kit import launcher
 from kit.interop.weights.hugging_face import export_run
 from tests.support import hostile
@@ -270,7 +270,7 @@ def commands(tmp_path: Path, template: Path, tiny_dataset, monkeypatch) -> Comma
     monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.setattr(launcher, "submit", lambda prepared: prepared.run)
     # A silent heartbeat counts as old without being watched for 5 s. tests/cluster tests that.
-    monkeypatch.setattr(liveness, "_enough_s", lambda state: 0.0)
+    monkeypatch.setattr(heartbeats, "_enough_s", lambda state: 0.0)
     return Commands(tmp_path, template, calls, tiny_dataset)
 
 

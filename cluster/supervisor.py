@@ -1,0 +1,330 @@
+"""The supervisor of a job: starts the ranks, watches them, decides what follows the end of an
+attempt, and records it.
+
+`Supervisor.run` is the loop that serves every launcher. The subclasses in
+`cluster.local.supervisor` and `cluster.slurm.supervisor` implement what differs: how ranks are
+started, observed and ended, whether their nodes still answer, and how the job gets other nodes.
+
+What ends an attempt, and what follows (`AttemptOutcome.fate`):
+
+    all ranks ended well                             end: the job is done
+    a rank failed for a reason that will not pass    end: the job has failed
+    a rank crashed                                   restart: the next attempt starts here
+    and a node no longer answers                     requeue: the job gets other nodes
+    the run directory was deleted                    end: nothing can be recorded
+    a newer attempt owns the run directory           taken: nothing is recorded
+
+A job is given up after `JobSpec.max_restarts` starts in a row without a new step. Standard library,
+Linux.
+"""
+
+import abc
+import dataclasses
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from cluster.attempts import USELESS_TO_RETRY, AttemptOutcome, record_end
+from cluster.files import FULL, outlive_log, say
+from cluster.heartbeats import StartWatch
+from cluster.job import JobSpec
+from cluster.logs import log_tail
+from cluster.ports import says_port_taken
+from cluster.process import become_subreaper
+from cluster.record import counted
+from cluster.run_directory import RunDirectory, retry_disk
+from cluster.state import (
+    JobError,
+    JobState,
+    StaleAttemptError,
+    history_to_judge,
+    is_stop_requested,
+    log_path,
+    state_to_change,
+)
+
+LOOK_EVERY_S = 1.0
+"""Seconds between two looks at the ranks and the run directory while no signal arrives."""
+CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+
+def become_supervisor(signals: Iterable[signal.Signals]) -> None:
+    """Prepares this process: orphans of its ranks become its children, it outlives its log, and
+    `signals` wait until `Supervisor.watch` receives them.
+    """
+    become_subreaper()
+    outlive_log()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    # If the caller ignored it, no exit code could be read.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+class Supervisor(abc.ABC):
+    """Runs the attempts of a job, beginning with one that this process owns."""
+
+    signals: frozenset[signal.Signals]
+    """Signals for which `watch` waits. They are blocked: see `become_supervisor`."""
+    fate_after_disk_error: Literal["restart", "requeue"]
+    """Fate of a job that has taken steps, after an error of the file system that may pass."""
+
+    def __init__(self, home: RunDirectory, spec: JobSpec, attempt: int) -> None:
+        self.home = home
+        self.run_dir = home.run_dir
+        self.spec = spec
+        self.attempt = attempt
+        self.stop_reason: str | None = None
+        """Reason for which this supervisor has asked the trainer to save and stop."""
+        self.deadline = float("inf")
+        """Time of the monotonic clock at which the attempt is ended."""
+
+    def run(self) -> int:
+        """Runs attempts until the job has ended or goes on elsewhere. Returns its exit code."""
+        while True:
+            outcome = self.decide(self.run_ranks())
+            say(self.summary(outcome))
+            if outcome.fate != "restart":
+                break
+            try:
+                self.attempt = self.begin_next(outcome.reason)
+            except (JobError, OSError) as error:
+                outcome = self.after_failed_begin(outcome, error)
+                say(self.summary(outcome))
+                break
+        if outcome.fate == "end":
+            record_end(self.home, self.attempt, outcome)
+            return outcome.rc
+        try:
+            return self.leave(outcome)
+        except StaleAttemptError as error:  # The job goes on already.
+            say(str(error))
+            return 1
+
+    def run_ranks(self) -> AttemptOutcome:
+        """Runs all ranks of an attempt to their end. No rank that can be reached is left."""
+        try:
+            outcome = self.start_ranks() or self.watch()
+        except Exception as error:
+            if not isinstance(error, JobError):
+                traceback.print_exc()
+            outcome = self.after_error(error)
+        self.end_ranks(outcome)
+        return outcome
+
+    def watch(self) -> AttemptOutcome:
+        """Waits until the attempt ends: see `look`, the time limit is reached, or the run directory
+        is lost.
+        """
+        start = StartWatch(self.run_dir, self.attempt)
+        while True:
+            start.beat()
+            remaining_s = max(0.0, self.deadline - time.monotonic())
+            received = signal.sigtimedwait(self.signals, min(remaining_s, LOOK_EVERY_S))
+            signal_number = received.si_signo if received else None
+            outcome = self.look(signal_number)
+            if outcome is not None:
+                return outcome
+            if time.monotonic() >= self.deadline:
+                return AttemptOutcome(
+                    124, f"the time limit of {self.spec.time_limit_s:g} s was reached"
+                )
+            if lost := self.home.why_lost():
+                return AttemptOutcome(1, lost)
+
+    def decide(self, outcome: AttemptOutcome) -> AttemptOutcome:
+        """Returns an outcome with the fate of the job: where the next attempt starts, or the end
+        instead of a start that would lead nowhere.
+        """
+        try:
+            outcome = self.choose_nodes(outcome)
+        except (JobError, OSError) as error:
+            outcome = self.after_error(error)
+        return limit_retries(outcome, self.home, self.spec.max_restarts)
+
+    def summary(self, outcome: AttemptOutcome) -> str:
+        """Returns the line about the end of the attempt in the log of this process."""
+        return f"attempt {self.attempt}: {outcome.reason}: {outcome.fate}"
+
+    def after_error(self, error: Exception) -> AttemptOutcome:
+        """Returns the outcome of an attempt that an error in this process has ended.
+
+        An error of the file system may pass. The job ends nevertheless if it has taken no step,
+        since its configuration may be wrong.
+        """
+        if isinstance(error, StaleAttemptError):
+            return AttemptOutcome(1, str(error), fate="taken")
+        may_pass = isinstance(error, OSError) and error.errno not in FULL
+        outcome = AttemptOutcome(1, str(error) or repr(error))
+        if may_pass and self.spec.max_restarts > 0 and has_taken_steps(self.home):
+            return dataclasses.replace(outcome, fate=self.fate_after_disk_error)
+        return outcome
+
+    def after_failed_begin(self, outcome: AttemptOutcome, error: Exception) -> AttemptOutcome:
+        """Returns the outcome of an attempt that no other can follow here because of `error`."""
+        fate = self.after_error(error).fate
+        if fate == "restart":
+            fate = "end"
+        reason = f"{outcome.reason}; not started again: {error}"
+        return dataclasses.replace(outcome, fate=fate, reason=reason)
+
+    def ended_well(self) -> AttemptOutcome:
+        """Returns the outcome of an attempt whose ranks have all ended with code 0."""
+        num_ranks = self.spec.num_processes
+        who = "the one rank" if num_ranks == 1 else f"all {num_ranks} ranks"
+        return self.stopped() or AttemptOutcome(0, f"{who} ended with code 0")
+
+    def stopped(self) -> AttemptOutcome | None:
+        """Returns the outcome of an attempt whose trainer was asked to save and stop and has done
+        so, or None.
+        """
+        state = retry_disk(lambda: state_to_change(self.run_dir), self.home)
+        if state is None or state.state is not JobState.STOPPING:
+            return None
+        if self.stop_reason is None or is_stop_requested(self.run_dir):
+            return AttemptOutcome(0, f"stopped on request at step {state.step}")
+        return AttemptOutcome(0, f"{self.stop_reason}; saved at step {state.step}", fate="requeue")
+
+    @abc.abstractmethod
+    def start_ranks(self) -> AttemptOutcome | None:
+        """Starts all ranks of the attempt. Returns an outcome instead if they must not be
+        started.
+        """
+
+    @abc.abstractmethod
+    def look(self, signal_number: int | None) -> AttemptOutcome | None:
+        """Returns the outcome if the attempt ends now, or None. `signal_number` is the signal that
+        this process has just received, if any.
+        """
+
+    @abc.abstractmethod
+    def end_ranks(self, outcome: AttemptOutcome) -> None:
+        """Ends all ranks that can be reached, and the processes that they have left behind."""
+
+    @abc.abstractmethod
+    def begin_next(self, reason: str) -> int:
+        """Begins the attempt that follows one which ended for `reason`. Returns its number.
+
+        Raises:
+            StaleAttemptError: another process has begun a newer attempt.
+            JobError: the run directory belongs to another job.
+            OSError: as `retry_disk`.
+        """
+
+    def choose_nodes(self, outcome: AttemptOutcome) -> AttemptOutcome:
+        """Returns the outcome, with a start on other nodes instead of one here if a node does not
+        answer or if the job must leave its nodes. On one machine there are no others.
+        """
+        return outcome
+
+    def leave(self, outcome: AttemptOutcome) -> int:
+        """Leaves the run directory to the next job, or to a newer attempt. Returns the exit code
+        of this job.
+
+        Raises:
+            StaleAttemptError: a newer attempt owns the directory. No job was requeued or submitted.
+        """
+        return outcome.rc
+
+
+def cause_order(code: int) -> tuple[bool, bool]:
+    """Sorts the codes of ranks that failed at once by what explains the others.
+
+    What cannot pass comes first, then a crash; an error for a lost peer is a consequence.
+    """
+    return code != USELESS_TO_RETRY, -code not in CRASHES
+
+
+def rank_failure(
+    home: RunDirectory, attempt: int, rank: int, code: int, who: str
+) -> AttemptOutcome:
+    """Returns the outcome of an attempt in which a rank has failed. `who` names the rank.
+
+    The ranks are started again if the rank was killed, if the job has already taken a step, or if
+    another program used the port at which the ranks meet: the next start uses another port.
+    """
+    words, rc = end_of(code)
+    outcome = AttemptOutcome(rc, f"{who} {words}", rank)
+    may_pass = rc > 128
+    if not may_pass and code != USELESS_TO_RETRY:
+        log = log_path(home.run_dir, attempt, rank)
+        may_pass = has_taken_steps(home) or says_port_taken(log_tail(log))
+    if may_pass:
+        return dataclasses.replace(outcome, fate="restart")
+    return outcome
+
+
+def has_taken_steps(home: RunDirectory) -> bool:
+    """Returns whether any attempt of a run has taken a step, as far as its files can be read."""
+    try:
+        return any(retry_disk(lambda: furthest_steps(home.run_dir), home).values())
+    except OSError as error:
+        say(f"how far the run got cannot be read: {error}")
+        return False
+
+
+def limit_retries(outcome: AttemptOutcome, home: RunDirectory, max_restarts: int) -> AttemptOutcome:
+    """Returns an outcome, with an end instead of a start that would lead nowhere."""
+    run_dir = home.run_dir
+    reason = outcome.reason
+    if lost := home.why_lost():
+        reason = lost
+    elif outcome.fate in ("end", "taken"):
+        return outcome
+    elif is_stop_requested(run_dir):
+        reason = f"{reason}, after a request to stop"
+    elif outcome.lost_node is not None:
+        return outcome
+    elif max_restarts and (fruitless := _fruitless_starts(home)) > max_restarts:
+        reason = f"{reason}; given up after {counted(fruitless, 'start')} without a new step"
+    elif max_restarts or outcome.fate == "requeue":
+        return outcome
+    return dataclasses.replace(outcome, fate="end", reason=reason, rc=outcome.rc or 1)
+
+
+def furthest_steps(run_dir: Path) -> dict[int, int]:
+    """Returns the last step of each attempt of a run, 0 for an attempt that took no step.
+
+    Raises:
+        OSError: the file system is in trouble.
+    """
+    furthest: dict[int, int] = {}
+    state = state_to_change(run_dir)
+    for told in [*history_to_judge(run_dir), *([state] if state else [])]:
+        furthest[told.attempt] = max(furthest.get(told.attempt, 0), told.step or 0)
+    return furthest
+
+
+def fruitless_starts(run_dir: Path) -> int:
+    """Returns how many of the newest attempts took no step that none had taken before. Attempts
+    that a lost node ended are not counted, since no program of the job is at fault.
+    """
+    lost = {event.attempt for event in history_to_judge(run_dir) if event.lost_node}
+    fruitless = best = 0
+    for attempt, step in sorted(furthest_steps(run_dir).items()):
+        if step > best:
+            fruitless = 0
+        elif attempt not in lost:
+            fruitless += 1
+        best = max(best, step)
+    return fruitless
+
+
+def _fruitless_starts(home: RunDirectory) -> int:
+    """Returns `fruitless_starts`, or 0 if the files cannot be read."""
+    try:
+        return retry_disk(lambda: fruitless_starts(home.run_dir), home)
+    except OSError as error:
+        say(f"how far the run got cannot be read: {error}")
+        return 0
+
+
+def end_of(code: int) -> tuple[str, int]:
+    """Returns how a process of this return code ended, in words, and its code as of a shell: 128
+    + n for signal n.
+    """
+    if code >= 0:
+        return f"ended with code {code}", code
+    hint = " (often: out of memory)" if -code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}", 128 - code
