@@ -165,9 +165,9 @@ def _check_nodes(run: Run, device: torch.device) -> None:
     ranks = dist.get_world_size()
     if ranks == int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
         return
-    from kit.measure.node_check import check_nodes, record_nodes
+    from kit.measure.node_check import measure_nodes, record_nodes
 
-    report = check_nodes(device, run.plan.precision)
+    report = measure_nodes(device, run.plan.precision)
     if dist.get_rank() == 0:
         with _continues_without(run.directory / "node_check.json"):
             record_nodes(report, run.directory)

@@ -17,17 +17,19 @@ from torch import Tensor
 
 from cluster.files import write_atomic
 from kit.engines.process_group import start_process_group
-from kit.measure.timing import timed
+from kit.measure.timing import best_of, timed
 from kit.parallel.groups import final_barrier
 
 SIZES = (2**10, 2**20, 2**24)
-"""Bytes of a message: the first gives the latency, the last the bandwidth."""
+"""Sizes of the messages in bytes. The first gives the latency, the last the bandwidth."""
 SECONDS = 0.3
-"""Of measuring per group and size."""
+"""Time in seconds that is spent on each group and size."""
+MOST_REPEATS = 200
+"""Largest number of all-reduces for each group and size."""
 
 
 def bus_factor(ranks: int) -> float:
-    """Returns by what a message counts on the slowest link of an all-reduce's ring.
+    """Returns the bytes on the slowest link of an all-reduce's ring, per byte of the message.
 
     Source: NCCL tests, PERFORMANCE.md.
     """
@@ -35,17 +37,23 @@ def bus_factor(ranks: int) -> float:
 
 
 def measure(device: torch.device) -> list[dict]:
-    """Returns rows of ranks, bytes, seconds (of the best all-reduce) and bus_bytes_per_s; all
-    ranks must call it.
+    """Returns rows of ranks, bytes, seconds (of the best all-reduce) and bus_bytes_per_s. The
+    groups have 2, 4, 8, ... ranks, and all ranks.
+
+    A collective call: all ranks of the default process group take part.
     """
     world = dist.get_world_size()
+    group_sizes = {world}
+    ranks = 2
+    while ranks < world:
+        group_sizes.add(ranks)
+        ranks *= 2
     rows = []
-    sizes = sorted({n for n in (2**k for k in range(1, 20)) if n <= world} | {world})
-    for ranks in sizes:
+    for ranks in sorted(group_sizes):
         group = dist.new_group(list(range(ranks)))
         if dist.get_rank() < ranks:
             for size in SIZES:
-                seconds = _best(torch.ones(size // 4, device=device), group)
+                seconds = _best_s(torch.ones(size // 4, device=device), group)
                 rate = bus_factor(ranks) * size / seconds
                 rows.append(
                     {"ranks": ranks, "bytes": size, "seconds": seconds, "bus_bytes_per_s": rate}
@@ -54,20 +62,25 @@ def measure(device: torch.device) -> list[dict]:
     return rows
 
 
-def _best(message: Tensor, group) -> float:
-    """Returns the shortest time; ranks agree on the number of runs, so that none waits for ever."""
+def _best_s(message: Tensor, group: dist.ProcessGroup | None) -> float:
+    """Returns the shortest time of an all-reduce in seconds.
+
+    Ranks agree on the number of runs, so that no rank waits for ever.
+    """
 
     def run() -> object:
         return dist.all_reduce(message, group=group)
 
     run()
-    repeats = torch.tensor([max(3.0, SECONDS / max(timed(run), 1e-6))], device=message.device)
-    dist.all_reduce(repeats, dist.ReduceOp.MIN, group=group)
-    return min(timed(run) for _ in range(min(200, int(repeats))))
+    repeats = max(3.0, SECONDS / max(timed(run), 1e-6))
+    agreed = torch.tensor([repeats], device=message.device)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+    return best_of(min(MOST_REPEATS, int(agreed)), run)
 
 
 def measure_as_rank(module: str, text: str, measure: Callable[[torch.device], str]) -> int:
-    """Measures with the other ranks and returns 0; rank 0 writes what it is told into `--out`.
+    """Measures with the other ranks and returns the exit code 0. Rank 0 writes the text that
+    `measure` returns into the file `--out`.
 
     Ranks find each other by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. `text` is
     the help of the command `python -m module`.

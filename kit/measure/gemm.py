@@ -1,5 +1,5 @@
-"""The rate at which this machine multiplies matrices: the measured peak behind MFU where no
-datasheet has one.
+"""Rate at which this machine multiplies matrices: the measured peak for MFU if no data sheet has
+one.
 """
 
 import json
@@ -19,7 +19,9 @@ SIZE = 512
 """Edge of the square matrices on a CPU: large enough for its full rate, small enough to lie in a
 core's own cache."""
 ROUND_S = 0.2
+"""Time of a round in seconds."""
 ROUNDS = 15
+"""Largest number of rounds."""
 CHILD_LIMIT_S = 120.0
 """Time limit in seconds of a measurement on a GPU, including the import of torch and the start of
 the device."""
@@ -44,7 +46,8 @@ def measure_gemm_flops_per_s(
 
     from kit.measure.timing import best_within
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     size = SIZE if device == "cpu" else 16 * SIZE
     kind = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
     a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
@@ -78,13 +81,12 @@ def peak_here(dtype: str, device: str) -> Fact:
     rates = [measure(), measure()]
     while len(rates) < ROUNDS and _spread(rates) > AGREE:
         rates.append(measure())
-    doubt = "" if _spread(rates) <= AGREE else ", no two agree: it was too busy"
-    return Fact(
-        value=max(rates),
-        source=f"measured on this machine: best {dtype} matrix product on one device,"
-        f" {len(rates)} rounds{doubt}",
-        error=min(1.0, _spread(rates)),
+    source = (
+        f"measured on this machine: best {dtype} matrix product on one device, {len(rates)} rounds"
     )
+    if _spread(rates) > AGREE:
+        source += ", no two agree: it was too busy"
+    return Fact(value=max(rates), source=source, error=min(1.0, _spread(rates)))
 
 
 def _peak_by_child(dtype: str, device: str) -> Fact:

@@ -1,12 +1,10 @@
-"""The first seconds of a job on several nodes: does every node compute and send as fast as the
-others?
+"""Check in the first seconds of a job whether every node computes and sends as fast as the others.
 
-One slow node slows all of them, and nothing in a step time says which. `check_nodes` names it: by a
-matrix product on each rank, and by exchanges between neighbours in a ring of nodes, two for each
-node, of which the better one counts, so that a slow node does not drag its neighbours down with it.
+One slow node slows all of them, and no step time says which one it is. `measure_nodes` times a
+matrix product on each rank, and exchanges between neighbours in a ring of nodes. The better of a
+node's two exchanges counts, so that a slow node does not slow its neighbours too.
 
-`python -m kit.measure.node_check --out FILE` as the command of several ranks writes what they were
-seen to do.
+`python -m kit.measure.node_check --out FILE` as the command of several ranks writes their report.
 """
 
 import dataclasses
@@ -25,20 +23,24 @@ from torch import Tensor
 from cluster.record import Record, field_doc
 from kit.measure.collectives import bus_factor, measure_as_rank
 from kit.measure.gemm import measure_gemm_flops_per_s
-from kit.measure.timing import timed
+from kit.measure.timing import best_of, timed
 
 COMPARED = (("computes", 0.75, "matmul_flops_per_s"), ("sends", 0.5, "bytes_per_s"))
-"""What of a node is compared, the share of the median of all nodes below which it is called slow
-(links differ more than chips do), and the field of it."""
+"""Rates that are compared between nodes: (verb for the message, share of the median over all nodes
+below which a node is slow, field). Links differ more than chips do."""
 SECONDS = 0.3
+"""Time in seconds in which matrix products are measured."""
 REPEATS = 3
-CPU_NUMBERS, DEVICE_NUMBERS = 2**20, 2**24
-"""In fp32, of one message."""
+"""Number of timed messages, of which the fastest counts."""
+CPU_NUMBERS = 2**20
+"""Number of fp32 elements in one message between CPUs."""
+DEVICE_NUMBERS = 2**24
+"""Number of fp32 elements in one message between devices."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeRate(Record):
-    """What one node was seen to do."""
+    """Measured rates of one node."""
 
     node: str = field_doc("name of the node")
     matmul_flops_per_s: float = field_doc("rate of matrix products of its slowest rank")
@@ -49,7 +51,7 @@ class NodeRate(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeReport(Record):
-    """What all nodes of a job were seen to do."""
+    """Measured rates of all nodes of a job."""
 
     dtype: str = field_doc("dtype of the matrix products")
     num_ranks: int = field_doc("ranks over all nodes")
@@ -60,45 +62,51 @@ class NodeReport(Record):
 
     @property
     def slow(self) -> list[str]:
-        """One line for each slow node and reason; fewer than three nodes give no majority to
-        compare with.
+        """A line for each slow node and reason. Fewer than three nodes give no majority to compare
+        with.
         """
         if len(self.nodes) < 3:
             return []
-        found = []
-        for what, share, field in COMPARED:
+        lines = []
+        for verb, share, field in COMPARED:
             rates = {node.node: getattr(node, field) for node in self.nodes if getattr(node, field)}
-            median = statistics.median(rates.values()) if rates else 0.0
-            found += [
-                f"{node} {what} at {rate / median:.0%} of the median of {len(rates)} nodes"
-                for node, rate in rates.items()
-                if rate < share * median
-            ]
-        return found
+            if not rates:
+                continue
+            median = statistics.median(rates.values())
+            for node, rate in rates.items():
+                if rate < share * median:
+                    lines.append(
+                        f"{node} {verb} at {rate / median:.0%} of the median of {len(rates)} nodes"
+                    )
+        return lines
 
 
-def check_nodes(device: torch.device, dtype: str) -> NodeReport:
-    """Returns the same report on every rank.
+def measure_nodes(device: torch.device, dtype: str) -> NodeReport:
+    """Returns the rates of all nodes, the same report on every rank.
 
     A collective call: all ranks of the default process group take part.
     """
-    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    own_node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     all_reduce = _all_reduce_bytes_per_s(device)
-    ranks = _gather((name, measure_gemm_flops_per_s(dtype, seconds=SECONDS)))
-    names = list(dict.fromkeys(node for node, _ in ranks))
-    firsts = [next(rank for rank, (node, _) in enumerate(ranks) if node == name) for name in names]
-    sent = _gather(_exchange_rates(firsts, device))
+    ranks = _gather((own_node, measure_gemm_flops_per_s(dtype, seconds=SECONDS)))
+    first_rank: dict[str, int] = {}
+    matmul: dict[str, float] = {}
+    for rank, (node, rate) in enumerate(ranks):
+        first_rank.setdefault(node, rank)
+        matmul[node] = min(rate, matmul.get(node, rate))
+    exchange_rates = _gather(_exchange_rates(list(first_rank.values()), device))
+    nodes = [
+        NodeRate(
+            node=node,
+            matmul_flops_per_s=matmul[node],
+            bytes_per_s=max(exchange_rates[first], default=None),
+        )
+        for node, first in first_rank.items()
+    ]
     return NodeReport(
         dtype=dtype,
         num_ranks=len(ranks),
-        nodes=tuple(
-            NodeRate(
-                node=name,
-                matmul_flops_per_s=min(rate for node, rate in ranks if node == name),
-                bytes_per_s=max(sent[first], default=None),
-            )
-            for name, first in zip(names, firsts, strict=True)
-        ),
+        nodes=tuple(nodes),
         all_reduce_bytes_per_s=all_reduce,
     )
 
@@ -111,6 +119,9 @@ def record_nodes(report: NodeReport, run_directory: Path) -> None:
 
 
 def _all_reduce_bytes_per_s(device: torch.device) -> float | None:
+    """Returns the rate at which each rank sends while all ranks add up a tensor, None for a single
+    rank.
+    """
     ranks = dist.get_world_size()
     if ranks == 1:
         return None
@@ -120,31 +131,34 @@ def _all_reduce_bytes_per_s(device: torch.device) -> float | None:
 
 
 def _exchange_rates(firsts: list[int], device: torch.device) -> list[float]:
-    """Returns bytes/s of the exchanges of this rank, which speaks for its node if it is one of
-    `firsts`.
+    """Returns the rates of the exchanges of this rank in bytes/s: of its node with each neighbour
+    if it is in `firsts`, the first rank of each node, and otherwise none.
     """
     own = dist.get_rank()
     rates = []
     for pairs in _rounds(len(firsts)):
         for left, right in pairs:
-            partner = {firsts[left]: firsts[right], firsts[right]: firsts[left]}.get(own)
-            if partner is not None:
-                rates.append(_exchange_bytes_per_s(partner, device))
+            if own == firsts[left]:
+                rates.append(_exchange_bytes_per_s(firsts[right], device))
+            elif own == firsts[right]:
+                rates.append(_exchange_bytes_per_s(firsts[left], device))
         dist.barrier()
     return rates
 
 
 def _rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Returns the neighbours of a ring in two or three rounds, in each of which a node takes
-    part once at most.
+    """Returns the pairs of neighbours in a ring of nodes, in up to three rounds. A node takes part
+    in a round once at most.
     """
     links = num_nodes if num_nodes > 2 else num_nodes - 1
     ring = [(node, (node + 1) % num_nodes) for node in range(links)]
-    paired = links - links % 2  # in an odd ring the last link shares a node with the first
-    return [*filter(None, (ring[0:paired:2], ring[1:paired:2], ring[paired:]))]
+    paired = links - links % 2  # In an odd ring, the last link shares a node with the first.
+    rounds = (ring[0:paired:2], ring[1:paired:2], ring[paired:])
+    return [pairs for pairs in rounds if pairs]
 
 
 def _exchange_bytes_per_s(partner: int, device: torch.device) -> float:
+    """Returns the rate in one direction while this rank and another one send to each other."""
     mine = _message(device)
     theirs = _message(device)
 
@@ -157,9 +171,9 @@ def _exchange_bytes_per_s(partner: int, device: torch.device) -> float:
 
 
 def _best_s(function: Callable[[], object]) -> float:
-    """Returns the shortest of some timed calls, after one that is not timed."""
+    """Returns the seconds of the shortest of REPEATS calls, after one that is not counted."""
     timed(function)
-    return min(timed(function) for _ in range(REPEATS))
+    return best_of(REPEATS, function)
 
 
 def _gather(value: Any) -> list[Any]:
@@ -170,10 +184,11 @@ def _gather(value: Any) -> list[Any]:
 
 
 def _message(device: torch.device) -> Tensor:
-    return torch.ones(CPU_NUMBERS if device.type == "cpu" else DEVICE_NUMBERS, device=device)
+    numbers = CPU_NUMBERS if device.type == "cpu" else DEVICE_NUMBERS
+    return torch.ones(numbers, device=device)
 
 
-def checked(device: torch.device) -> str:
+def node_report_json(device: torch.device) -> str:
     """Returns the report as JSON, on every rank.
 
     Raises:
@@ -181,12 +196,12 @@ def checked(device: torch.device) -> str:
     """
     ones = torch.ones(2, device=device)
     dist.all_reduce(ones)
-    if ones.tolist() != 2 * [dist.get_world_size()]:
-        raise RuntimeError(
-            f"an all-reduce of ones over {dist.get_world_size()} ranks gave {ones.tolist()}"
-        )
-    return check_nodes(device, "fp32" if device.type == "cpu" else "bf16").to_json()
+    ranks = dist.get_world_size()
+    if ones.tolist() != [ranks, ranks]:
+        raise RuntimeError(f"an all-reduce of ones over {ranks} ranks gave {ones.tolist()}")
+    dtype = "fp32" if device.type == "cpu" else "bf16"
+    return measure_nodes(device, dtype).to_json()
 
 
 if __name__ == "__main__":
-    sys.exit(measure_as_rank("kit.measure.node_check", str(__doc__), checked))
+    sys.exit(measure_as_rank("kit.measure.node_check", str(__doc__), node_report_json))

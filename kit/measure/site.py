@@ -1,5 +1,5 @@
-"""`kit bench`: the numbers of the machine at hand that estimates need: matrix products,
-memory, collectives.
+"""`kit bench`: measured rates of this machine that estimates need, of matrix products, memory and
+collectives.
 """
 
 import json
@@ -22,7 +22,7 @@ from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 
 TRIAD_NUMBERS = 2**25
-"""Of each of three fp32 arrays: 128 MiB each, beyond any cache."""
+"""Elements of each of three fp32 arrays. Each has 128 MiB, which is more than any cache."""
 
 
 def measure_site(site: Site, *, num_processes: int = 2) -> Site:
@@ -92,30 +92,26 @@ def remeasure(run: Run) -> dict[str, tuple[Fact | None, Fact]]:
         site = site.with_measured_peak(dtype, new.value, new.source, new.error)
         found[dtype] = (old, new)
     site.write(run.directory / "site.json")
-    _tell(run, found)
+    _record_peaks(run, found)
     return found
 
 
-def _tell(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
-    """Says in the run's alerts, which keep what was wrong before, that its peak is another one
-    now.
-    """
-    attempt = last_attempt(run.directory)
-    step = run.metrics().summary()["step"]
-    AlertLog(run.directory / "alerts.jsonl").add(
-        [
-            Alert(
-                message=f"the {dtype} peak was measured again, {new.value / 1e12:.3g} TFLOP/s a"
-                f" device: it was {'unknown' if old is None else f'{old.value / 1e12:.3g}'}",
-                kind="peak",
-                level="warning",
-                attempt=attempt,
-                step=step,
-                time=time.time(),
-            )
-            for dtype, (old, new) in found.items()
-        ]
-    )
+def _record_peaks(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
+    """Adds an alert for each peak that was measured again. The alert keeps the old peak."""
+    alerts = []
+    for dtype, (old, new) in found.items():
+        before = "unknown" if old is None else f"{old.value / 1e12:.3g}"
+        alert = Alert(
+            message=f"the {dtype} peak was measured again, {new.value / 1e12:.3g} TFLOP/s a"
+            f" device: it was {before}",
+            kind="peak",
+            level="warning",
+            attempt=last_attempt(run.directory),
+            step=run.metrics().summary()["step"],
+            time=time.time(),
+        )
+        alerts.append(alert)
+    AlertLog(run.directory / "alerts.jsonl").add(alerts)
 
 
 def to_toml(site: Site) -> str:
@@ -127,19 +123,22 @@ def to_toml(site: Site) -> str:
             f"{name} = {{ value = {value.value:.6g}, source = {json.dumps(value.source)}{error} }}"
         )
 
-    memory = {name: getattr(site.device, name) for name in ("memory_bytes", "memory_bytes_per_s")}
+    device = site.device
     lines = [
         'base = "laptop"',
         f"name = {json.dumps(site.name)}",
         f"devices_per_node = {site.devices_per_node}",
         "",
         "[device]",
-        f"name = {json.dumps(site.device.name)}",
-        *(fact(name, held) for name, held in memory.items() if held),
-        "",
-        "[device.peak_flops_per_s]",
-        *(fact(dtype, value) for dtype, value in site.device.peak_flops_per_s.items()),
+        f"name = {json.dumps(device.name)}",
     ]
+    if device.memory_bytes:
+        lines.append(fact("memory_bytes", device.memory_bytes))
+    if device.memory_bytes_per_s:
+        lines.append(fact("memory_bytes_per_s", device.memory_bytes_per_s))
+    lines += ["", "[device.peak_flops_per_s]"]
+    for dtype, peak in device.peak_flops_per_s.items():
+        lines.append(fact(dtype, peak))
     for link in site.links.intra_node:
         lines += ["", "[[links.intra_node]]", f"num_devices = {link.num_devices}"]
         lines.append(fact("bytes_per_s", link.bytes_per_s))
@@ -181,8 +180,8 @@ def best_rates(rows: list[dict]) -> dict[int, float]:
 
 
 def memory_bytes_per_s() -> float:
-    """Returns the best rate of a = b + c over arrays beyond any cache, 12 bytes a number, on one
-    thread.
+    """Returns the best rate of a = b + c on one thread, over arrays that are larger than any cache.
+    Each element counts 12 bytes.
     """
     import torch
 

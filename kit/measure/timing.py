@@ -1,4 +1,4 @@
-"""How long something takes on this machine when nothing disturbs it."""
+"""The time that a call takes on this machine when nothing disturbs it."""
 
 import contextlib
 import time
@@ -9,8 +9,8 @@ import torch
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Has torch compute on one thread: threads that wait for each other on a busy machine make a
-    rate look low.
+    """Within the context, torch computes on one thread. On a busy machine, threads that wait for
+    each other make a rate look low.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -21,7 +21,7 @@ def one_thread() -> Iterator[None]:
 
 
 def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns the seconds of one call, with the work that it leaves to an accelerator."""
+    """Returns the seconds of one call, including the work that it queues on an accelerator."""
     start = clock()
     run()
     if torch.cuda.is_available():
@@ -29,12 +29,17 @@ def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_coun
     return clock() - start
 
 
+def best_of(count: int, run: Callable[[], object]) -> float:
+    """Returns the seconds of the shortest of some calls, on all threads."""
+    return min(timed(run) for _ in range(count))
+
+
 @one_thread()
 def best_within(
     seconds: float, run: Callable[[], object], clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Returns the shortest of the calls on one thread that fit into some seconds on the wall, at
-    least one, by any clock.
+    """Returns the seconds of the shortest call on one thread, by any clock. There are as many calls
+    as fit into `seconds` on the wall, and at least one.
     """
     end = time.perf_counter() + seconds
     best = timed(run, clock)

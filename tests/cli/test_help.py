@@ -17,7 +17,7 @@ from cluster.state import JobState
 from kit.__main__ import main
 from kit.cli.app import EXAMPLES, PANELS, app
 from kit.cli.runs import NEXT
-from kit.doctor import Finding
+from kit.doctor import DoctorFinding
 from tests.cli.test_advice import problem
 from tests.support.recorded_runs import recorded_run
 
@@ -113,7 +113,9 @@ doctor                                   | data build data/demo
 """  # noqa: E501
 
 
-FOUND = [Finding(subject="torch", found="2.13", ok=ok, advice="wait") for ok in (True, None, False)]
+FOUND = [
+    DoctorFinding(subject="torch", found="2.13", ok=ok, advice="wait") for ok in (True, None, False)
+]
 """By `kit doctor`, as if it had looked; test_command_line.py lets it look."""
 
 

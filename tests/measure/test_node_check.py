@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kit.measure import node_check
-from kit.measure.node_check import NodeRate, NodeReport, check_nodes, record_nodes
+from kit.measure.node_check import NodeRate, NodeReport, measure_nodes, record_nodes
 from tests.support.workers import run_ranks
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def check_with_fault(ranks_per_node, slow_compute=(), slow_link=()):
 
     if slow_link:
         torch.distributed.batch_isend_irecv = slow_send
-    return check_nodes(CPU, "fp32")
+    return measure_nodes(CPU, "fp32")
 
 
 def test_slow_nodes_are_named_by_what_is_slow():
@@ -50,7 +50,7 @@ def test_healthy_nodes_are_measured_and_none_is_blamed():
 
 
 def real_check(directory):
-    report = check_nodes(CPU, "fp32")
+    report = measure_nodes(CPU, "fp32")
     if torch.distributed.get_rank() == 0:
         record_nodes(report, directory)
     return report

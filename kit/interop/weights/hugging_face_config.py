@@ -16,7 +16,7 @@ from kit.errors import ConfigError
 from kit.interop.weights.model_arguments import megatron_spec, read_arguments, torchtitan_spec
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-"""Names in GPT-2's configuration, and the kit's."""
+"""The kit's names of activation functions, by their names in GPT-2's configuration."""
 FIELDS = {
     "llama": {
         "vocab_size": "vocab_size",
@@ -41,7 +41,7 @@ FIELDS = {
         "tie_word_embeddings": "tied_embeddings",
     },
 }
-"""What both say by other names: theirs, and those of a spec."""
+"""Fields of a spec by the keys of a configuration, for each model type."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "vocab_size": 32_000,
@@ -78,9 +78,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""What transformers takes where a configuration is silent."""
+"""Values that transformers uses for keys that a configuration lacks, for each model type."""
 ROPE_THETA = 10_000.0
-"""The same, for rotary frequencies."""
+"""Base of the rotary frequencies that transformers uses if a configuration has none."""
 ALIASES = {
     "llama": {},
     "mistral": {},
@@ -91,8 +91,7 @@ ALIASES = {
         "max_position_embeddings": "n_positions",
     },
 }
-"""Other names that transformers takes for the same."""
-# What the kit's decoder does, where a configuration could ask for something else.
+"""Other names of keys that transformers accepts, for each model type."""
 FIXED: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu"},
     "mistral": {"hidden_act": "silu", "sliding_window": None},
@@ -103,6 +102,7 @@ FIXED: dict[str, dict[str, Any]] = {
         "add_cross_attention": False,
     },
 }
+"""Values that the kit's decoder requires, for each model type."""
 EXPERTS = (
     "num_local_experts",
     "num_experts",
@@ -110,7 +110,7 @@ EXPERTS = (
     "num_routed_experts",
     "moe_num_experts",
 )
-"""How configurations of Hugging Face say that a model has experts."""
+"""Keys of a configuration that only mixtures of experts have."""
 SIZE_FREE = frozenset(
     ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
 )
@@ -168,19 +168,20 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
     Raises:
         ConfigError: it is neither Hugging Face's Llama nor its GPT-2.
     """
-    is_llama = spec.family == "llama"
-    wanted = (
-        {"norm": "rmsnorm", "gated": True}
-        if is_llama
-        else {"norm": "layernorm", "gated": False, "bias": True}
-    )
-    for key, value in wanted.items():
+    if spec.family == "llama":
+        kind = "llama"
+        title = "Llama"
+        required = {"norm": "rmsnorm", "gated": True}
+    else:
+        kind = "gpt2"
+        title = "GPT-2"
+        required = {"norm": "layernorm", "gated": False, "bias": True}
+    for key, value in required.items():
         if getattr(spec, key) != value:
             raise ConfigError(
-                f"spec.{key}: Hugging Face's {'Llama' if is_llama else 'GPT-2'} has {value!r} only,"
-                f" this model has {getattr(spec, key)!r}. It cannot be written as one."
+                f"spec.{key}: Hugging Face's {title} has {value!r} only, this model has"
+                f" {getattr(spec, key)!r}. It cannot be written as one."
             )
-    kind = "llama" if is_llama else "gpt2"
     common = {
         "model_type": kind,
         **{theirs: getattr(spec, ours) for theirs, ours in FIELDS[kind].items()},
@@ -188,22 +189,22 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
         "initializer_range": spec.init_std,
         "use_cache": True,
     }
-    if is_llama:
+    if kind == "llama":
+        rope = {"rope_type": "default", "rope_theta": spec.rope_theta}
+        if spec.rope_scaling:
+            rope |= {"rope_type": "llama3", **spec.rope_scaling.to_dict()}
         return {
             "architectures": ["LlamaForCausalLM"],
             "head_dim": spec.head_size,
-            "rope_parameters": {
-                "rope_type": "llama3" if spec.rope_scaling else "default",
-                "rope_theta": spec.rope_theta,
-                **(spec.rope_scaling.to_dict() if spec.rope_scaling else {}),
-            },
+            "rope_parameters": rope,
             "hidden_act": "silu",
             "mlp_bias": spec.bias,
             **common,
         }
+    activation = "gelu_new" if spec.activation == "gelu_tanh" else "gelu"
     return {
         "architectures": ["GPT2LMHeadModel"],
-        "activation_function": "gelu_new" if spec.activation == "gelu_tanh" else "gelu",
+        "activation_function": activation,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         **common,
     }
@@ -352,7 +353,9 @@ def spec_of(
     if kind not in FIXED:
         _refuse_type(kind, config, purpose)
     if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method", "?") if isinstance(quantized, dict) else quantized
+        method = quantized
+        if isinstance(quantized, dict):
+            method = quantized.get("quant_method", "?")
         if purpose == "import":
             _refuse_key("quantization_config", f"weights in {method!r}", "", purpose)
         raise ConfigError(
@@ -363,11 +366,14 @@ def spec_of(
     config = {**DEFAULTS[kind], **given}
     fixed = FIXED[kind]
     if purpose == "plan":
-        fixed = {key: it for key, it in fixed.items() if key not in {*SIZE_FREE, "sliding_window"}}
+        free = {*SIZE_FREE, "sliding_window"}
+        fixed = {key: value for key, value in fixed.items() if key not in free}
     _refuse(config, fixed, purpose)
     if kind == "gpt2":
         return _gpt2(config, name, purpose)
-    return _llama(config, name, purpose, [] if notes is None else notes)
+    if notes is None:
+        notes = []
+    return _llama(config, name, purpose, notes)
 
 
 def _refuse_type(kind: Any, config: dict[str, Any], purpose: Purpose) -> NoReturn:
@@ -431,12 +437,13 @@ def _length_key(config: dict[str, Any]) -> str:
 
 def _window(config: dict[str, Any]) -> int | None:
     """Returns the window of local attention in tokens, None for full attention."""
-    kind = config.get("model_type", "")
-    return {**DEFAULTS[kind], **config}.get("sliding_window") if kind == "mistral" else None
+    if config.get("model_type") != "mistral":
+        return None
+    return config.get("sliding_window", DEFAULTS["mistral"]["sliding_window"])
 
 
 def _llama(config: dict[str, Any], name: str, purpose: Purpose, notes: list[str]) -> ModelSpec:
-    config = {"attention_bias": False, "mlp_bias": False, **config}  # a Mistral has none
+    config = {"attention_bias": False, "mlp_bias": False, **config}  # A Mistral has no biases.
     heads = config["num_attention_heads"]
     hidden = config["hidden_size"]
     _refuse(config, {"head_dim": hidden // heads}, purpose)
