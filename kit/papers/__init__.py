@@ -1,8 +1,8 @@
 """Figures and tables of two papers, drawn again: what was published, what the kit models, what was
 measured.
 
-`FIGURES` names them; each is a function of run directories that returns `(figure, rows)`.
-`layers.py` says how to add one.
+`FIGURES` names them. `data/figures.toml` has the texts and settings of each, and names a function
+of run directories that returns its content. `layers.py` says how to add one.
 """
 
 import dataclasses
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import ConfigError, check_known
-from kit.papers.facts import read_toml
+from kit.papers.appearance import Appearance
+from kit.papers.facts import read_paper_toml
 from kit.run import Run
 from kit.show.style import Rows, save_figure
 
@@ -21,21 +22,21 @@ Given = Sequence[Run | str | Path]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PaperFigure:
-    """One figure or table of a paper: where it is drawn, and what it shows."""
+class PaperFigure(Appearance):
+    """One figure or table of a paper: the function of its content, and how it looks."""
 
     function: str
-    """`module:name` below kit.papers."""
+    """`module:name`, below kit.papers, of the function that returns the content for some runs."""
     paper: str
-    """Which of the paper's figures or tables it is, or the section that it draws."""
+    """Number of the paper's figure or table, or the section that it draws."""
     title: str
     """One line, for lists."""
     takes: str
-    """Which runs of the reader's own it has a place for."""
+    """Which of the reader's own runs it has a place for."""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What that function is given besides the runs."""
+    """Arguments of the function besides the runs."""
     paper_panels: bool = False
-    """It has panels that would be empty without points of the paper's."""
+    """Whether it has panels that are empty without points of the paper's."""
 
     def draw(self, runs: Given = (), *, points: str | Path | None = None) -> tuple[Any, Rows]:
         """Returns the figure, or what the paper prints as a table, and its rows, with points of
@@ -49,15 +50,15 @@ class PaperFigure:
         Raises:
             ConfigError: the figure needs other runs; the points are of a table, or cannot be used.
         """
-        drawn, rows = self._drawn(runs, for_points=points is not None)
+        drawn, rows = self._draw(runs, for_points=points is not None)
         if points is not None:
             from kit.papers.points import add_points
 
             rows = add_points(drawn, rows, Path(points))
         drawn.left_out = tuple(
-            f"{given} is not drawn. Drawn here: {self.takes}."
-            for given in runs
-            if not _names(given) & drawn.runs
+            f"{run} is not drawn. Drawn here: {self.takes}."
+            for run in runs
+            if not _names_of(run) & drawn.runs
         )
         return drawn, rows
 
@@ -67,15 +68,21 @@ class PaperFigure:
         """
         from kit.papers.points import template
 
-        return template(name, self._drawn(runs, for_points=True)[0])
+        figure, _ = self._draw(runs, for_points=True)
+        return template(name, figure)
 
-    def _drawn(self, runs: Given, *, for_points: bool) -> tuple[Any, Rows]:
-        """Returns the figure; for points with the panels that have nothing else, which are left
-        out without them.
+    def _draw(self, runs: Given, *, for_points: bool) -> tuple[Any, Rows]:
+        """Returns the figure and its rows.
+
+        For points it has also those panels of the paper that are empty without them.
         """
+        from kit.papers.panels import draw_content  # imports what few commands need
+
         function = pkgutil.resolve_name(f"kit.papers.{self.function}")
-        panels = {"paper_panels": True} if for_points and self.paper_panels else {}
-        drawn, rows = function(runs, **self.arguments, **panels)
+        arguments = dict(self.arguments)
+        if for_points and self.paper_panels:
+            arguments["paper_panels"] = True
+        drawn, rows = draw_content(self, function(runs, **arguments))
         if for_points and not hasattr(drawn, "axes"):
             raise ConfigError(
                 f"--points: {self.paper} is drawn as a table, which has no axes for points."
@@ -83,37 +90,41 @@ class PaperFigure:
         return drawn, rows
 
 
-def _names(given: Run | str | Path) -> set[str]:
-    """Returns the names under which a figure knows what was given: of a run, a report, or a
-    folder and its runs.
-    """
+def _names_of(run: Run | str | Path) -> set[str]:
+    """Returns the names under which a figure knows a run, a report, or a folder and its runs."""
     from kit.monitor.runs import find_runs  # half of what a command would take to start
 
-    if isinstance(given, Run):
-        return {given.name}
-    place = Path(given).resolve()
-    return {place.name, *(run.name for run in (find_runs(place) if place.is_dir() else ()))}
+    if isinstance(run, Run):
+        return {run.name}
+    place = Path(run).resolve()
+    names = {place.name}
+    if place.is_dir():
+        names.update(found.name for found in find_runs(place))
+    return names
 
 
-_DATA = read_toml("figures")
-FRONTIER, HLAT = (
-    {name: PaperFigure(**fields) for name, fields in _DATA[paper].items()}
-    for paper in ("frontier", "hlat")
-)
-FRONTIER_NOT_DRAWN, HLAT_NOT_DRAWN = _DATA["frontier_not_drawn"], _DATA["hlat_not_drawn"]
-"""What of each paper is not here, and why."""
+_DATA = read_paper_toml("figures")
+FRONTIER = {name: PaperFigure(**fields) for name, fields in _DATA["frontier"].items()}
+"""Figures and tables of the Frontier paper, by name."""
+HLAT = {name: PaperFigure(**fields) for name, fields in _DATA["hlat"].items()}
+"""Figures and tables of the HLAT paper, by name."""
 FIGURES = FRONTIER | HLAT
-"""By name, as `kit figure` takes it."""
+"""Figures and tables of both papers, by the name that `kit figure` takes."""
+FRONTIER_NOT_DRAWN: dict[str, str] = _DATA["frontier_not_drawn"]
+"""Parts of the Frontier paper that are not drawn, with the reason."""
+HLAT_NOT_DRAWN: dict[str, str] = _DATA["hlat_not_drawn"]
+"""Parts of the HLAT paper that are not drawn, with the reason."""
 
 
 def contents(figures: dict[str, PaperFigure], not_drawn: dict[str, str]) -> Rows:
     """Returns each figure and table of a paper with where it is here, or why it is not."""
-    return [
+    rows = [
         {"of the paper": figure.paper, "here": name, "what": figure.title}
         for name, figure in figures.items()
-    ] + [
-        {"of the paper": what, "here": "not drawn", "what": why} for what, why in not_drawn.items()
     ]
+    for part, reason in not_drawn.items():
+        rows.append({"of the paper": part, "here": "not drawn", "what": reason})
+    return rows
 
 
 def save_all(
@@ -136,7 +147,9 @@ def save_all(
         except ConfigError as error:
             problems[name] = str(error)
             continue
-        endings = ("svg", "png", "csv") if hasattr(drawn, "axes") else ("csv",)
+        endings = ["csv"]
+        if hasattr(drawn, "axes"):
+            endings += ["svg", "png"]
         save_figure(drawn, rows, [folder / f"{name}.{ending}" for ending in endings])
         problems[name] = ""
     return problems

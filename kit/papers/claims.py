@@ -6,16 +6,18 @@ figures when the page is made; what is expected comes from the facts of the pape
 is one in words.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, field_doc
 from kit.errors import kit_command
 from kit.papers import FIGURES
-from kit.papers.facts import Known, Relation, plain, read_toml
+from kit.papers.facts import Known, Relation, plain_number, read_paper_toml
 from kit.papers.layers import Rows, Runs
 from kit.papers.recipes import PAPERS
 
@@ -46,12 +48,13 @@ TITLES: dict[Paper, str] = {
 NOTEBOOKS = {"frontier": "06_frontier_figures", "hlat": "07_hlat_figures"}
 WEAK = 0.2
 """A prediction that would have passed a wider range of numbers, as a share, says little."""
-HELD = {
+VERDICTS = {
+    "prediction": "predicted",
     "arithmetic": "arithmetic as printed",
     "trend": "trend in the model",
     "demo": "trend at demo scale",
 }
-"""Verdicts on what holds and is no prediction, by the kind of the claim."""
+"""Verdicts on claims that hold, by their kind."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,16 +95,22 @@ def claims(paper: Paper) -> list[Claim]:
     rows (`each`) is as many claims.
     """
     found = []
-    for table in read_toml("claims")["claim"]:
-        own = {name: value for name, value in table.items() if name != "each"}
-        for values in itertools.product(*table.get("each", {}).values()):
-            case = dict(zip(table.get("each", {}), values, strict=True))
-            cells = {"claim": table["claim"].format(**case), "at": table.get("at", {}) | case}
-            found.append(Claim.from_dict(own | cells, "claims.toml"))
-    return [claim for claim in found if claim.paper == paper]
+    for table in read_paper_toml("claims")["claim"]:
+        each = table.get("each", {})
+        fields = {name: value for name, value in table.items() if name != "each"}
+        for values in itertools.product(*each.values()):
+            cells = dict(zip(each, values, strict=True))
+            case = {
+                "claim": table["claim"].format(**cells),
+                "at": table.get("at", {}) | cells,
+            }
+            claim = Claim.from_dict(fields | case, "claims.toml")
+            if claim.paper == paper:
+                found.append(claim)
+    return found
 
 
-def checked(claim: Claim, rows: Rows | None) -> Relation | None:
+def check_claim(claim: Claim, rows: Rows | None) -> Relation | None:
     """Returns what the rows of a claim's figure say beside what the paper says; without rows,
     nothing.
 
@@ -111,19 +120,23 @@ def checked(claim: Claim, rows: Rows | None) -> Relation | None:
     if rows is None:
         return None
     own = _row_with(claim, claim.at, rows)
-    less = 0.0
-    ends = {}
+    layer = "measured" if claim.kind == "demo" else "modelled"
+    value = _number_of(claim, own)
+    low = math.nan
+    high = math.nan
     if claim.less:
-        less = _number_of(claim, _row_with(claim, claim.less, rows, own))
+        value -= _number_of(claim, _row_with(claim, claim.less, rows, own))
     elif claim.column in ("y", "value"):
-        ends = {end: claim.times * float(own.get(end, math.nan)) for end in ("low", "high")}
+        low = claim.times * float(own.get("low", math.nan))
+        high = claim.times * float(own.get("high", math.nan))
     return Relation(
         claim=claim.claim,
-        layer="measured" if claim.kind == "demo" else "modelled",
-        value=_number_of(claim, own) - less,
+        layer=layer,
+        value=value,
+        low=low,
+        high=high,
         expected=claim.expected,
         within=claim.within or _tolerance(claim),
-        **ends,
     )
 
 
@@ -131,11 +144,13 @@ def verdict(claim: Claim, found: Relation | None) -> str:
     """Returns what the page says of a claim: one of the verdicts in `claims.toml`."""
     if found is None:
         return "not tried"
+    if found.verdict == "fails" and claim.kind == "demo":
+        return "not testable here"
     if found.verdict == "fails":
-        return "not testable here" if claim.kind == "demo" else "missed"
-    if claim.kind == "prediction":
-        return "weak" if found.width > WEAK else "predicted"
-    return HELD[claim.kind]
+        return "missed"
+    if claim.kind == "prediction" and found.width > WEAK:
+        return "weak"
+    return VERDICTS[claim.kind]
 
 
 def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
@@ -144,10 +159,10 @@ def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
     """
     rows: dict[str, Rows | None] = {}
     for figure in dict.fromkeys(claim.figure for claim in claims(paper)):
-        try:
-            rows[figure] = FIGURES[figure].draw(runs)[1] if figure else None
-        except ConfigError:
-            rows[figure] = None
+        rows[figure] = None
+        if figure:
+            with contextlib.suppress(ConfigError):
+                _, rows[figure] = FIGURES[figure].draw(runs)
     return rows
 
 
@@ -156,26 +171,29 @@ def page(paper: Paper, runs: Runs = ()) -> str:
     what they can tell.
     """
     drawn = drawn_rows(paper, runs)
-    found = [(claim, checked(claim, drawn[claim.figure])) for claim in claims(paper)]
-    said = [verdict(claim, relation) for claim, relation in found]
-    meanings = read_toml("claims")["verdicts"]
+    lines = []
+    num_claims: Counter[str] = Counter()
+    for claim in claims(paper):
+        relation = check_claim(claim, drawn[claim.figure])
+        lines.append(_cells(claim, relation))
+        num_claims[verdict(claim, relation)] += 1
+    counts = [
+        {"verdict": name, "claims": str(num_claims[name]), "it says": meaning}
+        for name, meaning in read_paper_toml("claims")["verdicts"].items()
+    ]
     return HEAD.format(
         title=TITLES[paper],
         notebook=NOTEBOOKS[paper],
         model=PAPERS[paper].model_error(),
-        predicted=said.count("predicted"),
-        total=len(said),
-        counts=_lines(
-            {"verdict": word, "claims": str(said.count(word)), "it says": meaning}
-            for word, meaning in meanings.items()
-        ),
-        lines=_lines(_row(claim, relation) for claim, relation in found),
+        predicted=num_claims["predicted"],
+        total=len(lines),
+        counts=_markdown_table(counts),
+        lines=_markdown_table(lines),
     )
 
 
-def _lines(rows: Iterable[Mapping[str, str]]) -> str:
-    """Returns rows as a table of Markdown."""
-    rows = [*rows]
+def _markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Returns rows with equal keys as a table of Markdown."""
     cells = [[*rows[0]], ["---"] * len(rows[0])]
     cells += [[text.strip().replace("|", "\\|") for text in row.values()] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
@@ -184,8 +202,10 @@ def _lines(rows: Iterable[Mapping[str, str]]) -> str:
 def _row_with(
     claim: Claim, cells: Mapping[str, Any], rows: Rows, own: Any = None
 ) -> dict[str, Any]:
-    """Returns the row that has these cells, and is not `own`; of several the first or last, or
-    what `own` must beat.
+    """Returns the row that has these cells, and is not `own`.
+
+    Of several rows it is the first, or the last for a claim on the `last`. Beside `own` it is the
+    row with the largest number, which `own` must exceed.
     """
     found = [
         row
@@ -196,13 +216,17 @@ def _row_with(
         raise ConfigError(
             f"claims.toml: {claim.claim!r}: {claim.figure} has no row with {dict(cells)}."
         )
-    if own is not None and not claim.last:
+    if claim.last:
+        return found[-1]
+    if own is not None:
         return max(found, key=lambda row: _number_of(claim, row))
-    return found[-1 if claim.last else 0]
+    return found[0]
 
 
 def _number_of(claim: Claim, row: Mapping[str, Any]) -> float:
-    return claim.times * float(str(row[claim.column]).split(" ±")[0].replace(",", ""))
+    """Returns the number of a row in the claim's unit, without the error that a text may have."""
+    text, _, _ = str(row[claim.column]).partition(" ±")
+    return claim.times * float(text.replace(",", ""))
 
 
 def _tolerance(claim: Claim) -> tuple[float, float]:
@@ -210,9 +234,11 @@ def _tolerance(claim: Claim) -> tuple[float, float]:
     digit.
     """
     fact = PAPERS[claim.paper].FACTS.only(*claim.fact)
-    digit = 0.5 * 10.0 ** -len(fact.value.partition(".")[2])
-    off = claim.about * fact.number or digit
-    return fact.number - off, fact.number + off
+    margin = claim.about * fact.number
+    if not margin:
+        _, _, decimals = fact.value.partition(".")
+        margin = 0.5 * 10.0 ** -len(decimals)
+    return fact.number - margin, fact.number + margin
 
 
 def _range(ends: Sequence[float]) -> str:
@@ -220,26 +246,41 @@ def _range(ends: Sequence[float]) -> str:
     least, most = (f"{end:,.6g}" for end in ends)
     if math.isinf(ends[0]):
         return f"at most {most}"
-    return f"at least {least}" if math.isinf(ends[1]) else f"{least} to {most}"
+    if math.isinf(ends[1]):
+        return f"at least {least}"
+    return f"{least} to {most}"
 
 
-def _row(claim: Claim, found: Relation | None) -> dict[str, str]:
+def _cells(claim: Claim, found: Relation | None) -> dict[str, str]:
     """Returns the cells of a claim's line, by their column."""
-    fact = PAPERS[claim.paper].FACTS.only(*claim.fact) if claim.fact else None
-    told = "" if found is None else f"{plain(found.value)} {claim.unit}".strip()
-    if found is not None and not math.isnan(found.low):
-        told += f" ({plain(found.low)} to {plain(found.high)})"
-    width = math.inf if found is None else found.width
+    known = claim.known
+    expected = claim.expected
+    source = claim.source
+    if claim.fact:
+        fact = PAPERS[claim.paper].FACTS.only(*claim.fact)
+        known = fact.known
+        source = fact.source
+        expected = expected or f"{fact.number:,.6g} {claim.unit}"
+    tolerance = ""
+    number = ""
+    width = ""
+    if found is not None:
+        tolerance = _range(found.within)
+        number = f"{plain_number(found.value)} {claim.unit}".strip()
+        if not math.isnan(found.low):
+            number += f" ({plain_number(found.low)} to {plain_number(found.high)})"
+        if claim.kind == "prediction" and math.isfinite(found.width):
+            width = f"± {found.width:.0%}"
     return {
         "claim": claim.claim,
         "where": claim.where,
-        "how well known": fact.known if fact else claim.known,
-        "expected": claim.expected or (f"{fact.number:,.6g} {claim.unit}" if fact else ""),
-        "tolerance": _range(found.within) if found else "",
-        "found": told,
-        "width": f"± {width:.0%}" if claim.kind == "prediction" and width < math.inf else "",
+        "how well known": known,
+        "expected": expected,
+        "tolerance": tolerance,
+        "found": number,
+        "width": width,
         "verdict": f"**{verdict(claim, found)}**",
         "note": claim.note,
         "command": f"`{claim.command or kit_command('figure', claim.figure)}`",
-        "source": fact.source if fact else claim.source,
+        "source": source,
     }

@@ -25,13 +25,13 @@ source that could be checked, so a hint, never drawn and never a test's yardstic
 
 
 @functools.cache
-def read_toml(name: str) -> dict[str, Any]:
+def read_paper_toml(name: str) -> dict[str, Any]:
     """Returns the tables in `kit/papers/data/NAME.toml`."""
     return tomllib.loads((DATA / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fact(Record):
+class PaperFact(Record):
     """One number that a paper or a public log states, or one word of a recipe."""
 
     series: str = field_doc("what the number is one of")
@@ -61,7 +61,7 @@ class Facts:
     """The facts of one paper, by series."""
 
     name: str
-    facts: tuple[Fact, ...]
+    facts: tuple[PaperFact, ...]
 
     @classmethod
     def load(cls, name: str) -> Self:
@@ -72,19 +72,17 @@ class Facts:
         """
         with (DATA / f"{name}.csv").open(newline="", encoding="utf-8") as stream:
             lines = list(csv.DictReader(stream))
-        return cls(
-            name,
-            tuple(
-                Fact.from_dict({k: v for k, v in line.items() if v}, f"{name}.csv:{number}")
-                for number, line in enumerate(lines, start=2)
-            ),
-        )
+        facts = []
+        for number, line in enumerate(lines, start=2):
+            fields = {column: cell for column, cell in line.items() if cell}
+            facts.append(PaperFact.from_dict(fields, f"{name}.csv:{number}"))
+        return cls(name, tuple(facts))
 
-    def __getitem__(self, series: str) -> tuple[Fact, ...]:
+    def __getitem__(self, series: str) -> tuple[PaperFact, ...]:
         check_known(f"{self.name}.csv", series, {fact.series for fact in self.facts})
         return tuple(fact for fact in self.facts if fact.series == series)
 
-    def only(self, series: str, x: str) -> Fact:
+    def only(self, series: str, x: str) -> PaperFact:
         """Returns one fact of a series."""
         return {fact.x: fact for fact in self[series]}[x]
 
@@ -115,7 +113,9 @@ class Facts:
     def text(self, series: str, x: str) -> str:
         """Returns one fact as a table has it: a long number with separators."""
         value = self.only(series, x).value
-        return f"{int(value):,}" if value.isdigit() and len(value) > 4 else value
+        if value.isdigit() and len(value) > 4:
+            return f"{int(value):,}"
+        return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,10 +139,16 @@ class Relation:
         `holds` by value.
         """
         least, most = self.within
-        low, high = (self.value, self.value) if math.isnan(self.low) else (self.low, self.high)
+        low = self.value
+        high = self.value
+        if not math.isnan(self.low):
+            low = self.low
+            high = self.high
         if least <= low and high <= most:
             return "holds"
-        return "holds within the interval" if low <= most and least <= high else "fails"
+        if low <= most and least <= high:
+            return "holds within the interval"
+        return "fails"
 
     @property
     def width(self) -> float:
@@ -150,10 +156,14 @@ class Relation:
         infinite where one end is open.
         """
         least, most = self.within
-        interval = 0.0 if math.isnan(self.low) else self.high - self.low
-        return (most - least + interval) / 2 / abs(self.value)
+        accepted = most - least
+        if not math.isnan(self.low):
+            accepted += self.high - self.low
+        return accepted / 2 / abs(self.value)
 
 
-def plain(value: float) -> str:
+def plain_number(value: float) -> str:
     """Returns a number as a caption or a page has it."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

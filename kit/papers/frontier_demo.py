@@ -16,7 +16,7 @@ from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.estimate.tuning.objectives import MeasuredRate
 from kit.estimate.tuning.tune import Trials, tune
-from kit.papers.layers import WARM_UP, Runs, kept, note_load, opened, scale_of
+from kit.papers.layers import WARM_UP, Runs, kept, note_load, open_runs, scale_of
 from kit.run import Run
 
 MODEL = ModelSpec.gpt(
@@ -29,7 +29,7 @@ MODEL = ModelSpec.gpt(
 )
 STEPS = 8
 MICROBATCHES = 4
-"""Of a replica, wherever their number is not what changes."""
+"""Micro-batches of a replica in the runs that do not vary their number."""
 SPACE: dict[str, tuple] = {
     "tensor_parallel": (1, 2),
     "pipeline_parallel": (1, 2),
@@ -39,11 +39,13 @@ SPACE: dict[str, tuple] = {
 }
 """Parameters of the search on this machine. TP 2 with PP 2 would need four processes and fails."""
 SEARCH = "search.journal"
-"""Where `demo_search` keeps its trials, beside the runs."""
+"""File beside the runs in which `demo_search` keeps its trials."""
 ATTENTION = "attention.json"
-"""Where `demo_attention` keeps its times."""
+"""File in which `demo_attention` keeps its times."""
 LENGTHS = (256, 512, 1024, 2048)
+"""Sequence lengths of `demo_attention`, in tokens."""
 REPETITIONS = 6
+"""Timings of each kernel at each length in `demo_attention`."""
 ALONE = {"tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "num_nodes": 2}
 STUDY: list[dict[str, int]] = [
     *(ALONE | {"pipeline_parallel": 2, "num_microbatches": count} for count in (1, 2, 4, 8)),
@@ -53,7 +55,7 @@ STUDY: list[dict[str, int]] = [
 """Parameters of each run: degrees, micro-batches of a replica, processes (`num_nodes`)."""
 
 
-def objective(directory: str | Path, data: str | Path) -> MeasuredRate:
+def measured_objective(directory: str | Path, data: str | Path) -> MeasuredRate:
     """Returns what runs the demo model with given parameters in a folder below `directory`,
     once.
     """
@@ -70,18 +72,20 @@ def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
     Raises:
         TrialFailure: a run failed.
     """
-    rate = objective(directory, data)
+    rate = measured_objective(directory, data)
     note_load(directory)
     for parameters in STUDY:
         rate(parameters)
-    return opened([directory])
+    return open_runs([directory])
 
 
 def demo_search(directory: str | Path, data: str | Path) -> Trials:
     """Returns a hyperparameter search on real runs of this machine; it shares the study's runs
     and its folder.
     """
-    return tune(objective(directory, data), SPACE, num_trials=8, storage=Path(directory) / SEARCH)
+    return tune(
+        measured_objective(directory, data), SPACE, num_trials=8, storage=Path(directory) / SEARCH
+    )
 
 
 def demo_attention(directory: str | Path) -> list[dict[str, Any]]:
@@ -106,15 +110,13 @@ def _timed_attention() -> list[dict[str, Any]]:
             query, key, value, is_causal=True
         ).sum().backward()
 
+    backends = {"fused": SDPBackend.FLASH_ATTENTION, "scores written out": SDPBackend.MATH}
     rows = []
     for length in LENGTHS:
         heads = [
             torch.randn(1, 4, length, 64, requires_grad=True) for _ in ("queries", "keys", "values")
         ]
-        for kernel, backend in (
-            ("fused", SDPBackend.FLASH_ATTENTION),
-            ("scores written out", SDPBackend.MATH),
-        ):
+        for kernel, backend in backends.items():
             with one_thread(), sdpa_kernel(backend):
                 seconds = [timed(attend) for _ in range(REPETITIONS)]
             rows.append({"kernel": kernel, "sequence_length": length, "seconds": seconds})
@@ -125,12 +127,12 @@ def select(runs: Runs, **fields: Any) -> list[Run]:
     """Returns what belongs in a panel: all runs of clusters, and demo-scale runs whose plans
     have these fields.
     """
-    return [
-        run
-        for run in opened(runs)
-        if scale_of(run) == "cluster"
-        or all(getattr(run.plan, name) == value for name, value in fields.items())
-    ]
+    found = []
+    for run in open_runs(runs):
+        matches = all(getattr(run.plan, name) == value for name, value in fields.items())
+        if matches or scale_of(run) == "cluster":
+            found.append(run)
+    return found
 
 
 def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
@@ -146,8 +148,11 @@ def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
 
 def run_hfu_percent(run: Run) -> np.ndarray:
     """Returns HFU of each step in per cent, NaN where the site's peak is not known."""
-    hfu = run.metrics().hfu()
-    return np.full(len(run.metrics()), math.nan) if hfu is None else 100 * hfu
+    metrics = run.metrics()
+    hfu = metrics.hfu()
+    if hfu is None:
+        return np.full(len(metrics), math.nan)
+    return 100 * hfu
 
 
 def tokens_per_s_and_device(run: Run) -> np.ndarray:

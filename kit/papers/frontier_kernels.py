@@ -3,7 +3,8 @@ changes.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ from kit.papers.frontier_demo import ATTENTION, run_hfu_percent
 from kit.papers.frontier_model import (
     FACTS,
     MODELS,
-    calibration,
-    layouts_of,
+    frontier_calibration,
+    frontier_layouts,
     model_error,
     ratio_interval,
     recipe_plan,
@@ -24,8 +25,7 @@ from kit.papers.frontier_model import (
 )
 from kit.papers.layers import (
     WARM_UP,
-    Drawn,
-    Layer,
+    FigureLayer,
     Rows,
     Runs,
     demo_source,
@@ -33,11 +33,11 @@ from kit.papers.layers import (
     on_clusters,
     study_points,
 )
-from kit.papers.panels import legend_above, picture
+from kit.papers.panels import FigureContent, panel_rows
 from kit.show.theme import GREY, SLATE
 
 TOKENS_PER_STEP = 640 * 2048
-NAMED_AT = ((12, 20), (-44, 26), (10, -20))
+NAME_OFFSETS = ((12, 20), (-44, 26), (10, -20))
 """Distance of each recipe's name from its point in the roofline, in points."""
 
 
@@ -57,19 +57,21 @@ def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True
     kv = h * spec.num_kv_heads / spec.num_heads
     tokens = plan.micro_batch_size * s
     weights = spec.matmul_params_per_layer / t
-    hidden = (3 if spec.gated else 2) * f
+    hidden = (2 + spec.gated) * f
     flops = 2 * tokens * weights + 4 * tokens * s * h / t
     products = 2 * (weights + tokens * (4 * h + (2 * h + 2 * kv + hidden) / t))
     attention = 2 * tokens * (2 * h + 2 * kv) / t
     if not flash_attention:
-        attention += calibration().coefficients.score_bytes * tokens * s * spec.num_heads / t
+        attention += (
+            frontier_calibration().coefficients.score_bytes * tokens * s * spec.num_heads / t
+        )
     elementwise = tokens * (22 * h + (8 * h + (4 + 2 * spec.gated) * f) / t)
     return flops / (products + attention + elementwise)
 
 
-def roofline_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
-    """Returns the roofline of a GCD with the three recipes below it, and the table; `dress` as
-    `picture` takes it.
+def roofline_content(runs: Runs = ()) -> FigureContent:
+    """Returns the roofline of a GCD with the three recipes below it, in TFLOP/s by FLOP per
+    byte.
     """
     fused = _under_roof("fused attention", 2)
     written = _under_roof("scores written out", 0)
@@ -77,8 +79,8 @@ def roofline_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> D
         fact.replace(x=str(place))
         for fact, place in zip(FACTS["throughput_tflops"], fused.x, strict=True)
     ]
-    paper = Layer.published(rates, label="paper (fused)")
-    hardware = calibration().hardware
+    published = FigureLayer.published(rates, label="paper (fused)")
+    hardware = frontier_calibration().hardware
     peak = float(hardware.peak_flops_per_s)
     memory = float(hardware.memory_bytes_per_s)
     own = on_clusters(
@@ -94,120 +96,111 @@ def roofline_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> D
     def name_recipes(figure: Any) -> None:
         [axis] = figure.axes
         line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5}
-        for i, (name, offset) in enumerate(zip(MODELS, NAMED_AT, strict=True)):
-            _note(axis, name, (fused.x[i], paper.y[i]), offset, SLATE, arrowprops=line)
+        for i, (name, offset) in enumerate(zip(MODELS, NAME_OFFSETS, strict=True)):
+            _note(axis, name, (fused.x[i], published.y[i]), offset, SLATE, arrowprops=line)
             _note(axis, name, (written.x[i], written.low[i]), (0, -15), SLATE, ha="center")
-        legend_above(figure, 2)
         _note(axis, "memory, 1.6 TB/s", (34, 34e-12 * memory), (-4, 6), GREY, rotation=45)
 
-    return picture(
-        [paper, fused, written, *roofs, *own],
-        dress,
-        "Throughput of the recipes by FLOPs that a layer makes per byte moved.",
-        f"All stand right of the ridge ({peak / memory:.0f} FLOP per byte): computation binds"
-        " them.",
-        "That the paper says so too is remembered only.",
-        notes=["HFU, so recomputation counts. Intensities are counted from shapes."],
-        also=name_recipes,
-        height=5.2,
+    return FigureContent(
+        panels={"": [published, fused, written, *roofs, *own]},
+        values={"ridge": f"{peak / memory:.0f}"},
+        annotate=name_recipes,
     )
 
 
-def _under_roof(label: str, code: int) -> Layer:
+def _under_roof(label: str, code: int) -> FigureLayer:
     """Returns the three recipes as (intensity, modelled TFLOP/s with recomputation)."""
     recipes = [(ModelSpec.preset(preset), recipe_plan(name)) for name, preset in MODELS.items()]
     x = [layer_intensity(spec, plan, flash_attention=code > 0) for spec, plan in recipes]
-    cases = [(spec, layouts_of(spec, [plan], flash_attention=code)) for spec, plan in recipes]
+    cases = [(spec, frontier_layouts(spec, [plan], flash_attention=code)) for spec, plan in recipes]
     percent = throughput_layer(label, x, cases, names=list(MODELS))
-    return percent.times(float(calibration().hardware.peak_flops_per_s) / 1e14)
+    return percent.times(float(frontier_calibration().hardware.peak_flops_per_s) / 1e14)
 
 
-def flash_attention_figure(
-    runs: Runs = (), *, lengths: Sequence[int], dress: Sequence[Mapping[str, Any]]
-) -> Drawn:
-    """Returns throughput with fused and with written-out attention against sequence length, and
-    the table; `dress` as `picture` takes it, without the ticks.
+def flash_attention_content(runs: Runs = (), *, lengths: Sequence[int]) -> FigureContent:
+    """Returns throughput with fused and with written-out attention against sequence length, in %
+    of peak.
+
+    A second panel has the times of `frontier_demo.demo_attention`, if a folder of them is given.
     """
     kernels = {"fused, second generation": 2, "fused, first generation": 1, "scores written out": 0}
-    layers = [_by_length(label, code, lengths) for label, code in kernels.items()]
-    layers += on_clusters(runs, x=lambda run: run.spec.sequence_length, y=run_hfu_percent)
-    demo = _timed_attention(runs)
+    modelled = [_by_length(label, code, lengths) for label, code in kernels.items()]
+    own = on_clusters(runs, x=lambda run: run.spec.sequence_length, y=run_hfu_percent)
+    panels = {"": [*modelled, *own]}
+    folders = folders_with(runs, ATTENTION)
+    if folders:
+        panels = {"paper's scale": panels[""], "demo scale": _timed_attention(folders[0])}
     gains = flash_gains()
-    panels = {"paper's scale": layers, "demo scale": demo} if demo else [*layers]
-    places = (lengths, sorted({int(x) for layer in demo for x in layer.x}))
-    told = ", ".join(f"{gain['model']} {gain['y']:+.0f} %" for gain in gains)
-    ends = ", ".join(
-        f"{gain['model']} {gain['low']:+.0f} to {gain['high']:+.0f} %" for gain in gains
+    gain_texts = []
+    interval_texts = []
+    for gain in gains:
+        gain_texts.append(f"{gain['model']} {gain['y']:+.0f} %")
+        interval_texts.append(f"{gain['model']} {gain['low']:+.0f} to {gain['high']:+.0f} %")
+    return FigureContent(
+        panels=panels,
+        values={"gains": ", ".join(gain_texts), "intervals": ", ".join(interval_texts)},
+        rows=[*gains, *panel_rows(panels)],
     )
-    figure, rows = picture(
-        panels,
-        [{**style, "ticks": ticks} for style, ticks in zip(dress, places, strict=True) if ticks],
-        "Throughput of 175B by sequence length, attention fused and written out.",
-        f"Gain of fusing at 2,048 tokens, modelled: {told}.",
-        "The paper's own gain (up to about 30 %) is remembered only, so not drawn.",
-        notes=[
-            f"90 % intervals of the gain: {ends}.",
-            (
-                "No run of LUMI has fused attention: its efficiency is that of other published"
-                " machines, hence the wide band."
-            ),
-        ],
-        mosaic="a;b" if demo else "a",
-        height=6.4 if demo else 4,
-    )
-    return figure, [*gains, *rows]
 
 
-def _timed_attention(runs: Runs) -> list[Layer]:
-    """Returns the times that `frontier_demo.demo_attention` left in one of these folders, ms, a
-    layer per kernel.
+def _timed_attention(folder: Path) -> list[FigureLayer]:
+    """Returns the times that `frontier_demo.demo_attention` has left in a folder, in ms, a layer
+    per kernel.
     """
-    kernels: dict[str, list[tuple[float, ...]]] = {}
-    folders = folders_with(runs, ATTENTION)[:1]
-    for row in (row for folder in folders for row in json.loads((folder / ATTENTION).read_text())):
-        ends = 1e3 * np.quantile(row["seconds"][WARM_UP:], (0.5, 0.25, 0.75))
-        kernels.setdefault(row["kernel"], []).append((row["sequence_length"], *ends))
-    source = f"{demo_source(folders)}: attention of 4 heads of 64, forward and backward"
+    points: dict[str, list[tuple[float, ...]]] = {}
+    for row in json.loads((folder / ATTENTION).read_text()):
+        quantiles = 1e3 * np.quantile(row["seconds"][WARM_UP:], (0.5, 0.25, 0.75))
+        points.setdefault(row["kernel"], []).append((row["sequence_length"], *quantiles))
+    source = f"{demo_source([folder])}: attention of 4 heads of 64, forward and backward"
     return [
-        study_points(folders[0], kernel, *np.transpose(points), joined=True, source=source)
-        for kernel, points in kernels.items()
+        study_points(folder, kernel, *np.transpose(found), joined=True, source=source)
+        for kernel, found in points.items()
     ]
 
 
 def flash_gains() -> Rows:
-    """Returns by how much fused attention raises modelled throughput of each recipe, %, with a
+    """Returns by how much fused attention raises modelled throughput of each recipe, in %, with a
     90 % interval.
     """
     rows = []
     for name, preset in MODELS.items():
         plans = [recipe_plan(name)] * 2
-        layouts = layouts_of(ModelSpec.preset(preset), plans, flash_attention=np.array([0, 2]))
-        y, low, high = (100 * end - 100 for end in ratio_interval(relative_rates(layouts)[:, 1]))
+        layouts = frontier_layouts(
+            ModelSpec.preset(preset), plans, flash_attention=np.array([0, 2])
+        )
+        y, low, high = ratio_interval(relative_rates(layouts)[:, 1])
         rows.append(
-            {"layer": "modelled", "model": name, "gain": "fused over written out, %"}
-            | {"y": float(y), "low": float(low), "high": float(high), "source": model_error()}
+            {
+                "layer": "modelled",
+                "model": name,
+                "gain": "fused over written out, %",
+                "y": float(100 * y - 100),
+                "low": float(100 * low - 100),
+                "high": float(100 * high - 100),
+                "source": model_error(),
+            }
         )
     return rows
 
 
-def _by_length(label: str, code: int, lengths: Sequence[int]) -> Layer:
+def _by_length(label: str, code: int, lengths: Sequence[int]) -> FigureLayer:
     """Returns modelled HFU of 175B at each sequence length, with the tokens of a step kept."""
     cases = []
     for length in lengths:
         spec = ModelSpec.preset(MODELS["175B"]).replace(sequence_length=length)
         plan = recipe_plan("175B", global_batch_size=TOKENS_PER_STEP // length)
-        cases.append((spec, layouts_of(spec, [plan], flash_attention=code)))
+        cases.append((spec, frontier_layouts(spec, [plan], flash_attention=code)))
     return throughput_layer(label, lengths, cases)
 
 
-def _roof(label: str, flops_per_s: float, bytes_per_s: float) -> Layer:
+def _roof(label: str, flops_per_s: float, bytes_per_s: float) -> FigureLayer:
     """Returns the most TFLOP/s that memory and a rate of matrix products allow, by FLOP per byte:
     a slope up to the ridge, then a level.
     """
     x = np.array([10.0, flops_per_s / bytes_per_s, 10_000.0])
     y = np.minimum(flops_per_s, x * bytes_per_s) / 1e12
     error = "a bound: rates of the site file `frontier`"
-    return Layer.modelled(f"{label}, {flops_per_s / 1e12:.4g}", x, y, error=error)
+    return FigureLayer.modelled(f"{label}, {flops_per_s / 1e12:.4g}", x, y, error=error)
 
 
 def _note(

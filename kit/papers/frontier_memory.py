@@ -3,7 +3,6 @@ Frontier and LUMI.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,95 +13,110 @@ from kit.estimate.theory.layouts import Layouts
 from kit.estimate.theory.memory import CONVENTIONS, StageMemory, memory_by_stage
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.frontier_model import FACTS, LUMI, MODELS, lumi_plan, paper_plan
-from kit.papers.layers import Drawn, Layer, Runs, on_clusters, table
-from kit.papers.panels import picture
+from kit.papers.layers import FigureLayer, Runs, on_clusters, table
+from kit.papers.panels import FigureContent
 
 MIB = 2.0**20
 GIB = 2.0**30
 TB = 1e12
 
 
-def memory_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
-    """Returns the model state of each model size by convention, and the table: TB, and GCDs that
-    hold no less. `dress` as `picture` takes it, without the ticks.
+def memory_content(runs: Runs = ()) -> FigureContent:
+    """Returns the model state of each model size by convention, in TB.
+
+    The rows have also the smallest number of GCDs of 64 GiB that hold it.
     """
     specs = {name: ModelSpec.preset(preset) for name, preset in MODELS.items()}
     sizes = np.array([float(spec.num_params) for spec in specs.values()])
-    parts = sum(fact.number for fact in FACTS["bytes_per_parameter"])
-    conventions = {
-        f"paper's parts, {parts:.0f} B": parts,
+    bytes_of_parts = sum(fact.number for fact in FACTS["bytes_per_parameter"])
+    bytes_by_convention = {
+        f"paper's parts, {bytes_of_parts:.0f} B": bytes_of_parts,
         "paper's text, 24 B": 24.0,
         "with fp32 gradients, 18 B": 18.0,
     }
     error = "parameters counted exactly; bytes per parameter are conventions, not measurements"
+    modelled = [
+        FigureLayer.modelled(convention, sizes, size * sizes / TB, error=error)
+        for convention, size in bytes_by_convention.items()
+    ]
     quoted = [
         fact.replace(x=str(specs["1T"].num_params))
         for fact in (*FACTS["minimum_memory_tb"], *FACTS["minimum_memory_tb_v2"])
     ]
-    published = Layer.published(quoted, label="1T as quoted: 14 and 24 TB")
+    published = FigureLayer.published(quoted, label="1T as quoted: 14 and 24 TB")
     own = on_clusters(
         runs,
         x=lambda run: run.spec.num_params,
         y=lambda run: run.metrics()["memory_bytes"] * run.plan.num_devices / TB,
     )
-    models = [
-        Layer.modelled(label, sizes, size * sizes / TB, error=error)
-        for label, size in conventions.items()
-    ]
-    figure, _ = picture(
-        [published, *models, *own],
-        [{**dress[0], "ticks": dict(zip(sizes, specs, strict=True))}],
-        "Weights, gradients and optimizer by model size; activations come on top.",
-        f"1T takes {quoted[0].number:.0f} TB by the paper's parts, {quoted[-1].number:.0f} by"
-        " its text, as quoted.",
-        "The paper's own table could not be read.",
-        height=4.4,
+    rows = []
+    for name, spec in specs.items():
+        for convention, size in bytes_by_convention.items():
+            state_bytes = size * spec.num_params
+            rows.append(
+                {
+                    "model": name,
+                    "layer": "modelled",
+                    "parameters": spec.num_params,
+                    "convention": convention,
+                    "bytes": size,
+                    "TB": state_bytes / TB,
+                    "GCDs of 64 GiB": math.ceil(state_bytes / (64 * GIB)),
+                }
+            )
+    return FigureContent(
+        panels={"": [published, *modelled, *own]},
+        values={"parts_tb": f"{quoted[0].number:.0f}", "text_tb": f"{quoted[-1].number:.0f}"},
+        ticks={"": dict(zip(sizes, specs, strict=True))},
+        rows=[*rows, *table([published, *own])],
     )
-    rows = [
-        {
-            "model": name,
-            "layer": "modelled",
-            "parameters": spec.num_params,
-            "convention": label,
-            "bytes": size,
-            "TB": size * spec.num_params / TB,
-            "GCDs of 64 GiB": math.ceil(size * spec.num_params / (64 * GIB)),
-        }
-        for name, spec in specs.items()
-        for label, size in conventions.items()
-    ]
-    return figure, [*rows, *table([published, *own])]
 
 
-def stage_memory_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
-    """Returns memory along the pipeline of 175B on Frontier, and by replicas on LUMI, beside the
-    logs; its table. `dress` as `picture` takes it, without the ends of y.
+def stage_memory_content(runs: Runs = ()) -> FigureContent:
+    """Returns memory in GiB along the pipeline of 175B on Frontier, and by replicas on LUMI, beside
+    the logs.
     """
-    after, peak = frontier_stages()
-    static, dynamic, lumi = (
-        Layer.published(FACTS[series], label="log", scale=MIB / GIB)
+    between_steps, peak = frontier_stages()
+    state_log, peak_log, lumi_log = (
+        FigureLayer.published(FACTS[series], label="log", scale=MIB / GIB)
         for series in ("stage_allocated_mib", "stage_peak_mib", "lumi_allocated_mib")
     )
-    panels = {
-        "a": [static, _against(static, "after a skipped step", after.state + after.buffers)],
-        "b": [
-            dynamic,
-            _against(dynamic, "state and activations", peak.total),
-            _against(dynamic, "and reserve", RESERVE.used_bytes(peak.state, peak.dynamic)),
-        ],
-        "c": [lumi, _against(lumi, "bf16 Adam, ZeRO 1", [lumi_bytes(int(x)) for x in lumi.x])],
-    }
-    caption, note = _stage_texts(**panels)
-    panels["c"] += on_clusters(
+    state = _modelled_beside(
+        state_log, "after a skipped step", between_steps.state + between_steps.buffers
+    )
+    whole = _modelled_beside(peak_log, "state and activations", peak.total)
+    reserved = RESERVE.used_bytes(peak.state, peak.dynamic)
+    with_reserve = _modelled_beside(peak_log, "and reserve", reserved)
+    lumi = _modelled_beside(
+        lumi_log, "bf16 Adam, ZeRO 1", [lumi_bytes(int(replicas)) for replicas in lumi_log.x]
+    )
+    own = on_clusters(
         runs,
         x=lambda run: run.plan.data_parallel,
         y=lambda run: run.metrics()["memory_bytes"] / GIB,
     )
-    dressed = [
-        {**style, "ylim": (0, 1.7 * max(float(layer.y.max()) for layer in layers))}
-        for layers, style in zip(panels.values(), dress, strict=True)
-    ]
-    return picture(panels, dressed, *caption, notes=[note], mosaic="ab;cc", height=5.9)
+    num_params = between_steps.params[1]
+    lumi_error = float(lumi.y[0] / lumi_log.y[0] - 1)
+    return FigureContent(
+        panels={
+            "a": [state_log, state],
+            "b": [peak_log, whole, with_reserve],
+            "c": [lumi_log, lumi, *own],
+        },
+        values={
+            "logged_mib": f"{_mib_less_per_stage(peak_log):.0f}",
+            "modelled_mib": f"{_mib_less_per_stage(whole):.0f}",
+            "logged_bytes": f"{float(state_log.y[1] * GIB / num_params):.1f}",
+            "modelled_bytes": f"{float(state.y[1] * GIB / num_params):.1f}",
+            "missing_gib": f"{float(np.mean(peak_log.y - whole.y)):.1f}",
+            "lumi_error": f"{lumi_error:+.0%}",
+        },
+    )
+
+
+def _mib_less_per_stage(layer: FigureLayer) -> float:
+    """Returns by how many MiB memory falls from a stage to the next, without the outer stages."""
+    return -float(np.diff(layer.y[1:15]).mean()) * GIB / MIB
 
 
 def frontier_stages() -> tuple[StageMemory, StageMemory]:
@@ -135,30 +149,9 @@ def lumi_bytes(replicas: int) -> float:
     return float((stage.state + stage.buffers)[-1])
 
 
-def _against(log: Layer, label: str, held_bytes: Any) -> Layer:
+def _modelled_beside(log: FigureLayer, label: str, modelled_bytes: Any) -> FigureLayer:
     """Returns a modelled line without an interval, whose error is that on the log beside it."""
-    y = np.broadcast_to(np.asarray(held_bytes) / GIB, log.y.shape)
-    error = (
-        f"{label}: {np.mean(np.abs(y / log.y - 1)):.0%} mean error on the log, nothing fitted to it"
-    )
-    return Layer.modelled(label, log.x, y, error=error)
-
-
-def _stage_texts(
-    a: list[Layer], b: list[Layer], c: list[Layer]
-) -> tuple[tuple[str, str, str], str]:
-    """Returns the caption and the note."""
-    logged, modelled = (-float(np.diff(layer.y[1:15]).mean()) * GIB / MIB for layer in b[:2])
-    params = frontier_stages()[0].params[1]
-    held, counted = (float(layer.y[1] * GIB / params) for layer in a)
-    return (
-        "Memory along the pipeline of Frontier, and by replicas of LUMI, with logs.",
-        f"(b) falls by {logged:.0f} MiB a stage in the log and by {modelled:.0f} in the model.",
-        f"(a) What is constant: {held:.1f} bytes a parameter in the log, {counted:.1f} modelled.",
-    ), (
-        "1F1B keeps one micro-batch less on each next stage. (a): DeepSpeed 0.10 made Adam's"
-        " moments before the first step, and keeps the gradients of a rank's part after a step"
-        f" skipped for overflow. (b): the log has {float(np.mean(b[0].y - b[1].y)):.1f}"
-        " GiB more; `and reserve` is what the planner adds. (c): bf16 Adam with ZeRO 1,"
-        f" {float(c[1].y[0] / c[0].y[0] - 1):+.0%} at 2 replicas."
-    )
+    y = np.broadcast_to(np.asarray(modelled_bytes) / GIB, log.y.shape)
+    error = np.mean(np.abs(y / log.y - 1))
+    source = f"{label}: {error:.0%} mean error on the log, nothing fitted to it"
+    return FigureLayer.modelled(label, log.x, y, error=source)

@@ -26,8 +26,8 @@ from kit.estimate.fit.published import PublishedRun
 from kit.estimate.theory.hardware import Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 from kit.monitor.speed import comparison_sentence
-from kit.papers.facts import Facts, plain
-from kit.papers.layers import Layer
+from kit.papers.facts import Facts, plain_number
+from kit.papers.layers import FigureLayer
 
 FACTS = Facts.load("frontier")
 """What is known of the paper."""
@@ -47,7 +47,7 @@ AUTHORS_LOG = "log 405287"
 
 
 @lru_cache(maxsize=1)
-def calibration() -> Calibration:
+def frontier_calibration() -> Calibration:
     """Returns the coefficients that LUMI's published runs tell, with the numbers of Frontier's
     hardware.
     """
@@ -59,10 +59,11 @@ def calibration() -> Calibration:
 @lru_cache(maxsize=1)
 def model_error() -> str:
     """Returns how wrong the model is on measured runs: those of LUMI, each left out of the fit."""
-    off = [abs(error) for error in left_out_errors().values()]
+    errors = np.abs([*left_out_errors().values()])
+    num_runs = frontier_calibration().num_runs
     return (
-        f"step times fitted to {calibration().num_runs} runs on LUMI (same MI250X and code base),"
-        f" none of the paper's; mean error {np.mean(off):.0%}, worst {np.max(off):.0%} on those"
+        f"step times fitted to {num_runs} runs on LUMI (same MI250X and code base),"
+        f" none of the paper's; mean error {errors.mean():.0%}, worst {errors.max():.0%} on those"
         " runs, each left out; band: 90 % interval"
     )
 
@@ -85,22 +86,25 @@ def verdicts() -> list[dict[str, str]]:
     """
     runs = lumi_runs()
     site = Site.load("lumi")
+    cases = []
+    for run in runs:
+        if run.spec.name.startswith("GPT-175B"):
+            others = [other for other in runs if other is not run]
+            cases.append((run, calibrate(others, site)))
+    for run in published.load(system="Frontier"):
+        if AUTHORS_LOG in run.source:
+            cases.append((run, frontier_calibration()))
     rows = []
-    logs = [run for run in published.load(system="Frontier") if AUTHORS_LOG in run.source]
-    for run in [*(run for run in runs if run.spec.name.startswith("GPT-175B")), *logs]:
-        others = [other for other in runs if other is not run]
-        own = calibration() if run in logs else calibrate(others, site)
-        found = own.predict(run.layouts())
-        centre, low, high = (
-            float(np.ravel(end)[0]) for end in (found.total_s, found.low_s, found.high_s)
-        )
+    for run, found in cases:
+        predicted = found.predict(run.layouts())
+        ends = (predicted.total_s, predicted.low_s, predicted.high_s)
+        centre, low, high = (float(np.ravel(end)[0]) for end in ends)
         assert run.step_time_s is not None, "only measured runs are here"
+        sentence = comparison_sentence(run.step_time_s, centre, low, high, found.label)
         rows.append(
             {
                 "log": f"{run.system}, {run.num_devices:,} GCDs",
-                "is it as fast as it should be?": comparison_sentence(
-                    run.step_time_s, centre, low, high, own.label
-                ),
+                "is it as fast as it should be?": sentence,
             }
         )
     return rows
@@ -148,7 +152,7 @@ def recipe_plan(model: str, replicas: int = 0, **changes: Any) -> Plan:
     return paper_plan(**fields | own | changes)
 
 
-def layouts_of(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layouts:
+def frontier_layouts(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layouts:
     """Returns plans of one model with the paper's kernels: Megatron's, FlashAttention-2, fp16
     gradients (as the authors' DeepSpeed configurations say).
     """
@@ -162,7 +166,7 @@ def throughput_layer(
     *,
     basis: FlopBasis = FlopBasis.MEGATRON_RECOMPUTE,
     names: Sequence[str] = (),
-) -> Layer:
+) -> FigureLayer:
     """Returns the modelled per cent of peak of models' layouts, one after the other, with the
     interval.
 
@@ -170,12 +174,12 @@ def throughput_layer(
     """
     columns = []
     for spec, layouts in cases:
-        found = calibration().predict(layouts)
+        found = frontier_calibration().predict(layouts)
         seconds = np.stack([found.total_s, found.high_s, found.low_s])
         tokens = layouts.global_batch_size * layouts.sequence_length
-        peak = layouts.num_devices * float(calibration().hardware.peak_flops_per_s)
+        peak = layouts.num_devices * float(frontier_calibration().hardware.peak_flops_per_s)
         columns.append(100 * spec.flops_per_token(basis) * tokens / (seconds * peak))
-    return Layer.modelled(
+    return FigureLayer.modelled(
         label, x, *np.concatenate(columns, axis=1), error=model_error(), names=names
     )
 
@@ -186,7 +190,7 @@ def relative_rates(layouts: Layouts) -> Array:
 
     `ratio_interval` has the interval of these: what both layouts have in common cancels.
     """
-    rate = layouts.global_batch_size / (calibration().draws(layouts) * layouts.num_devices)
+    rate = layouts.global_batch_size / (frontier_calibration().draws(layouts) * layouts.num_devices)
     return rate / rate[:, :1]
 
 
@@ -211,7 +215,7 @@ def ratio_misfit() -> float:
     return float(np.sqrt(2) * np.std(np.log1p(errors), ddof=1))
 
 
-def compared(published_layer: Layer, modelled: Layer) -> tuple[str, str]:
+def compared(published_layer: FigureLayer, modelled: FigureLayer) -> tuple[str, str]:
     """Returns (which published points lie in the model's interval, which are missed) as
     sentences, "" for none.
     """
@@ -220,10 +224,16 @@ def compared(published_layer: Layer, modelled: Layer) -> tuple[str, str]:
     missed = []
     for name, x, y in zip(names, published_layer.x, published_layer.y, strict=True):
         place = int(np.argmin(np.abs(modelled.x - x)))
-        text = f"{name} (paper {plain(y)}, model {plain(modelled.y[place])})"
-        meets = modelled.low[place] <= y <= modelled.high[place]
-        (inside if meets else missed).append(name if meets else text)
-    return (
-        f"Inside the model's interval: {', '.join(inside)}." if inside else "",
-        f"MISSED: {'; '.join(missed)}." if missed else "",
-    )
+        if modelled.low[place] <= y <= modelled.high[place]:
+            inside.append(name)
+        else:
+            missed.append(
+                f"{name} (paper {plain_number(y)}, model {plain_number(modelled.y[place])})"
+            )
+    inside_sentence = ""
+    if inside:
+        inside_sentence = f"Inside the model's interval: {', '.join(inside)}."
+    missed_sentence = ""
+    if missed:
+        missed_sentence = f"MISSED: {'; '.join(missed)}."
+    return inside_sentence, missed_sentence

@@ -3,22 +3,20 @@ GCDs, and what training 1T parameters on 20T tokens takes.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from kit.config.spec import FlopBasis, ModelSpec
 from kit.estimate.theory.layouts import Array, Layouts
-from kit.papers.facts import Fact
+from kit.papers.facts import PaperFact
 from kit.papers.frontier_demo import run_hfu_percent, tokens_per_s_and_device
 from kit.papers.frontier_model import (
     FACTS,
     LUMI,
     MODELS,
-    calibration,
     compared,
-    layouts_of,
+    frontier_calibration,
+    frontier_layouts,
     lumi_plan,
     model_error,
     ratio_interval,
@@ -26,8 +24,8 @@ from kit.papers.frontier_model import (
     relative_rates,
     throughput_layer,
 )
-from kit.papers.layers import Drawn, Layer, Runs, by_scale, measured, on_clusters, scale_of
-from kit.papers.panels import legend_above, pairs, picture
+from kit.papers.layers import FigureLayer, Runs, by_scale, measured, on_clusters
+from kit.papers.panels import FigureContent
 from kit.run import Run
 
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}
@@ -41,88 +39,71 @@ YEAR = 365.25 * 86_400
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
-def throughput_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
-    """Returns HFU and MFU of the three sizes beside the paper's headline numbers, and the table;
-    `dress` as `picture` takes it.
-    """
-    names = list(MODELS)
+def throughput_content(runs: Runs = ()) -> FigureContent:
+    """Returns HFU and MFU of the three sizes in %, beside the paper's headline numbers."""
+    names = [*MODELS]
     specs = [ModelSpec.preset(preset) for preset in MODELS.values()]
     cases = [
-        (spec, layouts_of(spec, [recipe_plan(name)]))
+        (spec, frontier_layouts(spec, [recipe_plan(name)]))
         for spec, name in zip(specs, names, strict=True)
     ]
-    sizes = np.log([spec.num_params for spec in specs])
-    panels = {
-        basis: [
-            Layer.published(FACTS[series], label="paper"),
-            throughput_layer("modelled", range(3), cases, basis=counted, names=names),
-        ]
-        for basis, series, counted in (
-            ("HFU", "throughput_percent", FlopBasis.MEGATRON_RECOMPUTE),
-            ("MFU", "throughput_mfu_percent", FlopBasis.MODEL),
-        )
-    }
-    told = compared(*panels["HFU"])
-    panels["HFU"] += on_clusters(
+    places = range(len(names))
+    hfu = throughput_layer("modelled", places, cases, names=names)
+    mfu = throughput_layer("modelled", places, cases, basis=FlopBasis.MODEL, names=names)
+    published_hfu = FigureLayer.published(FACTS["throughput_percent"], label="paper")
+    published_mfu = FigureLayer.published(FACTS["throughput_mfu_percent"], label="paper")
+    inside, missed = compared(published_hfu, hfu)
+    log_sizes = np.log([spec.num_params for spec in specs])
+    own = on_clusters(
         runs,  # between the three sizes, by the logarithm of their parameters
-        x=lambda run: float(np.interp(np.log(run.spec.num_params), sizes, np.arange(3.0))),
+        x=lambda run: float(np.interp(np.log(run.spec.num_params), log_sizes, np.arange(3.0))),
         y=run_hfu_percent,
     )
-    return picture(
-        panels,
-        [{"ticks": dict(enumerate(names)), **style} for style in dress],
-        "Per cent of peak: HFU counts the recomputed forward pass, MFU does not.",
-        *told,
-        notes=[
-            (
-                "The headline is taken as HFU, since the authors' code prints that; as MFU it is"
-                " derived."
-            ),
-            (
-                "Layouts and batches of the authors' launch scripts; the peak of a GCD is 191.5"
-                " TFLOP/s; bars are 90 % intervals. Your runs: HFU."
-            ),
-        ],
-        also=lambda figure: legend_above(figure, 3),
-        height=4.4,
+    ticks = dict(enumerate(names))
+    return FigureContent(
+        panels={"HFU": [published_hfu, hfu, *own], "MFU": [published_mfu, mfu]},
+        values={"inside": inside, "missed": missed},
+        ticks={"HFU": ticks, "MFU": ticks},
     )
 
 
-def scaling_figure(runs: Runs = (), *, kind: str, dress: Mapping[str, Mapping[str, Any]]) -> Drawn:
-    """Returns throughput per GCD relative to one replica, the batch growing with the replicas
-    (`weak`), or constant, with LUMI's logged runs beside (`strong`); and the table.
+def scaling_content(runs: Runs = (), *, kind: str) -> FigureContent:
+    """Returns throughput per GCD relative to one replica, in %.
 
-    `dress` is that of each panel, as `picture` takes it, without what own runs decide.
+    The batch grows with the replicas (`weak`), or is constant (`strong`). Strong scaling has LUMI's
+    logged runs beside, and a panel of efficiency against the batch.
     """
-    known = [fact.replace(x=fact.x.split()[-1]) for fact in FACTS[f"{kind}_scaling_percent"]]
-    published = Layer.published(known, label="paper")
+    facts = [fact.replace(x=fact.x.split()[-1]) for fact in FACTS[f"{kind}_scaling_percent"]]
+    published = FigureLayer.published(facts, label="paper")
     lines = [efficiency_layer(model, kind) for model in REPLICAS]
-    panels = {"paper": [published, *lines]}
-    if kind == "strong":
-        panels["paper"] += lumi_layers()
-        levels = [
-            Layer.published([fact], label=f"paper: {fact.number:.0f}", level=True) for fact in known
-        ]
-        panels["batch"] = [*levels, *map(batch_layer, REPLICAS)]
-    own = _own_panels(runs, kind)
-    panels |= own
-    beside = kind == "weak" and len(panels) == 2
-    mosaic = "aab" if beside else pairs(len(panels) - 1, under_one=True)
-    heights = [4, *[3] * mosaic.count(";")]
-    caption, notes = _told(kind, published, lines)
-    return picture(
-        panels,
-        [dress[name] if name not in own else _ends(own[name], **dress[name]) for name in panels],
-        *caption,
-        notes=notes,
-        also=lambda figure: legend_above(figure, 3),
-        mosaic=mosaic,
-        height=0.9 * sum(heights) + 1.0,
-        height_ratios=heights,
+    last_points = [(line.x[-1], line.y[-1], line.low[-1], line.high[-1]) for line in lines]
+    at_most_replicas = FigureLayer.modelled("", *np.transpose(last_points), error=model_error())
+    inside, missed = compared(
+        dataclasses.replace(published, names=tuple(REPLICAS)), at_most_replicas
     )
+    panels = {"paper": [published, *lines]}
+    values = {"inside": inside, "missed": missed, "batch": f"{STRONG_BATCH:,}"}
+    if kind == "strong":
+        log, lumi = lumi_layers()
+        panels["paper"] += [log, lumi]
+        levels = [
+            FigureLayer.published([fact], label=f"paper: {fact.number:.0f}", level=True)
+            for fact in facts
+        ]
+        by_batch = [batch_layer(model) for model in REPLICAS]
+        panels["batch"] = [*levels, *by_batch]
+        values["lumi_points"] = str(len(log.y))
+        values["lumi_met"] = str(np.sum((lumi.low <= log.y) & (log.y <= lumi.high)))
+        for model, y, layer in zip(REPLICAS, published.y, by_batch, strict=True):
+            values[f"batch_{model}"] = f"{np.interp(y, layer.y, layer.x):,.0f}"
+    own = _own_scaling(runs, kind)
+    if own:
+        panels["cluster"] = own
+        values["own_percent"] = f"{own[-1].y[-1]:.0f}"
+    return FigureContent(panels=panels, values=values)
 
 
-def efficiency_layer(model: str, kind: str) -> Layer:
+def efficiency_layer(model: str, kind: str) -> FigureLayer:
     """Returns modelled scaling efficiency, %, of `175B` or `1T`: throughput per GCD over that of
     one replica.
 
@@ -130,11 +111,13 @@ def efficiency_layer(model: str, kind: str) -> Layer:
     """
     batch = {} if kind == "weak" else {"global_batch_size": STRONG_BATCH}
     plans = [recipe_plan(model, replicas, **batch) for replicas in REPLICAS[model]]
-    layouts = layouts_of(ModelSpec.preset(MODELS[model]), plans)
-    return Layer.modelled(model, layouts.num_devices, *_efficiency(layouts), error=model_error())
+    layouts = frontier_layouts(ModelSpec.preset(MODELS[model]), plans)
+    return FigureLayer.modelled(
+        model, layouts.num_devices, *_efficiency(layouts), error=model_error()
+    )
 
 
-def lumi_layers() -> list[Layer]:
+def lumi_layers() -> list[FigureLayer]:
     """Returns LUMI's logged strong scaling of 176B, %, and the model's (fitted to these runs
     among others).
     """
@@ -147,13 +130,13 @@ def lumi_layers() -> list[Layer]:
         )
         for fact in steps
     ]
-    log = Layer.published(relative, label="LUMI 176B, logs")
+    log = FigureLayer.published(relative, label="LUMI 176B, logs")
     plans = [lumi_plan(int(devices) // 64) for devices in log.x]
     ends = _efficiency(Layouts.of(LUMI, plans, flash_attention=0, native=False))
-    return [log, Layer.modelled("LUMI 176B", log.x, *ends, error=model_error())]
+    return [log, FigureLayer.modelled("LUMI 176B", log.x, *ends, error=model_error())]
 
 
-def batch_layer(model: str) -> Layer:
+def batch_layer(model: str) -> FigureLayer:
     """Returns modelled efficiency on all replicas against the batch: what the unknown batch of
     the paper decides.
     """
@@ -163,9 +146,9 @@ def batch_layer(model: str) -> Layer:
     ends = []
     for batch in batches:
         plans = [recipe_plan(model, n, global_batch_size=batch) for n in (1, most)]
-        ends.append([column[1] for column in _efficiency(layouts_of(spec, plans))])
+        ends.append([column[1] for column in _efficiency(frontier_layouts(spec, plans))])
     label = f"{model}, {most} replicas"
-    return Layer.modelled(label, batches, *np.transpose(ends), error=model_error())
+    return FigureLayer.modelled(label, batches, *np.transpose(ends), error=model_error())
 
 
 def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
@@ -177,138 +160,84 @@ def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
     return middle, low, high
 
 
-def _own_panels(runs: Runs, kind: str) -> dict[str, list[Layer]]:
-    """Returns a panel for runs of clusters: a line for runs that differ in nothing but their size,
-    tokens/s and device in % of the smallest.
+def _own_scaling(runs: Runs, kind: str) -> list[FigureLayer]:
+    """Returns tokens/s and device of runs of clusters, in % of the smallest run: a line for runs
+    that differ in nothing but their size.
     """
-    weak = kind == "weak"
+    is_weak = kind == "weak"
     groups: dict[tuple, list[Run]] = {}
     for run in by_scale(runs)["cluster"]:
-        batch = run.plan.global_batch_size / (run.plan.data_parallel if weak else 1)
+        batch = run.plan.global_batch_size
+        if is_weak:
+            batch /= run.plan.data_parallel
         shape = (run.spec.num_layers, run.spec.hidden_size, run.spec.sequence_length)
-        groups.setdefault((scale_of(run), shape, batch), []).append(run)
-    panels: dict[str, list[Layer]] = {}
-    for (scale, _, batch), group in groups.items():
-        size = group[0].spec.num_params / 1e9
-        each = " a replica" if weak else ""
-        lines = measured(
+        groups.setdefault((shape, batch), []).append(run)
+    lines = []
+    for (_, batch), group in groups.items():
+        label = f"{group[0].spec.num_params / 1e9:.3g}B, batch {batch:,.0f}"
+        if is_weak:
+            label += " a replica"
+        for line in measured(
             group,
             x=lambda run: run.plan.num_devices,
             y=tokens_per_s_and_device,
             line=True,
-            label=f"{size:.3g}B, batch {batch:,.0f}{each}",
-        )
-        found = [line.times(100 / line.y[0]) for line in lines if len(set(line.x)) > 1]
-        if found:
-            panels.setdefault(scale, []).extend(found)
-    return panels
-
-
-def _ends(layers: list[Layer], title: str, **shown: Any) -> dict[str, Any]:
-    """Returns how a panel of own runs is dressed: its title has the last line's last point."""
-    places = sorted({int(x) for layer in layers for x in layer.x})
-    return {
-        **shown,
-        "title": f"{title}: {layers[-1].y[-1]:.0f} %",
-        "ylim": (0, 1.1 * max(float(layer.high.max()) for layer in layers)),
-        "xlim": (places[0] / 1.3, places[-1] * 1.3),
-        "ticks": places,
-    }
-
-
-def _told(
-    kind: str, published: Layer, lines: list[Layer]
-) -> tuple[tuple[str, str, str], list[str]]:
-    """Returns the caption and the notes."""
-    last = [(line.x[-1], line.y[-1], line.low[-1], line.high[-1]) for line in lines]
-    ends = Layer.modelled("ends", *np.transpose(last), error=model_error())
-    inside, missed = compared(dataclasses.replace(published, names=tuple(REPLICAS)), ends)
-    if kind == "weak":
-        shows = "Throughput per GCD as the batch grows with the replicas, % of one replica."
-        note = "Batches per replica of the authors' scripts (320 and 512 sequences)."
-        return (shows, inside, missed), [note]
-    log, line = lumi_layers()
-    met = np.sum((line.low <= log.y) & (log.y <= line.high))
-    batches = [
-        float(np.interp(y, layer.y, layer.x))
-        for y, layer in zip(published.y, map(batch_layer, REPLICAS), strict=True)
-    ]
-    return (
-        f"Throughput per GCD at a fixed batch ({STRONG_BATCH:,} sequences), % of one replica.",
-        f"{met} of LUMI's {len(log.y)} logged points, whose batch is known, lie in the interval.",
-        f"{inside} {missed}".strip(),
-    ), [
-        (
-            "The paper's batch of 8,000 is remembered, not read, as is where its curve starts; here"
-            " at one replica."
-        ),
-        (
-            f"The model gives the paper's numbers at {batches[0]:,.0f} and {batches[1]:,.0f}"
-            " sequences a step."
-        ),
-        "LUMI, whose runs the model knows: 1,024 sequences, from 128 GCDs.",
-    ]
+            label=label,
+        ):
+            if len(set(line.x)) > 1:
+                lines.append(line.times(100 / line.y[0]))
+    return lines
 
 
 # 1T parameters on 20T tokens ----------------------------------------------------------------------
 
 
-def cost_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
-    """Returns years and device-hours of 1T parameters on 20T tokens against the number of GCDs,
-    and the table; `dress` as `picture` takes it, without the ends of y.
-    """
+def years_content(runs: Runs = ()) -> FigureContent:
+    """Returns years and device-hours of 1T parameters on 20T tokens against the number of GCDs."""
     years = years_layer()
-    read = Layer.published([_published_years()], label="from the paper's rate")
-    spent, hours = (layer.times(layer.x * YEAR / 3600e6) for layer in (read, years))
-    at = int(np.flatnonzero(years.x == 3072)[0])
+    published = FigureLayer.published([_published_years()], label="from the paper's rate")
+    published_hours = published.times(published.x * YEAR / 3600e6)
+    hours = years.times(years.x * YEAR / 3600e6)
     own = on_clusters(runs, x=lambda run: run.plan.num_devices, y=_years_of_run)
-    return picture(
-        {"years": [read, years, *own], "million GCD-hours": [spent, hours]},
-        [dress[0], {**dress[1], "ylim": (0, 1.1 * float(hours.high.max()))}],
-        f"1T parameters on 20T tokens by GCDs, {STRONG_BATCH:,} sequences a step, no restarts.",
-        f"On 3,072 GCDs {years.y[at]:.0f} years ({years.low[at]:.0f} to {years.high[at]:.0f}),"
-        f" {hours.y[at]:,.0f} million GCD-hours.",
-        " ".join(filter(None, compared(read, years))),
-        notes=_cost_notes(years, float(years.y[at])),
-        also=lambda figure: legend_above(figure, 3),
-        height=4.2,
+    [place] = np.flatnonzero(years.x == 3072)
+    exaflop = FACTS.value("training_exaflop", "1T on 20T tokens")
+    own_exaflop = SPEC_1T.flops_per_token(FlopBasis.SIX_N) * TOKENS / 1e18
+    inside, missed = compared(published, years)
+    return FigureContent(
+        panels={
+            "years": [published, years, *own],
+            "million GCD-hours": [published_hours, hours],
+        },
+        values={
+            "batch": f"{STRONG_BATCH:,}",
+            "years": f"{years.y[place]:.0f}",
+            "low": f"{years.low[place]:.0f}",
+            "high": f"{years.high[place]:.0f}",
+            "hours": f"{hours.y[place]:,.0f}",
+            "inside": inside,
+            "missed": missed,
+            "gcds_for_a_year": f"{years.y[place] * 3072:,.0f}",
+            "most_gcds": f"{int(years.x[-1]):,}",
+            "least_years": f"{years.y[-1]:.1f}",
+            "million_exaflop": f"{own_exaflop / 1e6:.0f}",
+            "stated_exaflop": f"{exaflop / 1e6:.0f}",
+        },
     )
 
 
-def years_layer() -> Layer:
+def years_layer() -> FigureLayer:
     """Returns modelled years of 1T on 20T tokens, the authors' layout on 1 to 64 replicas at one
     batch.
     """
     plans = [recipe_plan("1T", n, global_batch_size=STRONG_BATCH) for n in COST_REPLICAS]
-    layouts = layouts_of(SPEC_1T, plans)
-    found = calibration().predict(layouts)
+    layouts = frontier_layouts(SPEC_1T, plans)
+    found = frontier_calibration().predict(layouts)
     steps = TOKENS / (STRONG_BATCH * SPEC_1T.sequence_length)
     years = [steps * seconds / YEAR for seconds in (found.total_s, found.low_s, found.high_s)]
-    return Layer.modelled("1T, TP 8, PP 64", layouts.num_devices, *years, error=model_error())
+    return FigureLayer.modelled("1T, TP 8, PP 64", layouts.num_devices, *years, error=model_error())
 
 
-def _cost_notes(years: Layer, on_3072: float) -> list[str]:
-    """Returns on how many GCDs it would be done within a year, what that costs, and the paper's
-    count of FLOPs.
-    """
-    exaflop = FACTS.value("training_exaflop", "1T on 20T tokens")
-    own = SPEC_1T.flops_per_token(FlopBasis.SIX_N) * TOKENS / 1e18
-    return [
-        (
-            f"Within a year, {on_3072 * 3072:,.0f} GCDs would have to work at that rate; at"
-            f" this batch {int(years.x[-1]):,} of them, most of Frontier, take"
-            f" {years.y[-1]:.1f} years. A node has 8 GCDs."
-        ),
-        "Without energy, at 1 USD a GCD-hour (b) reads as million USD; Frontier has no list price.",
-        (
-            f"6 x parameters x tokens is {own / 1e6:.0f} million exaFLOP, as in the abstract"
-            f" ({exaflop / 1e6:.0f})."
-        ),
-        "Runs of your own are scaled to this work by their model FLOP/s.",
-    ]
-
-
-def _published_years() -> Fact:
+def _published_years() -> PaperFact:
     """Returns years on 3,072 GCDs at the paper's 61.2 TFLOP/s per GCD, which count
     recomputation.
     """

@@ -2,7 +2,6 @@
 at demo scale.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,77 +16,77 @@ from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.out_of_memory import RESERVE
 from kit.estimate.tuning.objectives import FRONTIER_SPACE, EstimatedRate, plan_of
 from kit.estimate.tuning.tune import Trials, sensitivity, tune
-from kit.papers.facts import read_toml
+from kit.papers.facts import read_paper_toml
 from kit.papers.frontier_demo import SEARCH
-from kit.papers.frontier_model import calibration, layouts_of, model_error, paper_plan
-from kit.papers.layers import Drawn, Layer, Runs, folders_with, study_points
-from kit.papers.panels import DEMO_COLOURS, finish, mark_demo_scale, picture
-from kit.show.style import new_figure
+from kit.papers.frontier_model import (
+    frontier_calibration,
+    frontier_layouts,
+    model_error,
+    paper_plan,
+)
+from kit.papers.layers import FigureLayer, Runs, folders_with, study_points
+from kit.papers.panels import DEMO_COLOURS, FigureContent, mark_demo_scale
 from kit.show.theme import BLUE, VERMILION
 
 NUM_TRIALS = 60
-SPACES = read_toml("spaces")
-"""Of the search on the model: a preset and the choices of each parameter."""
+"""Trials of a search on the model."""
+SPACES = read_paper_toml("spaces")
+"""Spaces of the search on the model: a preset and the choices of each parameter."""
 
 
-def search_figure(runs: Runs = ()) -> Drawn:
-    """Returns the trials of the search in the authors' spaces, best so far, and its table."""
-    panels = {name: _model_layers(name) for name in SPACES}
-    demo = [_demo_layers(folder, trials) for folder, trials in demo_searches(runs).items()]
-    titles = ["1.4B, driver space: TFLOP/s", "175B, our space: TFLOP/s"]
-    titles += ["here, real runs: tokens/s"] * len(demo)
-    mosaic = ";".join(["ab", *(2 * letter for letter in "cdefgh"[: len(demo)])])
-    with new_figure(mosaic, height=4 + 3 * len(demo)) as (figure, axes):
-        for axis, title, layers in zip(axes, titles, [*panels.values(), *demo], strict=True):
-            _draw_trials(axis, title, *layers)
-        panels["demo scale"] = [layer for layers in demo for layer in layers]
-        caption, notes = _search_texts()
-        return finish(figure, panels, *caption, notes=notes)
-
-
-def sensitivity_figure(runs: Runs = ()) -> Drawn:
-    """Returns what each parameter mattered in those searches (its share of the variance), and
-    the table.
+def search_content(runs: Runs = ()) -> FigureContent:
+    """Returns the trials of the search in the authors' spaces with the best so far, and a panel for
+    each search with real runs.
     """
-    panels = {
-        name: [
-            Layer(kind="modelled", label=name, source=model_error(), **_shares(_search(name)[0]))
-        ]
-        for name in SPACES
-    }
+    panels = {name: _model_layers(name) for name in SPACES}
     for folder, trials in demo_searches(runs).items():
-        panels[folder.name] = [study_points(folder, "this machine", **_shares(trials))]
-    bars = [len(layer.y) for [layer] in panels.values()]
-    return picture(
-        {f"{name}: % of the variance": layers for name, layers in panels.items()},
-        [{"title": f"{name}: % of the variance"} for name in panels],
-        "How much each parameter mattered: share of the variance.",
-        "",
-        "The paper's ranking, by SHAP values, is only remembered: not drawn.",
-        notes=[
-            "Functional ANOVA of a random forest fitted to the trials; a failed trial counts as"
-            " the worst that succeeded. SHAP values are another measure: mean sizes of effects,"
-            " not shares."
-        ],
-        fill=_draw_bars,
-        mosaic=";".join("abcdefgh"[: len(bars)]),
-        height=0.36 * sum(bars) + 0.6 * len(bars) + 0.9,
-        height_ratios=bars,
+        panels[folder.name] = _demo_layers(folder, trials)
+    num_demo = len(panels) - len(SPACES)
+    rows = ["ab", *(2 * letter for letter in "cdefgh"[:num_demo])]
+    found = {name: _search(name) for name in SPACES}
+    reached = []
+    fitting = []
+    for name, (trials, grid) in found.items():
+        share = np.nanmax(trials.values) / np.nanmax(grid)
+        reached.append(f"{share:.0%} of the best at {name}")
+        fitting.append(f"{name} {np.isfinite(grid).sum()} of {grid.size:,}")
+    remembered = np.isfinite(search_objective("175B").rates(FRONTIER_SPACE))
+    return FigureContent(
+        panels=panels,
+        values={
+            "reached": ", ".join(reached),
+            "fitting": "; ".join(fitting),
+            "remembered_fitting": str(remembered.sum()),
+            "remembered": f"{remembered.size:,}",
+            "sampler": found["1.4B"][0].sampler,
+        },
+        draw_panel=lambda axis, name: _draw_trials(axis, *panels[name]),
+        layout={"mosaic": ";".join(rows), "height": 4 + 3 * num_demo},
     )
 
 
-def _draw_bars(axis: Any, layers: Sequence[Layer], *, title: str) -> None:
-    """Draws shares of the variance."""
-    [layer] = layers
-    is_demo = layer.scale == "demo"
-    drawn = axis.barh(layer.x, layer.y, color=DEMO_COLOURS[0] if is_demo else BLUE, height=0.6)
-    axis.bar_label(drawn, fmt="%.1f", padding=3)
-    axis.set_yticks(layer.x, [name.replace("_", " ") for name in layer.names])
-    axis.set(title=title, xlim=(0, 1.25 * max(layer.y.max(), 1e-9)))
-    axis.invert_yaxis()
-    axis.grid(visible=False)
-    if is_demo:
-        mark_demo_scale(axis)
+def sensitivity_content(runs: Runs = ()) -> FigureContent:
+    """Returns by how much each parameter mattered in these searches: its share of the variance,
+    in %.
+    """
+    panels = {}
+    for name in SPACES:
+        shares = _shares(_search(name)[0])
+        layer = FigureLayer(kind="modelled", label=name, source=model_error(), **shares)
+        panels[f"{name}: % of the variance"] = [layer]
+    for folder, trials in demo_searches(runs).items():
+        layer = study_points(folder, "this machine", **_shares(trials))
+        panels[f"{folder.name}: % of the variance"] = [layer]
+    num_bars = [len(layer.y) for [layer] in panels.values()]
+    return FigureContent(
+        panels=panels,
+        draw_panel=lambda axis, name: _draw_bars(axis, *panels[name]),
+        layout={
+            "mosaic": ";".join("abcdefgh"[: len(panels)]),
+            "height": 0.36 * sum(num_bars) + 0.6 * len(panels) + 0.9,
+            "height_ratios": num_bars,
+        },
+    )
 
 
 def demo_searches(runs: Runs) -> dict[Path, Trials]:
@@ -95,9 +94,12 @@ def demo_searches(runs: Runs) -> dict[Path, Trials]:
     return {folder: Trials.read(folder / SEARCH) for folder in folders_with(runs, SEARCH)}
 
 
-def objective(name: str) -> EstimatedRate:
-    """Returns modelled tokens/s and GCD in one of SPACES; what would run out of memory fails."""
-    found = calibration()
+def search_objective(name: str) -> EstimatedRate:
+    """Returns the search objective for one of SPACES: modelled tokens per second and GCD.
+
+    Layouts that run out of memory count as failed trials.
+    """
+    found = frontier_calibration()
     machine = Machine(
         site=Site.load("frontier"),
         hardware=found.hardware,
@@ -116,13 +118,13 @@ def _spec(name: str) -> ModelSpec:
 
 @lru_cache(maxsize=4)
 def _search(name: str) -> tuple[Trials, Array]:
-    """Returns (trials, the objective on the whole space)."""
-    rate = objective(name)
+    """Returns (trials, objective of all layouts in the space)."""
+    rate = search_objective(name)
     space = SPACES[name]["choices"]
     return tune(rate, space, num_trials=NUM_TRIALS, seed=0), rate.rates(space)
 
 
-def _model_layers(name: str) -> list[Layer]:
+def _model_layers(name: str) -> list[FigureLayer]:
     """Returns the trials, and the best so far with the interval of that layout: TFLOP/s, counted
     as the authors' objective reads it from a log, with recomputation.
     """
@@ -134,16 +136,16 @@ def _model_layers(name: str) -> list[Layer]:
     known = np.flatnonzero(np.isfinite(best))
     winners = [trials.trials[np.nanargmax(trials.values[: i + 1])].parameters for i in known]
     plans = [plan_of(winner, devices_per_node=8, base=paper_plan()) for winner in winners]
-    found = calibration().predict(layouts_of(spec, plans, gradient_bytes=4.0))
+    found = frontier_calibration().predict(frontier_layouts(spec, plans, gradient_bytes=4.0))
     ends = np.full((2, len(best)), np.nan)
     ends[:, known] = best[known] * found.total_s / np.stack([found.high_s, found.low_s])
     return [
-        Layer.modelled("trial", numbers, unit * trials.values, error=model_error()),
-        Layer.modelled("best so far", numbers, best, *ends, error=model_error()),
+        FigureLayer.modelled("trial", numbers, unit * trials.values, error=model_error()),
+        FigureLayer.modelled("best so far", numbers, best, *ends, error=model_error()),
     ]
 
 
-def _demo_layers(folder: Path, trials: Trials) -> list[Layer]:
+def _demo_layers(folder: Path, trials: Trials) -> list[FigureLayer]:
     numbers = np.arange(1.0, len(trials.trials) + 1)
     return [
         study_points(folder, "trial", numbers, trials.values),
@@ -152,19 +154,29 @@ def _demo_layers(folder: Path, trials: Trials) -> list[Layer]:
 
 
 def _shares(trials: Trials) -> dict[str, Any]:
-    """Returns x, y and names of what each parameter mattered, %."""
+    """Returns bar positions, importance in % and name of each parameter, as fields of a layer."""
     shown = {name: 100 * share for name, share in sensitivity(trials).items() if share > 1e-9}
     return {"x": range(len(shown)), "y": [*shown.values()], "names": tuple(shown)}
 
 
-def _draw_trials(axis: Any, title: str, dots: Layer, best: Layer) -> None:
+def _draw_bars(axis: Any, layer: FigureLayer) -> None:
+    """Draws shares of the variance."""
+    colour = _colour_and_mark(axis, layer)
+    bars = axis.barh(layer.x, layer.y, color=colour, height=0.6)
+    axis.bar_label(bars, fmt="%.1f", padding=3)
+    axis.set_yticks(layer.x, [name.replace("_", " ") for name in layer.names])
+    axis.set_xlim(0, 1.25 * max(layer.y.max(), 1e-9))
+    axis.invert_yaxis()
+    axis.grid(visible=False)
+
+
+def _draw_trials(axis: Any, trials: FigureLayer, best: FigureLayer) -> None:
     """Draws trials as dots, the best so far as steps with its interval, and failures as marks at
     the bottom.
     """
-    is_demo = best.scale == "demo"
-    colour = DEMO_COLOURS[0] if is_demo else BLUE
-    failed = dots.x[np.isnan(dots.y)]
-    axis.plot(dots.x, dots.y, "o", color=colour, alpha=0.5, label="trial")
+    colour = _colour_and_mark(axis, best)
+    failed = trials.x[np.isnan(trials.y)]
+    axis.plot(trials.x, trials.y, "o", color=colour, alpha=0.5, label="trial")
     axis.step(best.x, best.y, where="post", color=colour, label="best so far")
     axis.fill_between(
         best.x, best.low, best.high, step="post", color=colour, alpha=0.15, linewidth=0
@@ -172,40 +184,15 @@ def _draw_trials(axis: Any, title: str, dots: Layer, best: Layer) -> None:
     bottom = axis.get_xaxis_transform()
     axis.vlines(failed, 0, 0.07, transform=bottom, color=VERMILION, linewidth=1.2)
     axis.set(
-        title=title,
-        xlabel=f"trial; marks: {len(failed)} of {len(dots.x)} failed",
-        xlim=(0, len(dots.x) + 1),
+        xlabel=f"trial; marks: {len(failed)} of {len(trials.x)} failed",
+        xlim=(0, len(trials.x) + 1),
         ylim=(0, 1.3 * float(np.nanmax([best.y, np.nan_to_num(best.high)]))),
     )
-    axis.legend(loc="upper right", ncols=2)
-    if is_demo:
-        mark_demo_scale(axis)
 
 
-def _search_texts() -> tuple[tuple[str, str, str], list[str]]:
-    """Returns the caption and the notes."""
-    found = {name: _search(name) for name in SPACES}
-    shares = ", ".join(
-        f"{np.nanmax(trials.values) / np.nanmax(grid):.0%} of the best at {name}"
-        for name, (trials, grid) in found.items()
-    )
-    fits = "; ".join(
-        f"{name} {np.isfinite(grid).sum()} of {grid.size:,}" for name, (_, grid) in found.items()
-    )
-    remembered = np.isfinite(objective("175B").rates(FRONTIER_SPACE))
-    return (
-        "Trials of a search as the paper did it, and the best so far.",
-        f"It reaches {shares}.",
-        "The paper's failures and its best layout could not be read.",
-    ), [
-        "TFLOP/s of a GCD. 1.4B in the space of the authors' released driver, 175B in one of ours.",
-        (
-            f"Layouts that fit: {fits}. In the space that is remembered of the paper,"
-            f" {remembered.sum()} of {remembered.size:,} do. What runs out of memory or does not"
-            " divide is a failure."
-        ),
-        (
-            f"The sampler here is {found['1.4B'][0].sampler}; the authors used DeepHyper's CBO."
-            " The first ten trials are random."
-        ),
-    ]
+def _colour_and_mark(axis: Any, layer: FigureLayer) -> str:
+    """Returns the colour of a layer, and marks the panel of one at demo scale."""
+    if layer.scale != "demo":
+        return BLUE
+    mark_demo_scale(axis)
+    return DEMO_COLOURS[0]

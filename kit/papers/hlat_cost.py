@@ -3,7 +3,7 @@ nodes (Figure 5).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 from kit.estimate.theory.layouts import Array
 from kit.monitor.goodput import usd_per_hour
-from kit.papers.facts import Fact, Relation
+from kit.papers.facts import PaperFact, Relation
 from kit.papers.hlat_model import (
     BATCH,
     FACTS,
@@ -25,18 +25,18 @@ from kit.papers.hlat_model import (
     TRN1,
     benchmark_name,
     benchmarks,
-    calibration,
-    interval,
-    layouts_of,
+    hlat_layouts,
     left_out,
+    machine_calibration,
     model_error,
-    plan_of,
+    plan_on_nodes,
+    quantile_interval,
     trn1_error,
     trn1_plan,
     trn1_risk,
 )
-from kit.papers.layers import Drawn, Layer, Runs, on_clusters, opened
-from kit.papers.panels import legend_above, name_lines, picture
+from kit.papers.layers import FigureLayer, Runs, on_clusters, open_runs
+from kit.papers.panels import FigureContent, label_line_ends
 from kit.run import Run
 from kit.show.theme import GRID
 
@@ -54,92 +54,104 @@ TOKENS = 4e6
 """That a cost is of: about one step."""
 
 
-def cost_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
+def cost_by_nodes_content(runs: Runs = ()) -> FigureContent:
     """Returns Figure 5: cost per 4M tokens against nodes, and the two ratios of it that the
-    paper states; the table. `dress` as `picture` takes it, without what all panels share.
+    paper states.
     """
     panels = {model: [cost_layer(machine, model) for machine in SHORT] for model in MODELS}
-    for run in opened(runs):
-        panels["7B" if run.spec.num_params < LARGE else "70B"] += on_clusters(
-            [run], x=_nodes, y=cost_percent
-        )
-    for name, fact in _stated().items():
-        about = Layer.published([fact], label=f"paper: about {fact.value}", level=True)
-        panels[name] = [about, *ratio_layers(name)]
+    for run in open_runs(runs):
+        model = "7B" if run.spec.num_params < LARGE else "70B"
+        panels[model] += on_clusters([run], x=_nodes, y=cost_percent)
+    for name, fact in _stated_ratios().items():
+        level = FigureLayer.published([fact], label=f"paper: about {fact.value}", level=True)
+        panels[name] = [level, *ratio_layers(name)]
     panels["70B over 7B"].insert(1, _benchmark_ratio())
-    caption, notes = _cost_texts()
-    common = {"xscale": "log", "xlim": (3, 135), "ticks": NODES}
-    ends = [1.05 * max(_top(layer) for layer in layers) for layers in panels.values()]
-    return picture(
-        panels,
-        [{**common, "ylim": (0, end), **style} for end, style in zip(ends, dress, strict=True)],
-        *caption,
-        notes=notes,
-        also=_name_lines_and_gaps,
-        mosaic="ab;cd",
-        height=7.0,
+    checked = relations()
+    failed = [relation for relation in checked if relation.verdict == "fails"]
+    plan = trn1_plan("70B", 4)
+    used_bytes, risk = trn1_risk("70B", plan)
+    return FigureContent(
+        panels=panels,
+        values={
+            "ratios": str(len(checked)),
+            "met": str(len(checked) - len(failed)),
+            "missed": _missed_ratios(failed),
+            "reference_usd": f"{np.median(_reference()):.2f}",
+            "batch": f"{BATCH:,}",
+            "max_risk": f"{MAX_RISK:.0%}",
+            "tensor_parallel": str(plan.tensor_parallel),
+            "pipeline_parallel": str(plan.pipeline_parallel),
+            "used_gb": f"{used_bytes / 1e9:.1f}",
+            "risk": f"{risk:.0%}",
+        },
+        annotate=_label_lines_and_gaps,
     )
 
 
-def _top(layer: Layer) -> float:
-    """Returns the highest number that a layer needs room for."""
-    return float(np.nanmax([layer.y, layer.high]))
+def _missed_ratios(failed: Sequence[Relation]) -> str:
+    """Returns a sentence on the ratios that the model misses, with their range over nodes; "" for
+    none.
+    """
+    if not failed:
+        return ""
+    values: dict[str, list[str]] = {}
+    for relation in failed:
+        ratio = relation.claim.rpartition(",")[0]
+        values.setdefault(ratio, []).append(f"{relation.value:.2f}")
+    ranges = []
+    for ratio, found in values.items():
+        ends = dict.fromkeys([found[0], found[-1]])
+        ranges.append(f"{ratio} {' to '.join(ends)}")
+    return f"MISSED: {'; '.join(ranges)}."
 
 
-def throughput_figure(runs: Runs = (), *, dress: Sequence[Mapping[str, Any]]) -> Drawn:
-    """Returns tokens/s and node of AWS's benchmarks beside the model's, fitted to the others
-    each time; the table. `dress` as `picture` takes it, without the ticks.
+def trainium_rates_content(runs: Runs = ()) -> FigureContent:
+    """Returns tokens/s and node of AWS's benchmarks beside the model's, each of which is predicted
+    from the others.
     """
     rates = _benchmark_rates()
-    factor = math.exp(1.645 * calibration(TRN1).misfit)
     names = [rate.x for rate in rates]
-    centre = np.array([rate.number / math.exp(left_out()[rate.x]) for rate in rates])
+    errors = left_out()
+    centre = np.array([rate.number / math.exp(errors[rate.x]) for rate in rates])
+    factor = math.exp(1.645 * machine_calibration(TRN1).misfit)
+    predicted = FigureLayer.modelled(
+        "model, fitted to the others",
+        range(len(names)),
+        centre,
+        centre / factor,
+        centre * factor,
+        error=trn1_error(),
+        names=names,
+    )
+    own = on_clusters(
+        runs,
+        x=lambda run: len(names),
+        y=lambda run: run.metrics().tokens_per_s / _nodes(run),
+    )
     ticks = [name.removeprefix("3.1-").replace(", SDK ", "\n") for name in names]
-    return picture(
-        [
-            Layer.published(rates, label="AWS benchmarks"),
-            Layer.modelled(
-                "model, fitted to the others",
-                range(len(names)),
-                centre,
-                centre / factor,
-                centre * factor,
-                error=trn1_error(),
-                names=names,
-            ),
-            *on_clusters(
-                runs,
-                x=lambda run: len(names),
-                y=lambda run: run.metrics().tokens_per_s / _nodes(run),
-            ),
-        ],
-        [{"ticks": dict(enumerate(ticks)), **dress[0]}],
-        "AWS's own tables of Trainium, on which the cost figure rests.",
-        "Modelled: each is predicted from the others, with a 90 % interval.",
-        "Not modelled: one layout differs by a sixth between versions of the SDK.",
-        notes=["The paper's own numbers were not found. SDK 2.24: Llama 3.1, the others Llama 2."],
-        also=lambda figure: legend_above(figure, 3),
-        height=4.6,
+    return FigureContent(
+        panels={"": [FigureLayer.published(rates, label="AWS benchmarks"), predicted, *own]},
+        ticks={"": dict(enumerate(ticks))},
     )
 
 
-def cost_layer(machine: str, model: str) -> Layer:
+def cost_layer(machine: str, model: str) -> FigureLayer:
     """Returns modelled cost per 4M tokens, per cent of that of 7B on 4 p4d nodes; only nodes on
     which it fits.
     """
     nodes, draws = cost_draws(machine, model)
-    percent = interval(100 * draws / _reference())
-    return Layer.modelled(SHORT[machine], nodes, *percent, error=model_error())
+    percent = quantile_interval(100 * draws / _reference())
+    return FigureLayer.modelled(SHORT[machine], nodes, *percent, error=model_error())
 
 
-def ratio_layers(name: str) -> list[Layer]:
+def ratio_layers(name: str) -> list[FigureLayer]:
     """Returns one of RATIOS as modelled, on the nodes that both sides fit on."""
     layers = []
     for label, (over, under) in RATIOS[name].items():
         (nodes, cost), (others, other_cost) = cost_draws(*over), cost_draws(*under)
         common, first, second = np.intersect1d(nodes, others, return_indices=True)
-        ratio = interval(cost[:, first] / other_cost[:, second])
-        layers.append(Layer.modelled(label, common, *ratio, error=model_error()))
+        ratio = quantile_interval(cost[:, first] / other_cost[:, second])
+        layers.append(FigureLayer.modelled(label, common, *ratio, error=model_error()))
     return layers
 
 
@@ -149,10 +161,14 @@ def cost_draws(machine: str, model: str) -> tuple[Array, Array]:
 
     They are of what is not known: the coefficients, and the formula's misfit of each layout.
     """
-    plans: dict[int, Plan] = {n: plan for n in NODES if (plan := plan_of(machine, model, n))}
-    found = calibration(machine)
+    plans: dict[int, Plan] = {}
+    for nodes in NODES:
+        plan = plan_on_nodes(machine, model, nodes)
+        if plan is not None:
+            plans[nodes] = plan
+    found = machine_calibration(machine)
     seed = (TRN1, P4D).index(machine)
-    seconds = found.draws(layouts_of(machine, model, list(plans.values())), seed=seed)
+    seconds = found.draws(hlat_layouts(machine, model, list(plans.values())), seed=seed)
     wrong = np.random.default_rng(10 + seed).normal(0, found.misfit, size=seconds.shape)
     hourly = [usd_per_hour(plan, Site.load(machine)) for plan in plans.values()]
     tokens = BATCH * ModelSpec.preset(MODELS[model]).sequence_length
@@ -171,67 +187,26 @@ def relations() -> list[Relation]:
     """Returns what the paper says in words of the costs, each on the model's output with its
     interval.
     """
-    return [
-        Relation(
-            claim=f"{name}, {layer.label}, {nodes:.0f} nodes",
-            layer="modelled",
-            value=float(layer.y[i]),
-            low=float(layer.low[i]),
-            high=float(layer.high[i]),
-            expected=f"about {fact.number:g}: within {ABOUT:.0%}",
-            within=(fact.number * (1 - ABOUT), fact.number * (1 + ABOUT)),
-        )
-        for name, fact in _stated().items()
-        for layer in ratio_layers(name)
-        for i, nodes in enumerate(layer.x)
-    ]
+    found = []
+    for name, fact in _stated_ratios().items():
+        for layer in ratio_layers(name):
+            for i, nodes in enumerate(layer.x):
+                relation = Relation(
+                    claim=f"{name}, {layer.label}, {nodes:.0f} nodes",
+                    layer="modelled",
+                    value=float(layer.y[i]),
+                    low=float(layer.low[i]),
+                    high=float(layer.high[i]),
+                    expected=f"about {fact.number:g}: within {ABOUT:.0%}",
+                    within=(fact.number * (1 - ABOUT), fact.number * (1 + ABOUT)),
+                )
+                found.append(relation)
+    return found
 
 
-def _stated() -> dict[str, Fact]:
+def _stated_ratios() -> dict[str, PaperFact]:
     """Returns what the paper says of each of RATIOS."""
     return {fact.x: fact for fact in (*FACTS["cost_ratio"], *FACTS["cost_size_ratio"])}
-
-
-def _cost_texts() -> tuple[tuple[str, str, str], list[str]]:
-    """Returns the caption, with how many of the paper's ratios the model meets and misses; and the
-    notes: prices, what does not fit, and whose layouts are drawn.
-    """
-    checked = relations()
-    failed = [relation for relation in checked if relation.verdict == "fails"]
-    missed: dict[str, list[Relation]] = {}
-    for relation in failed:
-        missed.setdefault(relation.claim.rpartition(",")[0], []).append(relation)
-    told = "; ".join(
-        f"{claim} {' to '.join(dict.fromkeys(f'{r.value:.2f}' for r in (found[0], found[-1])))}"
-        for claim, found in missed.items()
-    )
-    plan = trn1_plan("70B", 4)
-    used, risk = trn1_risk("70B", plan)
-    return (
-        "Modelled cost of 4M tokens; 100 %: 7B on 4 nodes of p4d. Dashed: paper.",
-        f"{len(checked) - len(failed)} of {len(checked)} modelled ratios have the paper's in their"
-        " interval.",
-        f"MISSED: {told}." if told else "",
-    ), [
-        (
-            f"7B on 4 nodes of p4d is modelled at {np.median(_reference()):.2f} USD; 21.50 and"
-            f" 32.77 USD a node-hour, steps of {BATCH:,} sequences."
-        ),
-        (
-            f"Out of memory is a risk above {MAX_RISK:.0%}. 70B on 4 nodes: trn1 at TP"
-            f" {plan.tensor_parallel}, PP {plan.pipeline_parallel} would use {used / 1e9:.1f} of"
-            f" 17.2 GB (risk {risk:.0%}; HLAT's PP 8 needs 8 nodes), p4d has no layout that fits."
-        ),
-        (
-            "trn1 in HLAT's layouts, p4d in the fastest that the estimator finds, which may be"
-            " better than what NeMo 23.08 did."
-        ),
-        (
-            "The points of the paper's curves could not be read; it says about 60 %, about 10"
-            " times, flat."
-        ),
-        "Each ratio with its interval and tolerance is in the sheet of the paper's claims.",
-    ]
 
 
 def cost_percent(run: Run) -> Array:
@@ -259,11 +234,11 @@ def _nodes(run: Run) -> float:
     return run.plan.num_devices / run.site.devices_per_node
 
 
-def _benchmark_rates() -> list[Fact]:
+def _benchmark_rates() -> list[PaperFact]:
     """Returns tokens/s and node of AWS's benchmarks."""
     per_node = Site.load(TRN1).devices_per_node
     return [
-        Fact(
+        PaperFact(
             series="trn1_tokens_per_s",
             x=benchmark_name(run),
             value=str(run.tokens_per_step / run.step_time_s * per_node / run.num_devices),
@@ -277,7 +252,7 @@ def _benchmark_rates() -> list[Fact]:
     ]
 
 
-def _benchmark_ratio() -> Layer:
+def _benchmark_ratio() -> FigureLayer:
     """Returns cost of 70B on 32 nodes over 7B on 16, from AWS's benchmarks, one point a version."""
     rates = {fact.x: fact for fact in _benchmark_rates()}
     ratios = [
@@ -285,18 +260,22 @@ def _benchmark_ratio() -> Layer:
         for name, small in rates.items()
         if name.startswith("7B") and f"70B{name[2:]}" in rates
     ]
-    return Layer.published(ratios, label="AWS")
+    return FigureLayer.published(ratios, label="AWS")
 
 
-def _name_lines_and_gaps(figure: Any) -> None:
-    """Names the lines of all panels, and hatches the nodes on which 70B fits on no layout of some
+def _label_lines_and_gaps(figure: Any) -> None:
+    """Labels the lines of all panels, and hatches the nodes on which 70B fits on no layout of some
     machine.
     """
     for axis in figure.axes:
-        name_lines(axis)
+        label_line_ends(axis)
     axis = figure.axes[1]
     for nodes in NODES:
-        full = [short for machine, short in SHORT.items() if plan_of(machine, "70B", nodes) is None]
+        full = [
+            short
+            for machine, short in SHORT.items()
+            if plan_on_nodes(machine, "70B", nodes) is None
+        ]
         if full:
             axis.axvspan(nodes / 1.3, nodes * 1.3, hatch="///", facecolor="none", edgecolor=GRID)
             style = {"rotation": 90, "ha": "center", "va": "center"}

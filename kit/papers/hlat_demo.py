@@ -75,7 +75,9 @@ def demo_run(directory: str | Path, data: str | Path) -> Run:
     from kit.launcher import launch
 
     folder = Path(directory) / RUN
-    run = Run.open(folder) if (folder / "job.json").exists() else None
+    run = None
+    if (folder / "job.json").exists():
+        run = Run.open(folder)
     if run is None or run.job.status().state is JobState.LOST:
         note_load(directory)
         recipe = Recipe(

@@ -50,7 +50,7 @@ NEMO = {
 
 
 @lru_cache(maxsize=2)
-def calibration(machine: str) -> Calibration:
+def machine_calibration(machine: str) -> Calibration:
     """Returns what published runs tell about TRN1 or P4D, with the misfit that runs left out of
     the fit show.
     """
@@ -97,8 +97,9 @@ def other_a100() -> dict[str, float]:
             groups.setdefault(f"{run.system}: {run.source.split(' (')[0]}", []).append(run)
     errors = {}
     for name, runs in groups.items():
-        sites = Hardware.joined([Hardware.of(site) for run in runs if (site := run.site())])
-        predicted = found.predict(published.layouts(runs), sites).total_s
+        sites = [run.site() for run in runs]
+        hardware = Hardware.joined([Hardware.of(site) for site in sites if site])
+        predicted = found.predict(published.layouts(runs), hardware).total_s
         errors[name] = float(np.median(np.log(predicted / published.step_times(runs))))
     return errors
 
@@ -115,22 +116,25 @@ def trn1_error() -> str:
 
 def model_error() -> str:
     """Returns the same for both machines."""
+    num_runs = machine_calibration(P4D).num_runs
+    others = other_a100().values()
     return (
-        f"p4d fitted to {calibration(P4D).num_runs} runs on Selene, which has the same GPU with"
-        f" twice the memory and four times the network; on {len(other_a100())} other publications"
-        f" about A100 that errs by {np.expm1(_rms(other_a100().values())):.0%};"
+        f"p4d fitted to {num_runs} runs on Selene, which has the same GPU with"
+        f" twice the memory and four times the network; on {len(others)} other publications"
+        f" about A100 that errs by {np.expm1(_rms(others)):.0%};"
         f" {trn1_error()}"
     )
 
 
 @lru_cache(maxsize=32)
-def plan_of(machine: str, model: str, nodes: int) -> Plan | None:
+def plan_on_nodes(machine: str, model: str, nodes: int) -> Plan | None:
     """Returns the layout of `7B` or `70B` on some nodes of a machine, or None where nothing fits
     in memory.
     """
     if machine == TRN1:
         plan = trn1_plan(model, nodes)
-        return plan if trn1_risk(model, plan)[1] <= MAX_RISK else None
+        _, risk = trn1_risk(model, plan)
+        return plan if risk <= MAX_RISK else None
     try:
         return search(
             ModelSpec.preset(MODELS[model]),
@@ -139,7 +143,7 @@ def plan_of(machine: str, model: str, nodes: int) -> Plan | None:
             BATCH,
             max_risk=MAX_RISK,
             only=NEMO,
-            calibration=calibration(P4D),
+            calibration=machine_calibration(P4D),
             kernels=MEGATRON,
         ).best
     except ConfigError as error:
@@ -148,16 +152,13 @@ def plan_of(machine: str, model: str, nodes: int) -> Plan | None:
         return None
 
 
-def layouts_of(machine: str, model: str, plans: list[Plan]) -> Layouts:
+def hlat_layouts(machine: str, model: str, plans: list[Plan]) -> Layouts:
     """Returns plans as layouts of NxD and NeMo: attention is written out on Trainium, fused on
     GPUs.
     """
-    return Layouts.of(
-        ModelSpec.preset(MODELS[model]),
-        plans,
-        flash_attention=0 if machine == TRN1 else 2,
-        native=False,
-    )
+    flash_attention = 0 if machine == TRN1 else 2
+    spec = ModelSpec.preset(MODELS[model])
+    return Layouts.of(spec, plans, flash_attention=flash_attention, native=False)
 
 
 def trn1_plan(model: str, nodes: int, **changes: Any) -> Plan:
@@ -189,11 +190,11 @@ def trn1_risk(model: str, plan: Plan) -> tuple[float, float]:
     spec = ModelSpec.preset(MODELS[model])
     spec = spec.replace(num_kv_heads=max(spec.num_kv_heads, plan.tensor_parallel))
     held = memory(Layouts.of(spec, [plan], flash_attention=0), kernels=MEGATRON, reserve=RESERVE)
-    capacity = float(calibration(TRN1).hardware.memory_bytes)
+    capacity = float(machine_calibration(TRN1).hardware.memory_bytes)
     return float(held.used_bytes.max()), float(held.out_of_memory_probability(capacity).max())
 
 
-def interval(draws: Array) -> tuple[Array, Array, Array]:
+def quantile_interval(draws: Array) -> tuple[Array, Array, Array]:
     """Returns (median, low, high) of a 90 % interval over the first axis."""
     low, middle, high = np.quantile(draws, (0.05, 0.5, 0.95), axis=0)
     return middle, low, high

@@ -13,18 +13,18 @@ from kit.evaluate.benchmarks import SUITES
 from kit.evaluate.hlat import compare, published_table
 from kit.evaluate.report import EvalReport
 from kit.monitor.scores import ScoreCurve, eval_curve, eval_reports
-from kit.papers.facts import Fact
+from kit.papers.facts import PaperFact
 from kit.papers.hlat_model import FACTS
-from kit.papers.layers import Drawn, Layer, Runs, by_scale, opened, own_points, scale_of
-from kit.papers.panels import HOLLOW, finish, pairs, panel, paper_table
+from kit.papers.layers import FigureLayer, Runs, by_scale, open_runs, own_points, scale_of
+from kit.papers.panels import HOLLOW, FigureContent, TableContent, draw_layers
 from kit.run import Run
-from kit.show.style import Rows, new_figure
+from kit.show.style import Rows
 from kit.show.theme import GREY, INK
 
 COLUMNS = {
     (task.task, task.num_fewshot): (task.column or "").split("_pass")[0] for task in SUITES["hlat"]
 }
-"""Of the paper's tables, by the task and the shots that count in them."""
+"""Columns of the paper's tables, by the task and the number of shots that count in them."""
 PANELS = {
     "mmlu": "MMLU",
     "commonsense": "common sense",
@@ -33,8 +33,10 @@ PANELS = {
     "math": "GSM8K",
     "code": "HumanEval",
 }
-"""Of both figures, (a) to (f)."""
+"""Titles of the panels (a) to (f) of both figures, by column."""
 DEMO = "measured, demo scale"
+END_POINTS = "end points"
+"""Name of the panel above all, with the published scores of the last checkpoints."""
 SHORT = {
     "sequence_length": "tokens",
     "commonsense": "CR",
@@ -50,83 +52,86 @@ SHORT = {
     "truthfulqa_mc1": "mc1",
     "truthfulqa_mc2": "mc2",
 }
-"""Headings of the paper."""
+"""Headings in the paper, by column."""
 SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
-"""Headings of Table IV, against Table II."""
+"""Headings that are swapped in Table IV, against Table II."""
 
 
-def scores_figure(
-    runs: Runs = (), *, model: str, words: Sequence[str], paper_panels: bool = False
-) -> Drawn:
+def scores_content(runs: Runs = (), *, model: str, paper_panels: bool = False) -> FigureContent:
     """Returns Figure 3 (7B) or 4 (70B) as far as it was read: the end points, and the curves of
-    your runs; and the table.
+    your runs.
 
-    `words` are what the paper says of its curves: one for the caption, the others for the notes.
     `paper_panels` draws all panels of the paper, also those that have no curve of your runs.
     """
     panels = {name: end_points(model, name) for name in PANELS}
+    has_curve = set()
     for run in by_scale(runs)["cluster"]:
         for curve in eval_curve(run):
-            name = COLUMNS.get((curve.oldest_score.task, curve.oldest_score.num_fewshot))
+            score = curve.oldest_score
+            name = COLUMNS.get((score.task, score.num_fewshot))
             if name in PANELS:
                 panels[name].append(_curve_layer(run, curve))
-    curves = {
-        name: layers
-        for name, layers in panels.items()
-        if paper_panels or any(layer.joined for layer in layers)
+                has_curve.add(name)
+    drawn = [name for name in PANELS if paper_panels or name in has_curve]
+    and_curves = ", and those of runs by tokens" if drawn else ""
+
+    def draw_panel(axis: Any, name: str) -> None:
+        if name == END_POINTS:
+            _draw_end_points(axis, panels)
+        else:
+            _draw_as_published(axis, name, model, panels[name])
+
+    return FigureContent(
+        panels=panels,
+        values={"and_curves": and_curves},
+        axes=[END_POINTS, *drawn],
+        layout=_layout_below_end_points(len(drawn)),
+        draw_panel=draw_panel,
+    )
+
+
+def _layout_below_end_points(num_panels: int) -> dict[str, Any]:
+    """Returns the layout of a wide panel above others, of which two stand side by side."""
+    lines = ["aa"]
+    letters = "bcdefg"[:num_panels]
+    for i in range(0, num_panels, 2):
+        lines.append(letters[i : i + 2].ljust(2, letters[i]))
+    return {
+        "mosaic": ";".join(lines),
+        "height": 1.6 + 2 * len(lines),
+        "height_ratios": [1.5] + [1] * (len(lines) - 1),
     }
-    mosaic = pairs(len(curves), under_one=True)
-    lines = mosaic.count(";")
-    with new_figure(mosaic, height=3.6 + 2 * lines, height_ratios=[1.5, *[1] * lines]) as (
-        figure,
-        places,
-    ):
-        _draw_end_points(places[0], panels)
-        for axis, (name, layers) in zip(places[1:], curves.items(), strict=True):
-            _draw_as_published(axis, name, model, layers)
-            if len(layers) > 1:
-                axis.legend(loc="best")
-        return finish(
-            figure,
-            panels,
-            f"Scores of the {model}, %: its last checkpoints"
-            + (", and those of runs by tokens." if curves else "."),
-            words[0],
-            "The points of the paper's curves could not be read.",
-            notes=[
-                "The last checkpoints are from the paper's tables, the axes as in its panels.",
-                "Your runs are scored by the same harness; bars are 95 % intervals.",
-                *words[1:],
-            ],
-        )
 
 
-def end_points(model: str, panel: str) -> list[Layer]:
-    """Returns published scores at the last checkpoints, %, against billions of tokens; of pass@1
-    and 10 for code.
+def end_points(model: str, panel: str) -> list[FigureLayer]:
+    """Returns published scores at the last checkpoints, %, against billions of tokens. Code has
+    pass@1 and pass@10.
     """
-    columns = {"code_pass_1": "pass@1", "code_pass_10": "pass@10"}
-    two = published_table("II")
-    four = published_table("IV")
-    [row] = [row for row in two.rows if row["model"] == "HLAT" and row["size"] == model]
+    labels = {panel: "published"}
+    if panel == "code":
+        labels = {"code_pass_1": "pass@1", "code_pass_10": "pass@10"}
+    quality = published_table("II")
+    averaging = published_table("IV")
+    [row] = [row for row in quality.rows if row["model"] == "HLAT" and row["size"] == model]
     layers = []
-    for column, label in (columns if panel == "code" else {panel: "published"}).items():
-        source = two.source
+    for column, label in labels.items():
+        source = quality.source
         values = {1800: row[column]}
         # Table II has the mean of both checkpoints; Table IV has each.
         if model == "70B" and column != "code_pass_10":
-            swapped = SWAPPED.get(column, column)
-            values = dict(zip((1740, 1800), (each[swapped] for each in four.rows), strict=False))
-            source = four.source
+            source = averaging.source
+            heading = SWAPPED.get(column, column)
+            checkpoints = [checkpoint[heading] for checkpoint in averaging.rows]
+            values = dict(zip((1740, 1800), checkpoints, strict=False))
         points = [
-            Fact(series=column, x=str(x), value=str(y), known="read", source=source, unit="%")
+            PaperFact(series=column, x=str(x), value=str(y), known="read", source=source, unit="%")
             for x, y in values.items()
         ]
-        layers.append(Layer.published(points, label=label))
+        layers.append(FigureLayer.published(points, label=label))
     return layers
 
 
-def _curve_layer(run: Run, curve: ScoreCurve) -> Layer:
+def _curve_layer(run: Run, curve: ScoreCurve) -> FigureLayer:
     """Returns the scores of a run's checkpoints, %, with their 95 % intervals."""
     layer = own_points(
         [run],
@@ -142,93 +147,101 @@ def _curve_layer(run: Run, curve: ScoreCurve) -> Layer:
     return layer
 
 
-def _draw_end_points(axis: Any, panels: dict[str, list[Layer]]) -> None:
+def _draw_end_points(axis: Any, panels: dict[str, list[FigureLayer]]) -> None:
     """Draws what is published of all panels, a line each: the scores of the last checkpoints,
     joined, with their numbers.
     """
-    published = {
-        PANELS[name] + (f" {layer.label.removeprefix('pass')}" if name == "code" else ""): layer
-        for name in PANELS
-        for layer in panels[name]
-        if layer.kind == "published"
-    }
+    published = {}
+    for name, title in PANELS.items():
+        for layer in panels[name]:
+            if layer.kind == "published":
+                label = title
+                if name == "code":
+                    label += f" {layer.label.removeprefix('pass')}"
+                published[label] = layer
     for place, layer in enumerate(published.values()):
         axis.plot(layer.y, [place] * len(layer.y), color=GREY, linewidth=4, alpha=0.5)
-        told = " → ".join(f"{y:g}" for y in layer.y)
-        before = max(layer.y) > 70  # there is no room behind it
-        at, offset, side = (min, -10, "right") if before else (max, 10, "left")
+        text = " → ".join(f"{y:g}" for y in layer.y)
+        beside, offset, side = max(layer.y), 10, "left"
+        if beside > 70:  # there is no room behind it
+            beside, offset, side = min(layer.y), -10, "right"
         style = {"textcoords": "offset points", "va": "center", "ha": side, "color": INK}
-        axis.annotate(told, (at(layer.y), place), xytext=(offset, 0), **style)
+        axis.annotate(text, (beside, place), xytext=(offset, 0), **style)
     for marker, tokens in (("|", 1740), ("o", 1800)):
-        points = [
-            (y, place)
-            for place, layer in enumerate(published.values())
-            for y in layer.y[layer.x == tokens]
-        ]
+        points = []
+        for place, layer in enumerate(published.values()):
+            points += [(y, place) for y in layer.y[layer.x == tokens]]
         if points:
             label = f"at {tokens:,} billion tokens"
             axis.plot(*zip(*points, strict=True), label=label, **HOLLOW | {"marker": marker})
     axis.set_yticks(range(len(published)), [*published])
-    axis.set(xlim=(0, 100), ylim=(len(published) - 0.5, -0.5), title="published, %")
+    axis.set_ylim(len(published) - 0.5, -0.5)
     axis.grid(visible=True, axis="both")
     axis.figure.legend(loc="outside upper left", ncols=2)
 
 
-def _draw_as_published(axis: Any, name: str, model: str, layers: list[Layer]) -> None:
+def _draw_as_published(axis: Any, name: str, model: str, layers: list[FigureLayer]) -> None:
     """Draws a panel with the axes of the paper's: it shows at least its ticks, and all points."""
-    title = f"({'abcdef'[list(PANELS).index(name)]}) {PANELS[name]}, %"
-    panel(axis, layers, title=title, xlabel="tokens, billions", xlim=(0, 1900))
+    draw_layers(axis, layers)
+    letter = "abcdef"[[*PANELS].index(name)]
+    axis.set_title(f"({letter}) {PANELS[name]}, %")
     low, high = (FACTS.value(f"score_axis_{end}_{model}", name) for end in ("low", "high"))
-    margin, (bottom, top) = 0.08 * (high - low), axis.get_ylim()
+    margin = 0.08 * (high - low)
+    bottom, top = axis.get_ylim()
     axis.set_ylim(min(low - margin, bottom), max(high + margin, top))
     if model == "70B":
         begin = FACTS.value("mix_stage", "from")
         axis.axvline(begin, color=GREY, linewidth=0.8, linestyle=":")
+    if len(layers) > 1:
+        axis.legend(loc="best")
 
 
 # Tables -------------------------------------------------------------------------------------------
 
 
-def sequence_length_figure(runs: Runs = ()) -> Drawn:
-    """Returns Table I, the models compared and their sequence lengths, with those of your runs;
-    and its rows.
-    """
+def sequence_length_content(runs: Runs = ()) -> TableContent:
+    """Returns Table I, the models compared and their sequence lengths, with those of your runs."""
     own = []
-    for run in opened(runs):
-        count = run.spec.num_params
+    for run in open_runs(runs):
+        size = f"{run.spec.num_params / 1e6:.2g}M"
+        if run.spec.num_params >= 1e9:
+            size = f"{run.spec.num_params / 1e9:.3g}B"
         length = str(run.spec.sequence_length)
-        size = f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.2g}M"
         own.append({"made": _made(run), "model": run.name, "size": size, "sequence_length": length})
-    return _table("I", own, [run["model"] for run in own])
+    return _printed_table("I", own, [run["model"] for run in own])
 
 
-def compared_figure(runs: Runs = (), *, table: str, headings: Sequence[str] = ()) -> Drawn:
+def compared_content(runs: Runs = (), *, table: str) -> TableContent:
     """Returns Table II, quality, or V, bias and truthfulness, with the scores of the newest
-    checkpoint of your runs above; and its rows.
+    checkpoint of your runs above.
 
-    A column needs all of its data sets in the paper's shots, whole. `headings` say what its name
-    stands for.
+    A column needs all of its data sets in the paper's shots, whole.
     """
     found = reports(runs)
     columns = published_table(table).columns
     own = []
+    num_partial = 0
     for report, made, _ in found:
         cells = compare(report, table).own[0]
-        name = cells["model"].split(",")[0] if made == DEMO else cells["model"]
+        num_partial += not any(cells[column] for column in columns)
+        name = cells["model"]
+        if made == DEMO:
+            name = name.split(",")[0]
         own.append({"made": made, **cells, "model": name})
-    notes = [*headings]
-    left = ""
+    notes = []
+    incomplete = ""
     if own:
         notes.append("Own rows: 95 % intervals in brackets.")
-    if missing := sum(not any(row[column] for column in columns) for row in own):
+    if num_partial:
         notes.append("Partial scores, other shots and a part of a column's data sets do not count.")
-        left = f"Reports without a complete column: {missing} of {len(own)}."
-    return _table(table, own, [title for *_, title in found], left, notes=notes)
+        incomplete = f"Reports without a complete column: {num_partial} of {len(own)}."
+    content = _printed_table(table, own, [name for _, _, name in found], notes)
+    return dataclasses.replace(content, values={**content.values, "incomplete": incomplete})
 
 
-def averaging_figure(runs: Runs = ()) -> Drawn:
-    """Returns Table IV, two checkpoints of the 70B and their mean, and its rows."""
-    return _table("IV", [], [], "The mean of both checkpoints has the best average.")
+def averaging_content(runs: Runs = ()) -> TableContent:
+    """Returns Table IV, two checkpoints of the 70B and their mean."""
+    return _printed_table("IV", [], [])
 
 
 def reports(runs: Runs) -> list[tuple[EvalReport, str, str]]:
@@ -240,7 +253,7 @@ def reports(runs: Runs) -> list[tuple[EvalReport, str, str]]:
         if not isinstance(run, Run) and Path(run).is_file():
             found.append((EvalReport.read(Path(run)), "measured", Path(run).name))
             continue
-        for each in opened([run]):
+        for each in open_runs([run]):
             if scored := eval_reports(each):
                 found.append((scored[-1], _made(each), each.name))
     return found
@@ -250,32 +263,31 @@ def _made(run: Run) -> str:
     return DEMO if scale_of(run) == "demo" else "measured"
 
 
-def _table(
-    name: str,
-    own: list[dict[str, str]],
-    runs: list[str],
-    text: str = "",
-    *,
-    notes: Sequence[str] = (),
-) -> Drawn:
-    """Returns a table of the paper, own rows first, its oddities in the notes; and its rows."""
+def _printed_table(
+    name: str, own: list[dict[str, str]], runs: list[str], notes: Sequence[str] = ()
+) -> TableContent:
+    """Returns a table of the paper, own rows first, with its oddities in the notes."""
     known = published_table(name)
     rows: Rows = [*own, *({"made": "published", **row} for row in known.texts())]
-    told = {
+    sources = {
         "published": known.source,
         "measured": "reports given to the figure",
         DEMO: "this machine, demo scale",
     }
-    layers = [
-        Layer(kind=made.split(",")[0], label="table", source=told[made])  # type: ignore[arg-type]
-        for made in dict.fromkeys(["published", *(row["made"] for row in own)])
-    ]
-    drawn = paper_table(
-        [{SHORT.get(key, key): value for key, value in row.items()} for row in rows],
-        layers,
-        f"{known.title}, as printed.",
-        *([text] if text else []),
-        notes=[*notes, *known.notes],
+    layers = []
+    for made in dict.fromkeys(["published", *(row["made"] for row in own)]):
+        kind: Any = _kind_of(made)
+        layers.append(FigureLayer(kind=kind, label="table", source=sources[made]))
+    return TableContent(
+        cells=[{SHORT.get(key, key): value for key, value in row.items()} for row in rows],
+        rows=[{"layer": _kind_of(row["made"])} | row for row in rows],
+        layers=layers,
         runs=runs,
+        values={"title": known.title},
+        notes=[*notes, *known.notes],
     )
-    return drawn, [{"layer": row["made"].split(",")[0]} | row for row in rows]
+
+
+def _kind_of(made: str) -> str:
+    """Returns the kind of layer of a row: `published` or `measured`."""
+    return made.split(",")[0]

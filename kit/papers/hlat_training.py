@@ -3,7 +3,6 @@ and the precision of training, both measured here.
 """
 
 import json
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,62 +10,56 @@ import numpy as np
 from kit.errors import ConfigError
 from kit.monitor.figure import EMA_STEPS, smooth
 from kit.papers.hlat_model import FACTS, MODELS
-from kit.papers.layers import Drawn, Layer, Runs, curves, folders_with, study_points
-from kit.papers.panels import legend_above, mark_demo_scale, picture
-from kit.papers.recipes import floor_step, last_step, recipe, tokens_of
+from kit.papers.layers import FigureLayer, Runs, curves, folders_with, study_points
+from kit.papers.panels import FigureContent, mark_demo_scale, panel_rows
+from kit.papers.recipes import final_step, floor_step, recipe, tokens_of
 from kit.show.theme import BLUE, GREY, OLIVE, PURPLE, SLATE, VERMILION
 from kit.trainer.spikes import spikes
 
-ARM_COLOURS = (SLATE, BLUE, PURPLE, OLIVE, VERMILION)
 Steps = list[dict[str, Any]]
+"""Rows of the steps of a small training, as `hlat_demo.train_in` returns them."""
 STEPS_SHOWN = 60
-"""Of a schedule of half a million."""
+"""Steps of a schedule of half a million that are drawn."""
 EXACT = (
     "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and NeMo"
     " (rescaled)"
 )
-TRAINING = "(a) loss, nats per token"
 PRECISION = "precision.json"
 """File in which `hlat_demo.demo_precision` keeps its steps."""
+PRECISION_STYLES = ((SLATE, 4.0), (BLUE, 2.4), (PURPLE, 1.4), (OLIVE, 0.9))
+"""Colour and width of each line of the study of precisions. The lines lie on each other."""
 
 
-def learning_rate_figure(runs: Runs = ()) -> Drawn:
-    """Returns the learning-rate schedules of both models against tokens, clamped and rescaled;
-    and the table.
+def learning_rate_content(runs: Runs = ()) -> FigureContent:
+    """Returns the learning-rate schedules of both models against tokens, clamped and rescaled, and
+    those of runs.
     """
-    own, tokens = curves(runs, "learning_rate")
-    panels = {model: _schedules(model) for model in MODELS} | own
-    paper = {"xlabel": "tokens, billions", "ylim": (0, None)}
-    yours = {"title": "your runs: learning rate", "legend": {"loc": "upper right"}}
+    own, token_units = curves(runs, "learning_rate")
+    last = final_step("7B")
+    floor_tokens = tokens_of("7B", floor_step("7B"))
+    clamped = recipe("7B", "clamped").learning_rate_at(last)
+    rescaled = recipe("7B", "rescaled").learning_rate_at(last)
 
     def mark_ends(figure: Any) -> None:
         for axis in figure.axes[: len(MODELS)]:
             axis.axvline(1800, color=GREY, linewidth=0.8, linestyle=":")
         for axis in figure.axes:
             axis.ticklabel_format(axis="y", scilimits=(0, 0))
-        legend_above(figure, 3)
 
-    met = tokens_of("7B", floor_step("7B"))
-    last = last_step("7B")
-    end, other = (recipe("7B", kind).learning_rate_at(last) for kind in ("clamped", "rescaled"))
-    return picture(
-        panels,
-        [
-            paper | {"title": f"{name}: learning rate"}
-            if name in MODELS
-            else yours | {"xlabel": tokens[name]}
-            for name in panels
-        ],
-        "Warm-up, then a cosine over 500,000 steps; dotted: 1.8 trillion tokens.",
-        f"Clamped, as released, it meets its floor at {met / 1e12:.2f} trillion tokens.",
-        f"At the end 7B has {end:.2g}; rescaled, as others do, it would have {other:.3g}.",
-        notes=[f"2,000 steps of warm-up; 1.8 trillion tokens are {last:,} steps."],
-        also=mark_ends,
-        height=2.4 * ((len(panels) + 1) // 2) + 1.4,
+    return FigureContent(
+        panels={model: _schedules(model) for model in MODELS} | own,
+        values={
+            "floor_tokens": f"{floor_tokens / 1e12:.2f}",
+            "clamped": f"{clamped:.2g}",
+            "rescaled": f"{rescaled:.3g}",
+            "last_step": f"{last:,}",
+            **{f"{scale}_tokens": unit for scale, unit in token_units.items()},
+        },
+        annotate=mark_ends,
     )
 
 
-def _schedules(model: str) -> list[Layer]:
+def _schedules(model: str) -> list[FigureLayer]:
     """Returns both ends of a released schedule, and the whole of it with either meaning of its
     floor, against billions of tokens.
     """
@@ -76,81 +69,70 @@ def _schedules(model: str) -> list[Layer]:
         FACTS.only(f"recipe_{field}", model).replace(x=str(tokens_of(model, step) / 1e9))
         for field, step in ends.items()
     ]
-    layers = [Layer.published(released, label="peak and floor, released")]
+    layers = [FigureLayer.published(released, label="peak and floor, released")]
     whole = np.linspace(1, clamped.decay_steps or 1, STEPS_SHOWN)
     steps = np.unique(np.concatenate([whole, [*ends.values()]]).astype(int))
     for kind in ("clamped", "rescaled"):
         rates = [recipe(model, kind).learning_rate_at(int(step)) for step in steps]
-        layers.append(Layer.modelled(kind, tokens_of(model, steps) / 1e9, rates, error=EXACT))
+        layers.append(FigureLayer.modelled(kind, tokens_of(model, steps) / 1e9, rates, error=EXACT))
     return layers
 
 
-def data_mix_figure(runs: Runs = ()) -> Drawn:
-    """Returns Table III, the data of the last 400 billion tokens of the 70B, as bars; and the
-    table.
-    """
+def data_mix_content(runs: Runs = ()) -> FigureContent:
+    """Returns Table III, the data of the last 400 billion tokens of the 70B, as bars."""
     tokens = FACTS["mix_tokens"]
     shares = FACTS["mix_share"]
     whole = FACTS.value("mix_whole", "total")
-    part = FACTS.value("mix_whole_share", "total")
+    percent = FACTS.value("mix_whole_share", "total")
     stage = FACTS.value("mix_stage", "length")
-    begin = FACTS.value("mix_stage", "from")
+    layer = FigureLayer.published(tokens, label="billion tokens")
+    rows = panel_rows({"": [layer]})
+    for row, share in zip(rows, shares, strict=True):
+        row["share"] = share.number
+        row["of"] = share.note
 
-    def bars(axis: Any, layers: Sequence[Layer]) -> None:
-        [layer] = layers
-        drawn = axis.barh(
-            layer.x, layer.y, color="white", edgecolor=GREY, linewidth=1.4, height=0.4
-        )
-        told = [f"{t.number:g}, {s.number:.1f} %" for t, s in zip(tokens, shares, strict=True)]
-        axis.bar_label(drawn, told, padding=4)
-        for place, fact in enumerate(tokens):
+    def draw_bars(axis: Any, _: str) -> None:
+        bars = axis.barh(layer.x, layer.y, color="white", edgecolor=GREY, linewidth=1.4, height=0.4)
+        texts = []
+        for place, (fact, share) in enumerate(zip(tokens, shares, strict=True)):
+            texts.append(f"{fact.number:g}, {share.number:.1f} %")
             axis.text(0, place - 0.28, f"{fact.x}: {fact.note}", va="bottom")
-        axis.set(
-            xlim=(0, 1.3 * layer.y.max()),
-            ylim=(len(layer.y) - 0.6, -0.8),
-            title="Table III: billion tokens",
-            xticks=(0, 50, 100),
-            yticks=(),
-        )
+        axis.bar_label(bars, texts, padding=4)
+        axis.set(xlim=(0, 1.3 * layer.y.max()), ylim=(len(layer.y) - 0.6, -0.8))
         axis.grid(visible=False)
 
-    figure, rows = picture(
-        [Layer.published(tokens, label="billion tokens")],
-        [{}],
-        f"Data of the 70B from {begin:,g} billion tokens on, read {stage / whole:.2f} times.",
-        "Its effect, in the paper's words: about +10 points in math, +5 in code.",
-        notes=[
-            f"{whole:g} billion tokens are said to be {part:g} % of the whole set, so that has"
-            f" {whole / part / 10:.2f} trillion; {stage:g} billion tokens of training pass over"
-            " them."
-        ],
-        fill=bars,
-        height=3.6,
+    return FigureContent(
+        panels={"": [layer]},
+        values={
+            "begin": f"{FACTS.value('mix_stage', 'from'):,g}",
+            "passes": f"{stage / whole:.2f}",
+            "whole": f"{whole:g}",
+            "percent": f"{percent:g}",
+            "set_trillions": f"{whole / percent / 10:.2f}",
+            "stage": f"{stage:g}",
+        },
+        rows=rows,
+        draw_panel=draw_bars,
     )
-    return figure, [
-        row | {"share": s.number, "of": s.note} for row, s in zip(rows, shares, strict=True)
-    ]
 
 
-def loss_figure(
-    runs: Runs = (), *, dress: Mapping[str, Mapping[str, Any]], paper_panels: bool = False
-) -> Drawn:
-    """Returns training loss against tokens, with marks where the kit's alerts see a spike; and the
-    table.
+def loss_content(runs: Runs = (), *, paper_panels: bool = False) -> FigureContent:
+    """Returns training loss against tokens, with marks where the kit's alerts see a spike.
 
-    `dress` is that of the paper's panel and of yours, as `picture` takes it. `paper_panels` adds an
-    empty one for the paper's own curve, which could not be read.
+    `paper_panels` adds an empty panel for the paper's own curve, which could not be read.
 
     Raises:
         ConfigError: none of the runs has a step, and there is no such panel.
     """
-    own, tokens = curves(runs, "loss")
+    own, token_units = curves(runs, "loss")
     if not own and not paper_panels:
         raise ConfigError(
             f"hlat-loss: no steps in {list(map(str, runs))}. Give run directories (--run"
             " DIRECTORY)."
         )
-    panels: dict[str, list[Layer]] = ({"paper": []} if paper_panels else {}) | own
+    panels: dict[str, list[FigureLayer]] = {"paper": []} if paper_panels else {}
+    panels |= own
+    num_spikes = sum(len(spikes(layer.y)) for layers in panels.values() for layer in layers)
 
     def mark_spikes(figure: Any) -> None:
         for axis, layers in zip(figure.axes, panels.values(), strict=True):
@@ -158,113 +140,73 @@ def loss_figure(
                 rows = [row for row, _ in spikes(layer.y)]
                 axis.plot(layer.x[rows], layer.y[rows], "x", color=VERMILION, zorder=5)
 
-    count = sum(len(spikes(layer.y)) for layers in panels.values() for layer in layers)
-    return picture(
-        panels,
-        [
-            {**dress["yours"], "xlabel": tokens[name]} if name in tokens else dress[name]
-            for name in panels
-        ],
-        "Training loss of your runs; crosses: what the kit's alerts call a spike.",
-        f"Spikes: {count}. The paper's own curve could not be read.",
-        also=mark_spikes,
-        mosaic=";".join("abc"[: len(panels)]),
-        height=2.8 * len(panels) + 0.6,
+    return FigureContent(
+        panels=panels,
+        values={
+            "num_spikes": str(num_spikes),
+            **{f"{scale}_tokens": unit for scale, unit in token_units.items()},
+        },
+        annotate=mark_spikes,
     )
 
 
-def precision_figure(runs: Runs = ()) -> Drawn:
-    """Returns the loss of a small model trained in four precisions, and how far each is from fp32;
-    and the table.
+def precision_content(runs: Runs = ()) -> FigureContent:
+    """Returns the loss of a small model trained in four precisions, and how far each is from fp32.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no folder of `runs` has the study.
     """
-    arms, panels = _study(runs, PRECISION, "demo_precision")
-    beyond = [layer.y - panels["held out"][0].y for layer in panels["held out"]]
-    _, master, pure, stochastic = (f"{loss[-1]:+.3f}" for loss in beyond)
-    said = "; ".join(f"{fact.x}: {fact.value}" for fact in FACTS["precision_outcome"])
-    ends = "; ".join(f"{name} {loss:.3f}" for name, loss in last_losses(arms).items())
-    styles = [{"linewidth": width} for width in (4.0, 2.4, 1.4, 0.9)]
-
-    def mark_fp32(figure: Any) -> None:
-        legend_above(figure, 2)
-        figure.axes[1].axhline(0, color=GREY, linewidth=0.8)
-
-    return picture(
-        panels,
-        [
-            {
-                "styles": styles,
-                "title": TRAINING,
-                "losses": [smooth(layer.y) for layer in panels["training"]],
-            },
-            {
-                "styles": styles,
-                "marker": "o",
-                "title": "(b) held-out, less fp32's",
-                "losses": beyond,
-            },
-        ],
-        "A small model with the same weights and data in each precision.",
-        f"At the end, over fp32: master {master}, pure {pure}, stochastic {stochastic}.",
-        "Here a number is rounded once a step, on Trainium at every result.",
-        notes=[
-            f"Learning rates of HLAT's 7B. (a) is an average of about {EMA_STEPS} steps.",
-            f"Held-out loss at the end: {ends}.",
-            f"The paper, in words: {said}.",
-        ],
-        fill=_draw_arms,
-        also=mark_fp32,
-        height=4.5,
-    )
-
-
-def _draw_arms(
-    axis: Any,
-    layers: Sequence[Layer],
-    *,
-    styles: Sequence[Mapping[str, Any]],
-    losses: Sequence[Any] | None = None,
-    marker: str | None = None,
-    **shown: Any,
-) -> None:
-    """Draws the arms of a study, which lie on each other; `losses` in place of their own."""
-    losses = losses or [layer.y for layer in layers]
-    for layer, loss, colour, style in zip(layers, losses, ARM_COLOURS, styles, strict=False):
-        line = {"color": colour, "label": layer.label, "marker": marker, "markersize": 3}
-        axis.plot(layer.x, loss, **line, **style)
-    axis.set(xlabel="step", **shown)
-    mark_demo_scale(axis)
-
-
-def last_losses(arms: dict[str, Steps]) -> dict[str, float]:
-    """Returns the last held-out loss of each arm of a study, nats per token."""
-    return {name: _column(rows, "validation_loss")[1][-1] for name, rows in arms.items()}
-
-
-def _column(rows: Steps, name: str) -> Any:
-    """Returns the steps that have this number, and the numbers."""
-    known = [(row["step"], row[name]) for row in rows if row[name] is not None]
-    return tuple(zip(*known, strict=True))
-
-
-def _study(runs: Runs, name: str, function: str) -> tuple[dict[str, Steps], dict[str, list[Layer]]]:
-    """Returns the arms of a study that one of `runs` holds: their steps, and the losses of each in
-    training and on held-out text.
-    """
-    folders = folders_with(runs, name)
+    folders = folders_with(runs, PRECISION)
     if not folders:
         raise ConfigError(
-            f"runs: no {name} in {list(map(str, runs))}. Make the study first: "
-            f'python -c \'from kit.papers.hlat_demo import *; {function}("FOLDER", "DATA")\'; then'
-            " --run FOLDER."
+            f"runs: no {PRECISION} in {list(map(str, runs))}. Make the study first: "
+            'python -c \'from kit.papers.hlat_demo import *; demo_precision("FOLDER", "DATA")\';'
+            " then --run FOLDER."
         )
-    arms = json.loads((folders[0] / name).read_text())
-    return arms, {
+    steps = json.loads((folders[0] / PRECISION).read_text())
+    panels = {
         panel: [
-            study_points(folders[0], arm, *_column(rows, column), joined=True)
-            for arm, rows in arms.items()
+            study_points(folders[0], name, *_column(rows, column), joined=True)
+            for name, rows in steps.items()
         ]
         for panel, column in (("training", "loss"), ("held out", "validation_loss"))
     }
+    fp32 = panels["held out"][0].y
+    _, master, pure, stochastic = (layer.y[-1] - fp32[-1] for layer in panels["held out"])
+    ends = [f"{name} {loss:.3f}" for name, loss in last_losses(steps).items()]
+    statements = [f"{fact.x}: {fact.value}" for fact in FACTS["precision_outcome"]]
+
+    def draw_lines(axis: Any, name: str) -> None:
+        for layer, (colour, width) in zip(panels[name], PRECISION_STYLES, strict=True):
+            style: dict[str, Any] = {"color": colour, "linewidth": width, "label": layer.label}
+            if name == "training":
+                axis.plot(layer.x, smooth(layer.y), **style)
+            else:
+                axis.plot(layer.x, layer.y - fp32, marker="o", markersize=3, **style)
+        if name == "held out":
+            axis.axhline(0, color=GREY, linewidth=0.8)
+        mark_demo_scale(axis)
+
+    return FigureContent(
+        panels=panels,
+        values={
+            "master": f"{master:+.3f}",
+            "pure": f"{pure:+.3f}",
+            "stochastic": f"{stochastic:+.3f}",
+            "average_steps": str(EMA_STEPS),
+            "ends": "; ".join(ends),
+            "statements": "; ".join(statements),
+        },
+        draw_panel=draw_lines,
+    )
+
+
+def last_losses(steps: dict[str, Steps]) -> dict[str, float]:
+    """Returns the last validation loss of each line of a study, in nats per token."""
+    return {name: _column(rows, "validation_loss")[1][-1] for name, rows in steps.items()}
+
+
+def _column(rows: Steps, name: str) -> tuple[list[int], list[float]]:
+    """Returns (steps that have this number, the numbers)."""
+    known = [row for row in rows if row[name] is not None]
+    return [row["step"] for row in known], [row[name] for row in known]

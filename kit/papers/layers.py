@@ -1,22 +1,23 @@
 """The layers of a reproduced figure, on one axis: what a paper published, what the kit models, what
 was measured.
 
-A figure of `kit.papers` is a function of run directories that returns `Drawn`: it makes its layers
-and has `picture` of `panels.py` draw them, or `facts_table` where the paper prints a table. Each
-row has a key `layer`. What does not depend on a number (titles, axes, words) stands in
-`data/figures.toml`.
+A figure of `kit.papers` is a function of run directories that computes its content:
+`FigureContent`, or `TableContent` where the paper prints a table. `panels.py` draws it. Each row of
+its table has a key `layer`.
 
-    def loss_figure(runs: Runs = ()) -> Drawn:
+    def loss_content(runs: Runs = ()) -> FigureContent:
         layers = [
-            Layer.published(FACTS["final_loss"], label="paper"),  # hollow grey markers
-            Layer.modelled("model", x, y, low, high, error="6 % on ..."),  # line with its interval
+            FigureLayer.published(FACTS["final_loss"], label="paper"),  # hollow grey markers
+            FigureLayer.modelled("model", x, y, low, high, error="6 % on ..."),  # line, interval
             *measured(runs, x=tokens, y=final_loss),  # filled markers, demo scale marked
         ]
-        return picture(layers, [{"title": "loss"}], "What is drawn.", "What holds.", height=3)
+        return FigureContent(panels={"": layers}, values={"last": f"{y[-1]:.2f}"})
 
-Then name it in `data/figures.toml`. Rules that the code here enforces: a remembered number is
-never drawn as published, a modelled line says how wrong the model is, and demo-scale points never
-share a panel with a paper's.
+`data/figures.toml` has its texts, axes and size, and the name of the function. Its caption takes
+`{last}` from `values`.
+
+Rules that the code enforces: a remembered number is never drawn as published, a modelled line says
+how wrong the model is, and demo-scale points never share a panel with a paper's.
 """
 
 import dataclasses
@@ -33,18 +34,18 @@ from cluster.files import write_atomic
 from cluster.record import ConfigError
 from kit.errors import kit_command
 from kit.monitor.runs import find_runs
-from kit.papers.facts import Fact
+from kit.papers.facts import PaperFact
 from kit.run import Run
 from kit.show.style import Rows
 
 Runs = Sequence[Run | str | Path]
 """Runs, run directories, or folders of them."""
 Drawn = tuple[Any, Rows]
-"""A figure, or what a paper prints as a table, and its rows."""
+"""(figure, or a table if the paper prints one; its rows)."""
 WARM_UP = 2
 """Steps at the start of an attempt whose times are left out."""
 LOAD = "load.json"
-"""Beside demo-scale runs: how busy the machine was before the first of them."""
+"""File beside demo-scale runs with the load of the machine before the first of them."""
 YOURS = "your runs"
 TOKEN_UNITS = {
     "tokens, billions": 1e9,
@@ -53,11 +54,11 @@ TOKEN_UNITS = {
     "tokens": 1,
 }
 QUIET_LOAD = 1.5
-"""Processes at work besides; with more, measured times mean little."""
+"""Largest load average at which measured times mean something."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Layer:
+class FigureLayer:
     """Points of one kind: published (hollow, grey), modelled (a line with its interval) or
     measured (filled).
     """
@@ -67,18 +68,18 @@ class Layer:
     x: Any = ()
     y: Any = ()
     low: Any = math.nan
-    """End of the interval of y; NaN where there is none. So `high`. All become arrays as long as
-    x."""
+    """Lower end of the interval of y, NaN where there is none. Becomes an array as long as x."""
     high: Any = math.nan
+    """Upper end of the interval of y, NaN where there is none. Becomes an array as long as x."""
     source: str
     """Where it comes from; for a modelled layer how wrong the model is, and on what."""
     scale: Literal["paper", "cluster", "demo"] = "paper"
     names: tuple[str, ...] = ()
-    """Of the points, where x is only a place on the axis."""
+    """Names of the points, where x is only a place on the axis."""
     level: bool = False
-    """Said of all places: a line across the panel."""
+    """Whether the value holds for all places and is drawn as a line across the panel."""
     joined: bool = False
-    """Measured points are joined by a line."""
+    """Whether a line joins measured points."""
     runs: tuple[str, ...] = ()
     """Names of the run directories that measured points come from, one a point or one for all."""
 
@@ -90,7 +91,7 @@ class Layer:
 
     @classmethod
     def published(
-        cls, facts: Sequence[Fact], *, label: str, scale: float = 1.0, level: bool = False
+        cls, facts: Sequence[PaperFact], *, label: str, scale: float = 1.0, level: bool = False
     ) -> Self:
         """Returns published points; facts whose x are no numbers lie at 0, 1, 2, ... with their x
         as names.
@@ -100,15 +101,17 @@ class Layer:
         Raises:
             ConfigError: one of them is only remembered.
         """
-        how = sorted({fact.known for fact in facts} - {"read"})
-        if "remembered" in how:
+        not_read = sorted({fact.known for fact in facts} - {"read"})
+        if "remembered" in not_read:
             raise ConfigError(
                 f"{facts[0].series}: remembered, not read. It cannot be drawn as published."
             )
         source = "; ".join(dict.fromkeys(fact.source for fact in facts))
+        if not_read:
+            source += f" ({', '.join(not_read)})"
+        names = ()
         try:
             x = [float(fact.x) for fact in facts]
-            names = ()
         except ValueError:
             x = range(len(facts))
             names = tuple(fact.x for fact in facts)
@@ -117,7 +120,7 @@ class Layer:
             label=label,
             x=x,
             y=[scale * fact.number for fact in facts],
-            source=f"{source} ({', '.join(how)})" if how else source,
+            source=source,
             names=names,
             level=level,
         )
@@ -150,24 +153,26 @@ class Layer:
         """Returns one row per point: layer, series, scale, x, y, low, high, source, and the run
         of a measured one.
         """
-        runs = self.runs * (len(self.x) // len(self.runs)) if self.runs else ()
-        return [
-            {
+        rows = []
+        places = self.names or self.x.tolist()
+        for i, place in enumerate(places):
+            row = {
                 "layer": self.kind,
                 "series": self.label,
                 "scale": self.scale,
-                "x": self.names[i] if self.names else float(self.x[i]),
+                "x": place,
                 "y": float(self.y[i]),
                 "low": float(self.low[i]),
                 "high": float(self.high[i]),
                 "source": self.source,
-                **({"run": runs[i]} if runs else {}),
             }
-            for i in range(len(self.x))
-        ]
+            if self.runs:
+                row["run"] = self.runs[i % len(self.runs)]
+            rows.append(row)
+        return rows
 
 
-def table(layers: Iterable[Layer], **columns: Any) -> Rows:
+def table(layers: Iterable[FigureLayer], **columns: Any) -> Rows:
     """Returns the rows of all layers; `columns` are put before each, such as `panel="(a)"`."""
     return [columns | row for layer in layers for row in layer.rows()]
 
@@ -175,7 +180,7 @@ def table(layers: Iterable[Layer], **columns: Any) -> Rows:
 # Runs of your own, and of this machine ------------------------------------------------------------
 
 
-def opened(runs: Runs) -> list[Run]:
+def open_runs(runs: Runs) -> list[Run]:
     """Returns run directories as runs: the kit's own, and logs of other trainers that `kit import`
     made into one.
 
@@ -217,8 +222,10 @@ def demo_source(directories: Iterable[str | Path]) -> str:
     """Returns the source of what was measured in these folders on this machine, and whether it
     was busy then.
     """
-    quiet = all(map(was_quiet, directories))
-    return "this machine, demo scale" + ("" if quiet else ", while other programs were at work")
+    source = "this machine, demo scale"
+    if not all(map(was_quiet, directories)):
+        source += ", while other programs were at work"
+    return source
 
 
 def kept(file: Path, make: Callable[[], Any]) -> Any:
@@ -247,10 +254,10 @@ def scale_of(run: Run) -> Literal["cluster", "demo"]:
 
 def by_scale(runs: Runs) -> dict[str, list[Run]]:
     """Returns the runs of this machine (`demo`), then those of clusters."""
-    found = opened(runs)
-    return {
-        scale: [run for run in found if scale_of(run) == scale] for scale in ("demo", "cluster")
-    }
+    groups: dict[str, list[Run]] = {"demo": [], "cluster": []}
+    for run in open_runs(runs):
+        groups[scale_of(run)].append(run)
+    return groups
 
 
 def measured(
@@ -260,7 +267,7 @@ def measured(
     y: Callable[[Run], np.ndarray],
     label: str = YOURS,
     line: bool = False,
-) -> list[Layer]:
+) -> list[FigureLayer]:
     """Returns measured points, a layer for demo scale and one for clusters, those that there are.
 
     A point is the median of `y` over the steps after the first `WARM_UP`; its interval spans the
@@ -275,66 +282,62 @@ def measured(
             values = values[np.isfinite(values)]
             if values.size and math.isfinite(x(run)):
                 points.append((x(run), *np.quantile(values, (0.5, 0.25, 0.75)), run.name))
-        if points:
-            places, middle, low, high, names = zip(*sorted(points), strict=True)
-            layers.append(
-                own_points(
-                    group,
-                    places,
-                    middle,
-                    low=low,
-                    high=high,
-                    joined=line,
-                    runs=names,
-                    label=names[0] if label == YOURS and len(names) == 1 else label,
-                )
-            )
+        if not points:
+            continue
+        places, middle, low, high, names = zip(*sorted(points), strict=True)
+        layer_label = label
+        if label == YOURS and len(names) == 1:
+            layer_label = names[0]
+        fields: dict[str, Any] = {"label": layer_label, "runs": names, "joined": line}
+        layers.append(own_points(group, places, middle, low=low, high=high, **fields))
     return layers
 
 
-def own_points(own: Sequence[Run], x: Any, y: Any, **fields: Any) -> Layer:
-    """Returns measured points of runs of one scale, with further fields of `Layer`: by default the
-    label is the first run's name, and all points are of that run.
+def own_points(own: Sequence[Run], x: Any, y: Any, **fields: Any) -> FigureLayer:
+    """Returns measured points of runs of one scale, with further fields of `FigureLayer`.
+
+    By default the label is the first run's name, and all points are of that run.
     """
     scale = scale_of(own[0])
     source = "run directories given to the figure"
     if scale == "demo":
         source = demo_source({run.directory.parent for run in own})
     named = {"label": own[0].name, "runs": (own[0].name,), "source": source} | fields
-    return Layer(kind="measured", x=x, y=y, scale=scale, **named)
+    return FigureLayer(kind="measured", x=x, y=y, scale=scale, **named)
 
 
-def study_points(folder: Path, label: str, *points: Any, **fields: Any) -> Layer:
+def study_points(folder: Path, label: str, *points: Any, **fields: Any) -> FigureLayer:
     """Returns what a study of this machine has left in a folder, as x and y, and both ends of an
-    interval of y where there is one; with further fields of `Layer`.
+    interval of y where there is one; with further fields of `FigureLayer`.
     """
     own = {"source": demo_source([folder]), "scale": "demo", "runs": (folder.name,)} | fields
     columns = dict(zip(("x", "y", "low", "high"), points, strict=False))
-    return Layer(kind="measured", label=label, **own, **columns)
+    return FigureLayer(kind="measured", label=label, **own, **columns)
 
 
 def on_clusters(
     runs: Runs, *, x: Callable[[Run], float], y: Callable[[Run], np.ndarray]
-) -> list[Layer]:
+) -> list[FigureLayer]:
     """Returns the points of `measured` that may share a panel with a paper's: those of clusters."""
     return [layer for layer in measured(runs, x=x, y=y) if layer.scale == "cluster"]
 
 
-def curves(runs: Runs, column: str) -> tuple[dict[str, list[Layer]], dict[str, str]]:
+def curves(runs: Runs, column: str) -> tuple[dict[str, list[FigureLayer]], dict[str, str]]:
     """Returns one column of the metrics of each run that has a step against its tokens, by scale;
     and what an axis of these tokens is called, in a unit that suits the longest run.
     """
-    found = {}
-    labels = {}
+    layers_by_scale = {}
+    units = {}
     for scale, group in by_scale(runs).items():
-        steps = {run: run.metrics() for run in group}
-        longest = max((each.total_tokens[-1] for each in steps.values() if len(each)), default=0)
+        metrics = {run: run.metrics() for run in group}
+        known = {run: steps for run, steps in metrics.items() if len(steps)}
+        if not known:
+            continue
+        longest = max(steps.total_tokens[-1] for steps in known.values())
         unit = next((unit for unit in TOKEN_UNITS if longest >= TOKEN_UNITS[unit]), "tokens")
-        layers = [
-            own_points([run], each.total_tokens / TOKEN_UNITS[unit], each[column], joined=True)
-            for run, each in steps.items()
-            if len(each)
+        units[scale] = unit
+        layers_by_scale[scale] = [
+            own_points([run], steps.total_tokens / TOKEN_UNITS[unit], steps[column], joined=True)
+            for run, steps in known.items()
         ]
-        if layers:
-            found[scale], labels[scale] = layers, unit
-    return found, labels
+    return layers_by_scale, units

@@ -1,7 +1,10 @@
-"""Drawing of layers: a picture of panels with its caption and notes, and what a paper prints as a
-table.
+"""The program that draws every figure and table of the papers.
+
+A figure is `FigureContent`, which a function computes from runs, in the `Appearance` that
+`data/figures.toml` describes. A table is `TableContent` in an `Appearance`.
 """
 
+import dataclasses
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,16 +13,18 @@ import numpy as np
 
 from cluster.record import ConfigError
 from kit.estimate.choose.figures import plain_ticks
+from kit.papers.appearance import Appearance
 from kit.papers.facts import Facts
-from kit.papers.layers import Drawn, Layer, scale_of, table
+from kit.papers.layers import Drawn, FigureLayer, scale_of, table
 from kit.run import Run
 from kit.show.style import Rows, new_figure, short
 from kit.show.table import Table
 from kit.show.theme import BLUE, GREEN, GREY, GROUND, OLIVE, PURPLE, SLATE, VERMILION
 
 COLOURS = (BLUE, VERMILION, GREEN, SLATE)
+"""Colours of modelled layers, and of layers that were measured on clusters."""
 DEMO_COLOURS = (PURPLE, OLIVE)
-"""Of what was measured at demo scale, and of nothing else."""
+"""Colours of layers that were measured at demo scale, and of no other layer."""
 MARKERS = "osD^vP"
 HOLLOW: dict[str, Any] = {
     "color": GREY,
@@ -28,48 +33,119 @@ HOLLOW: dict[str, Any] = {
     "markersize": 8,
     "markeredgewidth": 1.5,
 }
-"""Of what a paper published."""
+"""Style of published points."""
 DASHED: Any = (0, (4, 3))
-BESIDE = 0.14
-"""Distance between layers at a place that is only a name."""
-MARKED = 20
-"""Points of a line that have a marker each; more of them are a curve."""
-LINE = 74
-"""Characters of a line of a caption."""
+NAME_SPACING = 0.14
+"""Distance in x between the layers of a place that is only a name."""
+MAX_MARKED_POINTS = 20
+"""Largest number of points of a modelled line that has a marker at each point."""
+CAPTION_WIDTH = 74
+"""Characters in a line of a caption."""
 LEAD = {"published": "Published", "modelled": "Modelled", "measured": "Measured"}
 
 
-def picture(
-    panels: Mapping[str, Sequence[Layer]] | Sequence[Layer],
-    dress: Sequence[Mapping[str, Any]],
-    *caption: str,
-    notes: Sequence[str] = (),
-    fill: Callable[..., None] | None = None,
-    also: Callable[[Any], Any] = lambda figure: None,
-    mosaic: str = "",
-    **layout: Any,
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FigureContent:
+    """The layers of a figure and the numbers in its texts."""
+
+    panels: Mapping[str, Sequence[FigureLayer]]
+    """Layers of each panel by its name in the table. An only panel may have the name ""."""
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Texts in place of the placeholders of the appearance."""
+    notes: Sequence[str] = ()
+    """Further notes, after those of the appearance."""
+    ticks: Mapping[str, Mapping[Any, str]] = dataclasses.field(default_factory=dict)
+    """Texts of the x ticks by place, of the panels whose ticks depend on numbers."""
+    rows: Rows | None = None
+    """Rows of the table, if they are not those of the layers."""
+    axes: Sequence[str] | None = None
+    """Names of the panels that are drawn, if they are not those of `panels`."""
+    layout: Mapping[str, Any] | None = None
+    """Arguments of `new_figure`, if the appearance cannot know the number of panels."""
+    draw_panel: Callable[[Any, str], None] | None = None
+    """Draws into an axis the layers of the panel with this name, in place of `draw_layers`."""
+    annotate: Callable[[Any], None] | None = None
+    """Draws into the figure whatever is no layer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableContent:
+    """The cells of a table that a paper prints, and the numbers in its texts."""
+
+    cells: Rows
+    """Rows as they are shown, with equal keys."""
+    rows: Rows
+    """Rows of the table as data."""
+    layers: Sequence[FigureLayer]
+    """Layers that name the sources of the cells."""
+    runs: Iterable[str] = ()
+    """Names of the reader's own runs in the table."""
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Texts in place of the placeholders of the appearance."""
+    notes: Sequence[str] = ()
+    """Further notes, after those of the appearance."""
+
+
+def draw_content(appearance: Appearance, content: FigureContent | TableContent) -> Drawn:
+    """Returns (figure or table, rows) of this content in this appearance."""
+    values = content.values
+    caption = [line.format(**values).strip() for line in appearance.caption]
+    notes = [note.format(**values) for note in appearance.notes]
+    notes += content.notes
+    if isinstance(content, TableContent):
+        text = " ".join(line for line in caption if line)
+        notes += sources(content.layers)
+        return Table(content.cells, text, notes, content.runs), content.rows
+    return _draw_figure(appearance, content, caption, notes)
+
+
+def _draw_figure(
+    appearance: Appearance, content: FigureContent, caption: Sequence[str], notes: Sequence[str]
 ) -> Drawn:
-    """Returns a figure of panels with its caption, and its table; both as `finish` makes them.
+    """Returns (figure, rows) of this content, with the texts of caption and notes."""
+    names = content.axes if content.axes is not None else [*content.panels]
+    layout = dict(content.layout or appearance.layout(len(names)))
+    with new_figure(layout.pop("mosaic"), **layout) as (figure, axes):
+        for axis, name in zip(axes, names, strict=True):
+            layers = content.panels.get(name, ())
+            if content.draw_panel is not None:
+                content.draw_panel(axis, name)
+            else:
+                draw_layers(axis, layers)
+            settings = appearance.panel_settings(name, content.values)
+            if name in content.ticks:
+                settings["ticks"] = content.ticks[name]
+            set_panel(axis, layers, **settings)
+        if appearance.legend_columns:
+            _add_legend_above(figure, appearance.legend_columns)
+        if content.annotate is not None:
+            content.annotate(figure)
+        _write_caption(figure, caption)
+    layers = [layer for panel_layers in content.panels.values() for layer in panel_layers]
+    figure.notes = (*notes, *sources(layers))
+    figure.runs = frozenset(name for layer in layers for name in layer.runs)
+    rows = content.rows
+    if rows is None:
+        rows = panel_rows(content.panels)
+    return figure, rows
 
-    Args:
-        panels: layers of each panel, by its name in the table, or of the only one.
-        dress: of each panel, as `panel` or `fill` takes it.
-        caption: what is drawn, what holds, what is missed.
-        notes: fits, assumptions and numbers that are not in the picture.
-        fill: draws the layers of one panel, in place of `panel`.
-        also: draws into the figure what is no layer.
-        mosaic: where the panels stand, if not two a row.
-        layout: of `new_figure`, such as `height`.
-    """
-    named = panels if isinstance(panels, Mapping) else {"": panels}
-    with new_figure(mosaic or pairs(len(named)), **layout) as (figure, axes):
-        for axis, layers, style in zip(axes, named.values(), dress, strict=True):
-            (fill or panel)(axis, layers, **style)
-        also(figure)
-        return finish(figure, named, *caption, notes=notes)
+
+def panel_rows(panels: Mapping[str, Sequence[FigureLayer]]) -> Rows:
+    """Returns the rows of all layers, with the name of their panel unless it is ""."""
+    rows = []
+    for name, layers in panels.items():
+        columns = {"panel": name} if name else {}
+        rows += table(layers, **columns)
+    return rows
 
 
-def draw(axis: Any, layers: Sequence[Layer]) -> None:
+def _write_caption(figure: Any, lines: Sequence[str]) -> None:
+    """Writes the lines of a caption below the panels, where constrained layout makes room."""
+    wrapped = [textwrap.fill(line, CAPTION_WIDTH, break_on_hyphens=False) for line in lines if line]
+    figure.supxlabel("\n".join(wrapped), x=0.005, ha="left", fontsize="medium", linespacing=1.3)
+
+
+def draw_layers(axis: Any, layers: Sequence[FigureLayer]) -> None:
     """Draws the layers of one panel, a colour per modelled or measured layer, and marks demo scale.
 
     Raises:
@@ -85,76 +161,87 @@ def draw(axis: Any, layers: Sequence[Layer]) -> None:
     for layer, marker in zip(published, MARKERS, strict=False):
         if layer.level:
             axis.axhline(layer.y[0], color=GREY, linewidth=1, linestyle=DASHED, label=layer.label)
-            continue
-        axis.plot(
-            layer.x, layer.y, marker=marker, zorder=5, label=layer.label, clip_on=False, **HOLLOW
-        )
-    for number, layer in enumerate(layer for layer in layers if layer.kind != "published"):
-        _draw_own(axis, layer, number)
+        else:
+            style = HOLLOW | {"marker": marker}
+            axis.plot(layer.x, layer.y, zorder=5, label=layer.label, clip_on=False, **style)
+    others = [layer for layer in layers if layer.kind != "published"]
+    for number, layer in enumerate(others):
+        _draw_modelled_or_measured(axis, layer, number)
     if "demo" in scales:
         mark_demo_scale(axis)
 
 
-def _draw_own(axis: Any, layer: Layer, number: int) -> None:
+def _draw_modelled_or_measured(axis: Any, layer: FigureLayer, number: int) -> None:
     """Draws a modelled or measured layer: lines with a band, measured curves, or points with bars
     where there is an interval or a place is only a name.
     """
-    colours = DEMO_COLOURS if layer.scale == "demo" else COLOURS
+    colours = COLOURS
+    if layer.scale == "demo":
+        colours = DEMO_COLOURS
     colour = colours[number % len(colours)]
     marker = MARKERS[number % len(MARKERS)]
     is_model = layer.kind == "modelled"
-    has_ends = bool(np.isfinite(layer.low).any())
-    label = short(layer.label, 40)
-    if (is_model and not layer.names) or (layer.joined and not has_ends):
-        marked = is_model and len(layer.x) <= MARKED
-        axis.plot(
-            layer.x,
-            layer.y,
-            marker=marker if marked else None,
-            markersize=4,
-            color=colour,
-            label=label,
-        )
-        if has_ends:
+    has_interval = bool(np.isfinite(layer.low).any())
+    style: dict[str, Any] = {"color": colour, "label": short(layer.label, 40)}
+    if (is_model and not layer.names) or (layer.joined and not has_interval):
+        if is_model and len(layer.x) <= MAX_MARKED_POINTS:
+            style["marker"] = marker
+        axis.plot(layer.x, layer.y, markersize=4, **style)
+        if has_interval:
             axis.fill_between(layer.x, layer.low, layer.high, color=colour, alpha=0.18, linewidth=0)
         return
-    axis.errorbar(
-        layer.x + (BESIDE * (number + 1) if layer.names else 0.0),
-        layer.y,
-        yerr=np.stack([layer.y - layer.low, layer.high - layer.y]),
-        fmt=f"{marker}-" if layer.joined else marker,
-        capsize=2,
-        markersize=6,
-        zorder=4,
-        color=colour,
-        label=label,
-    )
+    x = layer.x
+    if layer.names:
+        x = x + NAME_SPACING * (number + 1)
+    if layer.joined:
+        marker += "-"
+    interval = np.stack([layer.y - layer.low, layer.high - layer.y])
+    axis.errorbar(x, layer.y, yerr=interval, fmt=marker, capsize=2, markersize=6, zorder=4, **style)
 
 
-def panel(
+def set_panel(
     axis: Any,
-    layers: Sequence[Layer],
+    layers: Sequence[FigureLayer],
     *,
-    ticks: Mapping[Any, str] | Iterable[float] = (),
+    ticks: Mapping[Any, str] | Sequence[float] | str = (),
     legend: Mapping[str, Any] | None = None,
     broken: bool = False,
-    **shown: Any,
+    headroom: float = 0.0,
+    margin: float = 0.0,
+    **settings: Any,
 ) -> None:
-    """Draws the layers of one panel (`draw`) and dresses it.
+    """Applies the settings of one panel to its axis.
 
-    `ticks` of x are numbers, or texts by their places; `legend` is given to `axis.legend`, and
-    the rest to `axis.set`. A logarithmic y has plain numbers; one that is `broken` has a mark
-    where it leaves out what is below.
+    A logarithmic y axis has plain numbers.
+
+    Args:
+        axis: of matplotlib, in which the layers are drawn.
+        layers: of this panel.
+        ticks: places on the x axis, their texts by place, or "points" for the x of all points.
+        legend: arguments of `axis.legend`.
+        broken: marks the y axis as one that leaves out what is below.
+        headroom: upper end of y, as a factor of the highest number. The lower end is 0.
+        margin: factor by which the x axis exceeds the points at both ends.
+        settings: arguments of `axis.set`.
     """
-    draw(axis, layers)
-    axis.set(**shown)
+    axis.set(**settings)
+    if headroom:
+        highest = max(float(np.nanmax([layer.y, layer.high])) for layer in layers)
+        axis.set_ylim(0, headroom * highest)
+    if margin:
+        places = np.concatenate([layer.x for layer in layers])
+        axis.set_xlim(places.min() / margin, places.max() * margin)
     if broken:
         slash: Any = [(-1, -0.5), (1, 0.5)]
         place = {"transform": axis.transAxes, "clip_on": False, "linestyle": "none"}
         axis.plot([0, 0], [0.03, 0.07], marker=slash, markersize=10, color=SLATE, **place)
     if axis.get_yscale() == "log":
         plain_ticks(axis)
-    texts = ticks if isinstance(ticks, Mapping) else {tick: f"{tick:,}" for tick in ticks}
+    if ticks == "points":
+        ticks = sorted({int(x) for layer in layers for x in layer.x})
+    texts = ticks
+    if not isinstance(texts, Mapping):
+        texts = {tick: f"{tick:,}" for tick in ticks}
     if texts:
         axis.set_xticks([*texts], [*texts.values()])
         axis.minorticks_off()
@@ -162,14 +249,13 @@ def panel(
         axis.legend(**legend)
 
 
-def legend_above(figure: Any, ncols: int) -> None:
-    """Names above all panels what the first one shows."""
-    figure.legend(
-        *figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=ncols
-    )
+def _add_legend_above(figure: Any, columns: int) -> None:
+    """Adds a legend above all panels with the names of what the first panel shows."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns)
 
 
-def name_lines(axis: Any) -> None:
+def label_line_ends(axis: Any) -> None:
     """Writes the name of each line, or of points above each other, at its right end in its colour,
     in place of a legend; a level has none.
     """
@@ -202,128 +288,68 @@ def mark_demo_scale(axis: Any) -> None:
     )
 
 
-def pairs(count: int, *, under_one: bool = False) -> str:
-    """Returns a mosaic of panels, two a row, for `new_figure`; an odd one at the end is wide, as
-    is one above all.
-    """
-    names = "abcdefghijklmnopqrstuvwxyz"[: count + under_one]
-    if len(names) == 1:
-        return names
-    first = [names[0] * 2] if under_one else []
-    rest = [names[i : i + 2] for i in range(len(first), len(names), 2)]
-    return ";".join(row if len(row) == 2 else row * 2 for row in [*first, *rest])
-
-
-def finish(
-    figure: Any,
-    panels: Mapping[str, Sequence[Layer]],
-    shows: str,
-    holds: str = "",
-    misses: str = "",
-    *,
-    notes: Sequence[str] = (),
-) -> Drawn:
-    """Returns a figure with its caption of three lines at most and the notes of where each layer
-    comes from; its table.
-
-    Args:
-        figure: of `kit.show.style.new_figure`, whose constrained layout makes room for the caption.
-        panels: layers of each panel, by its name in the table; the only one may have none.
-        shows: what is drawn.
-        holds: what is seen, or which published values the model meets.
-        misses: where it misses them, or what could not be read.
-        notes: fits, assumptions and numbers that are not in the picture.
-    """
-    layers = [layer for each in panels.values() for layer in each]
-    parts = [
-        textwrap.fill(part, LINE, break_on_hyphens=False) for part in (shows, holds, misses) if part
-    ]
-    figure.supxlabel("\n".join(parts), x=0.005, ha="left", fontsize="medium", linespacing=1.3)
-    figure.notes = (*notes, *sources(layers))
-    figure.runs = frozenset(name for layer in layers for name in layer.runs)
-    return figure, [
-        row
-        for name, each in panels.items()
-        for row in table(each, **({"panel": name} if name else {}))
-    ]
-
-
-def sources(layers: Sequence[Layer]) -> list[str]:
+def sources(layers: Sequence[FigureLayer]) -> list[str]:
     """Returns a sentence for each source of some layers, which says what comes from it."""
-    said: dict[tuple[str, str], list[str]] = {}
+    labels: dict[tuple[str, str], dict[str, None]] = {}
     for layer in layers:
-        said.setdefault((layer.kind, layer.source), []).append(layer.label)
+        labels.setdefault((layer.kind, layer.source), {})[layer.label] = None
     return [
-        f"{LEAD[kind]} ({', '.join(dict.fromkeys(labels))}): {source}.".replace("..", ".")
-        for (kind, source), labels in said.items()
+        f"{LEAD[kind]} ({', '.join(names)}): {source}.".replace("..", ".")
+        for (kind, source), names in labels.items()
     ]
 
 
-def paper_table(
-    rows: Rows,
-    layers: Sequence[Layer],
-    *caption: str,
-    notes: Sequence[str] = (),
-    runs: Iterable[str] = (),
-) -> Table:
-    """Returns what a paper prints as a table: rows with the same keys, caption and notes as in
-    `finish`.
-
-    `layers` tell its sources, `runs` are names of the reader's own runs in it.
-    """
-    return Table(rows, " ".join(caption), (*notes, *sources(layers)), runs)
-
-
-def facts_table(
+def paper_facts_table(
     facts: Facts,
     follows: Mapping[str, dict[str, str]],
     own: Sequence[tuple[Run, dict[str, str]]],
-    layers: Sequence[Layer],
+    layers: Sequence[FigureLayer],
     *,
     labels: Mapping[str, str],
-    caption: Sequence[str],
-    note: str,
     kind: str = "computed",
-) -> Drawn:
-    """Returns a table with a column for each model and each run of the reader's, and its rows with
-    their kind: `published`, or `kind`.
+) -> TableContent:
+    """Returns a table with a column for each model and each of the reader's runs.
+
+    Each row of its data says how its numbers are known: `published`, or `kind`.
 
     Args:
-        facts: of the paper.
-        follows: what follows from what the paper states, by model and label.
-        own: the same of runs; what only a paper has stays empty.
-        layers: where it comes from.
-        labels: of what the paper states, by their series.
-        caption: of the table.
-        note: what to know about it.
-        kind: of what follows.
+        facts: facts of the paper.
+        follows: cells that follow from what the paper states, by model and label.
+        own: runs of the reader with such cells. A cell that only a paper has stays empty.
+        layers: layers that name the sources.
+        labels: labels of what the paper states, by the series of its facts.
+        kind: how the numbers in `follows` are known.
     """
-    columns = {
-        model: {label: facts.text(series, model) for series, label in labels.items()} | more
-        for model, more in follows.items()
-    }
-    for run, more in own:
-        title = run.name + (" (demo scale)" if scale_of(run) == "demo" else "")
-        columns[title] = _stated(run, labels) | more
-    rows = [
-        {"": name} | {title: column.get(name, "") for title, column in columns.items()}
-        for name in next(iter(columns.values()))
-    ]
-    drawn = paper_table(rows, layers, *caption, notes=[note], runs=[run.name for run, _ in own])
-    return drawn, [
-        {"layer": "published" if row[""] in labels.values() else kind} | row for row in rows
-    ]
+    columns = {}
+    for model, cells in follows.items():
+        stated = {label: facts.text(series, model) for series, label in labels.items()}
+        columns[model] = stated | cells
+    row_names = [*next(iter(columns.values()))]
+    for run, cells in own:
+        title = run.name
+        if scale_of(run) == "demo":
+            title += " (demo scale)"
+        columns[title] = _stated_cells(run, labels) | cells
+    shown = []
+    rows = []
+    for name in row_names:
+        cells = {"": name} | {title: column.get(name, "") for title, column in columns.items()}
+        known = "published" if name in labels.values() else kind
+        shown.append(cells)
+        rows.append({"layer": known} | cells)
+    names = [run.name for run, _ in own]
+    return TableContent(cells=shown, rows=rows, layers=layers, runs=names)
 
 
-def _stated(run: Run, labels: Mapping[str, str]) -> dict[str, str]:
-    """Returns what a run's model, plan and recipe state, by the labels of the same fields in a
-    paper.
-    """
+def _stated_cells(run: Run, labels: Mapping[str, str]) -> dict[str, str]:
+    """Returns the fields of a run's model, plan and recipe that a paper states, by label."""
     shape = {f"model_{name}": value for name, value in run.spec.to_dict().items()}
     training = run.plan.to_dict() | run.recipe.to_dict()
     fields = shape | {f"recipe_{name}": value for name, value in training.items()}
-    return {
-        label: f"{fields[series]:g}" if series in shape else str(fields[series])
-        for series, label in labels.items()
-        if fields.get(series) is not None
-    }
+    cells = {}
+    for series, label in labels.items():
+        value = fields.get(series)
+        if value is None:
+            continue
+        cells[label] = f"{value:g}" if series in shape else str(value)
+    return cells

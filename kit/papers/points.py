@@ -1,19 +1,21 @@
 """A paper's own points, read off its figure by a reader who has the PDF, drawn hollow into ours."""
 
 import csv
+import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cluster.record import ConfigError, suggestion
-from kit.papers.layers import Layer, Rows, table
+from kit.papers.layers import FigureLayer, Rows, table
 from kit.show.theme import GREY
 
 COLUMNS = ("series", "x", "y", "source")
 DIGITISED = "digitised by the reader"
-BEYOND = 1.0
-"""Lengths of an axis that a point may lie outside of what is drawn; further out its unit is
+MAX_DISTANCE = 1.0
+"""Distance of a point from what is drawn, in lengths of the axis, above which its unit must be
 another."""
 TEMPLATE = """\
 # {name}: fill in points as you read them, any number of lines a series; delete the series you have not.
@@ -23,54 +25,126 @@ series,x,y,source
 {series}
 """  # noqa: E501
 NUMBER = r"\$.*|[\d.,e+−-]*"
-"""Of a tick; any other text there names a place, such as a model."""
+"""Text of a tick that is a number. Any other text names a place, such as a model."""
 
 
-class Series(NamedTuple):
-    """One series of a figure: its panel, its label there, and the artist that draws it; an empty
-    panel has one of its title.
-    """
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Series:
+    """One series of a figure that points can be added to."""
 
     panel: Any
+    """Axes that show it."""
     label: str
-    artist: Any = None
+    """Its label in the legend, or the title of a panel that is empty."""
+    colour: str = GREY
+    is_only: bool = True
+    """Whether its panel shows no other series."""
 
 
 def series_of(figure: Any) -> dict[str, Series]:
     """Returns the series of a figure that points can be added to, by the name that a file gives
     them.
 
-    That is the label in the legend; where there are several panels, after the title of its own, and
-    the title alone where the panel has one series or none.
+    The name is the label in the legend. In a figure of several panels the title of the panel
+    precedes it, and is the whole name in a panel of one series or none.
     """
-    names = {}
+    found = {}
     for panel in figure.axes:
-        title, (artists, labels) = panel.get_title(loc="left"), panel.get_legend_handles_labels()
+        title = panel.get_title(loc="left")
+        artists, labels = panel.get_legend_handles_labels()
+        is_only = len(labels) == 1
         for artist, label in zip(artists, labels, strict=True):
-            in_panel = title if len(labels) == 1 else f"{title}: {label}"
-            names[in_panel if figure.axes[1:] else label] = Series(panel, label, artist)
+            name = label
+            if len(figure.axes) > 1 and is_only:
+                name = title
+            elif len(figure.axes) > 1:
+                name = f"{title}: {label}"
+            found[name] = Series(
+                panel=panel, label=label, colour=_colour_of(artist), is_only=is_only
+            )
         if title and not labels:
-            names[title] = Series(panel, title)
-    return names
+            found[title] = Series(panel=panel, label=title)
+    return found
 
 
 def template(name: str, figure: Any) -> str:
     """Returns a file to fill in for a figure: its columns, units and series."""
-    found = series_of(figure)
-    panels = [series.panel for series in found.values()]
-    units = [f"# x: {_unit(panel.xaxis)}; y: {_unit(panel.yaxis)}" for panel in panels]
-    lines = [f'"{each}",,,' if "," in each else f"{each},,," for each in found]
-    return TEMPLATE.format(
-        name=name, units="\n".join(dict.fromkeys(units)), series="\n".join(lines)
-    )
+    units = {}
+    lines = []
+    for series_name, series in series_of(figure).items():
+        panel = series.panel
+        units[f"# x: {_unit(panel.xaxis)}; y: {_unit(panel.yaxis)}"] = None
+        cell = f'"{series_name}"' if "," in series_name else series_name
+        lines.append(f"{cell},,,")
+    return TEMPLATE.format(name=name, units="\n".join(units), series="\n".join(lines))
 
 
-def read_points(file: Path, known: dict[str, Series]) -> dict[str, Layer]:
+def read_points(file: Path, known: Mapping[str, Series]) -> dict[str, FigureLayer]:
     """Returns the points of a file by series.
 
     Raises:
         ConfigError: the file, a column, a series or a number in it cannot be used; the message says
             which.
+    """
+    points: dict[str, list[tuple[float, float, str]]] = {}
+    for row in _read_rows(file):
+        name, x, y, source = (row[column].strip() for column in COLUMNS)
+        where = f"--points {file}, {name},{x},{y}"
+        if name not in known:
+            raise ConfigError(f"{where}: series {name!r} is unknown. {suggestion(name, known)}")
+        if not source:
+            raise ConfigError(f"{where}: no source. Say where it was read: figure, page, by what.")
+        panel = known[name].panel
+        x_place = _place(panel.xaxis, x, where)
+        y_place = _place(panel.yaxis, y, where)
+        points.setdefault(name, []).append((x_place, y_place, source))
+    if not points:
+        raise ConfigError(f"--points {file}: no points. Fill in lines below the columns.")
+    layers = {}
+    for name, found in points.items():
+        x, y, sources = zip(*sorted(found), strict=True)
+        source = "; ".join(dict.fromkeys(sources))
+        layers[name] = FigureLayer(kind="published", label=name, x=x, y=y, source=source)
+    return layers
+
+
+def add_points(figure: Any, rows: Rows, file: Path) -> Rows:
+    """Draws the points of a file into a figure, names them in its legends and notes, and returns
+    rows with theirs.
+    """
+    known = series_of(figure)
+    layers = read_points(file, known)
+    for name, layer in layers.items():
+        series = known[name]
+        panel = series.panel
+        label = DIGITISED
+        if not series.is_only:
+            label = f"{series.label},\n{DIGITISED}"
+        [line] = panel.plot(
+            layer.x,
+            layer.y,
+            "X",
+            color=series.colour,
+            markerfacecolor="white",
+            markersize=7,
+            markeredgewidth=1.3,
+            zorder=6,
+            label=label,
+            clip_on=False,
+        )
+        # Both axes reach at least to the points.
+        panel.xaxis.set_view_interval(layer.x.min(), layer.x.max())
+        panel.yaxis.set_view_interval(layer.y.min(), layer.y.max())
+        shown = [line] if panel.get_legend() is None else None
+        panel.legend(handles=shown, loc="best", fontsize="small")
+    sources = "; ".join(f"{name}: {layer.source}" for name, layer in layers.items())
+    figure.notes = (*figure.notes, f"{DIGITISED.capitalize()} ({sources}).")
+    return [*rows, *(row | {"layer": "digitised"} for row in table(layers.values()))]
+
+
+def _read_rows(file: Path) -> list[dict[str, str]]:
+    """Returns the lines of a file of points, by column; raises ConfigError where it is no such
+    file.
     """
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
@@ -82,99 +156,55 @@ def read_points(file: Path, known: dict[str, Series]) -> dict[str, Layer]:
             f"--points {file}: columns {reader.fieldnames} are not allowed. Expected:"
             f" {','.join(COLUMNS)}."
         )
-    points: dict[str, list[tuple[float, float, str]]] = {}
     try:
-        rows = list(reader)
+        return list(reader)
     except csv.Error as error:
         raise ConfigError(f"--points {file}: cannot be read as CSV: {error}.") from error
-    for row in rows:
-        name, x, y, source = (row[column].strip() for column in COLUMNS)
-        where = f"--points {file}, {name},{x},{y}"
-        if name not in known:
-            raise ConfigError(f"{where}: series {name!r} is unknown. {suggestion(name, known)}")
-        if not source:
-            raise ConfigError(f"{where}: no source. Say where it was read: figure, page, by what.")
-        panel = known[name].panel
-        place = (_place(panel.xaxis, x, where), _place(panel.yaxis, y, where))
-        points.setdefault(name, []).append((*place, source))
-    if not points:
-        raise ConfigError(f"--points {file}: no points. Fill in lines below the columns.")
-    return {name: _layer(name, found) for name, found in points.items()}
 
 
 def _place(axis: Any, text: str, where: str) -> float:
-    """Returns where a number or a name lies on an axis; raises ConfigError where it is neither."""
+    """Returns where a number or a name lies on an axis.
+
+    Raises:
+        ConfigError: it is neither, or it must be in another unit than the axis: it is far from what
+            is drawn, or a fraction of a per cent.
+    """
     names = _names(axis)
-    log = axis.get_scale() == "log"
-    by_name = names and not log
-    try:
-        value = names[text] if by_name or text in names else float(text)
-    except (KeyError, ValueError):
-        value = math.nan
-    if not math.isfinite(value) or (log and value <= 0):
-        number = f"Give a number alone, in the unit of: {_unit(axis)}."
-        allowed = f"Allowed: {', '.join(names)}." if by_name else number
-        raise ConfigError(f"{where}: {axis.axis_name}: {text!r} is not allowed. {allowed}")
-    _check_unit(axis, value, f"{where}: {axis.axis_name}: {text}")
+    unit = _unit(axis)
+    where = f"{where}: {axis.axis_name}"
+    is_log = axis.get_scale() == "log"
+    takes_names = bool(names) and not is_log
+    value = names.get(text, math.nan)
+    if not takes_names and text not in names:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+    if not math.isfinite(value) or (is_log and value <= 0):
+        allowed = f"Give a number alone, in the unit of: {unit}."
+        if takes_names:
+            allowed = f"Allowed: {', '.join(names)}."
+        raise ConfigError(f"{where}: {text!r} is not allowed. {allowed}")
+    advice = f"Give a number in the unit of: {unit}."
+    first, last = sorted(axis.get_view_interval())
+    scale = math.log if is_log else float
+    max_distance = MAX_DISTANCE * (scale(last) - scale(first))
+    if not scale(first) - max_distance <= scale(value) <= scale(last) + max_distance:
+        drawn = f"{first:.3g} to {last:.3g}"
+        raise ConfigError(f"{where}: {text} is far from what is drawn ({drawn}). {advice}")
+    if axis.axis_name == "y" and "%" in unit and 0 < value <= 1 < last / 10:
+        raise ConfigError(f"{where}: {text} of an axis in per cent looks like a fraction. {advice}")
     return value
 
 
-def _check_unit(axis: Any, value: float, what: str) -> None:
-    """Raises ConfigError where a number must be in another unit than its axis: it is far from what
-    is drawn, or a fraction of a per cent.
-    """
-    first, last = sorted(axis.get_view_interval())
-    scale = math.log if axis.get_scale() == "log" else float
-    low = scale(first)
-    high = scale(last)
-    place = scale(value)
-    advice = f"Give a number in the unit of: {_unit(axis)}."
-    if not low - BEYOND * (high - low) <= place <= high + BEYOND * (high - low):
-        raise ConfigError(f"{what} is far from what is drawn ({first:.3g} to {last:.3g}). {advice}")
-    if axis.axis_name == "y" and "%" in _unit(axis) and 0 < value <= 1 < last / 10:
-        raise ConfigError(f"{what} of an axis in per cent looks like a fraction. {advice}")
-
-
-def add_points(figure: Any, rows: Rows, file: Path) -> Rows:
-    """Draws the points of a file into a figure, names them in its legends and notes, and returns
-    rows with theirs.
-    """
-    known = series_of(figure)
-    layers = read_points(file, known)
-    for name, layer in layers.items():
-        panel, label, artist = known[name]
-        alone = sum(other.panel is panel for other in known.values()) == 1
-        [line] = panel.plot(
-            layer.x,
-            layer.y,
-            "X",
-            color=_colour(artist),
-            markerfacecolor="white",
-            markersize=7,
-            markeredgewidth=1.3,
-            zorder=6,
-            label=DIGITISED if alone else f"{label},\n{DIGITISED}",
-            clip_on=False,
-        )
-        panel.xaxis.set_view_interval(layer.x.min(), layer.x.max())  # reaches to them, at least
-        panel.yaxis.set_view_interval(layer.y.min(), layer.y.max())
-        shown = [line] if panel.get_legend() is None else None
-        panel.legend(handles=shown, loc="best", fontsize="small")
-    said = "; ".join(f"{name}: {layer.source}" for name, layer in layers.items())
-    figure.notes = (*figure.notes, f"{DIGITISED.capitalize()} ({said}).")
-    return [*rows, *(row | {"layer": "digitised"} for row in table(layers.values()))]
-
-
-def _layer(name: str, points: list[tuple[float, float, str]]) -> Layer:
-    x, y, sources = zip(*sorted(points), strict=True)
-    return Layer(kind="published", label=name, x=x, y=y, source="; ".join(dict.fromkeys(sources)))
-
-
 def _unit(axis: Any) -> str:
-    """Returns what an axis shows, as its panel says it."""
-    title = axis.axes.get_title(loc="left")
-    names = ", ".join(_names(axis))
-    return axis.get_label_text() or (title if axis.axis_name == "y" else names or "as at its ticks")
+    """Returns what an axis shows: its label, the title of its panel, or its names."""
+    label = axis.get_label_text()
+    if label:
+        return label
+    if axis.axis_name == "y":
+        return axis.axes.get_title(loc="left")
+    return ", ".join(_names(axis)) or "as at its ticks"
 
 
 def _names(axis: Any) -> dict[str, float]:
@@ -188,7 +218,10 @@ def _names(axis: Any) -> dict[str, float]:
     }
 
 
-def _colour(artist: Any) -> str:
+def _colour_of(artist: Any) -> str:
+    """Returns the colour of a line or of points with error bars, and grey for other artists."""
     line = artist[0] if isinstance(artist, tuple) else artist
-    colour = getattr(line, "get_color", lambda: GREY)()
+    if not hasattr(line, "get_color"):
+        return GREY
+    colour = line.get_color()
     return colour if isinstance(colour, str) else GREY

@@ -4,6 +4,7 @@ what they leave to whoever trains.
 
 import bisect
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -18,8 +19,8 @@ from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers import frontier_model, hlat_model
 from kit.papers.facts import Known
 from kit.papers.frontier_demo import run_hfu_percent
-from kit.papers.layers import Drawn, Layer, Runs, by_scale, on_clusters, opened
-from kit.papers.panels import facts_table
+from kit.papers.layers import FigureLayer, Runs, by_scale, on_clusters, open_runs
+from kit.papers.panels import TableContent, paper_facts_table
 
 PAPERS = {"frontier": frontier_model, "hlat": hlat_model}
 """Where the facts of each paper are, and how wrong the model is."""
@@ -31,6 +32,8 @@ NOT_STATED = {
     "hlat": {},
 }
 """Fields without which nobody should train, and why a paper's release does not give them."""
+SITES = {"frontier": "frontier", "hlat": hlat_model.TRN1}
+"""Site on which each paper trained."""
 FRONTIER = frontier_model.FACTS
 HLAT = hlat_model.FACTS
 
@@ -87,20 +90,22 @@ def published_recipe(name: str, replicas: int = 0) -> PublishedRecipe:
     if paper == "frontier":
         plan = frontier_model.recipe_plan(model, replicas, engine="deepspeed", precision="fp16")
     else:
-        stated["num_steps"] = last_step(model)
+        stated["num_steps"] = final_step(model)
         nodes = int(facts.value("recipe_nodes_of_script", model))
         zero = int(facts.value("recipe_zero_stage", model))
         plan = hlat_model.trn1_plan(model, nodes, zero_stage=zero, engine="neuron")
         plan = plan.replace(data_parallel=replicas or plan.data_parallel)
-    follows = ["data_parallel", "global_batch_size"][: 1 + (replicas > 0 and paper == "frontier")]
+    derived = ["data_parallel"]
+    if paper == "frontier" and replicas > 0:
+        derived.append("global_batch_size")
     return PublishedRecipe(
         name=name,
         model=PAPERS[paper].MODELS[model],
-        site="frontier" if paper == "frontier" else hlat_model.TRN1,
+        site=SITES[paper],
         plan=plan,
         stated=stated,
         not_stated=NOT_STATED[paper],
-        known=facts.known("recipe_", model) | dict.fromkeys(follows, "derived"),
+        known=facts.known("recipe_", model) | dict.fromkeys(derived, "derived"),
         source=facts.only("recipe_learning_rate", model).source,
     )
 
@@ -110,11 +115,11 @@ def published_recipe(name: str, replicas: int = 0) -> PublishedRecipe:
 
 def recipe(model: str, cosine_floor: Literal["clamped", "rescaled"]) -> Recipe:
     """Returns HLAT's recipe for `7B` or `70B`, with either meaning of the floor."""
-    own = {"data": "", "num_steps": last_step(model), "cosine_floor": cosine_floor}
+    own = {"data": "", "num_steps": final_step(model), "cosine_floor": cosine_floor}
     return Recipe.from_dict(HLAT.fields(Recipe, model) | own)
 
 
-def last_step(model: str) -> int:
+def final_step(model: str) -> int:
     """Returns the step at which 1.8 trillion tokens are reached."""
     return int(HLAT.value("recipe_training_tokens", model) / tokens_of(model, 1))
 
@@ -135,40 +140,41 @@ def tokens_of(model: str, steps: Any) -> Any:
     return steps * batch * HLAT.value("model_sequence_length", model)
 
 
-# Tables: `words` are labels, caption and note, as of `facts_table` -------------------------------
+# Tables ------------------------------------------------------------------------------------------
 
 
-def frontier_figure(runs: Runs = (), **words: Any) -> Drawn:
-    """Returns the recipes as the authors' scripts have them, with what the model says of each, as a
-    table.
+def frontier_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> TableContent:
+    """Returns the recipes in the authors' scripts, with what the model predicts for each.
+
+    `labels` are those of the facts, as in `paper_facts_table`.
     """
     layers = [
-        Layer.published(FRONTIER["throughput_percent"], label="throughput"),
-        Layer.published(FRONTIER["recipe_pipeline_parallel"], label="layouts"),
-        Layer.modelled("recipes", error=frontier_model.model_error()),
+        FigureLayer.published(FRONTIER["throughput_percent"], label="throughput"),
+        FigureLayer.published(FRONTIER["recipe_pipeline_parallel"], label="layouts"),
+        FigureLayer.modelled("recipes", error=frontier_model.model_error()),
         *on_clusters(runs, x=lambda run: 0.0, y=lambda run: run.metrics().tokens_per_s),
     ]
-    own = [
-        (
-            run,
-            {
-                "GCDs of the script": str(run.plan.num_devices),
-                "% of peak, abstract": f"{np.nanmedian(run_hfu_percent(run)):.1f} (measured)",
-            },
-        )
-        for run in by_scale(runs)["cluster"]
-    ]
-    follows = {model: _modelled(model) for model in frontier_model.MODELS}
-    return facts_table(FRONTIER, follows, own, layers, kind="modelled", **words)
+    own = []
+    for run in by_scale(runs)["cluster"]:
+        hfu_percent = np.nanmedian(run_hfu_percent(run))
+        cells = {
+            "GCDs of the script": str(run.plan.num_devices),
+            "% of peak, abstract": f"{hfu_percent:.1f} (measured)",
+        }
+        own.append((run, cells))
+    predicted = {model: _predicted_cells(model) for model in frontier_model.MODELS}
+    return paper_facts_table(FRONTIER, predicted, own, layers, labels=labels, kind="modelled")
 
 
-def _modelled(model: str) -> dict[str, str]:
-    """Returns what the model says of a recipe."""
+def _predicted_cells(model: str) -> dict[str, str]:
+    """Returns what the model predicts for a recipe, and what follows from its layout."""
     spec = ModelSpec.preset(frontier_model.MODELS[model])
     plan = frontier_model.recipe_plan(model)
-    layouts = frontier_model.layouts_of(spec, [plan])
-    held = memory(layouts, kernels=MEGATRON, reserve=RESERVE)
-    size = float(frontier_model.calibration().hardware.memory_bytes)
+    layouts = frontier_model.frontier_layouts(spec, [plan])
+    stages = memory(layouts, kernels=MEGATRON, reserve=RESERVE)
+    used_gib = float(stages.used_bytes.max()) / 2**30
+    capacity = float(frontier_model.frontier_calibration().hardware.memory_bytes)
+    risk = float(stages.out_of_memory_probability(capacity).max())
     m = plan.num_microbatches
     p = plan.pipeline_parallel
     rate = frontier_model.throughput_layer("", [0], [(spec, layouts)])
@@ -176,27 +182,27 @@ def _modelled(model: str) -> dict[str, str]:
         "replicas": str(plan.data_parallel),
         "micro-batches per replica": str(m),
         "bubble (p-1)/(m+p-1)": f"{(p - 1) / (m + p - 1):.1%}",
-        "GiB on the fullest GCD, modelled": f"{float(held.used_bytes.max()) / 2**30:.0f}",
-        "risk of out of memory, modelled": (
-            f"{float(held.out_of_memory_probability(size).max()):.1%}"
-        ),
+        "GiB on the fullest GCD, modelled": f"{used_gib:.0f}",
+        "risk of out of memory, modelled": f"{risk:.1%}",
         "% of peak, modelled (HFU)": f"{rate.y[0]:.1f} ({rate.low[0]:.1f} to {rate.high[0]:.1f})",
     }
 
 
-def models_figure(runs: Runs = (), **words: Any) -> Drawn:
-    """Returns both of HLAT's models, their shapes from the released code with what follows from
-    them, as a table.
+def hlat_models_content(runs: Runs = (), *, labels: Mapping[str, str]) -> TableContent:
+    """Returns the shapes of both of HLAT's models in the released code, with what follows from
+    them.
+
+    `labels` are those of the facts, as in `paper_facts_table`.
     """
     layers = [
-        Layer.published(HLAT["model_num_layers"], label="shapes"),
-        Layer.published(HLAT["model_sequence_length"], label="sequence length"),
+        FigureLayer.published(HLAT["model_num_layers"], label="shapes"),
+        FigureLayer.published(HLAT["model_sequence_length"], label="sequence length"),
     ]
-    own = [(run, _counts(run.spec)) for run in opened(runs)]
-    follows = {
-        name: _counts(ModelSpec.preset(preset)) for name, preset in hlat_model.MODELS.items()
-    }
-    return facts_table(HLAT, follows, own, layers, **words)
+    own = [(run, _counts(run.spec)) for run in open_runs(runs)]
+    follows = {}
+    for name, preset in hlat_model.MODELS.items():
+        follows[name] = _counts(ModelSpec.preset(preset))
+    return paper_facts_table(HLAT, follows, own, layers, labels=labels)
 
 
 def _counts(spec: ModelSpec) -> dict[str, str]:
@@ -208,31 +214,27 @@ def _counts(spec: ModelSpec) -> dict[str, str]:
     }
 
 
-def hlat_figure(runs: Runs = (), **words: Any) -> Drawn:
-    """Returns HLAT's hyperparameters and layouts as released, with what follows from them, as a
-    table.
+def hlat_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> TableContent:
+    """Returns HLAT's hyperparameters and layouts as released, with what follows from them.
+
+    `labels` are those of the facts, as in `paper_facts_table`.
     """
-    follows = {
-        name: {
+    follows = {}
+    for name in hlat_model.MODELS:
+        follows[name] = {
             "tokens per step": f"{int(tokens_of(name, 1)):,}",
-            "steps for 1.8 trillion tokens": f"{last_step(name):,}",
+            "steps for 1.8 trillion tokens": f"{final_step(name):,}",
             "floor is reached at step": f"{floor_step(name):,}",
         }
-        for name in hlat_model.MODELS
-    }
-    own = [
-        (
-            run,
-            {
-                "sequence parallel": "on" if run.plan.sequence_parallel else "off",
-                "tokens per step": f"{run.plan.global_batch_size * run.spec.sequence_length:,}",
-            },
-        )
-        for run in opened(runs)
-    ]
+    own = []
+    for run in open_runs(runs):
+        sequence_parallel = "on" if run.plan.sequence_parallel else "off"
+        tokens = run.plan.global_batch_size * run.spec.sequence_length
+        cells = {"sequence parallel": sequence_parallel, "tokens per step": f"{tokens:,}"}
+        own.append((run, cells))
     numbers = [
-        Layer.published(HLAT[series], label=series)
-        for series in words["labels"]
+        FigureLayer.published(HLAT[series], label=series)
+        for series in labels
         if not isinstance(HLAT[series][0].parsed, str)
     ]
-    return facts_table(HLAT, follows, own, numbers, **words)
+    return paper_facts_table(HLAT, follows, own, numbers, labels=labels)

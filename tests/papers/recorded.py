@@ -11,7 +11,7 @@ from kit.config.spec import ModelSpec
 from kit.estimate.tuning.objectives import plan_of
 from kit.evaluate.report import EvalReport, Metric, TaskScore
 from kit.interop.logs.importers import import_log
-from kit.papers.frontier_demo import MODEL, STEPS, STUDY, objective
+from kit.papers.frontier_demo import MODEL, STEPS, STUDY, measured_objective
 from kit.run import Run
 from tests.evaluate.conftest import task_score
 from tests.support.runs import new_run
@@ -74,7 +74,7 @@ def imported_run(directory: Path, site: str, spec: str, seconds: int, **plan: in
 def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Path:
     """Records the demo study: tokens/s by (tensor, pipeline, micro-batches), else 1,000 a rank."""
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test").replace(devices_per_node=2)
-    rate = objective(directory, "data")
+    rate = measured_objective(directory, "data")
     for parameters in STUDY:
         plan = plan_of(parameters, devices_per_node=1, base=rate.base)
         key = (plan.tensor_parallel, plan.pipeline_parallel, plan.num_microbatches)

@@ -6,8 +6,8 @@ import pytest
 
 from kit.errors import ConfigError
 from kit.papers import hlat_cost
-from kit.papers.claims import TITLES, Claim, checked, claims, drawn_rows, page, verdict
-from kit.papers.facts import read_toml
+from kit.papers.claims import TITLES, Claim, check_claim, claims, drawn_rows, page, verdict
+from kit.papers.facts import read_paper_toml
 from kit.papers.recipes import PAPERS
 from tests.gallery import GALLERY
 
@@ -59,7 +59,7 @@ def test_all_ratios_of_hlat_s_cost_are_on_the_sheet_with_the_figure_s_verdicts()
     rows = drawn_rows("hlat")["hlat-cost"]
     sheet = [claim for claim in claims("hlat") if {"series", "x"} <= {*claim.at} and claim.about]
     found = {
-        "{panel}, {series}, {x} nodes".format(**each.at): checked(each, rows) for each in sheet
+        "{panel}, {series}, {x} nodes".format(**each.at): check_claim(each, rows) for each in sheet
     }
     own = {relation.claim: relation for relation in hlat_cost.relations()}
     assert len(own) == 17 == len(sheet) and own.keys() == found.keys()
@@ -89,16 +89,16 @@ def of_22b(**changes: Any) -> Claim:
 )
 def test_the_verdict_follows_from_the_kind_and_the_numbers(kind, low, high, said) -> None:
     claim = of_22b(kind=kind)
-    found = checked(claim, [{"x": "22B", "y": 40.0, "low": low, "high": high}])
+    found = check_claim(claim, [{"x": "22B", "y": 40.0, "low": low, "high": high}])
     assert verdict(claim, found) == said
-    assert said in read_toml("claims")["verdicts"]
-    assert verdict(claim, checked(claim, None)) == "not tried"
+    assert said in read_paper_toml("claims")["verdicts"]
+    assert verdict(claim, check_claim(claim, None)) == "not tried"
     with pytest.raises(ConfigError, match="f has no row with"):
-        checked(claim, [{"x": "1T", "y": 1.0}])
+        check_claim(claim, [{"x": "1T", "y": 1.0}])
 
 
 def test_the_width_is_of_all_that_would_have_passed() -> None:
-    found = checked(of_22b(about=0.1), [{"x": "22B", "y": 40.0, "low": 36.0, "high": 44.0}])
+    found = check_claim(of_22b(about=0.1), [{"x": "22B", "y": 40.0, "low": 36.0, "high": 44.0}])
     assert found is not None and found.width == pytest.approx((4 + 3.838) / 40)
 
 
@@ -106,6 +106,6 @@ def test_a_claim_may_be_of_what_beats_all_others() -> None:
     asked = {"claim": "c", "where": "Table", "at": {"x": "a"}, "within": (0.1, 9.0)}
     best = Claim(paper="hlat", **asked, figure="f", less={"of": 1}, kind="arithmetic")
     rows = [{"x": x, "of": 1, "y": y} for x, y in (("a", "3.5 ± 0.2"), ("b", 1.0), ("c", 3.0))]
-    found = checked(best, rows)
+    found = check_claim(best, rows)
     assert found is not None and found.value == pytest.approx(0.5)
     assert verdict(best, found) == "arithmetic as printed"

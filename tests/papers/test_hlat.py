@@ -15,7 +15,7 @@ from kit.papers.hlat_cost import cost_draws, cost_per_tokens, cost_percent, rati
 from kit.papers.hlat_demo import PRECISION_RECIPE, PRECISIONS
 from kit.papers.hlat_model import FACTS, MODELS, P4D, TRN1
 from kit.papers.hlat_scores import end_points
-from kit.papers.recipes import floor_step, last_step, recipe
+from kit.papers.recipes import final_step, floor_step, recipe
 from kit.parallel.gradients import local
 from tests.papers.recorded import imported_run, record, score, values
 
@@ -86,7 +86,7 @@ def test_presets_are_the_released_shapes() -> None:
 
 
 def test_learning_rates_are_those_of_the_released_scheduler() -> None:
-    assert last_step("7B") == 429_153 and floor_step("7B") == floor_step("70B") == 397_994
+    assert final_step("7B") == 429_153 and floor_step("7B") == floor_step("70B") == 397_994
     for model, peak in (("7B", 3e-4), ("70B", 1.5e-4)):
         clamped, rescaled = recipe(model, "clamped"), recipe(model, "rescaled")
         assert clamped.learning_rate_at(2000) == rescaled.learning_rate_at(2000) == peak
@@ -152,8 +152,10 @@ def test_cost_ratios_of_the_paper_lie_in_the_interval_but_for_70b_on_gpus() -> N
 
 def test_70b_runs_out_of_memory_at_four_nodes() -> None:
     for machine in (TRN1, P4D):
-        assert hlat_model.plan_of(machine, "70B", 4) is None
-        assert hlat_model.plan_of(machine, "70B", 8) and hlat_model.plan_of(machine, "7B", 4)
+        assert hlat_model.plan_on_nodes(machine, "70B", 4) is None
+        assert hlat_model.plan_on_nodes(machine, "70B", 8) and hlat_model.plan_on_nodes(
+            machine, "7B", 4
+        )
     used, risk = hlat_model.trn1_risk("70B", hlat_model.trn1_plan("70B", 4))
     assert 0.05 < risk < 0.3 and used < 16 * 2**30, "near the edge, and a note says how near"
     figure, rows = paper_figure("hlat-cost").draw()

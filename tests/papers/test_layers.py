@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from kit.errors import ConfigError, RunError
+from kit.papers.appearance import Appearance
 from kit.papers.facts import DATA, Facts, Relation
 from kit.papers.frontier_demo import run_hfu_percent
-from kit.papers.layers import LOAD, Layer, measured, opened, table
-from kit.papers.panels import draw, finish
+from kit.papers.layers import LOAD, FigureLayer, measured, open_runs
+from kit.papers.panels import FigureContent, draw_content, draw_layers
 from kit.show.style import new_figure
 from tests.papers.recorded import cluster_run, demo_study
 
@@ -23,7 +24,7 @@ def test_every_fact_has_a_source_and_says_how_it_is_known(name: str) -> None:
         if fact.known == "remembered":
             assert "memory" in fact.source
             with pytest.raises(ConfigError, match="remembered, not read"):
-                Layer.published([fact], label="paper")
+                FigureLayer.published([fact], label="paper")
 
 
 def test_demo_scale_is_marked_and_kept_apart(tmp_path: Path) -> None:
@@ -37,31 +38,39 @@ def test_demo_scale_is_marked_and_kept_apart(tmp_path: Path) -> None:
     busy, _ = measured(runs, x=lambda run: 1.0, y=run_hfu_percent)
     assert busy.source.endswith("while other programs were at work")
     with new_figure(1, 2, height=2) as (_, (left, right)):
-        draw(left, found[:1])
-        draw(right, found[1:])
+        draw_layers(left, found[:1])
+        draw_layers(right, found[1:])
         with pytest.raises(ConfigError, match="do not belong in one panel"):
-            draw(right, found)
+            draw_layers(right, found)
     assert [text.get_text() for text in left.texts] == ["demo scale"] and not right.texts
 
 
 def test_caption_and_table_name_every_layer() -> None:
     facts = Facts.load("frontier")
     layers = [
-        Layer.published(facts["throughput_percent"], label="paper"),
-        Layer.modelled("model", [0, 1, 2], [1, 2, 3], [0, 1, 2], [2, 3, 4], error="5 % on 9 runs"),
+        FigureLayer.published(facts["throughput_percent"], label="paper"),
+        FigureLayer.modelled(
+            "model", [0, 1, 2], [1, 2, 3], [0, 1, 2], [2, 3, 4], error="5 % on 9 runs"
+        ),
     ]
-    with new_figure(height=3) as (figure, axis):
-        draw(axis, layers)
-        told = "What is drawn.", "What holds.", "What is missed."
-        finish(figure, {"": layers}, *told, notes=["A fit."])
-    assert figure.caption == "What is drawn. What holds. What is missed."
+    look = Appearance(
+        caption=["What is drawn.", "", "What {verb}."],
+        notes=["A fit."],
+        panels={"others": {"title": "panel {panel}"}},
+        layouts=[{"mosaic": "a", "height": 3}, {"mosaic": "aa;bc", "height": 5}],
+    )
+    content = FigureContent(panels={"a": layers}, values={"verb": "holds"}, notes=["Of 9 runs."])
+    figure, rows = draw_content(look, content)
+    [axis] = figure.axes
+    assert figure.caption == "What is drawn. What holds."
+    assert axis.get_title(loc="left") == "panel a" and figure.get_figheight() == 3
     assert figure.notes == (
         "A fit.",
+        "Of 9 runs.",
         "Published (paper): Dash et al., arXiv 2312.12705, abstract.",
         "Modelled (model): 5 % on 9 runs.",
     )
     assert len(axis.lines) == 2 and axis.lines[0].get_markerfacecolor() == "white"
-    rows = table(layers, panel="a")
     assert [row["x"] for row in rows] == ["22B", "175B", "1T", 0, 1, 2]
     assert rows[0]["panel"] == "a" and np.isnan(rows[0]["low"]) and rows[3]["high"] == 2
 
@@ -70,10 +79,14 @@ def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text("iteration 1")
     (tmp_path / "empty").mkdir()
     for error, message, action in (
-        (ConfigError, "kit import", lambda: opened([tmp_path / "train.log"])),
-        (RunError, "not a run directory", lambda: opened([tmp_path / "empty"])),
+        (ConfigError, "kit import", lambda: open_runs([tmp_path / "train.log"])),
+        (RunError, "not a run directory", lambda: open_runs([tmp_path / "empty"])),
         (ConfigError, "'throughput_percent'", lambda: Facts.load("frontier")["throughput_persent"]),
-        (ConfigError, "how wrong", lambda: Layer.modelled("model", [1], [1], [1], [1], error="")),
+        (
+            ConfigError,
+            "how wrong",
+            lambda: FigureLayer.modelled("model", [1], [1], [1], [1], error=""),
+        ),
     ):
         with pytest.raises(error, match=message):
             action()
