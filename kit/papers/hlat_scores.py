@@ -162,11 +162,11 @@ def _draw_end_points(axis: Any, panels: dict[str, list[FigureLayer]]) -> None:
     for place, layer in enumerate(published.values()):
         axis.plot(layer.y, [place] * len(layer.y), color=GREY, linewidth=4, alpha=0.5)
         text = " → ".join(f"{y:g}" for y in layer.y)
-        beside, offset, side = max(layer.y), 10, "left"
-        if beside > 70:  # there is no room behind it
-            beside, offset, side = min(layer.y), -10, "right"
-        style = {"textcoords": "offset points", "va": "center", "ha": side, "color": INK}
-        axis.annotate(text, (beside, place), xytext=(offset, 0), **style)
+        style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": INK}
+        if max(layer.y) > 70:  # there is no room to the right of the points
+            axis.annotate(text, (min(layer.y), place), xytext=(-10, 0), ha="right", **style)
+        else:
+            axis.annotate(text, (max(layer.y), place), xytext=(10, 0), ha="left", **style)
     for marker, tokens in (("|", 1740), ("o", 1800)):
         points = []
         for place, layer in enumerate(published.values()):
