@@ -479,7 +479,7 @@ def _show(
         note("\n  ".join(["Still to fill in:", *left]))
 
 
-def _lines_to_edit(texts: dict[str, str]) -> list[str]:
+def _lines_to_edit(texts: Mapping[str, str]) -> list[str]:
     """Returns the lines of scripts that contain the word EDIT, with their places."""
     lines = []
     for name, text in texts.items():

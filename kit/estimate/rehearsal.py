@@ -18,7 +18,7 @@ from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 from kit.engines.build import check_site
 from kit.estimate.choose.machine import Machine, machine_of
-from kit.estimate.choose.memory_advice import estimated
+from kit.estimate.choose.memory_advice import estimate_options
 from kit.estimate.fit.calibrate import Prediction, published_calibration
 from kit.estimate.fit.measured_rows import hardware_on
 from kit.estimate.theory.hardware import check_numbers
@@ -199,7 +199,7 @@ def _count_size(spec: ModelSpec, plan: Plan, machine: Machine) -> list[Count]:
     """Returns the number of nodes, and the memory of the device that needs most."""
     site = machine.site
     max_nodes = site.slurm.max_nodes if site.slurm else None
-    (option,) = estimated(spec, plan, [{}], site.device)
+    (option,) = estimate_options(spec, plan, [{}], site.device)
     return [
         Count(
             stage="plan",

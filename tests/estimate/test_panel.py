@@ -24,7 +24,7 @@ from kit.estimate import (
     timeline_figure,
 )
 from kit.estimate.choose.machine import machine_of
-from kit.estimate.choose.memory_advice import estimated
+from kit.estimate.choose.memory_advice import estimate_options
 from kit.estimate.choose.panel import Estimate
 from kit.estimate.theory.schedule import Simulation
 from kit.estimate.theory.step_time import step_time
@@ -85,7 +85,7 @@ def test_panel_estimates_the_plan_it_is_given(name: str) -> None:
     layouts = Layouts.of(ModelSpec.preset(model), [plan])
     known = published_calibration(site)
     seconds = step_time(layouts, known.hardware, known.coefficients).total_s.item()
-    (option,) = estimated(ModelSpec.preset(model), plan, [{}], site.device)
+    (option,) = estimate_options(ModelSpec.preset(model), plan, [{}], site.device)
     used = option.used_bytes
     found = panel.estimate()
     assert found.step_s[0] == pytest.approx(seconds, rel=1e-9)

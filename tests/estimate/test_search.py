@@ -22,7 +22,7 @@ from kit.estimate.choose import explain
 from kit.estimate.choose.candidates import allowed, candidates
 from kit.estimate.choose.explain import answers
 from kit.estimate.choose.machine import machine_of
-from kit.estimate.choose.memory_advice import estimated
+from kit.estimate.choose.memory_advice import estimate_options
 from kit.estimate.choose.nearest import measured_mfu
 from kit.estimate.choose.panel import Estimate
 from kit.estimate.choose.report import plan_report
@@ -364,7 +364,7 @@ def test_zero_0_on_trainium_is_searched_with_its_own_memory():
     only = {"zero_stage": [0], "tensor_parallel": [plan.tensor_parallel], "pipeline_parallel": [1]}
     found = search(spec, site, plan.num_devices, plan.global_batch_size, only=only)
     (index,) = [i for i in range(len(found.layouts)) if found.plan(i) == plan]
-    (option,) = estimated(spec, plan, [{}], site.device)
+    (option,) = estimate_options(spec, plan, [{}], site.device)
     assert found.used_bytes[index] == pytest.approx(option.used_bytes, rel=1e-6)
     with pytest.raises(ConfigError, match="Name stage 0 or the others"):
         search(spec, site, 64, 64, only={"zero_stage": [0, 1]})

@@ -15,7 +15,7 @@ from cluster.site import Site
 from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 from kit.engines.native import NativeEngine
-from kit.estimate.choose.memory_advice import changes, estimated
+from kit.estimate.choose.memory_advice import estimate_options, memory_saving_changes
 from kit.monitor.ranks import RankTimes
 from kit.run import Run
 from kit.trainer import heartbeat
@@ -144,7 +144,9 @@ def test_advice_counts_what_each_change_would_need():
     spec = ModelSpec.preset("gpt-22b")
     plan = Plan(tensor_parallel=2, data_parallel=4, micro_batch_size=4, global_batch_size=64)
     plan = plan.replace(precision="bf16")
-    now, *options = estimated(spec, plan, [{}, *changes(spec, plan)], Site.load("frontier").device)
+    now, *options = estimate_options(
+        spec, plan, [{}, *memory_saving_changes(spec, plan)], Site.load("frontier").device
+    )
     assert {"micro_batch_size": 2} in [option.changes for option in options]
     assert all(option.used_bytes < now.used_bytes for option in options)
     assert all(plan.replace(**option.changes).check(spec) is None for option in options)

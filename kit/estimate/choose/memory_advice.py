@@ -49,8 +49,8 @@ def memory_advice(run: Run) -> str:
     """Returns in one line what the plan is estimated to need, and which smallest changes need
     less, with numbers.
     """
-    now, *options = estimated(
-        run.spec, run.plan, [{}, *changes(run.spec, run.plan)], run.site.device
+    now, *options = estimate_options(
+        run.spec, run.plan, [{}, *memory_saving_changes(run.spec, run.plan)], run.site.device
     )
     smaller = [option for option in options if option.used_bytes < 0.95 * now.used_bytes]
     memory_bytes = run.site.device.memory_bytes
@@ -70,7 +70,7 @@ def memory_advice(run: Run) -> str:
     )
 
 
-def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
+def memory_saving_changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
     """Returns changes that need less memory on as many devices, the smallest first: one setting,
     then two and three.
     """
@@ -82,9 +82,11 @@ def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
         "shard_size": [None] if plan.shard_size else [],
         "zero_stage": range(plan.zero_stage + 1, 4) if plan.data_parallel > 1 else [],
     }
-    together = [each for count in (1, 2, 3) for each in itertools.combinations(values, count)]
+    combinations = itertools.chain.from_iterable(
+        itertools.combinations(values, count) for count in (1, 2, 3)
+    )
     found = []
-    for fields in together:
+    for fields in combinations:
         for chosen in itertools.product(*(values[name] for name in fields)):
             change = dict(zip(fields, chosen, strict=True))
             with contextlib.suppress(ConfigError):
@@ -93,7 +95,7 @@ def changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
-def estimated(
+def estimate_options(
     spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], device: Device
 ) -> list[Option]:
     """Returns each change with the estimated bytes of the heaviest device.
@@ -107,18 +109,24 @@ def estimated(
         convention_of(layout.precision, layout.engine, layout.zero_stage) for layout in plans
     }
     if len(conventions) > 1:
-        return [option for change in tried for option in estimated(spec, plan, [change], device)]
+        return [
+            option for change in tried for option in estimate_options(spec, plan, [change], device)
+        ]
     (convention,) = conventions
     reserve = NO_RESERVE if "CPU" in device.name else RESERVE
     kernels = engine_kernels(plan.engine, device)
     # Whose weights are the shards.
     kernels = kernels.replace(fully_sharded=kernels.fully_sharded and not is_fp32)
     terms = memory(layouts, kernels=kernels, convention=convention, reserve=reserve).terms()
-    used = sum(
-        np.asarray(value) * (2 if is_fp32 and name not in (*STATE, "reserve") else 1)
-        for name, value in terms.items()
-    )
-    return [Option(change, float(each)) for change, each in zip(tried, np.ravel(used), strict=True)]
+    used_bytes: Any = 0
+    for name, value in terms.items():
+        is_temporary = name not in (*STATE, "reserve")
+        width = 2 if is_fp32 and is_temporary else 1
+        used_bytes = used_bytes + np.asarray(value) * width
+    return [
+        Option(change, float(option_bytes))
+        for change, option_bytes in zip(tried, np.ravel(used_bytes), strict=True)
+    ]
 
 
 if __name__ == "__main__":
