@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from cluster.directory_handle import RunDirectory, retry_disk
 from cluster.files import FULL, RESERVE, RESERVE_BYTES, opened, say, write_atomic
 from cluster.logs import last_words, log_tail
 from cluster.ownership import refuse_other_owner
 from cluster.process import Process
 from cluster.record import kit_command
-from cluster.run_directory import RunDirectory, retry_disk
 from cluster.state import (
     ExitReport,
     JobError,

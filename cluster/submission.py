@@ -1,6 +1,6 @@
 """Sends a job to where its site says: this machine, Slurm or Kubernetes. Standard library only.
 
-`prepare` checks a job and returns all that its submission needs. `submit_prepared` submits it.
+`prepare_job` checks a job and returns all that its submission needs. `submit_prepared` submits it.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class PreparedJob:
     """Files of the caller, which are written before job.json, site.json and the scripts."""
 
 
-def prepare(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob:
+def prepare_job(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob:
     """Returns a checked job with everything that its submission needs. Writes nothing.
 
     A job behind a login node is checked on the other side, as part of its submission.
@@ -42,7 +42,7 @@ def prepare(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob
         JobError: the run directory belongs to another user.
     """
     check_startable(job, site)
-    prepared = draft(job, site, files)
+    prepared = draft_job(job, site, files)
     if site.login is None:
         backend(site.scheduler).check(job, site)
     return prepared
@@ -61,8 +61,8 @@ def check_startable(job: JobSpec, site: Site) -> None:
         check_fit(job, site)
 
 
-def draft(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob:
-    """Returns what `prepare` returns, for a job that may lack something: fields of its site may
+def draft_job(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob:
+    """Returns what `prepare_job` returns, for a job that may lack something: fields of its site may
     still say EDIT, and its scheduler may be missing on this machine.
 
     Raises:
@@ -73,16 +73,17 @@ def draft(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob:
 
 
 def submit_prepared(prepared: PreparedJob) -> Job:
-    """Starts a job that `prepare` has checked and returns its handle. Ctrl-C waits until that is
-    done.
+    """Starts a job that `prepare_job` has checked and returns its handle. Ctrl-C waits until that
+    is done.
 
     Writes to the run directory before the job is submitted, in this order:
 
-    1. The folders `logs` and `control`, if they are missing.
+    1. The folders `logs`, `control` and `logs/attempt_NN`, and `.reserve`, the room that a full
+       disk leaves for the end of the job. Requests to earlier attempts are deleted.
     2. `state.json` of the next attempt, which is queued, and its line in `history.jsonl`. From now
        on no other job can start in the directory.
     3. The files of the caller. Files with the value None are removed.
-    4. `job.json`, `site.json` and the scripts.
+    4. `job.json`, `site.json` if it was not among the files of the caller, and the scripts.
 
     After that the scheduler gets the job, and `state.json` gets the number of the job.
 
@@ -98,8 +99,10 @@ def submit_prepared(prepared: PreparedJob) -> Job:
     with uninterrupted():
         if site.login:
             return backend("login.submit").submit(job, site, prepared.files)
-        records = {"job.json": job.to_json(), "site.json": site.to_json()}
-        files = {**prepared.files, **records, **prepared.scripts}
+        files = dict(prepared.files)
+        files["job.json"] = job.to_json()
+        files["site.json"] = site.to_json()
+        files |= prepared.scripts
         try:
             with claimed(run_dir, files) as attempt:
                 scheduled = backend(site.scheduler).start(job, site, attempt, prepared.scripts)
@@ -116,9 +119,9 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     The job inherits the environment of the caller, so secrets are exported there and never written.
 
     Raises:
-        As `prepare` and `submit_prepared`. In each case the run directory is as it was before.
+        As `prepare_job` and `submit_prepared`. In each case the run directory is as it was before.
     """
-    return submit_prepared(prepare(job, site, files))
+    return submit_prepared(prepare_job(job, site, files))
 
 
 @contextlib.contextmanager

@@ -8,9 +8,10 @@ started, observed and ended, whether their nodes still answer, and how the job g
 What ends an attempt, and what follows (`AttemptOutcome.fate`):
 
     all ranks ended well                             end: the job is done
-    a rank failed for a reason that will not pass    end: the job has failed
-    a rank crashed                                   restart: the next attempt starts here
-    and a node no longer answers                     requeue: the job gets other nodes
+    a rank failed before the job's first step        end: the job has failed
+    a rank was killed, or failed after a step        restart: the next attempt starts here
+    a rank failed and a node no longer answers       requeue: the job gets other nodes
+    the time limit is near, or Slurm preempts        requeue, after a checkpoint
     the run directory was deleted                    end: nothing can be recorded
     a newer attempt owns the run directory           taken: nothing is recorded
 
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from cluster.attempts import USELESS_TO_RETRY, AttemptOutcome, record_end
+from cluster.directory_handle import RunDirectory, retry_disk
 from cluster.files import FULL, outlive_log, say
 from cluster.heartbeats import StartWatch
 from cluster.job import JobSpec
@@ -35,7 +37,6 @@ from cluster.logs import log_tail
 from cluster.ports import says_port_taken
 from cluster.process import become_subreaper
 from cluster.record import counted
-from cluster.run_directory import RunDirectory, retry_disk
 from cluster.state import (
     JobError,
     JobState,

@@ -192,7 +192,7 @@ def prepare(
     Raises:
         As `launch`.
     """
-    from kit.trainer.recipe_rules import check_recipe
+    from kit.config.recipe_rules import check_recipe
 
     directory = Path(directory).expanduser().resolve()
     refuse_other_owner(directory, "start a job in it")
@@ -215,7 +215,7 @@ def prepare(
         refuse_done(run, plan, recipe.num_steps)
         if site.login is None:
             run.checkpoints.check_space(spec)
-        job = submission.prepare(job_spec(run, time_limit_s), site, _files(run))
+        job = submission.prepare_job(job_spec(run, time_limit_s), site, _files(run))
         prepared = Prepared(run=run, job=job, notes=notes)
         if measured is not None:
             prepared = prepared.on(measured(site, plan.precision))
@@ -231,7 +231,7 @@ def draft(run: Run, time_limit_s: float | None = None) -> Prepared:
         RunError: the hook's file cannot be read.
     """
     return Prepared(
-        run=run, job=submission.draft(job_spec(run, time_limit_s), run.site, _files(run))
+        run=run, job=submission.draft_job(job_spec(run, time_limit_s), run.site, _files(run))
     )
 
 

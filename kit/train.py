@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from cluster.directory_handle import RunDirectory, retry_disk
 from cluster.files import is_private, outlive_log, write_atomic
 from cluster.interpreter import source_command
 from cluster.record import ConfigError, counted
-from cluster.run_directory import RunDirectory, retry_disk
 from cluster.shadows import find_shadows
 from cluster.state import JobError, JobState, log_path, read_state, update_state
 from kit.data.wheels import file_sha256

@@ -25,7 +25,7 @@ from cluster.poll import POLLER, SchedulerAnswer, run_command
 from cluster.record import shortened
 from cluster.site import Site
 from cluster.state import JobError, JobState, SchedulerJob
-from cluster.submission import prepare, submit_prepared
+from cluster.submission import prepare_job, submit_prepared
 
 TIMEOUT_S = 20.0
 GONE_WAIT_S = 900.0
@@ -192,7 +192,7 @@ def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
         ConfigError: the job cannot run on its site; nothing was ended.
         JobError: the cluster refuses or does not answer, or the pods do not end.
     """
-    prepared = prepare(job.spec, Site.read(job.run_dir / "site.json"))
+    prepared = prepare_job(job.spec, Site.read(job.run_dir / "site.json"))
     cancel(scheduler_job, job.run_dir, waits=True)
     POLLER.forget(scheduler_job)
     submit_prepared(prepared)

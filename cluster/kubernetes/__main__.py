@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 
 from cluster.attempts import USELESS_TO_RETRY, AttemptOutcome, take_over, write_end
+from cluster.directory_handle import retry_disk
 from cluster.heartbeats import StartWatch
 from cluster.kubernetes import meeting
-from cluster.run_directory import retry_disk
 from cluster.state import JobError, SchedulerJob, ask, read_asked
 
 

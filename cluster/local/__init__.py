@@ -15,7 +15,7 @@ from cluster.logs import log_tail
 from cluster.record import ConfigError, counted
 from cluster.site import Site
 from cluster.state import JobError, read_exit
-from cluster.submission import prepare, submit_prepared
+from cluster.submission import prepare_job, submit_prepared
 
 MAX_PROCESSES = 256
 END_WAIT_S = 60.0
@@ -82,7 +82,7 @@ def requeue(job: Job, scheduled: None) -> None:
         ConfigError: the job cannot be started again; nothing was ended.
         JobError: the running attempt does not end.
     """
-    prepared = prepare(job.spec, Site.read(job.run_dir / "site.json"))
+    prepared = prepare_job(job.spec, Site.read(job.run_dir / "site.json"))
     job.cancel()
     try:
         job.wait(END_WAIT_S)

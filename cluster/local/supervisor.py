@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from cluster.attempts import AttemptOutcome, claim_attempt, next_attempt
+from cluster.directory_handle import RunDirectory, retry_disk
 from cluster.files import FULL, appending, say
 from cluster.interpreter import from_source, started_module
 from cluster.job import JobSpec
@@ -40,7 +41,6 @@ from cluster.process import (
     kill_descendants,
 )
 from cluster.record import ConfigError, counted
-from cluster.run_directory import RunDirectory, retry_disk
 from cluster.state import JobError, JobState, log_path, read_state, update_state
 from cluster.supervisor import Supervisor, become_supervisor, cause_order, rank_failure
 

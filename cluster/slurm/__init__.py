@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster.attempts import FOLLOWS
+from cluster.directory_handle import retry_disk
 from cluster.files import write_atomic
 from cluster.interpreter import PACKAGE_ROOT
 from cluster.job import Job, JobSpec
 from cluster.record import counted
 from cluster.request import cpu_request
-from cluster.run_directory import retry_disk
 from cluster.scheduler import quote
 from cluster.site import Site
 from cluster.slurm.preflight import check as check

@@ -21,10 +21,10 @@ import sys
 import time
 from pathlib import Path
 
+from cluster.directory_handle import RunDirectory
 from cluster.files import outlive_log
 from cluster.process import become_rank, become_subreaper, child_pids, kill_descendants
 from cluster.record import Record, field_doc
-from cluster.run_directory import RunDirectory
 from cluster.state import JobError, state_to_change
 
 STATE_TRIES = 10

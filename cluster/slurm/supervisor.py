@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.attempts import USELESS_TO_RETRY, AttemptOutcome, record_end, take_over
+from cluster.directory_handle import RunDirectory, retry_disk
 from cluster.files import say
 from cluster.heartbeats import MANY
 from cluster.job import JobSpec
@@ -37,7 +38,6 @@ from cluster.logs import keep_last_lines, last_words, log_tail
 from cluster.ports import FIRST_PORT, reserve_port
 from cluster.process import END_SIGNALS, kill_descendants
 from cluster.record import ConfigError, counted
-from cluster.run_directory import RunDirectory, retry_disk
 from cluster.slurm import begin_elsewhere, requeue_this
 from cluster.slurm.preflight import answering_nodes, check_allocation
 from cluster.slurm.queries import matching_lines, native_state, slurm_command

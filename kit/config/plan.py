@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from cluster.record import ConfigError, Record, counted, field_doc, from_one, html_table, must
 from kit.config.model_rules import MODEL_RULES
-from kit.config.rules import RULES, SPLIT_SCHEDULES, Rule
+from kit.config.rules import PLAN_RULES, SPLIT_SCHEDULES, Rule
 from kit.config.spec import ModelSpec
 from kit.engines.capabilities import DEFAULT_ENGINE, Capabilities, EngineName, capabilities_of
 
@@ -115,7 +115,7 @@ class Plan(Record):
             raise ConfigError(
                 f"plan: {self.num_devices:,} devices are too many. Allowed: up to {MOST_DEVICES:,}."
             )
-        refuse(RULES, self.capabilities, self)
+        refuse(PLAN_RULES, self.capabilities, self)
 
     @property
     def capabilities(self) -> Capabilities:

@@ -1,5 +1,10 @@
 """The rules of a plan, each once: what it breaks on, and the sentence that refuses it.
 
+A plan is refused by these rules alone (`PLAN_RULES`, in `Plan.__post_init__`), with a model
+(`kit.config.model_rules`, in `Plan.check`), with a recipe (`kit.config.recipe_rules`), and with the
+machine and the installed software (`check_engine` and `check_site` of `kit.engines.build`).
+`kit.launcher.prepare` makes all of these checks before a launch.
+
 `breaks` is written on names that `Plan` has for one plan and `kit.estimate.theory.layouts.Layouts`
 as arrays for many, so the same rule refuses a plan and masks the candidates of a search. It keeps
 to comparisons, arithmetic, `&` and `|`, which mean the same for both (`~`, `and`, `or` do not).
@@ -19,7 +24,7 @@ SPLIT_SCHEDULES = ("zero_bubble", "zbv")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One rule: of a plan (`RULES`), or of a plan and a model (`kit.config.model_rules`)."""
+    """One rule: of a plan (`PLAN_RULES`), or of a plan and a model (`kit.config.model_rules`)."""
 
     breaks: Callable[..., Any]
     """Takes (plan) or (plan, spec) and returns whether the rule is broken. With layouts in place of
@@ -70,7 +75,7 @@ def _some_blocks(plan: Any) -> Any:
     return False if plan.recompute_layers is None else plan.recompute_layers > 0
 
 
-RULES = (
+PLAN_RULES = (
     _shards(
         lambda plan: plan.zero_stage == 0,
         lambda _: "with zero_stage 0, which shards nothing; use zero_stage 1, 2 or 3",

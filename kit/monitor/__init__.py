@@ -1,5 +1,10 @@
 """Views of a run: the live dashboard, text in the terminal, a figure of loss and MFU, and the
 scores of checkpoints.
+
+The way of a metrics row to the dashboard: the trainer appends it to `metrics.jsonl`
+(`kit.run.metrics.MetricsWriter`). In the kernel of the notebook `Monitor` (`widget.py`) reads new
+rows by `Dashboard` (`dashboard.py`), which adds derived quantities (`curves.py`) and reduces them
+to the pixels of the charts. `static/dashboard.js` draws what `Monitor` sends.
 """
 
 from importlib import import_module

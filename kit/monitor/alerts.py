@@ -1,6 +1,6 @@
 """Alerts: what deserves a look at a run, as one table of rules.
 
-`AlertMonitor` evaluates RULES, reports what is new once, and keeps it in the run directory
+`AlertMonitor` evaluates ALERT_RULES, reports what is new once, and keeps it in the run directory
 (`alerts.jsonl`).
 """
 
@@ -141,7 +141,7 @@ class AlertMonitor:
         """Returns the alerts that are new, after writing them to the run directory."""
         look = self._prepare(curves, status, ranks)
         alerts: list[Alert] = []
-        for rule in RULES:
+        for rule in ALERT_RULES:
             if rule.judges == "new rows" and look.first == look.end:
                 continue
             if rule.judges == "running job" and status.state is not JobState.RUNNING:
@@ -492,7 +492,7 @@ def _late_checkpoint(look: Look) -> Iterator[Finding]:
         yield Finding(f"the last checkpoint is {age:,} steps old, one is due every {every:,}")
 
 
-RULES = (
+ALERT_RULES = (
     AlertRule(
         kind="nan",
         level="error",

@@ -22,7 +22,7 @@ import tomllib
 
 from cluster.heartbeats import MAX_SKEW_S
 from cluster.record import ConfigError, Record, config_folder, counted, field_doc, shortened
-from kit.monitor.alerts import RULES
+from kit.monitor.alerts import ALERT_RULES
 from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 from kit.run.columns import parse_row
@@ -37,7 +37,9 @@ MAX_CALLS = 10
 """Largest number of calls in a period. Further alerts get one call together, at once or in the next
 period: a file of another user may hold thousands."""
 
-FOUND_IN_ROWS = frozenset(rule.kind for rule in RULES if rule.judges in ("new rows", "record"))
+FOUND_IN_ROWS = frozenset(
+    rule.kind for rule in ALERT_RULES if rule.judges in ("new rows", "record")
+)
 """Kinds of alerts that a view finds in recorded steps, which may be old. Their time is that of the
 step."""
 TAIL_BYTES = 16 << 10

@@ -2,9 +2,13 @@
 any layout.
 
 `checkpoints/step_00000100/` holds the shards of torch's distributed checkpoint and a
-`manifest.json`. A checkpoint is written into `step_00000100.partial-<attempt>` and renamed when
-whole, so a name without suffix is always complete. One that was damaged later is found by its
-checksums before it is loaded, and kept as `step_00000100.damaged-<attempt>`.
+`manifest.json`. A checkpoint is complete if its folder has a name without suffix and a manifest.
+`Checkpoints.manifest` also checks the seal of the manifest and the sizes of all files, and loading
+checks the checksum of all that it reads.
+
+A checkpoint is written into `step_00000100.partial-<attempt>`. The manifest is written last, and
+then the folder is renamed. Only NxD writes into the final folder. A checkpoint that was damaged
+later is kept as `step_00000100.damaged-<attempt>`, and the one before it is loaded.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from cluster.run_directory import retry_disk
+from cluster.directory_handle import retry_disk
 from cluster.state import StaleAttemptError
 from kit.errors import CheckpointError
 from kit.parallel.groups import cpu_group

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from cluster.run_directory import RunDirectory
+from cluster.directory_handle import RunDirectory
 
 PASS_EVERY_S = 0.25
 """Seconds between two passes over all work, so that a reader sees a step this much later."""

@@ -1,8 +1,8 @@
 """Saving and loading the checkpoints of a run while it trains.
 
-A checkpoint is valid once its manifest exists (`kit.run.checkpoint`). All ranks save and load
-together. Writing happens in the background. A damaged checkpoint is set aside, never deleted, and
-the one before it is loaded.
+`kit.run.checkpoint` defines when a checkpoint is complete and how it is checked. All ranks save and
+load together. Writing happens in the background. A damaged checkpoint is set aside, never deleted,
+and the one before it is loaded.
 """
 
 import time

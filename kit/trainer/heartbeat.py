@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from cluster.directory_handle import RunDirectory
 from cluster.heartbeats import (
     GATHER_EVERY_S,
     MANY,
@@ -26,7 +27,6 @@ from cluster.heartbeats import (
     write_all_heartbeats,
     write_rank_heartbeat,
 )
-from cluster.run_directory import RunDirectory
 from cluster.state import JobState, read_state, record_event, update_state
 from kit.run.alerts import Alert, AlertLog
 from kit.trainer.callback import Step

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cluster.directory_handle import RunDirectory
 from cluster.record import counted
-from cluster.run_directory import RunDirectory
 from cluster.state import JobState
 from kit.data import shares
 from kit.engines import gpu

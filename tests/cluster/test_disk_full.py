@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import local, run_directory
+from cluster import directory_handle, local
 from cluster.attempts import (
     AttemptOutcome,
     claim_attempt,
@@ -18,10 +18,10 @@ from cluster.attempts import (
     record_end,
     write_end,
 )
+from cluster.directory_handle import RunDirectory
 from cluster.files import RESERVE, RESERVE_BYTES, append_lines
 from cluster.job import read_status
 from cluster.process import Process
-from cluster.run_directory import RunDirectory
 from cluster.state import (
     JobState,
     ask,
@@ -215,7 +215,7 @@ def test_unreadable_state_is_not_overwritten(tmp_path, monkeypatch, code):
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_end_is_recorded_when_the_disk_returns(tmp_path, monkeypatch, code):
     claim_attempt(tmp_path)
-    monkeypatch.setattr(run_directory, "RETRY_DELAYS_S", (0.01,) * 5)
+    monkeypatch.setattr(directory_handle, "RETRY_DELAYS_S", (0.01,) * 5)
     replace = Path.replace
     failures = [OSError(code, os.strerror(code))] * 3
 

@@ -202,6 +202,7 @@ def test_lost_node_is_left_behind(nodes, lose, hanging_job, is_full, how, limit_
     limit_s = limit_s if is_full else 5.0
     job = hanging_job(limit_s, num_nodes=3)
     at_step(job, 10)
+    earlier = last_attempt(job.run_dir)  # two if a node was slow to answer at the start
     number, start = scheduler_job(job).id, time.time()
     lose[how]("node2")
     requeued = event(job, "requeued", start, limit_s + 200)
@@ -214,8 +215,8 @@ def test_lost_node_is_left_behind(nodes, lose, hanging_job, is_full, how, limit_
     assert nodes.node_states()["node2"].startswith("comp"), "Slurm still waits for it"
     # While the old job still runs Slurm may give the lost node to the new one too, which then
     # ends there at once, and the next one is kept off it.
-    assert last_attempt(job.run_dir) == 1 + times_lost(job, "node2"), job.history
-    stops(job, attempts=3)
+    assert last_attempt(job.run_dir) == earlier + times_lost(job, "node2"), job.history
+    stops(job, attempts=earlier + 2)
 
 
 def test_node_that_is_lost_before_the_first_start_is_left_behind(nodes, hanging_job):
@@ -335,7 +336,7 @@ def test_job_that_was_submitted_just_before_its_supervisor_died_goes_on(
     nodes, hanging_job, monkeypatch
 ):
     """Nobody has written down that it follows, and it waits for nobody."""
-    job = hanging_job(5.0, num_nodes=4)
+    job = hanging_job(40.0, num_nodes=4)
     at_step(job, 10)
     monkeypatch.setenv("KIT_FOLLOWS", f"{scheduler_job(job).id}/1")
     follower = slurm._sbatch(job.run_dir, "submit.sh")

@@ -228,7 +228,7 @@ FAILING_DISK = f"""
 import errno, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from cluster import run_directory
+from cluster import directory_handle
 from cluster.local import supervisor
 replace, failures = Path.replace, []
 def failing(part, file):
@@ -237,7 +237,7 @@ def failing(part, file):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(file))
     return replace(part, file)
 Path.replace = failing
-run_directory.RETRY_DELAYS_S = (0.1,) * 5
+directory_handle.RETRY_DELAYS_S = (0.1,) * 5
 sys.exit(supervisor.main())
 """
 """A supervisor whose first writes of state.json after a crash of its ranks fail."""

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from cluster.directory_handle import RunDirectory
 from cluster.ports import FIRST_PORT, NUM_PORTS, reserve_port
-from cluster.run_directory import RunDirectory
 from cluster.slurm.preflight import ASKED
 from cluster.state import JobState, log_path, read_exit, update_state
 from cluster.submission import submit

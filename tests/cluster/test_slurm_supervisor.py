@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from cluster.attempts import AttemptOutcome, take_over
-from cluster.run_directory import RunDirectory
+from cluster.directory_handle import RunDirectory
 from cluster.slurm import supervisor as module
 from cluster.slurm.queries import native_state
 from cluster.slurm.rank import Failure, failures_of

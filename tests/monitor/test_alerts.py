@@ -225,5 +225,5 @@ def test_slow_start_without_supervisor_is_reported(tmp_path, monkeypatch):
 def test_every_rule_is_explained_in_the_notebook():
     page = (ROOT / "notebooks" / "gallery" / "04_watch_a_run.md").read_text()
     explained = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
-    assert {rule.kind for rule in alerts.RULES} == explained
-    assert all(rule.threshold for rule in alerts.RULES)
+    assert {rule.kind for rule in alerts.ALERT_RULES} == explained
+    assert all(rule.threshold for rule in alerts.ALERT_RULES)

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from kit.config.plan import Plan
 from kit.config.recipe import Recipe
+from kit.config.recipe_rules import check_recipe
 from kit.config.spec import ModelSpec
 from kit.errors import ConfigError, RunError
 from kit.trainer.bad_steps import MAX_BAD_STEPS, StepJudge
-from kit.trainer.recipe_rules import check_recipe
 from kit.trainer.spikes import WINDOW
 from tests.support.parity import batches, build, make_plan
 from tests.support.workers import run_ranks

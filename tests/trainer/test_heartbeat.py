@@ -8,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
+from cluster.directory_handle import RunDirectory
 from cluster.heartbeats import write_rank_heartbeat
-from cluster.run_directory import RunDirectory
 from cluster.state import ask, read_asked, read_taken
 from kit.run.metrics import MetricsWriter
 from kit.trainer.background import Background

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from cluster.directory_handle import retry_disk
 from cluster.record import counted
-from cluster.run_directory import retry_disk
 from kit.config.plan import Plan
 from kit.engines.neuron.engine import NeuronEngine
 from kit.errors import CheckpointError

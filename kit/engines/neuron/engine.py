@@ -115,7 +115,8 @@ class NeuronEngine(Engine):
         result = StepResult(self.device)
         loss = self._loss(samples, self.model.run_train)
         self.set_learning_rate(learning_rate)
-        # Adds up over sequence parts and replicas, and clips.
+        # Sums gradients over sequence parts and replicas. `Nxd._clip` then clips them, as a hook
+        # of the optimizer.
         norm = self.nxd.step(optimizer=self.optimizer)
         self.optimizer.zero_grad()
         self.nxd.mark_step()

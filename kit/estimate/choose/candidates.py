@@ -12,7 +12,7 @@ import numpy as np
 from cluster.record import counted
 from kit.config.model_rules import MODEL_RULES
 from kit.config.plan import Plan
-from kit.config.rules import RULES
+from kit.config.rules import PLAN_RULES
 from kit.config.spec import ModelSpec
 from kit.engines.capabilities import DEFAULT_ENGINE, EngineName, capabilities_of
 from kit.errors import ConfigError
@@ -115,7 +115,7 @@ def allowed(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
     """Returns which layouts break no rule of a plan for this model and engine, bool."""
     broken = np.zeros(layouts.shape, bool)
     capabilities = capabilities_of(engine)
-    for rules, given in ((RULES, (layouts,)), (MODEL_RULES, (layouts, spec))):
+    for rules, given in ((PLAN_RULES, (layouts,)), (MODEL_RULES, (layouts, spec))):
         for rule in rules:
             if rule.applies_to(capabilities):
                 broken |= rule.breaks(*given)

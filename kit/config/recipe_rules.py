@@ -18,7 +18,7 @@ def _only_native_takes_back(name: str, allowed: str) -> Rule:
     )
 
 
-RULES = (
+RECIPE_RULES = (
     Rule(
         applies_to=lambda engine: not engine.starts_from_weights,
         breaks=lambda recipe, _: recipe.init_from is not None,
@@ -69,4 +69,4 @@ cannot load a checkpoint twice. Documents end at tokens that only the first pipe
 
 def check_recipe(recipe: Recipe, plan: Plan) -> None:
     """Raises ConfigError if the recipe asks for what the plan's engine or layout cannot do."""
-    refuse(RULES, plan.capabilities, recipe, plan)
+    refuse(RECIPE_RULES, plan.capabilities, recipe, plan)
