@@ -101,24 +101,30 @@ def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(
         return subprocess.Popen(words, stdin=piped, stdout=piped, stderr=piped, text=True)
 
     launches = {batch: started(batch) for batch in ("8", "16")}
-    for launch in launches.values():
-        assert launch.stdout and launch.stdout.readline() == "ready\n"
-    start = time.monotonic()
-    for launch in launches.values():
-        assert launch.stdin
-        launch.stdin.write("go\n")
-        launch.stdin.flush()
-    said = {batch: launch.communicate(timeout=60)[1] for batch, launch in launches.items()}
-    won = [batch for batch, launch in launches.items() if launch.returncode == 0]
-    assert len(won) == 1, said
-    (loser,) = (text for batch, text in said.items() if batch not in won)
-    assert "is being launched by another process" in loser or "is in use: attempt 1" in loser
-    assert Run.open(directory).plan.global_batch_size == int(won[0])
-    name = "two launches of one directory at once: one wins, the other is told"
-    cost(name, time.monotonic() - start, "s", at_most=60)
-    job = Run.open(directory).job
-    job.cancel()
-    job.wait(timeout_s=30)
+    try:
+        for launch in launches.values():
+            assert launch.stdout and launch.stdout.readline() == "ready\n"
+        start = time.monotonic()
+        for launch in launches.values():
+            assert launch.stdin
+            launch.stdin.write("go\n")
+            launch.stdin.flush()
+        said = {batch: launch.communicate(timeout=180)[1] for batch, launch in launches.items()}
+        won = [batch for batch, launch in launches.items() if launch.returncode == 0]
+        assert len(won) == 1, said
+        (loser,) = (text for batch, text in said.items() if batch not in won)
+        assert "is being launched by another process" in loser or "is in use: attempt 1" in loser
+        assert Run.open(directory).plan.global_batch_size == int(won[0])
+        name = "two launches of one directory at once: one wins, the other is told"
+        cost(name, time.monotonic() - start, "s", at_most=60)
+    finally:
+        for launch in launches.values():
+            launch.kill()
+            launch.communicate()
+        if directory.exists():
+            job = Run.open(directory).job
+            job.cancel()
+            job.wait(timeout_s=30)
 
 
 def inode(file: Path) -> int:
