@@ -529,8 +529,8 @@ def eval_job(run: Run, step: int, arguments: Sequence[str], num_devices: int) ->
 def submit_eval(run: Run, step: int, arguments: Sequence[str], num_devices: int) -> Job:
     """Returns the live job that scores a checkpoint, or a new one if there is none.
 
-    The live job may be of an earlier call with other arguments. Compare its `spec.argv` with that
-    of `eval_job`.
+    The live job may be of an earlier call with other arguments. Compare the command of its
+    `JobSpec` with that of `eval_job`.
 
     Raises:
         ConfigError, JobError: the site cannot run it.
