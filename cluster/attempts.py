@@ -52,7 +52,7 @@ Files = Mapping[str, str | None]
 
 @dataclasses.dataclass(frozen=True)
 class AttemptOutcome:
-    """How the ranks ended, and what becomes of the job."""
+    """The end of an attempt and the decision about its job."""
 
     rc: int
     reason: str
@@ -60,9 +60,9 @@ class AttemptOutcome:
     failing_rank: int | None = None
     """Rank that failed first."""
     fate: Literal["end", "restart", "requeue", "taken"] = "end"
-    """What follows: `end` of the job, `restart` of the ranks in this allocation, `requeue` of the
-    job for another allocation, or `taken`: Slurm has requeued the job, or a newer attempt owns the
-    run."""
+    """Decision: `end` the job, `restart` the ranks in this allocation, or `requeue` the job for
+    another allocation. `taken` means that Slurm has requeued the job already, or that a newer
+    attempt owns the run."""
     lost_node: str | None = None
     """Node that no longer answers, or several nodes with commas between."""
 

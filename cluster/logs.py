@@ -1,4 +1,4 @@
-"""What the logs of a run say about the end of its attempts.
+"""Reads the reason why an attempt ended from the logs of its run.
 
 Standard library only.
 """

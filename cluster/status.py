@@ -1,4 +1,4 @@
-"""What a job does now: `read_status` combines the files of its run, its process and its scheduler.
+"""Status of a job: `read_status` combines the files of its run, its process and its scheduler.
 
 These sources are asked in order. A source decides only if the sources before it do not:
 

@@ -1,4 +1,4 @@
-"""From spec, plan and recipe to a running job, and from a checkpoint to the job that scores it.
+"""Starts jobs: training from a spec, plan and recipe, and scoring of a checkpoint.
 
 `prepare` checks all that can be checked before a job starts, and gives all that the launch writes
 and sends. `submit` writes it and starts the job. `launch` is both. `score_in_job` and

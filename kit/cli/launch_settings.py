@@ -44,7 +44,7 @@ class LaunchSettings:
     missing: dict[str, str]
     """Fields of the recipe that must be given before a launch, and how to give them."""
     to_edit: tuple[str, ...]
-    """Those of the missing fields whose value is the word EDIT, which the user must replace."""
+    """Names of missing fields whose value is the word EDIT. The user must replace it."""
     gpu_defaults: dict[str, Any]
     """Fields of the plan that are not given, and their values on GPUs."""
     notes: tuple[str, ...]

@@ -53,7 +53,7 @@ class Survey(NamedTuple):
     skipped: list[str]
     """Documents that cannot be read, with the reason."""
     rule: ValidationRule
-    """Which text is for validation."""
+    """Rule that splits text into training and validation."""
 
     def check_training_share(self, training_bytes: int, text_bytes: int) -> None:
         """Raises DataError if less than 1 % of the text is left to train on. `text_bytes` is the

@@ -1,4 +1,4 @@
-"""How the devices of a site share the weights of a model that is scored.
+"""Distribution of the weights of a scored model over the devices of a site.
 
 No torch, no lm-eval.
 """

@@ -126,9 +126,9 @@ class AlertMonitor:
             self._revision = -1
             """Revision of the columns to which the judged rows belong."""
             self._steps_timer = ChangeTimer()
-            """Times how long the number of recorded rows has not changed."""
+            """Measures for how long no row was recorded."""
             self._start_timer = ChangeTimer()
-            """Times how long a start waits for its ranks, or for its first step."""
+            """Measures for how long a start waits for its ranks, or for its first step."""
         else:
             self.log = earlier.log
             self._rises = earlier._rises

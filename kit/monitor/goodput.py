@@ -79,7 +79,7 @@ class AttemptLedger(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ledger(Record):
-    """Where the time of a run went, over all attempts."""
+    """Time of a run by its use, over all attempts."""
 
     run: str = field_doc("name of the run")
     attempts: tuple[AttemptLedger, ...] = field_doc("attempts in their order")

@@ -50,7 +50,7 @@ LARGEST_INTERVAL = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-    """What a log and the user say of a training."""
+    """Model, layout and recipe of a training run, read from its log and from the user's options."""
 
     spec: ModelSpec
     plan: Plan
