@@ -227,7 +227,7 @@ def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) ->
     assert "the job runs: attempt 1 is starting" in said and "kit stop runs/new" in said
     job.cancel()
     job.wait(30)
-    monkeypatch.setattr(submission, "submit_job", interrupted)
+    monkeypatch.setattr(submission, "submit_prepared", interrupted)
     assert launch(words) == 130 and "nothing was started" in capsys.readouterr().out
 
 

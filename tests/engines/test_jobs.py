@@ -97,7 +97,7 @@ def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
             pass
         write_end(tmp_path / "run", attempt, AttemptOutcome(0, "done"))
 
-    monkeypatch.setattr(submission, "submit_job", submit)
+    monkeypatch.setattr(submission, "submit_prepared", submit)
     run = a_run(tmp_path / "run", "gpt-175b", FRONTIER_175B, "frontier")
     launcher.submit(launcher.draft(run))
     config = deepspeed_config(FRONTIER_175B, RECIPE)
