@@ -1,5 +1,5 @@
-"""Hugging Face folders: the kit's decoder as LlamaForCausalLM or GPT2LMHeadModel in safetensors,
-and back, bit for bit.
+"""Writes the kit's decoder as a Hugging Face folder (LlamaForCausalLM or GPT2LMHeadModel, in
+safetensors) and reads such folders. Both ways keep every bit.
 
 A folder holds `config.json`, `model.safetensors` (or shards with `model.safetensors.index.json`)
 and the tokenizer.
@@ -45,11 +45,11 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def run_weights(run: Run, step: int | None = None) -> Weights:
-    """Returns the weights of one checkpoint (default: the newest), whichever engine wrote it.
+    """Returns the weights of a checkpoint of any engine, by default the newest one.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or none at that step; to fill, too, where
-            it is damaged.
+        CheckpointError: There is no complete checkpoint, or none of that step. `fill` raises it
+            too, if the checkpoint is damaged.
     """
     known = run.checkpoints.describe(run.checkpoints.step_or_newest(step))
     if not known[0].plan.capabilities.portable_checkpoints:
@@ -69,20 +69,21 @@ def export_hugging_face(
     precision: Precision = "float32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Writes a model as a folder that transformers loads, and returns it.
+    """Writes a model as a folder that transformers loads, and returns the folder.
 
     Args:
-        model: a whole one. Of `Weights` those of one file at a time are in memory.
-        folder: is made; it must be absent or empty, and appears when it is complete.
-        tokenizer: is written beside the weights, so that transformers gives its ids, see
-            `write_tokenizer`.
-        precision: of the weights. `float32` is exact for a model of the kit.
-        max_shard_bytes: of one weight file, unless a single weight is larger.
+        model: Decoder that is not divided between ranks, or `Weights`, of which one weight file at
+            a time is held in memory.
+        folder: Folder to create. It must be absent or empty. It appears when it is complete.
+        tokenizer: Written beside the weights, see `write_tokenizer`.
+        precision: Number format of the weights. `float32` keeps every bit of a model of the kit.
+        max_shard_bytes: Largest size of a weight file. A single weight may be larger.
 
     Raises:
-        ConfigError: neither of the two families has such a model, or the folder holds something.
-        DataError: transformers gives other ids than the tokenizer.
-        MissingPackageError: safetensors or, with a tokenizer, transformers is not installed.
+        ConfigError: LlamaForCausalLM and GPT2LMHeadModel cannot express the model, or the folder
+            is not empty.
+        DataError: transformers gives other token ids than the tokenizer.
+        MissingPackageError: safetensors is not installed, or transformers with a tokenizer.
     """
     folder = Path(folder)
     weights = model if isinstance(model, Weights) else Weights.of(model)
@@ -99,8 +100,8 @@ def export_hugging_face(
 def _write_shards(
     folder: Path, weights: Weights, precision: Precision, max_shard_bytes: int
 ) -> None:
-    """Writes the weight files as `save_pretrained` names and fills them, and their index if
-    several.
+    """Writes the weight files with the names and contents that `save_pretrained` gives them, and
+    an index if there are several.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -114,12 +115,12 @@ def _write_shards(
     for file, names in split.filename_to_tensors.items():
         made = {name: torch.empty_like(theirs[name], device="cpu") for name in names}
         places = (name for name in ours if their_name(spec, name) in made)
-        # Each is filled in its place in theirs.
+        # A weight of the kit is a view of theirs, so filling it fills their tensor.
         weights.fill({name: from_theirs(spec, name, made.__getitem__) for name in places})
         save_file(made, folder / file, metadata={"format": "pt"})
-        # safetensors makes files that only their owner may read.
+        # safetensors creates files that only their owner may read.
         shutil.copymode(folder / "config.json", folder / file)
-        del made  # before the next one is
+        del made  # frees its memory before the next file is allocated
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -133,11 +134,12 @@ def export_run(
     precision: Precision = "float32",
     with_tokenizer: bool = True,
 ) -> Path:
-    """Writes one checkpoint of a run (None: the newest) with the tokenizer of its data set; as
-    `export_hugging_face`.
+    """Writes a checkpoint of a run (None: the newest) and the tokenizer of its data set, as
+    `export_hugging_face` does.
 
     Raises:
-        CheckpointError: there is no complete checkpoint of that step.
+        CheckpointError: There is no complete checkpoint of that step.
+        ConfigError, DataError, MissingPackageError: As `export_hugging_face`.
     """
     tokenizer = run.dataset().tokenizer() if with_tokenizer else None
     return export_hugging_face(
@@ -147,9 +149,9 @@ def export_run(
 
 # Tokenizers ---------------------------------------------------------------------------------------
 
-# A wrong id is a wrong word to the model and raises nothing, so each folder's tokenizer is loaded
-# as its user would load it and compared with the kit's on texts that tokenizers are known to
-# disagree about.
+# A wrong token id raises no error; the model just reads another word. So the written tokenizer is
+# loaded with transformers and compared with the kit's on texts on which tokenizers are known to
+# differ.
 HARD_TEXTS = (
     "¦ ¦  ¦\n¦\n\n¦\t¦\r\n¦\x00¦Hello¦Hello world¦Hello  two   spaces¦ one before¦   three"
     " before¦after ¦after   ¦a\nb¦a\n\n b\n¦tab\tand\r\nlines  ¦x  \n  y¦nul\x00inside¦def f(x):\n "
@@ -162,21 +164,21 @@ HARD_TEXTS = (
 ).split("¦") + [
     f"Title\n{character * length}x" for character in " *-=.a" for length in (17, 40, 61, 79)
 ]
-"""Spaces at the ends, tabs, line ends, NUL, code, digits, marks of their own, wide and joined
-characters, scripts, emoji, text that spells special tokens or bytes, and runs of a character; the
-first is empty."""
+"""Texts on which tokenizers differ: the empty text, spaces at both ends, tabs, line ends, NUL,
+code, digits, combining marks, wide and joined characters, other scripts, emoji, text that spells
+special tokens or bytes, and runs of one character."""
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) -> None:
-    """Writes a tokenizer for transformers into a folder that has a `config.json`: nothing is added
-    to a text.
+    """Writes a tokenizer for transformers into a folder that has a `config.json`.
 
-    Text that spells a special token is ordinary text, as in training; `split_special_tokens=False`
-    in a call of transformers takes it for the token. A sentencepiece model is written as
-    `tokenizer.json` too.
+    The tokenizer adds no tokens to a text. Text that spells a special token is read as ordinary
+    text, as in training; with `split_special_tokens=False` in a call, transformers reads it as the
+    token. A SentencePiece model is kept, and also written as `tokenizer.json`.
 
     Raises:
-        DataError: transformers gives other ids for some text.
+        DataError: transformers gives other token ids for a text of `HARD_TEXTS`, or for the text of
+            a SentencePiece piece.
         MissingPackageError: transformers or protobuf is not installed.
     """
     import tokenizers
@@ -201,7 +203,9 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) ->
 
 
 def _bare(data: bytes) -> bytes:
-    """Returns a tokenizer.json that adds, cuts and pads nothing, as the kit reads it."""
+    """Returns a tokenizer.json without the rules that add, cut or pad, which the kit does not
+    apply either.
+    """
     table = json.loads(data)
     keys = ("truncation", "padding", "post_processor")
     if all(table.get(key) is None for key in keys):
@@ -215,7 +219,7 @@ def _bare(data: bytes) -> bytes:
 def _compare(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
     with needed("transformers", "eval", "Comparing an exported tokenizer"):
         from transformers import AutoTokenizer
-    # Not verbose: that some of these texts are long for the model is meant.
+    # Some of these texts are longer than the model's sequences; `verbose` would warn of them.
     theirs: Any = AutoTokenizer.from_pretrained(folder)(texts, verbose=False)["input_ids"]
     results = zip(texts, theirs, tokenizer.encode_batch(texts), strict=True)
     differ = [(text, found, own) for text, found, own in results if found != own]
@@ -237,10 +241,9 @@ def import_hugging_face(folder: str | Path) -> Weights:
     """Returns the weights of a Hugging Face folder.
 
     Raises:
-        ConfigError: the configuration is damaged, or of a model that differs from the kit's
-            decoder.
-        DataError: the folder has no configuration or no safetensors, or a weight is missing or of
-            another shape.
+        ConfigError: The configuration is damaged, or the kit's decoder cannot express the model.
+        DataError: The folder has no configuration or no safetensors, or a weight is missing. `fill`
+            raises it if a weight has another shape.
         MissingPackageError: safetensors is not installed.
     """
     folder = Path(folder)
@@ -251,7 +254,7 @@ def import_hugging_face(folder: str | Path) -> Weights:
         )
     spec = load_spec(str(folder.resolve() / "config.json"))
     weights = SafetensorsFolder(folder)
-    if spec.num_params > weights.size_bytes:  # before memory is asked for
+    if spec.num_params > weights.size_bytes:  # else a wrong size allocates memory first
         raise DataError(
             f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files"
             f" have {weights.size_bytes:,} bytes. Copy them again."
@@ -262,13 +265,14 @@ def import_hugging_face(folder: str | Path) -> Weights:
 
 
 def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
-    """Returns the weights of a Hugging Face folder for a model of these shapes, whatever its name.
+    """Returns the weights of a Hugging Face folder for a given spec. The names of the two models
+    may differ.
 
-    A model with rotary positions may be trained on longer or shorter sequences than before.
+    The sequence length may differ too if the model has rotary positions.
 
     Raises:
-        ConfigError: the folder holds another model.
-        DataError, MissingPackageError: as `import_hugging_face`.
+        ConfigError: The folder holds another model.
+        DataError, MissingPackageError: As `import_hugging_face`.
     """
     found = import_hugging_face(folder)
     free = ("name",) if spec.family == "gpt" else ("name", "sequence_length")
@@ -286,21 +290,21 @@ def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
 
 
 def refuse_occupied(folder: Path) -> None:
-    """Raises ConfigError unless a folder is absent or empty: asked before the work, not after."""
+    """Raises ConfigError unless a folder is absent or empty. Called before the work starts."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists and is not empty. Give a new folder.")
 
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Within the context, files are written into the path that it gives; at its end that becomes
-    `folder`.
+    """Creates a folder as a whole. The context gives a temporary folder to write into, and renames
+    it to `folder` at its end.
 
-    After an exception inside nothing is left. Both are on one file system, so that the last step is
-    one renaming.
+    The temporary folder is on the same file system, so the rename is atomic. After an exception
+    nothing is left.
 
     Raises:
-        ConfigError: the folder holds something.
+        ConfigError: `folder` exists and is not empty.
     """
     refuse_occupied(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -309,7 +313,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         part.mkdir()
         yield part
         try:
-            os.replace(part, folder)  # over an empty one too
+            os.replace(part, folder)  # also replaces an empty folder
         except OSError:
-            refuse_occupied(folder)  # somebody else was faster
+            refuse_occupied(folder)  # another process has created it meanwhile
             raise

@@ -1,12 +1,14 @@
-"""Checkpoints of Megatron-DeepSpeed, with which the Frontier paper trained: layer files to the
-kit's decoder.
+"""Reads checkpoints of Megatron-DeepSpeed, which the Frontier paper trained with.
 
-A checkpoint is a folder of `layer_XX-model_YY-model_states.pt`: pipeline layer XX, tensor rank YY.
-Some layers hold no weights, and how many depends on the precision, so layers are told apart by what
-they hold, in order of XX. Shards of half the heads, twice as wide, look the same: how many there
-are is in the arguments that Megatron keeps beside them.
-Source: megatron/model/gpt_model.py (GPTModelPipe), transformer.py (ParallelAttention, ParallelMLP),
-language_model.py (EmbeddingPipe) and checkpointing.py of github.com/deepspeedai/Megatron-DeepSpeed.
+A checkpoint is a folder of files `layer_XX-model_YY-model_states.pt`, of pipeline layer XX and
+tensor rank YY. Some pipeline layers hold no weights, and their number depends on the precision, so
+a layer is identified by the weights that it holds, in the order of XX. The shapes of the weights do
+not tell the number of heads: half as many heads, each twice as wide, have the same shapes. It is
+read from the arguments that Megatron keeps beside the weights.
+
+Sources: megatron/model/gpt_model.py (GPTModelPipe), transformer.py (ParallelAttention,
+ParallelMLP), language_model.py (EmbeddingPipe) and checkpointing.py of
+github.com/deepspeedai/Megatron-DeepSpeed.
 """
 
 import argparse
@@ -61,15 +63,17 @@ OTHER_PREFIXES = {"attention.": "self_attention.", "lm_head.": ""}
 def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Weights:
     """Returns the weights of a Megatron-DeepSpeed checkpoint.
 
-    The folder is `global_stepN`, whose files do not describe the model; the vocabulary of `spec` is
-    the padded one.
+    Args:
+        folder: `global_stepN`.
+        spec: Model that was trained, with the padded vocabulary. The layer files do not describe
+            it.
 
     Raises:
-        DataError: there are no layer files, some are missing, or they do not hold this model.
+        DataError: There are no layer files, some are missing, or they do not hold this model.
 
     Warns:
-        UserWarning: Megatron's arguments are not there, so a wrong number of heads would not be
-        seen.
+        UserWarning: Megatron's arguments are missing, so that a wrong number of heads cannot be
+            noticed.
     """
     layers = LayerFiles(Path(folder), spec)
     _check_arguments(Path(folder), spec)
@@ -77,13 +81,15 @@ def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Weights:
 
 
 class LayerFiles:
-    """Merges the tensor ranks of each layer, weight by weight."""
+    """Reads weights one at a time, and joins the parts that the tensor ranks hold."""
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder = folder
         self.spec = spec
         self.layers: dict[str, list[Path]] = {}
-        """Files of each layer, one for each tensor rank, by the beginning of the kit's names."""
+        """Files of each layer, one for each tensor rank, by the beginning of the names that the kit
+        gives to its weights: `embedding`, `layers.0`, `norm`, `output`.
+        """
         layers = _layer_files(folder)
         for layer in layers:
             self._place(layer, _load(layer[0]))
@@ -104,8 +110,9 @@ class LayerFiles:
         return sum(place.startswith("layers.") for place in self.layers)
 
     def _place(self, layer: list[Path], held: dict[str, Tensor]) -> None:
-        """Notes what a layer is by what its first rank holds; where embeddings are tied, the
-        last copies the first.
+        """Adds a layer to `layers`. What it is follows from the weights that its first rank holds.
+
+        With tied embeddings the last layer repeats the first, and is left out.
         """
         if any(name.startswith("input_layernorm") for name in held):
             self.layers[f"layers.{self._num_blocks}"] = layer
@@ -115,10 +122,10 @@ class LayerFiles:
             self.layers["output" if held["weight"].ndim == 2 else "norm"] = layer
 
     def read(self, name: str) -> Tensor:
-        """Returns one of our weights, whole.
+        """Returns a whole weight by the kit's name.
 
         Raises:
-            DataError: the files do not hold it.
+            DataError: The files do not hold it.
         """
         module, kind = name.rsplit(".", 1)
         place = module.split(".")[0]
@@ -134,7 +141,8 @@ class LayerFiles:
         parts = _parts(self.layers[place], theirs + kind)
         if shared == SAME or (shared == COLUMNS and kind == "bias"):
             return _one(parts, theirs + kind)
-        if inner in GATED and self.spec.gated:  # Each rank stacks its gate on its up.
+        if inner in GATED and self.spec.gated:
+            # The first half of the rows of each rank is its gate, the second half its up.
             half = GATED.index(inner)
             parts = [part.chunk(2)[half] for part in parts]
         whole = torch.cat(parts, dim=1) if shared == COLUMNS else torch.cat(parts)
@@ -143,8 +151,10 @@ class LayerFiles:
         return whole
 
     def _query_key_value(self, fused: Tensor, which: str) -> Tensor:
-        """Returns one of three: for each key/value head its query heads, then its key, then its
-        value.
+        """Returns the rows of the queries, of the keys or of the values.
+
+        The rows of the fused weight are, for each key/value head, its query heads, its key head and
+        its value head.
         """
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
@@ -171,7 +181,7 @@ def _layer_files(folder: Path) -> list[list[Path]]:
 
 
 def _load(file: Path) -> dict[str, Tensor]:
-    """Returns a state dict by the names of `MODULES`."""
+    """Returns the weights of a layer file. Their names begin as those of `MODULES`."""
     found = load_tensors(file)
     for old, new in OTHER_PREFIXES.items():
         found = {re.sub(f"^{re.escape(old)}", new, name): found[name] for name in found}
@@ -257,25 +267,27 @@ def _check_arguments(folder: Path, spec: ModelSpec) -> None:
 
 
 def _read_facts(file: Path) -> dict[str, Any]:
-    """Returns the numbers and texts of a file of torch.save, without its tensors; empty if it
-    cannot be read.
+    """Returns the plain values in a file of torch.save, without its tensors. The result is empty
+    if the file is missing or damaged.
 
     Raises:
-        DataError: unpacked they would be larger than `LARGEST_FACTS_BYTES`.
+        DataError: Unpacked, the values take more than `LARGEST_FACTS_BYTES`.
     """
     try:
         with zipfile.ZipFile(file) as archive:
             [facts] = [
                 member for member in archive.infolist() if member.filename.endswith("/data.pkl")
             ]
-            fits = facts.file_size <= LARGEST_FACTS_BYTES  # more than it says is not unpacked
-            found = PlainUnpickler(archive.read(facts)).load() if fits else None
+            # `zipfile` unpacks no more bytes than the size that it states here.
+            if facts.file_size > LARGEST_FACTS_BYTES:
+                raise DataError(
+                    f"{file}: its {facts.filename} unpacks to {facts.file_size:,} bytes; at most"
+                    f" {LARGEST_FACTS_BYTES:,} are read. Megatron's arguments take a few thousand:"
+                    " move the file away to import without it."
+                )
+            found = PlainUnpickler(archive.read(facts)).load()
+    except DataError:
+        raise
     except DAMAGE:
         return {}
-    if not fits:
-        raise DataError(
-            f"{file}: its {facts.filename} unpacks to {facts.file_size:,} bytes; at most"
-            f" {LARGEST_FACTS_BYTES:,} are read. Megatron's arguments take a few thousand: move the"
-            " file away to import without it."
-        )
     return found if isinstance(found, dict) else {}

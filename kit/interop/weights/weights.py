@@ -1,6 +1,6 @@
-"""The weights of a model one at a time, wherever they lie, so that no conversion holds a whole
-model; and the one map between the kit's weights and those of Hugging Face's LlamaForCausalLM and
-GPT2LMHeadModel.
+"""Reads the weights of a model one at a time, from whatever holds them, so that no conversion needs
+memory for a whole model. Maps the kit's weights to those of Hugging Face's LlamaForCausalLM and
+GPT2LMHeadModel, and back.
 """
 
 import dataclasses
@@ -23,19 +23,26 @@ from kit.torch_private import local_part
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The weights of one model, none of them in memory before it is asked for.
-
-    `fill` writes those that it is given tensors for, by the kit's names. A tensor has the weight's
-    shape, and any dtype and strides; of a DTensor, this rank's part is filled.
-    """
+    """The weights of one model. They are read when `fill` is called."""
 
     spec: ModelSpec
     fill: Callable[[dict[str, Tensor]], object]
+    """Copies weights into the given tensors, which are named as in the kit's decoder. Each tensor
+    has the shape of its weight, and any dtype and strides. Of a DTensor, the part of this rank is
+    filled.
+    """
 
     @classmethod
     def read_by(cls, spec: ModelSpec, read: Callable[[str], Tensor], source: Path) -> Self:
-        """Returns weights of which `read` gives one, whole, by its name; to fill raises
-        DataError unless it fits.
+        """Returns the weights that a function reads.
+
+        Args:
+            spec: Model that the weights belong to.
+            read: Returns one whole weight by the kit's name.
+            source: File or folder that errors name.
+
+        `fill` raises DataError if a weight is missing or does not have the shape that the spec
+        gives it.
         """
         advice = (
             f"{source} does not hold {spec.name}; give the spec, or the config.json, that it was"
@@ -46,7 +53,7 @@ class Weights:
             for name, target in targets.items():
                 try:
                     weight = read(name)
-                except RuntimeError as error:  # a merged weight cannot be cut into heads
+                except RuntimeError as error:  # The weight cannot be divided into so many heads.
                     raise DataError(f"{name}: {error}. {advice}") from error
                 if weight.shape != target.shape:
                     raise DataError(
@@ -54,7 +61,7 @@ class Weights:
                         f" {advice}"
                     )
                 if isinstance(target, DTensor):
-                    # Of a file in mapped memory, this part alone is read.
+                    # A file that is mapped into memory is read in this part only.
                     weight = local_part(weight, target)
                     target = target.to_local()
                 target.copy_(weight)
@@ -63,7 +70,7 @@ class Weights:
 
     @classmethod
     def of(cls, decoder: Decoder) -> Self:
-        """Returns the weights of a whole decoder."""
+        """Returns the weights of a decoder that is not divided between ranks."""
         return cls.read_by(
             decoder.spec, lambda name: decoder.get_parameter(name).detach(), Path(decoder.spec.name)
         )
@@ -82,13 +89,13 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
 
 
 def load_tensors(file: Path) -> dict[str, Any]:
-    """Returns what a .pt file holds by name, mapped from the disk; only tensors and plain values
+    """Returns what a .pt file holds, by name. Tensors are mapped into memory, not read.
+
+    A file that holds one tensor without a name gives it the name "". Only tensors and plain values
     are unpickled.
 
-    A tensor alone has the name "".
-
     Raises:
-        DataError: the file is damaged, or holds code.
+        DataError: The file is damaged, or holds code.
     """
     try:
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -104,7 +111,9 @@ def load_tensors(file: Path) -> dict[str, Any]:
 
 
 def numbered_files(folder: Path, name: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
-    """Returns the .pt files of a folder whose names are of this pattern, by the numbers in them."""
+    """Returns the .pt files of a folder whose names match a pattern, by the numbers that the groups
+    of the pattern find.
+    """
     found = ((name.fullmatch(file.name), file) for file in sorted(folder.glob("*.pt")))
     return {tuple(map(int, match.groups())): file for match, file in found if match}
 
@@ -165,18 +174,22 @@ class SafetensorsFolder:
 
 
 def safetensors_library() -> Any:
-    """Returns the library; raises MissingPackageError where it is not installed."""
+    """Returns the package `safetensors`, with its module for torch.
+
+    Raises:
+        MissingPackageError: It is not installed.
+    """
     with needed("safetensors", "eval", "A Hugging Face folder"):
         import safetensors.torch
     return safetensors
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Returns the file of each weight: files of the same folder, whatever the index says.
+    """Returns the name of the file that holds each weight.
 
     Raises:
-        DataError: the index is damaged.
-        ConfigError: it names a file elsewhere.
+        DataError: The index is damaged.
+        ConfigError: The index names a file outside its folder.
     """
     try:
         files = {str(name): str(file) for name, file in read_index(index)["weight_map"].items()}
@@ -191,8 +204,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 # Hugging Face's names -----------------------------------------------------------------------------
 
-# Joined from module and `weight` or `bias`. GPT-2 stores the matrices of its blocks transposed
-# (input features first), with query, key and value side by side in one.
+# The tables map modules. A weight has the name of its module, a dot, and `weight` or `bias`.
+# GPT-2 stores the matrices of its blocks transposed (input features first), and the query, key and
+# value weights of a block as one matrix.
 OUTSIDE = {
     "llama": {"embedding.tokens": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"},
     "gpt": {
@@ -231,7 +245,7 @@ FUSED = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
 
 
 def their_name(spec: ModelSpec, name: str) -> str:
-    """Returns Hugging Face's name of one of our weights."""
+    """Returns the name that Hugging Face gives to a weight of the kit."""
     module, kind = name.rsplit(".", 1)
     if not module.startswith("layers."):
         return f"{OUTSIDE[spec.family][module]}.{kind}"
@@ -240,8 +254,10 @@ def their_name(spec: ModelSpec, name: str) -> str:
 
 
 def to_theirs(spec: ModelSpec, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns weights as Hugging Face names and stores them; query, key and value must come in
-    this order.
+    """Returns weights of the kit with the names and shapes of Hugging Face.
+
+    GPT-2's query, key and value are joined in the order in which they are given, so they must come
+    in this order.
     """
     found: dict[str, Tensor] = {}
     for name, weight in weights:
@@ -255,7 +271,9 @@ def to_theirs(spec: ModelSpec, weights: Iterable[tuple[str, Tensor]]) -> dict[st
 
 
 def from_theirs(spec: ModelSpec, name: str, read: Callable[[str], Tensor]) -> Tensor:
-    """Returns one of our weights, a view of what `read` gives: one of theirs by its name."""
+    """Returns a weight of the kit by its name. `read` returns a weight by Hugging Face's name; the
+    result is a view of that weight.
+    """
     weight = read(their_name(spec, name))
     inner = name.split(".", 2)[-1].rsplit(".", 1)[0]
     if spec.family == "gpt" and inner in FUSED:
