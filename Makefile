@@ -24,7 +24,7 @@ system:  ## install Slurm, Chromium and faketime, which the tests of clocks need
 test: system .venv/dev-installed  ## everything that CI runs: format, lint, types and all tests, in groups of tests/support/groups.py
 	$(BIN)/python -m tests.support.groups test
 
-quick: .venv/dev-installed  ## in three minutes, while one works: format, lint, and the quick tests of every room
+quick: .venv/dev-installed  ## format, lint, and the tests that only compute
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -m tests.support.groups quick

@@ -60,7 +60,7 @@ NAMES = {
     "kit.estimate.rehearsal": "rehearse",
     "kit.config.spec": "FlopBasis PRESETS",
 }
-"""What README.md and the notebooks import from the face of a room."""
+"""What README.md and the notebooks import from the `__init__.py` of a package."""
 
 COMMANDS = {
     "bench": "--apply",

@@ -15,8 +15,8 @@ from kit.engines.capabilities import ENGINES
 from tests.support.sources import ROOT, nodes
 
 
-def rooms(package: str) -> dict[str, int]:
-    """Returns a package's rooms in kit/README.md, each with its line: those above are lower."""
+def layers(package: str) -> dict[str, int]:
+    """Returns a package's layers in kit/README.md, each with its line: those above are lower."""
     text = (ROOT / "kit" / "README.md").read_text()
     cells = enumerate(re.findall(rf"^\| (`{package}\.[^|]*) \|", text, re.M))
     return {name: line for line, cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
@@ -46,30 +46,32 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
-def room_of(module: str, known: dict[str, int]) -> str:
-    """Returns the innermost room that a module is in."""
-    return max((room for room in known if f"{module}.".startswith(f"{room}.")), key=len, default="")
+def layer_of(module: str, known: dict[str, int]) -> str:
+    """Returns the innermost layer that a module is in."""
+    return max(
+        (layer for layer in known if f"{module}.".startswith(f"{layer}.")), key=len, default=""
+    )
 
 
 def upward(graph: dict[str, set[str]], known: dict[str, int]) -> list[str]:
-    """Returns the imports that go from a lower room to a higher one."""
-    level = {module: known.get(room_of(module, known), -1) for module in graph}
+    """Returns the imports that go from a lower layer to a higher one."""
+    level = {module: known.get(layer_of(module, known), -1) for module in graph}
     pairs = [(a, b) for a in graph for b in graph[a] if a.split(".")[0] == b.split(".")[0]]
     return [f"{a} -> {b}" for a, b in pairs if level[b] > level[a]]
 
 
 @pytest.mark.parametrize("package", ["kit", "cluster"])
-def test_every_module_is_in_a_room_of_the_table(package):
-    known = rooms(package)
+def test_every_module_is_in_a_layer_of_the_table(package):
+    known = layers(package)
     own = [module for module in imports() if module.startswith(f"{package}.")]
-    assert not [module for module in own if not room_of(module, known)]
-    assert not [room for room in known if room not in imports()]
+    assert not [module for module in own if not layer_of(module, known)]
+    assert not [layer for layer in known if layer not in imports()]
 
 
 @pytest.mark.parametrize("package", ["kit", "cluster"])
-def test_no_import_goes_from_a_lower_room_to_a_higher_one(package):
+def test_no_import_goes_from_a_lower_layer_to_a_higher_one(package):
     graph = without_faces()
-    assert upward(graph, rooms(package)) == []
+    assert upward(graph, layers(package)) == []
 
 
 def without_faces() -> dict[str, set[str]]:
@@ -80,7 +82,7 @@ def without_faces() -> dict[str, set[str]]:
 
 def test_an_upward_import_is_found():
     graph = {"kit.data.corpus": {"kit.monitor.alerts"}, "kit.monitor.alerts": set()}
-    assert upward(graph, rooms("kit")) == ["kit.data.corpus -> kit.monitor.alerts"]
+    assert upward(graph, layers("kit")) == ["kit.data.corpus -> kit.monitor.alerts"]
 
 
 def test_no_circle():
@@ -95,13 +97,13 @@ def test_a_rank_imports_what_it_trains_with():
     command = [sys.executable, "-c", "import sys, kit.train; print(*sys.modules)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = {name for name in done.stdout.split() if f"{name}.".startswith("kit.")}
-    known = rooms("kit")
-    assert {room_of(name, known) for name in found - {"kit"}} == RANK_ROOMS
+    known = layers("kit")
+    assert {layer_of(name, known) for name in found - {"kit"}} == RANK_LAYERS
 
 
-RANK_ROOMS = {
-    f"kit.{room}"
-    for room in (
+RANK_LAYERS = {
+    f"kit.{layer}"
+    for layer in (
         "config data engines engines.capabilities errors launcher measure parallel run"
         " torch_private train trainer"
     ).split()
@@ -113,16 +115,16 @@ STARTED_ABOVE = {
     ("kit.launcher", "kit"),
     ("kit.launcher", "kit.train"),
 }
-"""Modules that a lower room starts by name, with `python -m` or `import_module`, which no import
+"""Modules that a lower layer starts by name, with `python -m` or `import_module`, which no import
 shows."""
 
 
 def test_what_is_started_by_name_is_known():
     files, found = modules(), set()
     for module, file in files.items():
-        known = rooms(module.split(".")[0])
+        known = layers(module.split(".")[0])
         for name in set().union(*map(started, nodes()[file])):
-            here, there = (known.get(room_of(each, known), -1) for each in (module, name))
+            here, there = (known.get(layer_of(each, known), -1) for each in (module, name))
             if there > here or name not in files or name == "kit":
                 found.add((module, name))
     assert found == STARTED_ABOVE
