@@ -21,7 +21,10 @@ from kit.run import Run
 from tests.support.attempts import Attempt, size_of
 from tests.support.fault_cost import assert_same, cost
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3600)
+"""For a hundred kills on a busy machine. A hang ends an attempt at `HANG_S`."""
+HANG_S = 300
+"""Seconds after which an attempt of a few seconds counts as hanging."""
 SEED = 8
 
 
@@ -85,6 +88,7 @@ def live(run: Run, number: int, draw: random.Random, toll: Toll, *, kill: bool) 
     moment, recovered = Moment.drawn(draw), None
     while not attempt.is_over():
         elapsed = time.monotonic() - attempt.started
+        assert elapsed < HANG_S, attempt.log()
         if recovered is None and size_of(metrics) > len(before) + 1:
             recovered = elapsed
         if kill and moment.has_come(run, len(before), steps, elapsed):
