@@ -1,3 +1,3 @@
 """Configuration of a run: its model (`ModelSpec`), layout (`Plan`) and training (`Recipe`), and the
-rules of layouts.
+rules that they must obey.
 """

@@ -1,4 +1,6 @@
-"""The rules of a plan and the model that it cuts; `kit.config.rules` has those of a plan alone."""
+"""The rules for a plan and the model that it splits. `kit.config.rules` has the rules for a plan
+alone.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +8,7 @@ from typing import Any
 from kit.config.rules import Rule
 
 TRN1_CORES = 32
-"""NeuronCores, and so ranks of engine neuron, on a node: a trn1.32xlarge."""
+"""Number of NeuronCores of a node of type trn1.32xlarge. Engine neuron has one rank per core."""
 
 
 def _divided(
@@ -17,7 +19,12 @@ def _divided(
     more: int = 0,
     **kwargs: Any,
 ) -> Rule:
-    """Returns the rule that a degree of the plan divides a number of the model, or `more`."""
+    """Returns the rule that a degree of the plan divides a number of the model. If `more` is not 0,
+    the degree may also divide the sum of the number and `more`.
+
+    `what` is the field of the model. `count` returns the number if it differs from that field.
+    `degree` returns the degree, and `name` its name in the error message.
+    """
     number = count or (lambda plan, spec: getattr(spec, what))
 
     def sentence(plan: Any, spec: Any) -> str:
@@ -40,8 +47,8 @@ def _divided(
 
 
 def _over_heads(plan: Any) -> Any:
-    """Returns the number of ranks over which attention heads are split. The ranks of context
-    parallelism are among them if they exchange whole heads (Ulysses).
+    """Returns the number of ranks over which attention heads are split. It includes the ranks of
+    context parallelism if they exchange heads all-to-all (Ulysses).
     """
     is_exchanged = plan.is_one_of("context_exchange", "all_to_all")
     return plan.tensor_parallel * (1 + is_exchanged * (plan.context_parallel - 1))
@@ -56,8 +63,8 @@ def _head_degrees(plan: Any) -> str:
 def _sequence_parts(plan: Any) -> Any:
     """Returns the number of parts into which a sequence is split.
 
-    Each rank of context parallelism has two parts, one near the start of the sequence and one near
-    its end, so that all ranks have equal work under the causal mask.
+    Each rank of context parallelism has two parts: one near the start of the sequence and one near
+    its end. All ranks then have equal work under the causal mask.
     """
     tensor = 1 + plan.sequence_parallel * (plan.tensor_parallel - 1)
     return tensor * (1 + (plan.context_parallel > 1) * (2 * plan.context_parallel - 1))
@@ -83,9 +90,9 @@ MODEL_RULES = (
             f" {spec.name!r} is not one. Use engine 'native', or another model."
         ),
     ),
-    # On Trn1 NxD (0.9 to 0.18: parallel_layers/parallel_state.py) spreads each group of four over
-    # its node, side by side with others of the same pipeline stage, but adds up copied heads as if
-    # the four were neighbours.
+    # On Trn1 NxD (0.9 to 0.18: parallel_layers/parallel_state.py) spreads each tensor group of four
+    # ranks over its node, interleaved with other groups of its pipeline stage. But NxD adds up the
+    # gradients of copied heads as if the four ranks were neighbours.
     Rule(
         applies_to=lambda engine: engine.copies_kv_heads,
         breaks=lambda plan, spec: (plan.tensor_parallel == 4) & (plan.kv_replication(spec) > 1),
@@ -95,7 +102,8 @@ MODEL_RULES = (
             f" wrong ranks. Use {spec.num_kv_heads}, or 8 and more."
         ),
     ),
-    # The groups of four on a node, or of all devices where these are fewer, divide the replicas.
+    # All tensor groups of four ranks on a node must be replicas of each other, so the number of
+    # groups must divide the number of replicas. With less than a node, all groups must be replicas.
     Rule(
         applies_to=lambda engine: engine.copies_kv_heads,
         breaks=lambda plan, _: (
@@ -116,7 +124,7 @@ MODEL_RULES = (
         "num_layers",
         lambda plan: plan.num_stages,
         lambda _: "the number of pipeline stages, nor with embedding and loss as a layer each,",
-        more=2,  # `Plan.stage_layers`
+        more=2,  # Embedding and loss count as a layer each (`Plan.stage_layers`).
         applies_to=lambda engine: engine.splits_ends_of_model,
     ),
     _divided(

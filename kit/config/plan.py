@@ -1,4 +1,4 @@
-"""Plan: how a ModelSpec is split over devices and how its batch is cut. No torch."""
+"""Plan: how a model is split over devices, and its batch into micro-batches. No torch."""
 
 import dataclasses
 import math
@@ -16,19 +16,22 @@ Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 ContextExchange = Literal["ring", "all_to_all"]
 
-MOST_DEVICES = 2**22  # more than any machine has; a view of a run takes memory in proportion
+MOST_DEVICES = 2**22
+"""Largest number of devices of a plan. No machine has more. Programs that show a run need memory in
+proportion to its devices, so the limit also bounds their memory."""
 PLANNED_ONLY = ("fp8", "mxfp8", "nvfp4")
-"""Precisions that the kit estimates and no engine of it trains."""
+"""Precisions that the kit plans, but that no engine of the kit trains."""
 
 
 def logits_at_once(gpu_bytes: float | None) -> int:
-    """Returns of how many logits the loss is computed at a time on a GPU of so much memory, or on a
-    CPU (none).
+    """Returns the number of logits in one chunk of the loss, from 2^25 to 2^28, for a GPU with
+    `gpu_bytes` of memory. None stands for a CPU, for which it returns 2^25.
 
-    Each chunk reads the whole output projection and adds to its gradient. 8,192 tokens over a
-    vocabulary of 128,000 are 31 chunks of 2^25 logits, which costs an H100 some 65 ms (modelled
-    from its bandwidth), but 4 of 2^28. All copies of a chunk (10 bytes a logit) take at most a
-    sixteenth of the memory. A CPU gains nothing by larger ones (measured).
+    Each chunk reads the complete output projection and adds to its gradient, so fewer chunks are
+    faster. For example, 8,192 tokens with a vocabulary of 128,000 are 31 chunks of 2^25 logits, but
+    only 4 chunks of 2^28. The 31 chunks cost an H100 about 65 ms (modelled from its bandwidth).
+    Above the smallest size, all copies of a chunk (10 bytes per logit) take at most a sixteenth of
+    the memory. Larger chunks do not speed up a CPU (measured).
     """
     if gpu_bytes is None:
         return 2**25
@@ -36,8 +39,9 @@ def logits_at_once(gpu_bytes: float | None) -> int:
 
 
 def refuse(rules: Iterable[Rule], capabilities: Capabilities, *asked: Any) -> None:
-    """Raises ConfigError with the sentence of the first rule of an engine that what is asked
-    breaks.
+    """Raises ConfigError with the error message of the first broken rule. Only rules that apply to
+    an engine with `capabilities` count. `asked` are the arguments of the rules: a plan, a plan and
+    a model, or a recipe and a plan.
     """
     for rule in rules:
         if rule.applies_to(capabilities) and rule.breaks(*asked):
@@ -124,21 +128,22 @@ class Plan(Record):
 
     @property
     def recomputes_whole(self) -> bool:
-        """Whether full recomputation runs a block to its end; `ModelSpec.hardware_flops_per_token`
-        has the other way.
+        """Whether full recomputation repeats a block to its end. If not, it stops before the last
+        matrix product, as `ModelSpec.hardware_flops_per_token` describes.
 
-        A compiled block is one operation, which cannot stop before its end. NxD's blocks, which
-        were never counted, are taken to do the same.
+        A compiled block is one operation, which cannot stop before its end. For NxD's blocks, whose
+        recomputation was never counted, the property is assumed to be true.
         """
         return self.compile or self.capabilities.runs_on_trainium
 
     @property
     def gpu_defaults(self) -> dict[str, Any]:
-        """Defaults of fields on GPUs: bf16, and compilation unless it makes steps slower. Empty for
-        an engine that does not compile blocks.
+        """Defaults of the fields `precision` and `compile` on GPUs: bf16, and compilation unless it
+        makes steps slower. Empty for an engine that does not compile blocks.
 
-        Zero-bubble schedules split each backward pass into two. Compiled blocks would run the whole
-        backward pass for both, which is half as many matrix products again (counted).
+        Zero-bubble schedules split each backward pass into two halves. A compiled block would run
+        the complete backward pass for each half. That increases the number of matrix products by
+        half (counted).
         """
         if not self.capabilities.compiles_blocks:
             return {}
@@ -147,7 +152,9 @@ class Plan(Record):
 
     @property
     def num_devices(self) -> int:
-        """Number of devices: tensor x context x pipeline x data. Each has one process."""
+        """Number of devices: tensor x context x pipeline x data parallelism. Each device has one
+        process.
+        """
         return (
             self.tensor_parallel
             * self.context_parallel
@@ -167,7 +174,7 @@ class Plan(Record):
 
     @property
     def num_shards(self) -> int:
-        """Number of replicas over which ZeRO shards states. It is 1 for stage 0."""
+        """Number of replicas over which ZeRO shards states. It is 1 for ZeRO stage 0."""
         return 1 if self.zero_stage == 0 else self.shard_group
 
     @property
@@ -176,18 +183,20 @@ class Plan(Record):
         return self.pipeline_parallel * self.virtual_stages
 
     def stage_layers(self, spec: ModelSpec, stage: int) -> range:
-        """Returns the blocks of one pipeline stage: an equal share of consecutive layers.
+        """Returns the blocks of one pipeline stage, as a range of their numbers. All stages have an
+        equal number of consecutive blocks if the stages divide the blocks.
 
-        If the number of layers is not divisible, the embedding and the loss count as a layer each.
-        The first and the last stage then have one block less, or none (Llama 3, arXiv 2407.21783,
-        section 3.3.2: 126 layers in 128 places).
+        Otherwise the embedding and the loss count as one block each. The first and the last stage
+        then have one block less than the other stages, so they may have none (Llama 3, arXiv
+        2407.21783, section 3.3.2: 126 layers in 128 places).
         """
         share = math.ceil(spec.num_layers / self.num_stages)
         first = stage * share - (share * self.num_stages > spec.num_layers)
         return range(max(0, first), min(spec.num_layers, first + share))
 
     def stage_recomputed(self, spec: ModelSpec, stage: int) -> int:
-        """Returns the number of recomputed blocks of one pipeline stage. They are its first blocks.
+        """Returns the number of blocks that full recomputation repeats in one pipeline stage. They
+        are the first blocks of the stage.
 
         The stages of a device have equal shares of `recompute_layers`. The remainder goes to its
         first stages, whose activations are kept for the longest time.
@@ -199,24 +208,26 @@ class Plan(Record):
         return min(layers, each + (stage // self.pipeline_parallel < more))
 
     def recomputed_layers(self, spec: ModelSpec) -> int:
-        """Returns the number of blocks of the model that are recomputed."""
+        """Returns the number of blocks that full recomputation repeats, over the complete model."""
         return sum(self.stage_recomputed(spec, stage) for stage in range(self.num_stages))
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether ZeRO shards over groups of `shard_size` replicas. Each group has a copy of the
-        states.
+        """Whether ZeRO shards over groups of `shard_size` replicas. Each group has a complete copy
+        of the states.
         """
         return self.shard_size is not None
 
     @property
     def shard_group(self) -> int:
-        """Number of replicas in a group of ZeRO, for any ZeRO stage."""
+        """Number of replicas over which ZeRO stages 1 to 3 shard states. It does not depend on the
+        stage.
+        """
         return self.shard_size or self.data_parallel
 
     def is_one_of(self, field: str, *names: str) -> bool:
-        """Returns whether a field has one of some values. A rule calls it, with a plan or with the
-        arrays of a search.
+        """Returns whether a field has one of the values `names`. Rules call this method. `Layouts`
+        has the method for arrays, so rules also work on the layouts of a search.
         """
         return getattr(self, field) in names
 
@@ -235,11 +246,12 @@ class Plan(Record):
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
 
     def check(self, spec: ModelSpec, num_processes: int | None = None) -> None:
-        """Checks that this plan can train `spec`, with `num_processes` processes if they are given.
+        """Checks that an engine can train `spec` with this plan. If `num_processes` is given, it
+        must be equal to `num_devices`.
 
         Raises:
-            ConfigError: the process count is not TP x PP x DP, a shape of the model does not
-                divide, or the engine does not train such models or plans.
+            ConfigError: The number of processes is wrong, or a size of the model is not divisible
+                by a degree of the plan. Or the engine does not support the model or the plan.
         """
         for name in self.untrained:
             trained = {"context_parallel": "1", "precision": "bf16"}[name]
@@ -250,10 +262,12 @@ class Plan(Record):
         self.check_shapes(spec, num_processes)
 
     def check_shapes(self, spec: ModelSpec, num_processes: int | None = None) -> None:
-        """Checks that this plan can split `spec`. The kit may be unable to train the plan.
+        """Checks that this plan can split `spec`, also for plans that the kit can only estimate and
+        not train.
 
         Raises:
-            ConfigError: as `check`.
+            ConfigError: The number of processes is wrong, or a size of the model is not divisible
+                by a degree of the plan. Or the engine does not support the model.
         """
         if num_processes is not None and num_processes != self.num_devices:
             raise ConfigError(

@@ -1,4 +1,6 @@
-"""Recipe: what a training run optimises, on which data, for how long. No torch."""
+"""Recipe: optimizer, learning-rate schedule, data, length and checkpoints of a training run. No
+torch.
+"""
 
 import dataclasses
 import math
@@ -8,7 +10,8 @@ from cluster.record import ConfigError, Record, field_doc, must
 from kit.config.spec import above_0
 
 PROFILED = 100
-"""Steps. A trace of more would be hundreds of megabytes, all of them in a rank's memory first."""
+"""Largest number of profiled steps. The trace of more steps would have hundreds of megabytes, and a
+rank keeps the complete trace in memory before it writes the file."""
 
 above_0_or_null = must(lambda number: number > 0, "Give a number above 0, or null.")
 from_0 = must(lambda number: number >= 0, "Give 0 or more.")
@@ -17,7 +20,7 @@ below_1 = must(lambda number: 0 <= number < 1, "Give at least 0 and below 1.")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSource(Record):
-    """One source of a mix; its shards are read as one, in one order."""
+    """One source of a data mix. Its shards are read as a single data set, in a single order."""
 
     paths: tuple[str, ...] = field_doc(
         "folders made by `kit data build` with the tokenizer of recipe.data, Megatron prefixes"
@@ -32,9 +35,9 @@ class DataSource(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataPhase(Record):
-    """A time with other weights than the sources' own.
+    """A part of the run with its own weights of the data sources.
 
-    A source is read on through all phases, never from its begin.
+    A new phase does not restart a source: each source is read on from where the phase before ended.
     """
 
     until_tokens: float = field_doc("tokens of the run after which it ends")
@@ -53,8 +56,8 @@ class Recipe(Record):
         [0.00015, 0.0003, 3e-05]
         >>> longer = recipe.replace(num_steps=200, checkpoint_every=50)
 
-    Next: `kit.launch` trains by it. `kit.papers.recipes.published_recipe("hlat-7b")` has what a
-    paper states.
+    Next: `kit.launch` trains with a recipe. `kit.papers.recipes.published_recipe("hlat-7b")`
+    returns the settings that a paper states.
     """
 
     data: str = field_doc(
@@ -208,14 +211,19 @@ class Recipe(Record):
             _require(name, weights, is_sound and len(weights) == len(own), allowed)
 
     def learning_rate_at(self, step: int) -> float:
-        """Returns the learning rate of optimizer step `step` (the first is 1).
+        """Returns the learning rate of optimizer step `step`. The first step is 1.
 
-        Linear warm-up to the peak. There it stays (`constant`), or stays until the last
-        `decay_share` of the steps and falls in a straight line to the floor (`wsd`, as
-        torchtitan's), or follows a cosine of height c in 0..1 until `decay_steps` (`cosine`); then
-        the floor. `rescaled` runs from peak to floor: floor + (peak - floor) c (NeMo, Megatron).
-        `clamped` runs towards zero and is cut off: max(floor, peak c), as in HLAT's released
-        scheduler, so the floor is met earlier.
+        It rises linearly to the peak during warm-up. Then it depends on `schedule`:
+
+        - `constant`: It stays at the peak.
+        - `wsd`: It stays at the peak, and falls linearly to the floor in the last `decay_share` of
+          the steps up to `decay_steps`, as in torchtitan.
+        - `cosine`: It follows a cosine of height c, from 1 to 0, until `decay_steps`. With
+          `cosine_floor` `rescaled` the cosine runs from peak to floor: floor + (peak - floor) c
+          (NeMo, Megatron). With `clamped` it runs towards zero and stops at the floor: max(floor,
+          peak c), as in HLAT's released scheduler. The clamped cosine reaches the floor earlier.
+
+        After `decay_steps`, `wsd` and `cosine` stay at the floor, `min_learning_rate`.
         """
         if 0 < self.warmup_steps >= step:
             return self.learning_rate * step / self.warmup_steps

@@ -1,4 +1,4 @@
-"""Rules that a recipe must keep with the engine and layout of a plan. No torch."""
+"""Rules that a recipe must obey under the engine and layout of a plan. No torch."""
 
 from kit.config.plan import Plan, refuse
 from kit.config.recipe import Recipe
@@ -6,7 +6,9 @@ from kit.config.rules import Rule
 
 
 def _only_native_takes_back(name: str, allowed: str) -> Rule:
-    """Returns the rule for one field of the recipe: only engine native can take back a step."""
+    """Returns the rule that field `name` of the recipe is neither `skip` nor `roll_back` with an
+    engine that cannot undo a step. Only engine native can.
+    """
     return Rule(
         applies_to=lambda engine: not engine.can_drop_update,
         breaks=lambda recipe, _: getattr(recipe, name) in ("skip", "roll_back"),
@@ -63,10 +65,13 @@ RECIPE_RULES = (
     _only_native_takes_back("on_nan", "'stop'"),
     _only_native_takes_back("on_spike", "'ignore' or 'stop'"),
 )
-"""Rules of (recipe, plan). DeepSpeed and NxD apply an update before its loss can be judged, or
-cannot load a checkpoint twice. Documents end at tokens that only the first pipeline stage sees."""
+"""Rules whose functions take (recipe, plan). Reasons of two rules: DeepSpeed and NxD apply an
+update before its loss can be judged, or cannot load a checkpoint twice. Masks of documents need the
+tokens that end documents, which only the first pipeline stage reads."""
 
 
 def check_recipe(recipe: Recipe, plan: Plan) -> None:
-    """Raises ConfigError if the recipe asks for what the plan's engine or layout cannot do."""
+    """Raises ConfigError if the recipe has a setting that the plan's engine or layout does not
+    support.
+    """
     refuse(RECIPE_RULES, plan.capabilities, recipe, plan)

@@ -1,13 +1,19 @@
-"""The rules of a plan, each once: what it breaks on, and the sentence that refuses it.
+"""The rules of a plan. Each rule has the condition that breaks it and its error message.
 
-A plan is refused by these rules alone (`PLAN_RULES`, in `Plan.__post_init__`), with a model
-(`kit.config.model_rules`, in `Plan.check`), with a recipe (`kit.config.recipe_rules`), and with the
-machine and the installed software (`check_engine` and `check_site` of `kit.engines.build`).
+A plan is checked in four places:
+
+- alone: `PLAN_RULES` of this module, in `Plan.__post_init__`
+- with a model: `kit.config.model_rules`, in `Plan.check`
+- with a recipe: `kit.config.recipe_rules`
+- with the machine and the installed software: `check_engine` and `check_site` of
+  `kit.engines.build`
+
 `kit.launcher.prepare` makes all of these checks before a launch.
 
-`breaks` is written on names that `Plan` has for one plan and `kit.estimate.theory.layouts.Layouts`
-as arrays for many, so the same rule refuses a plan and masks the candidates of a search. It keeps
-to comparisons, arithmetic, `&` and `|`, which mean the same for both (`~`, `and`, `or` do not).
+`Rule.breaks` uses attributes that both `Plan` and `kit.estimate.theory.layouts.Layouts` have. They
+are single values of one plan or arrays of many layouts. One rule therefore refuses a plan and masks
+the candidates of a search. It uses only comparisons, arithmetic, `&` and `|`, which have one
+meaning for values and arrays. The operators `~`, `and` and `or` have not.
 """
 
 import dataclasses
@@ -19,21 +25,24 @@ from kit.engines.capabilities import Capabilities
 
 MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
 SPLIT_SCHEDULES = ("zero_bubble", "zbv")
-"""Their backward pass is in two halves: for the input, and for the weights."""
+"""Schedules that split the backward pass into two halves: input gradients and weight gradients."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One rule: of a plan (`PLAN_RULES`), or of a plan and a model (`kit.config.model_rules`)."""
+    """One rule for a plan (`PLAN_RULES`), for a plan and a model (`kit.config.model_rules`), or for
+    a recipe and a plan (`kit.config.recipe_rules`).
+    """
 
     breaks: Callable[..., Any]
-    """Takes (plan) or (plan, spec) and returns whether the rule is broken. With layouts in place of
-    the plan it returns their mask."""
+    """Function that takes (plan), (plan, spec) or (recipe, plan) and returns whether the rule is
+    broken. With layouts in place of the plan it returns a boolean mask of them."""
     sentence: Callable[..., str]
-    """Takes the arguments of `breaks` and returns the error message: what is wrong, the value, what
-    is allowed, what to do."""
+    """Function that takes the arguments of `breaks` and returns the error message: the field, its
+    value, what is allowed, what to do."""
     applies_to: Callable[[Capabilities], bool] = lambda _: True
-    """Returns whether the rule holds for an engine."""
+    """Function that returns whether the rule applies to an engine, by the engine's capabilities.
+    By default a rule applies to all engines."""
 
 
 def _with_engine(
@@ -42,7 +51,9 @@ def _with_engine(
     breaks: Callable[[Any], Any],
     reason: str,
 ) -> Rule:
-    """Returns a rule of some engines. Its sentence names the engine, the field and its value."""
+    """Returns a rule for the engines of `applies_to`. Its error message names the engine, the
+    field, the value and `reason`.
+    """
     return Rule(
         applies_to=applies_to,
         breaks=breaks,
@@ -54,7 +65,7 @@ def _with_engine(
 
 
 def _shards(breaks: Callable[[Any], Any], reason: Callable[[Any], str], **kwargs: Any) -> Rule:
-    """Returns a rule of plans whose ZeRO shards over fewer than all replicas."""
+    """Returns a rule for plans with a `shard_size`. The error message ends with `reason`."""
     return Rule(
         breaks=lambda plan: plan.is_hybrid & breaks(plan),
         sentence=lambda plan: f"plan.shard_size: {plan.shard_size} is not allowed {reason(plan)}.",
@@ -63,7 +74,7 @@ def _shards(breaks: Callable[[Any], Any], reason: Callable[[Any], str], **kwargs
 
 
 def _piped(breaks: Callable[[Any], Any], sentence: Callable[[Any], str]) -> Rule:
-    """Returns a rule of plans with a pipeline."""
+    """Returns a rule for plans with a pipeline of at least two devices."""
     return Rule(breaks=lambda plan: (plan.pipeline_parallel > 1) & breaks(plan), sentence=sentence)
 
 
@@ -147,9 +158,9 @@ PLAN_RULES = (
             " Raise global_batch_size or lower micro_batch_size."
         ),
     ),
-    # This and the next measured on torch 2.13: recomputation runs once for each half of the
-    # backward pass (selective fails), and with ZeRO 3 the second half reads weights that are
-    # already dropped: gradients are silently wrong.
+    # Reason for this rule and the next, measured with torch 2.13: recomputation runs once for each
+    # half of the backward pass, and selective recomputation fails. With ZeRO 3 the second half
+    # reads weights that are already dropped, so gradients are silently wrong.
     _piped(
         lambda plan: (
             plan.is_one_of("schedule", *SPLIT_SCHEDULES)
@@ -223,8 +234,8 @@ PLAN_RULES = (
         lambda plan: plan.sequence_parallel,
         "its Frontier recipe has none; turn it off",
     ),
-    # torch keeps and recomputes operations by their order, which gathering and dropping weights
-    # upsets.
+    # Torch's selective recomputation identifies operations by their order. ZeRO 3 changes the
+    # order, since it gathers and drops weights.
     _with_engine(
         lambda engine: not engine.selective_recompute_with_zero_3,
         "recompute",
@@ -249,8 +260,8 @@ PLAN_RULES = (
         lambda plan: plan.compile,
         "compiled blocks were not tried under it; turn it off",
     ),
-    # Measured with DeepSpeed 0.19.8: bf16 at stage 0 keeps no fp32 sum of gradients and strays by
-    # 8e-3.
+    # Measured with DeepSpeed 0.19.8: in bf16 at stage 0 gradients are not summed in fp32, and the
+    # result deviates by 8e-3.
     _with_engine(
         lambda engine: not engine.bf16_without_zero,
         "precision",
@@ -273,4 +284,4 @@ PLAN_RULES = (
         "its graphs are compiled by neuronx-cc; turn it off",
     ),
 )
-"""In the order in which they are tried: each may rely on those before it."""
+"""Rules of a plan alone, in the order of the checks. A rule may rely on all earlier rules."""

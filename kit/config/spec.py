@@ -1,7 +1,8 @@
 """ModelSpec: the shapes of a decoder, its parameter count and its FLOPs per token. No torch.
 
-Notation: L layers, h hidden size, a heads, k key/value heads, d head size (h = a d), f feed-forward
-size, V vocabulary, s sequence length.
+Notation in formulas: L is the number of layers (blocks), h the hidden size, a the number of heads.
+k is the number of key/value heads, d the head size (h = a d), f the feed-forward size. V is the
+vocabulary size, s the sequence length.
 """
 
 import dataclasses
@@ -17,33 +18,34 @@ above_0 = must(lambda number: number > 0, "Give a number above 0.")
 
 
 class FlopBasis(enum.Enum):
-    """What a published FLOP/s number counts.
+    """Definition of the FLOPs per token that a published FLOP/s number counts.
 
-    MODEL is the kit's own definition, the others are the papers'.
+    MODEL is the kit's definition. The other definitions are from papers and other code. Formulas
+    use the notation of this module.
     """
 
     MODEL = "model"
-    """6 x matmul parameters + 12 L h s, output projection counted, embedding look-up not, full
-    attention map."""
+    """6 x matmul parameters + 12 L h s. The output projection counts, the embedding look-up does
+    not. The full attention map counts, causal or not."""
     MEGATRON = "megatron"
-    """72 L h^2 (1 + s/6h + V/12Lh): Narayanan et al. 2021 (arXiv 2104.04473, eq. 3) without
-    recomputation."""
+    """72 L h^2 (1 + s/6h + V/12Lh): equation 3 of Narayanan et al. 2021 (arXiv 2104.04473) without
+    its recomputation."""
     MEGATRON_RECOMPUTE = "megatron_recompute"
-    """96 L h^2 (1 + s/6h + V/16Lh): the same with one more forward pass. Counts hardware FLOPs;
-    this is what the Frontier paper's code prints (`throughput_calculator` of Megatron-DeepSpeed
-    with activation checkpointing)."""
+    """96 L h^2 (1 + s/6h + V/16Lh): equation 3 of Narayanan et al. 2021, which has one more forward
+    pass than MEGATRON for recomputation. It counts hardware FLOPs. The Frontier paper's code prints
+    this number (`throughput_calculator` of Megatron-DeepSpeed with activation checkpointing)."""
     NXDT = "nxdt"
-    """Neuron's training library: 3 x forward, embedding counted as a second h x V matmul,
-    softmax counted."""
+    """3 x the FLOPs of the forward pass, as AWS Neuron's training library counts them. The
+    embedding counts as a second h x V matrix product, and the softmax counts too."""
     SIX_N = "six_n"
-    """6 x all parameters: the convention of "120 million exaFLOP for 1T parameters on 20T
-    tokens"."""
+    """6 x all parameters. This convention gives the statement "120 million exaFLOP for 1T
+    parameters on 20T tokens"."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling(Record):
-    """Rotary frequencies for longer sequences as in Llama 3.1 (arXiv 2407.21783), by Hugging
-    Face's names.
+    """Scaling of rotary frequencies for longer sequences as in Llama 3.1 (arXiv 2407.21783). The
+    fields have Hugging Face's names.
     """
 
     factor: float = field_doc("by which low frequencies are divided", default=8.0)
@@ -114,11 +116,11 @@ class ModelSpec(Record):
 
     @classmethod
     def gpt(cls, **shapes) -> Self:
-        """Returns a GPT-family spec (LayerNorm, learned positions, GELU, biases, tied) of the
-        given shapes, which are the fields of ModelSpec.
+        """Returns a spec of the GPT family: LayerNorm, learned positions, GELU, biases, tied
+        embeddings. `shapes` are fields of ModelSpec and may replace these defaults.
 
         Raises:
-            ConfigError: a shape is missing, unknown, or does not fit the others.
+            ConfigError: A shape is missing, unknown, or inconsistent with another shape.
         """
         defaults: dict[str, Any] = dict(
             norm="layernorm",
@@ -133,11 +135,11 @@ class ModelSpec(Record):
 
     @classmethod
     def llama(cls, **shapes) -> Self:
-        """Returns a Llama-family spec (RMSNorm, rotary, SwiGLU, no bias, untied) of the given
-        shapes, which are the fields of ModelSpec.
+        """Returns a spec of the Llama family: RMSNorm, rotary positions, SwiGLU, no biases, untied
+        embeddings. `shapes` are fields of ModelSpec and may replace these defaults.
 
         Raises:
-            ConfigError: a shape is missing, unknown, or does not fit the others.
+            ConfigError: A shape is missing, unknown, or inconsistent with another shape.
         """
         defaults: dict[str, Any] = dict(
             norm="rmsnorm",
@@ -151,11 +153,11 @@ class ModelSpec(Record):
 
     @classmethod
     def preset(cls, name: str) -> Self:
-        """Returns a named model: `demo`, the Frontier paper's GPTs, HLAT's Llamas, and two public
-        references.
+        """Returns the spec of a model in PRESETS: `demo`, the GPTs of the Frontier paper, HLAT's
+        Llamas, or public references.
 
         Raises:
-            ConfigError: no preset has that name.
+            ConfigError: No preset has that name.
         """
         if name not in PRESETS:
             raise ConfigError(f"spec.preset: {name!r} is unknown. {_suggestion(name)}")
@@ -164,12 +166,12 @@ class ModelSpec(Record):
 
     @property
     def family(self) -> Literal["gpt", "llama"]:
-        """`llama` for rotary positions, else `gpt`."""
+        """Family of the model: `llama` if its positions are rotary, and otherwise `gpt`."""
         return "llama" if self.positions == "rotary" else "gpt"
 
     @property
     def head_size(self) -> int:
-        """d = h / a."""
+        """Size of an attention head: hidden size divided by the number of query heads."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -181,8 +183,8 @@ class ModelSpec(Record):
 
     @property
     def matmul_params_per_layer(self) -> int:
-        """Weights of one block that multiply activations: 2h^2 + 2hkd (attention) + 2hf or 3hf
-        (feed-forward).
+        """Number of weights of one block that multiply activations. Attention has 2 h^2 + 2 h k d,
+        the feed-forward block 2 h f, or 3 h f with a gate. The module defines the letters.
         """
         attention = (
             2 * self.hidden_size**2 + 2 * self.hidden_size * self.num_kv_heads * self.head_size
@@ -197,8 +199,8 @@ class ModelSpec(Record):
 
     @property
     def _biases_per_layer(self) -> int:
-        """Number of biases of one block: queries, keys and values; attention output; the
-        feed-forward projections into and out of its width.
+        """Number of biases of one block, norms excluded: of queries, keys and values, the attention
+        output, and the two or three feed-forward projections.
         """
         if not self.bias:
             return 0
@@ -214,7 +216,7 @@ class ModelSpec(Record):
 
     @property
     def embedding_params(self) -> int:
-        """Weights of the token embedding and, where learned, the positions."""
+        """Number of weights of the token embedding and of learned positions."""
         learned = self.sequence_length * self.hidden_size if self.positions == "learned" else 0
         return self.vocab_size * self.hidden_size + learned
 
@@ -229,19 +231,20 @@ class ModelSpec(Record):
 
     @property
     def num_params(self) -> int:
-        """Exact number of trainable weights; a tied matrix counts once."""
+        """Exact number of trainable weights. A tied matrix counts once."""
         return self.num_layers * self.params_per_layer + self.embedding_params + self.output_params
 
     # FLOPs ----------------------------------------------------------------------------------------
 
     def flops_per_token(self, basis: FlopBasis = FlopBasis.MODEL) -> float:
-        """Returns training FLOPs (forward + backward) per token at the full sequence length, in the
-        given basis.
+        """Returns the training FLOPs per token, forward and backward, at the full sequence length
+        in the given basis.
 
-        The kit's MFU uses `FlopBasis.MODEL`. The factor 6 is 2 FLOPs a weight forward and 4
-        backward (for the input's and the weight's gradient); 12 L h s is 6 times the two s x s
-        products of attention, each h wide, with the full map counted, causal or not. Source: PaLM
-        (arXiv 2204.02311), appendix B.
+        The kit's MFU uses `FlopBasis.MODEL`, 6 x matmul parameters + 12 L h s. The factor 6 is 2
+        FLOPs per weight in the forward pass and 4 in the backward pass, for the gradients of input
+        and weight. The term 12 L h s is 6 times the two s x s products of attention, each of width
+        h. The full attention map counts, causal or not. Source: PaLM (arXiv 2204.02311), appendix
+        B.
         """
         L = self.num_layers  # noqa: N806
         h = self.hidden_size
@@ -269,15 +272,21 @@ class ModelSpec(Record):
         whole: bool,
         layers: int | None = None,
     ) -> float:
-        """Returns the FLOPs per token that the device executes, for HFU.
+        """Returns the FLOPs per token that the devices execute, for HFU: the model FLOPs and the
+        FLOPs of recomputation.
 
-        `full` runs every block, or `layers` of them (`Plan.recomputed_layers`), forward twice: + 2
-        x block weights + 4 h s each. With `whole`, to its end: Megatron's checkpoint, which is
-        reentrant, and `Plan.recomputes_whole`. Else without the last matrix product (- 2 h f each):
-        torch's non-reentrant checkpoint stops once it has the last tensor that the backward pass
-        needs (`torch.utils.checkpoint.set_checkpoint_early_stop`). `selective` repeats only
-        element-wise operations (norms, rotary, activation), which no FLOP basis counts, so it
-        equals the model FLOPs.
+        `full` repeats the forward pass of all blocks, or of `layers` blocks
+        (`Plan.recomputed_layers`). Each repetition of a block has 2 x its matmul weights + 4 h s
+        FLOPs. The module defines the letters h, s and f.
+
+        With `whole`, blocks are repeated to their end. Megatron's reentrant checkpoint does that,
+        and the kit if `Plan.recomputes_whole`. Otherwise the last matrix product is not repeated,
+        which saves 2 h f FLOPs per block. Torch's non-reentrant checkpoint stops once it has the
+        last tensor that the backward pass needs
+        (`torch.utils.checkpoint.set_checkpoint_early_stop`).
+
+        `selective` repeats only element-wise operations (norms, rotary positions, activation). No
+        FLOP basis counts these operations, so the result is equal to the model FLOPs.
         """
         if recompute != "full":
             return self.flops_per_token()
@@ -317,14 +326,14 @@ def _divisors(number: int) -> str:
 PRESETS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")
 )
-"""Shapes by name, with their `family`; sources are in the file."""
+"""Shapes and family of each named model, by name. The sources are in the file presets.toml."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])\b")
 
 
 def _suggestion(name: str) -> str:
-    """Returns the end of an error message about an unknown preset: the presets of the size in the
-    name, or the preset with the closest name if it contains no size.
+    """Returns the end of an error message about an unknown preset. It suggests the presets of the
+    size in the name, or the preset with the closest name if the name contains no size.
     """
     size = _SIZE.search(name.lower())
     if size is None:
@@ -338,7 +347,7 @@ def _suggestion(name: str) -> str:
         return (
             f"Did you mean {' or '.join(map(repr, alike))}? Allowed: {', '.join(sorted(PRESETS))}."
         )
-    # A preset of another size is not what was meant, however similar its name is.
+    # A preset of another size is not suggested, even if its name is similar.
     return (
         f"None has {size[0].upper()} parameters. Give a spec.json of your own."
         f" {suggestion('', PRESETS)}"

@@ -1,5 +1,5 @@
-"""Memory and time of a layout, the search for a good one, and how far all of it can be trusted.
-NumPy, no torch.
+"""Estimates of memory and step time of a layout, the search for a fast layout, and the errors of
+the estimates. The package needs NumPy and no torch.
 
 theory/ the equations   fit/ their fit to runs   choose/ the search   validation/ its errors
                         tuning/ search by trials
@@ -26,7 +26,9 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first asked for: few readers need all of them."""
+    """Returns a name of `_NAMES` and imports its module at first use. Few users need all modules,
+    so `import kit.estimate` stays fast.
+    """
     for module, names in _NAMES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,5 +1,5 @@
-"""A dress rehearsal: requirements of a job of full size beside the limits of its site, before
-anyone pays for the job.
+"""Rehearsal of a job of full size: its requirements beside the limits of its site. A rehearsal
+starts no job, so it costs no device hours.
 
 The code that splits the model runs for each kind of rank. The other numbers are counted from what
 the kit does, or modelled. `docs/benchmarks.md` compares the counts with a small real job.
@@ -41,12 +41,12 @@ DEVICE_HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
 (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.4). Other machines fail at other
 rates."""
 COPY_BYTES_PER_S = 5e9
-"""Bytes/s from a device to the memory of its host, a sixth of PCIe 4.0 x16 (PCI-SIG: 31.5 GB/s).
-Training waits only for this part of a save."""
+"""Assumed bytes/s from a device to the memory of its host: a sixth of PCIe 4.0 x16 (PCI-SIG:
+31.5 GB/s). Training waits only for this copy. The rest of a save runs in the background."""
 RESTART_S = 480.0
-"""Seconds from a failure to the first step of the next attempt, without reading the checkpoint. By
-default Slurm declares a lost node down after 360 s. Imports, process groups and the model are
-assumed to take 120 s."""
+"""Seconds from a failure to the first step of the next attempt, without the time to read the
+checkpoint. By default Slurm declares a lost node down after 360 s. Imports, process groups and the
+construction of the model are assumed to take 120 s."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Count:
     limit: float | None = None
     """Highest allowed value in `unit`. If None, there is no limit, or the site file has none."""
     limit_source: str = ""
-    """Source of the limit, or the name of the missing field of the site file. Empty if the
+    """Source of the limit, or a text that names the missing field of the site file. Empty if the
     requirement has no limit."""
     known: Literal["run", "counted", "modelled"] = "counted"
     """`run`: the kit's code was executed. `counted`: computed from what the code does. `modelled`:
@@ -70,14 +70,14 @@ class Count:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the value is within the limit, or None if one of them is unknown."""
+        """Whether the value is at most the limit. None if the value or the limit is unknown."""
         if self.limit is None or self.value is None:
             return None
         return self.value <= self.limit
 
     @property
     def row(self) -> tuple[str, ...]:
-        """Cells of a table, in the order of `Rehearsal.header`."""
+        """Cells of the count's row in a table, as texts in the order of `Rehearsal.header`."""
         value = "not known"
         if self.value is not None:
             value = format_value(self.value, self.unit)
@@ -109,7 +109,7 @@ class Rehearsal:
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """The counts as text."""
+        """One row per count, as texts in the order of `header`."""
         return [count.row for count in self.counts]
 
     @property
@@ -119,7 +119,9 @@ class Rehearsal:
 
     @property
     def title(self) -> str:
-        """Model, devices and site with the verdict."""
+        """Model, devices, site and verdict in one line. The verdict names the counts that are above
+        their limits.
+        """
         above = [count.what for count in self.counts if count.fits is False]
         verdict = "every count is under its limit"
         if above:
@@ -140,7 +142,7 @@ class Rehearsal:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain values, for JSON."""
+        """Returns the rehearsal as plain values for JSON."""
         return {
             "model": self.spec.name,
             "plan": self.plan.to_dict(),
@@ -169,11 +171,12 @@ def rehearse(
 ) -> Rehearsal:
     """Returns the requirements of a job beside the limits of its site.
 
-    `hours_between_failures` is the mean of the whole job. The default follows from
-    `DEVICE_HOURS_BETWEEN_FAILURES`.
+    `hours_between_failures` is the mean time between two failures of the whole job, in hours. The
+    default is `DEVICE_HOURS_BETWEEN_FAILURES` divided by the number of devices.
 
     Raises:
-        ConfigError: the plan cannot run the model, or the site lacks a number that step time needs.
+        ConfigError: The plan cannot run the model, or the site lacks a number that the step time
+            needs.
     """
     plan.check(spec)
     check_site(spec, plan, site)
@@ -196,7 +199,9 @@ def rehearse(
 
 
 def _count_size(spec: ModelSpec, plan: Plan, machine: Machine) -> list[Count]:
-    """Returns the number of nodes, and the memory of the device that needs most."""
+    """Returns two counts: the number of nodes, and the memory in GiB of the device that needs
+    most.
+    """
     site = machine.site
     max_nodes = site.slurm.max_nodes if site.slurm else None
     (option,) = estimate_options(spec, plan, [{}], site.device)
@@ -222,7 +227,9 @@ def _count_size(spec: ModelSpec, plan: Plan, machine: Machine) -> list[Count]:
 
 
 def _count_time(plan: Plan, recipe: Recipe, machine: Machine, predicted: Prediction) -> list[Count]:
-    """Returns the time of a step and of the run, with the number of jobs if one is too short."""
+    """Returns two counts: the time of a step in seconds, and the time of the run in days. A note
+    gives the number of consecutive jobs that the run needs if the site limits the time of a job.
+    """
     slurm = machine.site.slurm
     step_s = predicted.total_s.item()
     run_s = recipe.num_steps * step_s
@@ -252,8 +259,8 @@ def _count_time(plan: Plan, recipe: Recipe, machine: Machine, predicted: Predict
 
 
 def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Count]:
-    """Returns whether the split loses weights, and the open files of the rank with most
-    connections.
+    """Returns two counts: the number of weights that the split loses or doubles, and the open files
+    of rank 0, which has the most connections. On Trainium both are unknown, and one count says so.
     """
     if plan.capabilities.runs_on_trainium:
         return [
@@ -274,7 +281,7 @@ def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Count]:
         plan.tensor_parallel,
     )
     groups = [plan.num_devices, *(degree for degree in degrees if degree > 1)]
-    # A group connects its ranks as a tree.
+    # A process group connects its ranks as a tree.
     files = sum(FILES_PER_GROUP + 2 * math.ceil(math.log2(size)) for size in groups)
     return [
         Count(
@@ -301,16 +308,17 @@ def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Count]:
 
 
 def split_model(spec: ModelSpec, plan: Plan) -> tuple[list[RankView], int]:
-    """Runs the code that splits a model for each kind of rank: the first and last tensor and data
-    rank of each kind of pipeline device.
+    """Runs the code that splits a model for each kind of rank, and returns (views, parameters).
+    Kinds are the first and last tensor and data rank of each kind of pipeline device.
 
-    Returns (views, parameters): one view per kind, and the number of parameters of all pipeline
-    devices before tensor and data parallelism split them. Tied embeddings count once.
+    `views` has one view per kind. `parameters` is the number of parameters of all pipeline devices,
+    before tensor and data parallelism split them. Tied embeddings count once.
 
     Raises:
-        ConfigError: the plan cannot run the model.
+        ConfigError: The plan cannot run the model.
     """
-    # A kind of pipeline device: layers of each of its stages, and which ends of the model it has.
+    # The kind of a pipeline device: number of layers of each of its stages, whether it has the
+    # first stage, whether it has the last stage.
     devices_by_kind: dict[tuple, list[int]] = {}
     for device in range(plan.pipeline_parallel):
         stages = stage_indices(plan, device)
@@ -334,14 +342,18 @@ def split_model(spec: ModelSpec, plan: Plan) -> tuple[list[RankView], int]:
 
 
 def _with_site_limit(fact: Fact | None, name: str, count: Count, unit: float = 1.0) -> Count:
-    """Returns a count with the limit that a site file states as `name`, in multiples of `unit`."""
+    """Returns a count with the limit that a site file states in its field `name`. The limit is
+    divided by `unit`. If `fact` is None, the count has no limit and names the missing field.
+    """
     if fact is None:
         return dataclasses.replace(count, limit_source=f"{name} is not stated")
     return dataclasses.replace(count, limit=fact.value / unit, limit_source=fact.source)
 
 
 def _count_start(plan: Plan, site: Site) -> Count:
-    """Returns the number of nodes whose ranks all read Python's files from the shared disk."""
+    """Returns the count of nodes whose ranks all read Python's files from the shared disk. It is 0
+    if the environment is packed for each node or in a container.
+    """
     num_nodes = 0
     note = "packed for each node, or in a container"
     if site.scheduler == "slurm" and site.slurm and reads_shared_disk(site.slurm):
@@ -361,7 +373,9 @@ def _count_start(plan: Plan, site: Site) -> Count:
 def _count_checkpoints(
     spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, step_s: float
 ) -> list[Count]:
-    """Returns the size of all checkpoints on disk, and the time to write one."""
+    """Returns the size of all checkpoints on disk in TB. If the site file states a write rate, also
+    the seconds to write one checkpoint.
+    """
     checkpoint_bytes = BYTES_PER_PARAM * spec.num_params
     save_every = recipe.checkpoint_every or recipe.num_steps
     num_kept = recipe.keep_last + 1
@@ -409,8 +423,8 @@ def _count_failures(
     step_s: float,
     hours_between_failures: float,
 ) -> list[Count]:
-    """Returns the share of time that failures leave, and the best time between saves (Young
-    1974).
+    """Returns two counts: the share of time that failures leave for training, and the best time
+    between saves in minutes (Young 1974). Without disk rates in the site file, one count says so.
     """
     what = f"time that counts, with a failure every {hours_between_failures:.3g} h"
     write_rate = site.storage.write_bytes_per_s
@@ -455,13 +469,15 @@ def _count_failures(
 def time_that_counts(
     interval_s: float, *, between_failures_s: float, save_s: float, lost_s: float
 ) -> float:
-    """Returns the share of the time, 0 to 1, that is spent on steps which no failure undoes, with
-    `interval_s` between saves that each delay training by `save_s`.
+    """Returns the share of the time, 0 to 1, that is spent on steps which no failure undoes.
+
+    `interval_s` is the training time between two saves. Each save delays training by `save_s`.
+    Failures occur at a constant rate, during saves and restarts too. A save counts only if its
+    attempt lasts until the checkpoint is written. Each failure therefore costs `lost_s`: the
+    restart and the time to write.
 
     Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
-    (Future Generation Computer Systems 22, 2006), equation 13. Failures occur at a constant rate,
-    during saves and restarts too. A save counts only if its attempt lasts until it is written, so
-    each failure costs `lost_s`: the restart and the time to write.
+    (Future Generation Computer Systems 22, 2006), equation 13.
     """
     mean_s = between_failures_s
     attempts_s = mean_s * math.exp(lost_s / mean_s)

@@ -1,1 +1,2 @@
-"""What this machine does: matrix products, collectives, its nodes."""
+"""Measurements of this machine: rates of matrix products, memory and collectives, and slow
+nodes."""

@@ -1,7 +1,7 @@
-"""Rates of all-reduces over groups of ranks; each rank runs `python -m kit.measure.collectives
---out FILE`.
+"""Rates of all-reduces over groups of ranks. Each rank runs the command `python -m
+kit.measure.collectives --out FILE`.
 
-The same code measures processes of one machine (gloo), devices of a node and nodes of a cluster
+The code measures processes of one machine (gloo), and devices of a node and nodes of a cluster
 (NCCL, RCCL).
 """
 
@@ -21,15 +21,16 @@ from kit.measure.timing import best_of, timed
 from kit.parallel.groups import final_barrier
 
 SIZES = (2**10, 2**20, 2**24)
-"""Sizes of the messages in bytes. The first gives the latency, the last the bandwidth."""
+"""Sizes of the messages in bytes. The smallest shows the latency, the largest the bandwidth."""
 SECONDS = 0.3
-"""Time in seconds that is spent on each group and size."""
+"""Seconds of all-reduces for each group and message size."""
 MOST_REPEATS = 200
-"""Largest number of all-reduces for each group and size."""
+"""Largest number of all-reduces for each group and message size."""
 
 
 def bus_factor(ranks: int) -> float:
-    """Returns the bytes on the slowest link of an all-reduce's ring, per byte of the message.
+    """Returns the bytes that each link of a ring carries during an all-reduce, per byte of the
+    message.
 
     Source: NCCL tests, PERFORMANCE.md.
     """
@@ -37,10 +38,11 @@ def bus_factor(ranks: int) -> float:
 
 
 def measure(device: torch.device) -> list[dict]:
-    """Returns rows of ranks, bytes, seconds (of the best all-reduce) and bus_bytes_per_s. The
-    groups have 2, 4, 8, ... ranks, and all ranks.
+    """Returns one row per group and message size. Fields: ranks, bytes, seconds of the fastest
+    all-reduce, bus_bytes_per_s. Groups have 2, 4, 8, ... ranks, and the last group has all ranks.
 
-    A collective call: all ranks of the default process group take part.
+    All ranks of the default process group must call it. A rank has rows only for the groups that it
+    belongs to.
     """
     world = dist.get_world_size()
     group_sizes = {world}
@@ -51,7 +53,7 @@ def measure(device: torch.device) -> list[dict]:
     rows = []
     for ranks in sorted(group_sizes):
         group = dist.new_group(list(range(ranks)))
-        if isinstance(group, dist.ProcessGroup):  # ranks outside the group get a placeholder
+        if isinstance(group, dist.ProcessGroup):  # Ranks outside the group have a placeholder.
             for size in SIZES:
                 seconds = _best_s(torch.ones(size // 4, device=device), group)
                 rate = bus_factor(ranks) * size / seconds
@@ -63,9 +65,10 @@ def measure(device: torch.device) -> list[dict]:
 
 
 def _best_s(message: Tensor, group: dist.ProcessGroup | None) -> float:
-    """Returns the shortest time of an all-reduce in seconds.
+    """Returns the seconds of the fastest of several all-reduces of `message` over a group.
 
-    Ranks agree on the number of runs, so that no rank waits for ever.
+    The ranks agree on the number of all-reduces. With different numbers, one rank would wait
+    forever.
     """
 
     def run() -> object:
@@ -79,11 +82,12 @@ def _best_s(message: Tensor, group: dist.ProcessGroup | None) -> float:
 
 
 def measure_as_rank(module: str, text: str, measure: Callable[[torch.device], str]) -> int:
-    """Measures with the other ranks and returns the exit code 0. Rank 0 writes the text that
-    `measure` returns into the file `--out`.
+    """Runs the command `python -m module` as one rank: parses its arguments, joins the process
+    group and calls `measure`. Rank 0 writes the text that `measure` returns into the file `--out`.
+    Returns the exit code 0.
 
-    Ranks find each other by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. `text` is
-    the help of the command `python -m module`.
+    Ranks find each other by the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+    MASTER_PORT. `text` is the help text of the command.
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=text)
     parser.add_argument("--out", type=Path, required=True, help="JSON file")

@@ -1,5 +1,5 @@
-"""On what the processes of this machine compute: its GPUs, where there is one for each, or its
-CPU cores.
+"""Choice of the device on which local processes compute: the GPUs of this machine if each process
+can have one, and otherwise its CPU cores.
 """
 
 from typing import Literal
@@ -12,20 +12,23 @@ DeviceName = Literal["cpu", "cuda"]
 
 
 def torch_device(site: Site) -> DeviceName:
-    """Returns what torch calls the device of a site; `cuda` is also its name for AMD's GPUs."""
+    """Returns torch's name for the device type of a site. AMD's GPUs are `cuda` too."""
     return "cuda" if site.device.is_gpu else "cpu"
 
 
 def on_device(site: Site, plan: Plan, device: DeviceName | None = None) -> Site:
-    """Returns a site whose device is the one that the ranks of a plan compute on, so that MFU has
-    the peak of that one.
+    """Returns the site with the device on which the ranks of a plan will compute, so that MFU
+    refers to the peak of that device.
 
-    Without `device`, a local site stays what it is if it names a GPU or a peak is known; else it
-    becomes this machine's GPUs where there is one for each rank (NCCL refuses more), or its CPU
-    cores. What was known of another device is left out.
+    `device` is `cpu` or `cuda`, and is allowed for local sites only. Without `device`, a local site
+    keeps its device if that device is a GPU or has a known peak. Otherwise the device is this
+    machine's GPU if each rank can have one, or its CPU cores. NCCL does not allow two ranks on one
+    GPU. If the device changes, the numbers of the old device and its links are removed. Other sites
+    are returned unchanged.
 
     Raises:
-        ConfigError: the site is not this machine, or this machine has fewer GPUs than ranks.
+        ConfigError: `device` is unknown, `device` is given and the site is not this machine, or
+            this machine has fewer GPUs than ranks.
     """
     ranks = plan.num_devices
     is_here = site.scheduler == "local" and not plan.capabilities.runs_on_trainium
@@ -61,8 +64,8 @@ def on_device(site: Site, plan: Plan, device: DeviceName | None = None) -> Site:
 def _gpus() -> int:
     import torch
 
-    # The count alone may come from the driver's own library, though the driver is too old for
-    # torch.
+    # `device_count` alone may count GPUs whose driver is too old for torch, since it may ask the
+    # driver's own library.
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

@@ -1,5 +1,5 @@
-"""Rate at which this machine multiplies matrices: the measured peak for MFU if no data sheet has
-one.
+"""Rate of matrix products on this machine in FLOP/s. It is the peak for MFU if no data sheet states
+a peak.
 """
 
 import json
@@ -16,17 +16,18 @@ from kit.errors import RunError
 from kit.measure.device import torch_device
 
 SIZE = 512
-"""Edge of the square matrices on a CPU: large enough for its full rate, small enough to lie in a
-core's own cache."""
+"""Number of rows and columns of the square matrices on a CPU. They are large enough for the full
+rate of a core, and small enough for its own cache."""
 ROUND_S = 0.2
-"""Time of a round in seconds."""
+"""Seconds of matrix products in one round."""
 ROUNDS = 15
-"""Largest number of rounds."""
+"""Largest number of rounds for one peak."""
 CHILD_LIMIT_S = 120.0
-"""Time limit in seconds of a measurement on a GPU, including the import of torch and the start of
-the device."""
+"""Time limit, in seconds, of the child process that measures a GPU. It includes the import of torch
+and the initialisation of the device."""
 AGREE = 0.03
-"""Relative difference up to which two rounds have measured the same."""
+"""Largest relative difference between the two best rounds of a measurement that counts as settled.
+"""
 
 
 def measure_gemm_flops_per_s(
@@ -36,11 +37,11 @@ def measure_gemm_flops_per_s(
     seconds: float = 1.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Returns the best rate of a square matrix product on one CPU core or GPU, in FLOP/s; by
-    default a GPU if there is.
+    """Returns the best rate of a square matrix product on one CPU core or GPU, in FLOP/s. The
+    default device is a GPU, or the CPU if no GPU is available.
 
-    The best of many short runs on a single thread, as many as fit into `seconds` on the wall, each
-    timed by `clock`: a peak is what the device can do when nothing disturbs it.
+    Matrix products run on a single thread until `seconds` of wall time have passed. Each is timed
+    by `clock`, and the fastest counts: a peak is the rate of a device that nothing disturbs.
     """
     import torch
 
@@ -55,19 +56,20 @@ def measure_gemm_flops_per_s(
 
 
 def measure_peak(dtype: str, device: str = "cpu") -> Fact:
-    """Returns the matrix-product rate that the two best of several rounds agree on, as the peak of
-    one device.
+    """Returns the peak of one device in FLOP/s: the best matrix-product rate of several rounds. The
+    rounds end when the two best rates agree to `AGREE`.
 
-    On a CPU a product is timed by its thread's own clock, which stands still while other processes
-    have the core. What they take beyond that (caches, the core's other half, its clock rate) shows
-    as rounds that differ: after `ROUNDS` of them the machine was too busy, `is_settled` is False,
-    and the source says so.
+    On a CPU a product is timed by the CPU time of its thread, which does not count while other
+    processes use the core. Other processes still slow the product through shared caches, the second
+    hardware thread of the core and its clock rate. Rates of rounds then differ. If no two rounds
+    agree after `ROUNDS` rounds, the machine was too busy: `is_settled` returns False for the peak,
+    and its source says so.
 
-    A GPU is measured by a child process: a process that has used a GPU keeps about 0.9 GB of its
-    memory, and a notebook may live for days.
+    A GPU is measured by a child process. A process that has used a GPU occupies about 0.9 GB of its
+    memory until it ends, and a notebook may run for days.
 
     Raises:
-        RunError: the child process failed on the GPU.
+        RunError: The child process failed on the GPU or exceeded its time limit.
     """
     if device != "cpu":
         return _peak_by_child(dtype, device)
@@ -75,7 +77,9 @@ def measure_peak(dtype: str, device: str = "cpu") -> Fact:
 
 
 def peak_here(dtype: str, device: str) -> Fact:
-    """Returns the result of `measure_peak`, measured by this process on any device."""
+    """Returns the peak of one device in FLOP/s as `measure_peak` does. This process makes the
+    measurement on a GPU, too.
+    """
     clock = time.thread_time if device == "cpu" else time.perf_counter
     measure = partial(measure_gemm_flops_per_s, dtype, device=device, seconds=ROUND_S, clock=clock)
     rates = [measure(), measure()]
@@ -90,7 +94,7 @@ def peak_here(dtype: str, device: str) -> Fact:
 
 
 def _peak_by_child(dtype: str, device: str) -> Fact:
-    """Returns the peak that a child process measures."""
+    """Returns the peak of one device in FLOP/s, measured by a child process."""
     try:
         done = subprocess.run(
             source_command("kit.measure.gemm", dtype, device),
@@ -117,20 +121,20 @@ def _peak_by_child(dtype: str, device: str) -> Fact:
 
 
 def is_settled(peak: Fact) -> bool:
-    """Returns whether the rounds of a measured peak agree."""
+    """Returns whether the two best rounds of a measured peak agree to `AGREE`."""
     return peak.error is not None and peak.error <= AGREE
 
 
 def measured_site(site: Site, dtype: str = "fp32") -> Site:
-    """Returns a local site with the peak of one device set to the matrix-product rate that it
-    reaches here.
+    """Returns a local site whose peak for `dtype` is the matrix-product rate measured on one device
+    of this machine.
     """
     peak = measure_peak(dtype, device=torch_device(site))
     return site.with_measured_peak(dtype, peak.value, peak.source, peak.error)
 
 
 def _spread(rates: list[float]) -> float:
-    """Returns by how much the second best rate is below the best, as a fraction."""
+    """Returns the gap between the two best rates, as a fraction of the best rate."""
     second, best = sorted(rates)[-2:]
     return 1 - second / best
 

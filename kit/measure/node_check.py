@@ -1,10 +1,10 @@
 """Check in the first seconds of a job whether every node computes and sends as fast as the others.
 
-One slow node slows all of them, and no step time says which one it is. `measure_nodes` times a
-matrix product on each rank, and exchanges between neighbours in a ring of nodes. The better of a
-node's two exchanges counts, so that a slow node does not slow its neighbours too.
+One slow node slows all nodes, and the step time does not show which node is slow. `measure_nodes`
+times a matrix product on each rank, and exchanges between neighbours in a ring of nodes. The better
+of a node's two exchanges counts, so that the neighbours of a slow node do not look slow.
 
-`python -m kit.measure.node_check --out FILE` as the command of several ranks writes their report.
+Ranks that run `python -m kit.measure.node_check --out FILE` write a report of their nodes.
 """
 
 import dataclasses
@@ -26,10 +26,11 @@ from kit.measure.gemm import measure_gemm_flops_per_s
 from kit.measure.timing import best_of, timed
 
 COMPARED = (("computes", 0.75, "matmul_flops_per_s"), ("sends", 0.5, "bytes_per_s"))
-"""Rates that are compared between nodes: (verb for the message, share of the median over all nodes
-below which a node is slow, field). Links differ more than chips do."""
+"""Rates of `NodeRate` that are compared between nodes, as triples (verb for the message, limit,
+field). A node is slow if its rate is below the limit times the median over all nodes. Rates of
+links vary more than rates of devices, so their limit is lower."""
 SECONDS = 0.3
-"""Time in seconds in which matrix products are measured."""
+"""Seconds of matrix products on each rank."""
 REPEATS = 3
 """Number of timed messages, of which the fastest counts."""
 CPU_NUMBERS = 2**20
@@ -62,8 +63,8 @@ class NodeReport(Record):
 
     @property
     def slow(self) -> list[str]:
-        """A line for each slow node and reason. Fewer than three nodes give no majority to compare
-        with.
+        """One line of text for each slow node and slow rate. It is empty for fewer than three
+        nodes, since two nodes have no majority to compare with.
         """
         if len(self.nodes) < 3:
             return []
@@ -82,9 +83,9 @@ class NodeReport(Record):
 
 
 def measure_nodes(device: torch.device, dtype: str) -> NodeReport:
-    """Returns the rates of all nodes, the same report on every rank.
+    """Returns the measured rates of all nodes. All ranks get an equal report.
 
-    A collective call: all ranks of the default process group take part.
+    All ranks of the default process group must call it.
     """
     own_node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     all_reduce = _all_reduce_bytes_per_s(device)
@@ -112,14 +113,16 @@ def measure_nodes(device: torch.device, dtype: str) -> NodeReport:
 
 
 def record_nodes(report: NodeReport, run_directory: Path) -> None:
-    """Writes node_check.json into a run directory, and prints the names of slow nodes."""
+    """Writes the report as node_check.json into a run directory, and prints a line for each slow
+    node.
+    """
     for line in report.slow:
         print(f"slow node: {line}", flush=True)
     report.write(run_directory / "node_check.json")
 
 
 def _all_reduce_bytes_per_s(device: torch.device) -> float | None:
-    """Returns the rate at which each rank sends while all ranks add up a tensor, None for a single
+    """Returns the bus bandwidth of an all-reduce over all ranks in bytes/s, or None for a single
     rank.
     """
     ranks = dist.get_world_size()
@@ -131,8 +134,11 @@ def _all_reduce_bytes_per_s(device: torch.device) -> float | None:
 
 
 def _exchange_rates(firsts: list[int], device: torch.device) -> list[float]:
-    """Returns the rates of the exchanges of this rank in bytes/s: of its node with each neighbour
-    if it is in `firsts`, the first rank of each node, and otherwise none.
+    """Returns the rates of exchanges between this rank's node and its neighbours in the ring, in
+    bytes/s in one direction.
+
+    `firsts` has the first rank of each node. All other ranks return an empty list. All ranks must
+    call it.
     """
     own = dist.get_rank()
     rates = []
@@ -147,8 +153,8 @@ def _exchange_rates(firsts: list[int], device: torch.device) -> list[float]:
 
 
 def _rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Returns the pairs of neighbours in a ring of nodes, in up to three rounds. A node takes part
-    in a round once at most.
+    """Returns the pairs of neighbours in a ring of nodes, in up to three rounds. A node is in at
+    most one pair of a round.
     """
     links = num_nodes if num_nodes > 2 else num_nodes - 1
     ring = [(node, (node + 1) % num_nodes) for node in range(links)]
@@ -158,7 +164,9 @@ def _rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def _exchange_bytes_per_s(partner: int, device: torch.device) -> float:
-    """Returns the rate in one direction while this rank and another one send to each other."""
+    """Returns the bandwidth in one direction, in bytes/s, while this rank and rank `partner` send
+    to each other.
+    """
     mine = _message(device)
     theirs = _message(device)
 
@@ -171,7 +179,7 @@ def _exchange_bytes_per_s(partner: int, device: torch.device) -> float:
 
 
 def _best_s(function: Callable[[], object]) -> float:
-    """Returns the seconds of the shortest of REPEATS calls, after one that is not counted."""
+    """Returns the seconds of the shortest of REPEATS calls, after one call for warm-up."""
     timed(function)
     return best_of(REPEATS, function)
 
@@ -189,10 +197,11 @@ def _message(device: torch.device) -> Tensor:
 
 
 def node_report_json(device: torch.device) -> str:
-    """Returns the report as JSON, on every rank.
+    """Returns the report of all nodes as JSON, on every rank. First it checks the result of an
+    all-reduce.
 
     Raises:
-        RuntimeError: a sum over the ranks is wrong.
+        RuntimeError: The all-reduce of ones does not give the number of ranks.
     """
     ones = torch.ones(2, device=device)
     dist.all_reduce(ones)

@@ -1,5 +1,5 @@
-"""`kit bench`: measured rates of this machine that estimates need, of matrix products, memory and
-collectives.
+"""Measurements of `kit bench`: the rates of matrix products, memory and collectives on this machine
+that estimates need.
 """
 
 import json
@@ -22,17 +22,19 @@ from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 
 TRIAD_NUMBERS = 2**25
-"""Elements of each of three fp32 arrays. Each has 128 MiB, which is more than any cache."""
+"""Number of elements in each of the three fp32 arrays with which memory bandwidth is measured. An
+array has 128 MiB, which is more than any cache."""
 
 
 def measure_site(site: Site, *, num_processes: int = 2) -> Site:
-    """Returns a local site with measured peak, memory bandwidth and links; takes about 20 s.
+    """Returns a local site with measured peak, memory bandwidth and links. The measurement takes
+    about 20 s.
 
-    The rates of one process while the others idle: what several processes on few cores get is less,
-    and is what a calibration on runs tells.
+    Peak and memory bandwidth are the rates of one process while no other process computes. Several
+    processes on few cores get less. A calibration on runs measures that loss.
 
     Raises:
-        ConfigError: the site is not this machine.
+        ConfigError: The site is not this machine.
     """
     if site.scheduler != "local":
         raise ConfigError(
@@ -55,14 +57,16 @@ def measure_site(site: Site, *, num_processes: int = 2) -> Site:
 
 
 def remeasure(run: Run) -> dict[str, tuple[Fact | None, Fact]]:
-    """Measures the peaks of a run's dtypes again, writes them into its site.json, and returns old
-    and new of each.
+    """Measures the peak of this machine again for each dtype of a run and writes the peaks into the
+    run's site.json. Returns pairs (old peak, new peak) by dtype.
+
+    It also adds an alert with the old peak for each dtype. An old peak is None if it was unknown.
 
     Raises:
-        JobError: the run is somebody else's.
-        ConfigError: the run was not trained on this machine.
-        RunError: the machine is too busy to measure a higher peak than the old one; nothing was
-            written.
+        JobError: The run belongs to another user.
+        ConfigError: The run was not trained on this machine.
+        RunError: The machine is too busy to measure a higher peak than the old peak. Nothing was
+            written. Or the measurement on the GPU failed.
     """
     run.check_writable("correct its site.json")
     if run.site.scheduler != "local":
@@ -97,7 +101,7 @@ def remeasure(run: Run) -> dict[str, tuple[Fact | None, Fact]]:
 
 
 def _record_peaks(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
-    """Adds an alert for each peak that was measured again. The alert keeps the old peak."""
+    """Adds an alert with old and new peak for each peak that was measured again."""
     alerts = []
     for dtype, (old, new) in found.items():
         before = "unknown" if old is None else f"{old.value / 1e12:.3g}"
@@ -115,7 +119,9 @@ def _record_peaks(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
 
 
 def to_toml(site: Site) -> str:
-    """Returns the devices and measured numbers of this machine as a site file over `laptop`."""
+    """Returns the text of a site file, in TOML, with the devices and measured numbers of a site.
+    The file is based on the site `laptop`.
+    """
 
     def fact(name: str, value: Fact) -> str:
         error = "" if value.error is None else f", error = {value.error:.2g}"
@@ -146,12 +152,12 @@ def to_toml(site: Site) -> str:
 
 
 def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
-    """Returns what a module of this package measures with several processes of this machine, as
-    JSON has it.
+    """Runs a module of this package as `num_processes` ranks on this machine and returns the parsed
+    JSON of its result.
 
     Raises:
-        RuntimeError: a process failed, or they were not done in time; with the last words of the
-            first.
+        RuntimeError: A rank failed, or the ranks took longer than `limit_s` seconds. The message
+            ends with the last 2,000 characters of rank 0's log.
     """
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as folder:
         out = Path(folder) / "measured.json"
@@ -174,14 +180,16 @@ def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
 
 
 def best_rates(rows: list[dict]) -> dict[int, float]:
-    """Returns the highest bus rate of `collectives.measure` in bytes/s, by number of ranks."""
+    """Returns the highest bus bandwidth over all message sizes in bytes/s, by number of ranks.
+    `rows` is the result of `collectives.measure`.
+    """
     slowest_first = sorted(rows, key=lambda row: row["bus_bytes_per_s"])
     return {row["ranks"]: row["bus_bytes_per_s"] for row in slowest_first}
 
 
 def memory_bytes_per_s() -> float:
-    """Returns the best rate of a = b + c on one thread, over arrays that are larger than any cache.
-    Each element counts 12 bytes.
+    """Returns the memory bandwidth in bytes/s: the best rate of a = b + c on one thread, over
+    arrays that are larger than any cache. Each element counts 12 bytes.
     """
     import torch
 

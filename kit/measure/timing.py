@@ -1,4 +1,4 @@
-"""The time that a call takes on this machine when nothing disturbs it."""
+"""Shortest time of a call on this machine, as a measure of its time without disturbance."""
 
 import contextlib
 import time
@@ -9,8 +9,8 @@ import torch
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Within the context, torch computes on one thread. On a busy machine, threads that wait for
-    each other make a rate look low.
+    """Limits torch to one thread within the context. On a busy machine, several threads wait for
+    each other, so that a measured rate would be too low.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -30,7 +30,7 @@ def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_coun
 
 
 def best_of(count: int, run: Callable[[], object]) -> float:
-    """Returns the seconds of the shortest of some calls, on all threads."""
+    """Returns the seconds of the shortest of `count` calls, on all threads."""
     return min(timed(run) for _ in range(count))
 
 
@@ -38,8 +38,8 @@ def best_of(count: int, run: Callable[[], object]) -> float:
 def best_within(
     seconds: float, run: Callable[[], object], clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Returns the seconds of the shortest call on one thread, by any clock. There are as many calls
-    as fit into `seconds` on the wall, and at least one.
+    """Returns the seconds of the shortest call on one thread, measured by `clock`. Calls are
+    repeated until `seconds` of wall time have passed, and at least one call is made.
     """
     end = time.perf_counter() + seconds
     best = timed(run, clock)

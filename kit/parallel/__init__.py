@@ -1,1 +1,3 @@
-"""How a Plan is applied to the model: one parallel axis per file, `apply.py` puts them together."""
+"""Application of a Plan to the model, with one file per kind of parallelism. `apply.py` combines
+the kinds.
+"""

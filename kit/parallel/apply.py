@@ -1,4 +1,6 @@
-"""Applies a Plan to the model: an ordered list of steps, one axis after the other."""
+"""Construction of the model's parts on one rank under a Plan: pipeline, tensor and data parallelism
+are applied in this order.
+"""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,11 +21,12 @@ from kit.torch_private import local_part
 def build_decoders(
     spec: ModelSpec, plan: Plan, mesh: DeviceMesh, *, device: torch.device, seed: int | None
 ) -> list[Decoder]:
-    """Returns this rank's pipeline stages, cut, initialised and sharded.
+    """Returns one Decoder per pipeline stage of this rank, with layers and matrices split by the
+    plan, weights initialised and sharded.
 
-    Blocks are made real one at a time, so that no more than one whole block is ever in memory
-    beside the shards. The device `meta` gives shapes only; no seed leaves weights uninitialised (a
-    checkpoint follows).
+    Blocks get memory one at a time, so that at most one complete block is in memory beside the
+    shards. On the device `meta` parameters have shapes only. If `seed` is None, weights stay
+    uninitialised, for a checkpoint that is loaded afterwards.
     """
     decoders = []
     for stage in stage_indices(plan, pipeline_rank(mesh)):
@@ -59,7 +62,9 @@ def build_decoders(
 def _materialise(
     module: Module, spec: ModelSpec, prefix: str, device: torch.device, seed: int | None
 ) -> None:
-    """Gives a meta module real memory on `device` and, with a seed, its initial weights."""
+    """Allocates the parameters of a meta module on `device` and initialises them if there is a
+    seed. It does nothing if `device` is `meta`.
+    """
     if device.type == "meta":
         return
     module.to_empty(device=device)
@@ -68,6 +73,6 @@ def _materialise(
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             whole = initial_weight(spec, prefix + name, parameter.shape, seed, device)
-            # Each rank made the same whole tensor, so cutting needs no communication.
+            # All ranks compute an equal full tensor, so splitting needs no communication.
             part = local_part(whole, parameter) if isinstance(parameter, DTensor) else whole
             local(parameter).copy_(part)

@@ -1,18 +1,20 @@
-"""Sharded data parallelism (ZeRO 0-3) and mixed precision, both by torch's fully_shard.
+"""Sharded data parallelism (ZeRO 0 to 3) and mixed precision, both with torch's fully_shard.
 
-ZeRO (arXiv 1910.02054) in terms of fully_shard: weights, gradients and optimizer states are cut
-  over the shard axis. 0  shard axis of size 1, replicate axis of size data_parallel: gradients are
-                          all-reduced
-  1  weights are gathered once a step; gradients are summed whole, then reduce-scattered once, at
-     the last micro-batch
-  2  as 1, but gradients are reduce-scattered at each micro-batch, so that only a shard of them is
-     ever kept
-  3  as 2, and weights are dropped after each block's forward pass and gathered again for its
-     backward pass; those of the output, used last and first, are not
-With `plan.shard_size` the shard axis has that many ranks and the replicate axis the rest (hybrid
-sharding, HSDP: arXiv 2304.11277, section 3.2.2): what a group has reduced is all-reduced across
-groups once, at the last micro-batch. Under a pipeline, torch sums gradients whole until the last
-micro-batch for every stage above 0, so 2 keeps what 1 does.
+ZeRO (arXiv 1910.02054) shards weights, gradients and optimizer states over the shard axis of the
+mesh. The ZeRO stages in terms of fully_shard:
+  0  The shard axis has size 1, the replicate axis size data_parallel. Gradients are all-reduced.
+  1  Weights are gathered once per step. Each rank sums unsharded gradients over the micro-batches.
+     At the last micro-batch the sums are reduce-scattered.
+  2  Weights as in stage 1. Gradients are reduce-scattered at each micro-batch, so that a rank keeps
+     only its shard of the sums.
+  3  Gradients as in stage 2. Weights are dropped after each block's forward pass and gathered again
+     for its backward pass. Weights of the output stay gathered, since the output is last in the
+     forward pass and first in the backward pass.
+With `plan.shard_size` the shard axis has that many ranks, and the replicate axis has the rest
+(hybrid sharding, HSDP: arXiv 2304.11277, section 3.2.2). Gradients that a shard group has reduced
+are all-reduced across groups once, at the last micro-batch. Under a pipeline torch sums unsharded
+gradients until the last micro-batch for every ZeRO stage above 0, so stage 2 keeps as many bytes as
+stage 1.
 """
 
 from typing import cast
@@ -27,15 +29,19 @@ from kit.model import Decoder
 
 
 def needs_sharding(plan: Plan) -> bool:
-    """True if the plan has replicas, or bf16 compute beside fp32 master weights."""
+    """Returns whether the model needs fully_shard: the plan has replicas, or computes in bf16 with
+    fp32 master weights.
+    """
     return plan.data_parallel > 1 or plan.precision == "bf16"
 
 
 def shard_ends(decoder: Decoder, plan: Plan, mesh: DeviceMesh) -> None:
-    """Applies fully_shard to what a decoder has beside its blocks, which have it already, in place.
+    """Applies fully_shard to the modules of a decoder outside its blocks, in place. The blocks must
+    be sharded already.
 
-    Embedding, and norm with output, are gathered and reduced while blocks compute, unless they
-    share a weight.
+    The embedding is one group of weights, and norm and output are another. Each group is gathered
+    and reduced while blocks compute. If embedding and output share a weight, all three modules are
+    in the group of the decoder itself.
     """
     tied = (
         decoder.spec.tied_embeddings
@@ -44,7 +50,7 @@ def shard_ends(decoder: Decoder, plan: Plan, mesh: DeviceMesh) -> None:
     )
     if decoder.embedding is not None and not tied:
         shard(decoder.embedding, plan, mesh)
-        # Whose gradient needs no weights.
+        # The gradient of an embedding does not depend on its weights.
         cast(FSDPModule, decoder.embedding).set_unshard_in_backward(False)
     if decoder.norm is not None and decoder.output is not None and not tied:
         shard([decoder.norm, decoder.output], plan, mesh, last=True)
@@ -54,10 +60,11 @@ def shard_ends(decoder: Decoder, plan: Plan, mesh: DeviceMesh) -> None:
 def shard(
     module: Module | list[Module], plan: Plan, mesh: DeviceMesh, *, last: bool = False
 ) -> None:
-    """Applies fully_shard to one group of weights, in place; the last one stays gathered for its
-    backward pass.
+    """Applies fully_shard to one group of weights, in place. A group with `last` stays gathered
+    after its forward pass, since its backward pass follows at once.
 
-    bf16 casts weights for compute and keeps fp32 master weights, gradients and gradient reduction.
+    In bf16 weights are cast for compute. Master weights, gradients and the reduction of gradients
+    stay in fp32.
     """
     axes = mesh["replicate", "shard"] if plan.data_parallel > plan.num_shards else mesh["shard"]
     policy = MixedPrecisionPolicy()
@@ -73,8 +80,8 @@ def shard(
 
 
 def prepare_backward(decoder: Module, plan: Plan, *, last_microbatch: bool) -> None:
-    """Tells a sharded decoder when to reduce gradients and drop weights in the coming backward
-    pass.
+    """Sets whether a sharded decoder reduces gradients and drops gathered weights in the next
+    backward pass, by the ZeRO stage of the plan. Other decoders are left unchanged.
     """
     if isinstance(decoder, FSDPModule):
         decoder.set_requires_gradient_sync(last_microbatch or plan.zero_stage >= 2)
@@ -84,10 +91,10 @@ def prepare_backward(decoder: Module, plan: Plan, *, last_microbatch: bool) -> N
 
 
 def drop_gathered(decoder: Module) -> None:
-    """Gives a sharded decoder its shards back after a forward pass without a backward pass.
+    """Drops the gathered weights of a sharded decoder after a forward pass without a backward pass.
 
-    Below ZeRO 3 that leaves gathered weights in place of the parameters that the optimizer knows,
-    so that a checkpoint taken then would find no moments for any of them.
+    Below ZeRO 3 such a forward pass leaves gathered weights in place of the sharded parameters that
+    the optimizer has. A checkpoint at that time would find no optimizer moments for any parameter.
     """
     for module in decoder.modules():
         if isinstance(module, FSDPModule):

@@ -1,4 +1,6 @@
-"""The global gradient norm, right under every axis, and clipping by it."""
+"""Global gradient norm, correct under every kind of parallelism, and gradient clipping by this
+norm.
+"""
 
 import torch
 import torch.distributed as dist
@@ -10,8 +12,8 @@ from kit.torch_private import multiply
 
 
 def reduce_partial(parameters: list[Parameter]) -> None:
-    """Adds up gradients that ranks of an axis still hold in parts (norms under sequence
-    parallelism), in place.
+    """Sums partial gradients over the ranks of their mesh axis, in place. Under sequence
+    parallelism the norms have partial gradients.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -21,12 +23,13 @@ def reduce_partial(parameters: list[Parameter]) -> None:
 
 
 def global_norm(parameters: list[Parameter], pipeline_group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the L2 norm over the gradients of the whole model, each weight counted once, as a
-    scalar tensor.
+    """Returns the L2 norm of the gradients of the complete model as a scalar tensor. Each weight
+    counts once.
 
-    `parameters` are this rank's, reduced, without copies that another stage owns. Squares of local
-    shards are added over the axes that cut them, then over the pipeline; replicated gradients are
-    the same on all ranks of an axis.
+    `parameters` are the parameters of this rank without copies that another stage owns. Their
+    gradients must be reduced. The squared norms of local shards are summed over the axes that shard
+    them, then over the pipeline. Replicated gradients are equal on all ranks of an axis, so they
+    are not summed. All ranks must call it.
     """
     total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
     for group in group_parameters([p for p in parameters if p.grad is not None]):
@@ -42,14 +45,14 @@ def global_norm(parameters: list[Parameter], pipeline_group: dist.ProcessGroup |
 
 
 def clip(parameters: list[Parameter], norm: Tensor, limit: float) -> None:
-    """Scales all gradients by limit / norm where the norm is above the limit, in place."""
+    """Scales all gradients by limit / norm if the norm is above the limit, in place."""
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
     multiply(local_gradients(parameters), scale)
 
 
 def group_parameters(parameters: list[Parameter]) -> list[list[Parameter]]:
-    """Returns the parameters grouped by placement: torch's fused and foreach kernels cannot mix
-    plain and DTensors.
+    """Returns the parameters grouped by mesh and placement. Torch's fused and foreach kernels
+    cannot mix plain tensors and DTensors.
     """
     groups: dict[object, list[Parameter]] = {}
     for parameter in parameters:
@@ -61,10 +64,10 @@ def group_parameters(parameters: list[Parameter]) -> list[list[Parameter]]:
 
 
 def local_gradients(parameters: list[Parameter]) -> list[Tensor]:
-    """Returns this rank's part of each gradient that exists."""
+    """Returns this rank's shard of each gradient. Parameters without a gradient are left out."""
     return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a tensor: the local shard of a DTensor, a plain tensor itself."""
+    """Returns the local shard of a DTensor. Returns a plain tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,5 +1,5 @@
-"""Groups of ranks: one call for each axis however many ranks there are, and connected before
-anybody needs them; what one rank reads or meets, and all must know.
+"""Process groups: their creation with one call per axis for any number of ranks, and their
+connection before first use. Also the exchange of values and errors between ranks, and the mesh.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
-    """Returns this rank's group of those that disjoint `lists` of ranks make, None if it is in no
-    list.
+    """Creates one process group per list of ranks and returns the group that contains this rank, or
+    None. The lists must be disjoint.
 
-    All ranks must call it with the same lists. Where a device is bound to the world's group, torch
-    makes a group by splitting NCCL's communicator of all ranks, so that a call for each list would
-    take minutes at thousands of ranks.
+    All ranks must call it with equal lists. If the world's group is bound to a device, torch makes
+    a group by splitting NCCL's communicator of all ranks. One call per list would then take minutes
+    at thousands of ranks, so one call makes all groups.
     """
     world: Any = dist.group.WORLD
     if len(lists[0]) == world.size():
         return world
     if world.bound_device_id is not None:
-        # Only tensors of the device travel along an axis. Before 2.13 torch splits the gloo group
-        # of the world too, and warns once per rank and axis that gloo gets NCCL's options. That is
-        # harmless: nothing uses these gloo groups.
+        # Groups of an axis communicate only tensors on the device, so they need only NCCL. Before
+        # 2.13 torch splits the gloo group of the world too, and warns once per rank and axis that
+        # gloo gets NCCL's options. The warning is harmless, since nothing uses these gloo groups.
         options: Any = {"timeout": COLLECTIVE_TIMEOUT, "group_desc": name}
         if "backend" in signature(dist.split_group).parameters:
             options["backend"] = "cuda:nccl"
@@ -50,19 +50,25 @@ def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
 
 
 def cpu_group(name: str) -> Any:
-    """Returns a new group of all ranks for tensors in memory, connected."""
-    # Torch-XLA's takes no description.
+    """Returns a new gloo group of all ranks, for tensors in host memory. Its connections are made.
+
+    Raises:
+        RuntimeError: A rank did not connect within COLLECTIVE_TIMEOUT.
+    """
+    # The `new_group` of Torch-XLA accepts no description.
     group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     connect(group, name, COLLECTIVE_TIMEOUT)
     return group
 
 
 def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
-    """Makes the connections of a new group, if it is one of gloo's; raises RuntimeError if a rank
-    does not come.
+    """Makes the connections of a new gloo group. Groups of other backends are left unchanged.
 
-    Later a rank may be gone, and gloo's wait for it ends when it likes
-    (github.com/pytorch/gloo/issues/520).
+    Without this call, gloo may connect at first use. If a rank has ended by then, gloo's wait for
+    the rank may end long before or after the timeout (github.com/pytorch/gloo/issues/520).
+
+    Raises:
+        RuntimeError: A rank did not connect within `timeout`.
     """
     if "gloo" not in dist.get_backend_config(group):
         return
@@ -78,10 +84,11 @@ def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
 
 
 def from_rank_0(ask: Callable[[], Found], group: Any = None) -> Found:
-    """Returns to all ranks what `ask` returns on rank 0, which alone calls it, and so reads files.
+    """Calls `ask` on rank 0 only and returns its result on all ranks. If `ask` reads files, only
+    rank 0 reads them.
 
-    All ranks of the group, which is on the CPU and has all of them, must call this. An error is
-    raised on all.
+    All ranks must call it. `group` must be a CPU group of all ranks. An error of `ask` is raised on
+    all ranks.
     """
     found: list[Any] = [None]
     with raised_on_all(group):
@@ -93,15 +100,18 @@ def from_rank_0(ask: Callable[[], Found], group: Any = None) -> Found:
 
 @contextlib.contextmanager
 def raised_on_all(group: Any = None) -> Iterator[None]:
-    """Raises an error that one rank meets on all ranks, so that none waits for it; a strange one
-    as CheckpointError.
+    """Raises an error that occurs on one rank in the context on all ranks, so that no rank waits
+    for the failed rank. All ranks must enter and leave the context.
+
+    If several ranks fail, the error of the lowest rank is raised. CheckpointError, ConfigError,
+    DataError and OSError keep their type. Any other exception becomes a CheckpointError.
     """
     met: list[Any] = [None]
     try:
         yield
     except (CheckpointError, ConfigError, DataError, OSError) as error:
         met = [error]
-    except Exception as error:  # may not survive pickling
+    except Exception as error:  # Pickling an exception of unknown type may fail.
         met = [CheckpointError(f"{type(error).__name__}: {error}")]
         met[0].__cause__ = error
     num_ranks = dist.get_world_size()
@@ -114,12 +124,13 @@ def raised_on_all(group: Any = None) -> Iterator[None]:
 
 
 def final_barrier() -> None:
-    """Waits for all ranks before this one ends, by way of the store in which they met.
+    """Waits until all ranks are ready to end. It uses the store of the rendezvous, and waits at
+    most COLLECTIVE_TIMEOUT.
 
-    Not by gloo's barrier: a rank that has passed it is gone, and another's connection to it may
-    then break or, where it is made at first use, never come (seen in one of four runs of four
-    ranks). When the store itself is gone, all ranks have parted, or rank 0 has died, of which its
-    supervisor tells.
+    Gloo's barrier is no alternative. A rank that has passed the barrier ends. The connection of
+    another rank to it may then break, or may never be made if it is made at first use (seen in one
+    of four runs of four ranks). If the store is gone, all ranks have passed, or rank 0 has failed,
+    which its supervisor reports. Both cases are no error.
     """
     store = default_store()
     with contextlib.suppress(RuntimeError):
@@ -130,8 +141,8 @@ def final_barrier() -> None:
 
 @contextlib.contextmanager
 def unbound_device() -> Iterator[None]:
-    """Lets a library make groups in loops: without a bound device, NCCL connects their members
-    at first use, alone.
+    """Unbinds the world's group from its device within the context, so that a library may create
+    groups in loops. NCCL then connects only the members of a group, at first use.
     """
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
@@ -143,13 +154,13 @@ def unbound_device() -> Iterator[None]:
 
 
 def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
-    """Returns the mesh (pipeline, replicate, shard, tensor) over all ranks, without axes of size 1
-    but for `shard`.
+    """Returns the mesh over all ranks with the axes (pipeline, replicate, shard, tensor). Axes of
+    size 1 are left out, except `shard`, which fully_shard always needs.
 
-    Tensor parallel ranks are neighbours (they talk most), pipeline stages lie farthest apart, as in
-    Megatron-LM (arXiv 2104.04473). Replicas are on the axis `replicate` for ZeRO 0, on `shard` for
-    ZeRO 1-3, and on both with a `shard_size`: those that share states are neighbours. fully_shard
-    needs an axis `shard` even if nothing is cut.
+    Tensor parallel ranks are neighbours, since they communicate most. Ranks of different pipeline
+    stages are farthest apart, as in Megatron-LM (arXiv 2104.04473). Replicas are on the axis
+    `replicate` for ZeRO 0 and on the axis `shard` for ZeRO 1 to 3. With a `shard_size` they are on
+    both axes, and replicas that share states are neighbours.
     """
     sizes = {
         "pipeline": plan.pipeline_parallel,
@@ -167,15 +178,15 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
 
 
 def pipeline_rank(mesh: DeviceMesh) -> int:
-    """Returns which part of the pipeline this rank is."""
+    """Returns this rank's index on the pipeline axis, or 0 without a pipeline."""
     if "pipeline" not in (mesh.mesh_dim_names or ()):
         return 0
     return mesh["pipeline"].get_local_rank()
 
 
 def data_axis(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
-    """Returns the one-axis mesh of the ranks that read different sequences, of a plan without
-    `shard_size`.
+    """Returns the one-axis mesh over the replicas, which read different sequences. The plan must
+    have no `shard_size`.
     """
     if plan.zero_stage == 0 and plan.data_parallel > 1:
         return mesh["replicate"]
@@ -183,7 +194,7 @@ def data_axis(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
 
 
 def data_rank(mesh: DeviceMesh) -> int:
-    """Returns which replica this rank is part of."""
+    """Returns the index of the replica that this rank is part of."""
     copy = 0
     if "replicate" in (mesh.mesh_dim_names or ()):
         copy = mesh["replicate"].get_local_rank()

@@ -1,8 +1,8 @@
-"""Tensor parallelism with plain tensors: Megatron-style layers, made from the model's own table of
-splits.
+"""Tensor parallelism with plain tensors: Megatron-style layers, made from the model's table of
+splits, `TENSOR_PARALLEL_SPLIT`.
 
-For engines that cannot take DTensors as weights. Source of the layers: Megatron-LM, arXiv
-1909.08053, section 3.
+Engines that cannot train DTensors as weights use these layers. Source of the layers: Megatron-LM,
+arXiv 1909.08053, section 3.
 """
 
 import re
@@ -19,15 +19,15 @@ from kit.model import TENSOR_PARALLEL_SPLIT
 
 
 def split_of(path: str) -> str | None:
-    """Returns how the table cuts the matrix of a layer, by the layer's global name; None where
-    it stays whole.
+    """Returns the kind of split of a layer's matrix: `column`, `row` or `vocabulary`. Returns None
+    if the matrix is not split. `path` is the name of the layer in the complete model.
     """
     return TENSOR_PARALLEL_SPLIT.get(re.sub(r"^layers\.\d+\.", "", path))
 
 
 def split_dim(name: str) -> int | None:
-    """Returns the dim over which a parameter is cut, by its global name; None where every rank
-    has it whole.
+    """Returns the dimension along which a parameter is split over the ranks, or None if each rank
+    has the full parameter. `name` is the name of the parameter in the complete model.
     """
     path, _, kind = name.rpartition(".")
     split = split_of(path)
@@ -37,7 +37,9 @@ def split_dim(name: str) -> int | None:
 
 
 def rank_part(whole: Tensor, name: str, group: ProcessGroup | None) -> Tensor:
-    """Returns this rank's part of a whole parameter."""
+    """Returns this rank's shard of a full parameter. Without a group, or if the parameter is not
+    split, it returns the full parameter.
+    """
     dim = split_dim(name)
     if group is None or dim is None:
         return whole
@@ -45,11 +47,11 @@ def rank_part(whole: Tensor, name: str, group: ProcessGroup | None) -> Tensor:
 
 
 def split_layers(module: nn.Module, group: ProcessGroup) -> None:
-    """Replaces the layers that the table names by their parallel kind, in place; weights are left
-    to be filled.
+    """Replaces each layer in the table of splits by its tensor parallel layer, in place. The caller
+    must fill the weights of the new layers.
 
-    The module, best on the meta device, is a decoder or a part of it that names its layers as the
-    decoder does.
+    `module` is a decoder, or a part of a decoder with the decoder's names of layers. It should be
+    on the meta device.
     """
 
     def copied(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -58,8 +60,8 @@ def split_layers(module: nn.Module, group: ProcessGroup) -> None:
     for path, parent in list(module.named_modules()):
         path = path + "." if path else ""
         splits = {name: split_of(path + name) for name, _ in parent.named_children()}
-        # One copy, and so one all-reduce of gradients, for all column-split layers that read the
-        # same input.
+        # If a module also has a row-split layer, its column-split layers read one input. They share
+        # one copy of it, and so one all-reduce of its gradient.
         shared = "row" in splits.values()
         if shared:
             parent.register_forward_pre_hook(copied)
@@ -75,8 +77,8 @@ def split_layers(module: nn.Module, group: ProcessGroup) -> None:
 
 
 def column_part(whole: nn.Linear, group: ProcessGroup) -> nn.Linear:
-    """Returns a linear layer of this rank's part of the output features; its input is to be copied
-    to the ranks.
+    """Returns a linear layer with this rank's share of the output features. The caller must pass
+    its input through `copy_to_ranks`.
     """
     return nn.Linear(
         whole.in_features, whole.out_features // group.size(), bias=whole.bias is not None
@@ -84,8 +86,8 @@ def column_part(whole: nn.Linear, group: ProcessGroup) -> nn.Linear:
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer whose input features are cut over the ranks; its output is whole, the bias
-    added once.
+    """A linear layer whose input features are split over the ranks. Each rank gets the full output,
+    to which the bias is added once.
     """
 
     def __init__(self, whole: nn.Linear, group: ProcessGroup) -> None:
@@ -100,7 +102,7 @@ class RowParallelLinear(nn.Linear):
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
-    """An embedding whose vocabulary is cut over the ranks; its output is whole."""
+    """An embedding whose vocabulary is split over the ranks. Each rank gets the full output."""
 
     def __init__(self, whole: nn.Embedding, group: ProcessGroup) -> None:
         super().__init__(whole.num_embeddings // group.size(), whole.embedding_dim)
@@ -118,16 +120,19 @@ PARTS: dict[str, Callable[[Any, ProcessGroup], nn.Module]] = {
     "row": RowParallelLinear,
     "vocabulary": VocabularyParallelEmbedding,
 }
-"""This rank's part of a layer, by how the table splits it."""
+"""Constructor of the tensor parallel layer for each kind of split in `TENSOR_PARALLEL_SPLIT`. It
+takes the full layer and the group of ranks."""
 
 
 def copy_to_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns x; in the backward pass the ranks' gradients of it are added up."""
+    """Returns x. The backward pass sums the gradients of x over the ranks of the group."""
     return _CopyToRanks.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns the sum of the ranks' x; in the backward pass each gets the gradient of the sum."""
+    """Returns the sum of x over the ranks of the group. In the backward pass each rank's x gets the
+    gradient of the sum.
+    """
     return _SumOverRanks.apply(x, group)  # pyright: ignore[reportReturnType]
 
 

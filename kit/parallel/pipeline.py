@@ -1,4 +1,4 @@
-"""Pipeline parallelism: which layers each rank holds, and torch's schedules over them."""
+"""Pipeline parallelism: the stages of each pipeline rank, and torch's schedules over the stages."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,15 +22,16 @@ SCHEDULES = {
     "zero_bubble": "ScheduleInterleavedZeroBubble",  # arXiv 2401.10241
     "zbv": "ScheduleZBVZeroBubble",  # arXiv 2401.10241
 }
-"""Names in torch.distributed.pipelining, whose import takes a second that a run without a
-pipeline need not wait."""
+"""Names of classes in torch.distributed.pipelining, by `Plan.schedule`. Names do not need the
+import of this module, which takes a second and is not needed without a pipeline."""
 
 
 def stage_indices(plan: Plan, pipeline_rank: int) -> list[int]:
-    """Returns the global numbers of the stages that a pipeline rank holds.
+    """Returns the numbers of a pipeline rank's stages, counted from 0 over the complete model.
 
-    Rank r of p holds r, r + p, ...; the V-shaped `zbv` folds back, so that rank 0 holds the first
-    and last stage.
+    Rank r of p ranks has the stages r, r + p, r + 2 p, and so on. In the V-shaped schedule `zbv`
+    the second half of the stages runs back from the last rank to rank 0. Rank 0 therefore has the
+    first and the last stage.
     """
     if plan.schedule == "zbv" and plan.pipeline_parallel > 1:
         return [pipeline_rank, plan.num_stages - 1 - pipeline_rank]
@@ -46,9 +47,10 @@ def build_schedule(
     device: torch.device,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> "PipelineScheduleSingle | PipelineScheduleMulti":
-    """Returns torch's schedule over this rank's stages.
+    """Returns torch's schedule over this rank's stages. Its gradients are the mean over
+    micro-batches.
 
-    Gradients come out as the mean over micro-batches.
+    `loss` takes (logits, targets) of one micro-batch.
     """
     from torch.distributed import pipelining
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
@@ -68,8 +70,8 @@ def build_schedule(
     ]
     kind: Any = getattr(pipelining, SCHEDULES[plan.schedule])
     if plan.schedule == "1f1b" and plan.num_microbatches < plan.num_stages:
-        # torch refuses so few. GPipe then takes the same time and holds as much on the first stage:
-        # every micro-batch.
+        # Torch's 1F1B needs at least one micro-batch per stage. With fewer micro-batches, GPipe has
+        # equal step time and equal memory on the first stage, which saves all of them in both.
         kind = pipelining.ScheduleGPipe
     held: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
     return kind(held, n_microbatches=plan.num_microbatches, loss_fn=loss)
@@ -84,10 +86,10 @@ def forward_only(
     pipeline_rank: int,
     group: ProcessGroup,
 ) -> Tensor | None:
-    """Returns the logits of one micro-batch where this rank holds the last stage, else None.
+    """Returns the logits of one micro-batch if this rank has the last stage, and otherwise None.
 
-    Stage after stage with plain sends and receives: torch's schedules have no forward pass for
-    `zbv`.
+    The stages run one after the other with plain sends and receives, since torch's schedules have
+    no forward pass alone for `zbv`. All ranks of the pipeline must call it.
     """
     owner = {
         index: rank for rank in range(plan.pipeline_parallel) for index in stage_indices(plan, rank)
@@ -107,8 +109,8 @@ def forward_only(
 
 
 def _handed_to(stage: int, spec: ModelSpec, plan: Plan) -> Tensor:
-    """Returns the shape of what `stage` receives (meta): tokens first, logits after the last,
-    hidden states between.
+    """Returns a meta tensor with shape and dtype of the input of `stage`: tokens for the first
+    stage, hidden states for the others. For stage `num_stages` it describes the logits.
     """
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     batch = plan.micro_batch_size

@@ -1,5 +1,5 @@
-"""What one rank of a huge plan would hold, without processes or memory: a fake process group and
-the meta device.
+"""Simulation of one rank of a plan of any size: its stages and shards. A fake process group and
+the meta device replace the other processes and the memory.
 """
 
 import dataclasses
@@ -20,7 +20,9 @@ from kit.torch_private import fake_store
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedParameter:
-    """One parameter as one rank holds it."""
+    """One parameter on one rank: its shape before tensor and data parallelism split it, the shape
+    of the rank's shard, and the placement as text.
+    """
 
     name: str
     whole_shape: tuple[int, ...]
@@ -30,7 +32,9 @@ class ShardedParameter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankView:
-    """What one rank of a plan holds."""
+    """Stages, layers and parameters of one rank of a plan. `coordinates` are its indices on the
+    axes of the mesh, by name of the axis.
+    """
 
     rank: int
     coordinates: dict[str, int]
@@ -40,17 +44,17 @@ class RankView:
 
     @property
     def num_params(self) -> int:
-        """Numbers that this rank stores as weights."""
+        """Number of weights that this rank stores, over all its local shards."""
         return sum(torch.Size(parameter.local_shape).numel() for parameter in self.parameters)
 
 
 def view_rank(spec: ModelSpec, plan: Plan, rank: int) -> RankView:
-    """Returns what `rank` would hold: the real cutting code, run for that rank alone, on the meta
-    device.
+    """Returns stages, layers and parameters of `rank`. It runs the code that splits a model for
+    training, for that rank alone, on the meta device.
 
     Raises:
-        RunError: this process is already part of a process group.
-        ConfigError: the plan cannot run the model.
+        RunError: This process is already part of a process group.
+        ConfigError: The plan cannot run the model.
     """
     plan.check(spec)
     if dist.is_initialized():

@@ -1,9 +1,9 @@
-"""Tensor and sequence parallelism: the model's own table of splits, interpreted with torch's
-DTensor.
+"""Tensor and sequence parallelism: the model's table of splits, `TENSOR_PARALLEL_SPLIT`, applied
+with torch's DTensor.
 
-A column-split matrix followed by a row-split one needs a single all-reduce (Megatron-LM, arXiv
-1909.08053). With sequence parallelism that all-reduce becomes a reduce-scatter and an all-gather,
-and what lies between blocks is cut along T (arXiv 2205.05198).
+A column-split matrix followed by a row-split matrix needs a single all-reduce (Megatron-LM, arXiv
+1909.08053). With sequence parallelism a reduce-scatter and an all-gather replace the all-reduce,
+and hidden states between blocks are split along the sequence axis T (arXiv 2205.05198).
 """
 
 from torch import Tensor
@@ -27,9 +27,11 @@ V_AXIS = Shard(-1)
 
 
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Cuts the decoder's matrices over `mesh` (one axis) and adds the communication, in place.
+    """Splits the decoder's matrices over the ranks of a one-axis `mesh` and adds the communication,
+    in place.
 
-    Afterwards logits are [B, T, V / tensor_parallel] per rank: use `cross_entropy` below.
+    Afterwards the logits of a rank have shape [B, T, V / tensor_parallel], for which this module's
+    `cross_entropy` is made. B is the micro-batch, T the sequence length, V the vocabulary size.
     """
     between_blocks = T_AXIS if sequence_parallel else Replicate()
     styles: dict[str, ParallelStyle] = {}
@@ -41,8 +43,8 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
         else:
             styles[name] = ColwiseParallel()
     styles["output"] = ColwiseParallel(input_layouts=between_blocks, output_layouts=V_AXIS)
-    # One input for all column-split matrices that read it, so that their gradients of it are added
-    # up only once.
+    # Column-split matrices that read one input share its gathered copy. Their gradients of the
+    # input are then reduced over the ranks only once.
     styles |= {
         "attention": PrepareModuleInput(
             input_layouts=(between_blocks, None), desired_input_layouts=(Replicate(), None)
@@ -65,17 +67,18 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
         here = {name: style for name, style in styles.items() if name in inner}
         parallelize_module(module, mesh, here)
     if decoder.embedding is not None:
-        # The local part of a DTensor is a view; its gradient from a compiled block is none that
-        # DTensor takes.
+        # The local part of a DTensor is a view. Without the clone, a compiled block returns a
+        # gradient that DTensor does not accept.
         decoder.embedding.register_forward_hook(lambda _module, _inputs, x_BTH: x_BTH.clone())
     decoder.tie()
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, mesh: DeviceMesh | None) -> Tensor:
-    """Returns the mean negative log-likelihood in nats, computed in fp32.
+    """Returns the mean negative log-likelihood per token in nats, computed in fp32.
 
-    With a tensor axis `mesh`, logits hold this rank's part of the vocabulary and are never
-    gathered; call it, and its backward pass, inside torch's `loss_parallel`.
+    If `mesh`, a mesh of the tensor axis, is given, the logits have only this rank's share of the
+    vocabulary and are never gathered. Then call the function and its backward pass inside torch's
+    `loss_parallel`.
     """
     logits = logits_BTV.flatten(0, 1).float()
     if mesh is None:
@@ -83,6 +86,6 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, mesh: DeviceMesh | Non
     loss = F.cross_entropy(
         DTensor.from_local(logits, mesh, (V_AXIS,), run_check=False), targets_BT.flatten()
     )
-    # A copy, since zero-bubble schedules detach the loss in place, which a view of the DTensor
-    # forbids.
+    # Zero-bubble schedules detach the loss in place. That is impossible for a view of the DTensor,
+    # so the loss is cloned.
     return loss.to_local().clone() if isinstance(loss, DTensor) else loss

@@ -1,1 +1,1 @@
-"""The search for a layout, and why it is the one."""
+"""The search for the fastest layout that fits in memory, and explanations of its result."""

@@ -1,5 +1,5 @@
-"""Candidates: every layout that a Plan may describe for one model, device count and batch, as
-one Layouts.
+"""Candidates of a search: every layout that a valid Plan can describe for one model, device count
+and batch, as one Layouts object.
 """
 
 import dataclasses
@@ -37,12 +37,14 @@ SEARCHED_FIELDS = {
     "context_exchange": EXCHANGES,
     "recompute_layers": "blocks of a device",
 }
-"""Fields of a plan that a search chooses and that `only` may restrict, with their allowed values. A
-text describes values that depend on the model."""
+"""Fields of a plan that a search chooses and that its argument `only` may restrict, with their
+allowed values. If the allowed values depend on the model, a text describes them."""
 
 
 class Shape(NamedTuple):
-    """Degrees and sizes of a layout whose products and divisions are whole."""
+    """Degrees and sizes of one layout. They divide the devices, the batch and the layers without
+    remainder.
+    """
 
     tensor_parallel: int
     context_parallel: int
@@ -62,19 +64,23 @@ def candidates(
     node_devices: int = 0,
     **kernels: Any,
 ) -> Layouts:
-    """Returns all layouts of `num_devices` that obey every rule of Plan and of Plan.check, each
-    once.
+    """Returns all layouts of `num_devices` that obey every rule of Plan and of Plan.check_shapes,
+    each once.
 
-    ZeRO on one replica changes nothing and is left out; so is every schedule but one where there is
-    no pipeline, and what the engine does not train, save context parallelism, which is offered
-    where `only` names it. With `node_devices` ZeRO 3 may also shard inside a node alone, so that no
-    weight crosses the network; stages 1 and 2 gather weights once a step and would send more bytes
-    so. `only` names allowed values of a Plan's fields, e.g. `{"tensor_parallel": [4, 8]}`; kernels
-    are those of `Layouts.of`.
+    Equal layouts are listed once: ZeRO changes nothing on one replica, and the schedule changes
+    nothing without a pipeline. Layouts that the engine cannot train are left out. The exception is
+    context parallelism, which is included if `only` names it.
+
+    With `node_devices`, the number of devices per node, ZeRO 3 may also shard inside a node alone,
+    so that no weight crosses the network. Stages 1 and 2 gather weights once per step and would
+    send more bytes if they sharded inside a node.
+
+    `only` has allowed values by field of a Plan, e.g. `{"tensor_parallel": [4, 8]}`. `kernels` are
+    keyword arguments of `Layouts.of`.
 
     Raises:
-        ConfigError: a number below 1, an unknown name in `only`, or nothing that fits; the message
-            says which rule.
+        ConfigError: A number is below 1, a name in `only` is unknown, or no layout is left. The
+            message names the rule.
     """
     for name, value in (("num_devices", num_devices), ("global_batch_size", global_batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -86,7 +92,7 @@ def candidates(
     hybrid = capabilities_of(engine).shards_within_groups and 0 < node_devices < num_devices
     modes = _modes(limits, engine, hybrid=hybrid)
     if "recompute_layers" not in limits:
-        # All layouts have the same number, and one number is faster than a column.
+        # All layouts have an equal value, and a single value is faster than a column.
         del modes["recompute_layers"]
     columns = {name: values[:, None] for name, values in shapes.items()}
     columns.update(modes)
@@ -112,7 +118,9 @@ def candidates(
 
 
 def allowed(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
-    """Returns which layouts break no rule of a plan for this model and engine, bool."""
+    """Returns a boolean mask of the layouts that break no rule of plans for this model and
+    engine.
+    """
     broken = np.zeros(layouts.shape, bool)
     capabilities = capabilities_of(engine)
     for rules, given in ((PLAN_RULES, (layouts,)), (MODEL_RULES, (layouts, spec))):
@@ -123,12 +131,12 @@ def allowed(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
 
 
 def _is_listed_once(layouts: Layouts, mask: Array, node_devices: int) -> Array:
-    """Returns which layouts of a grid of shapes and modes are not equal to another one with other
-    fields, bool.
+    """Returns a boolean mask of a grid of shapes and modes. It leaves one layout of each set of
+    layouts that differ in their fields only.
 
     Without a pipeline all schedules are equal, and 1f1b is kept. On one replica all stages of ZeRO
-    are equal, and the lowest allowed one is kept. ZeRO 3 inside a node needs several whole nodes of
-    several ranks.
+    are equal, and the lowest allowed stage is kept. ZeRO 3 inside a node needs at least two
+    replicas per node, no replica on two nodes, and replicas on more than one node.
     """
     kept_schedule = layouts.schedule.min()
     if np.any(layouts.is_one_of("schedule", "1f1b")):
@@ -146,7 +154,9 @@ def _is_listed_once(layouts: Layouts, mask: Array, node_devices: int) -> Array:
 
 
 def single_precision(layouts: Layouts) -> Layouts:
-    """Returns the same layouts in float32: half the memory traffic, seven digits."""
+    """Returns the layouts with float32 columns in place of float64. Float32 has seven digits and
+    needs half of the memory traffic.
+    """
     narrow = layouts.map(lambda c: c.astype(np.float32) if c.dtype == np.float64 else c)
     return dataclasses.replace(narrow, gated=layouts.gated.astype(np.float32))
 
@@ -170,7 +180,7 @@ def _limits(only: Mapping[str, Iterable[Any]]) -> dict[str, tuple]:
 def _shapes(
     spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName
 ) -> dict[str, Array]:
-    """Returns all shapes as columns by name of a field."""
+    """Returns the fields of all shapes as columns, by name of the field."""
     shapes: list[Shape] = []
     for t in _choice(limits, "tensor_parallel", _tensor_degrees(spec, num_devices, engine)):
         context_degrees = [1]
@@ -185,7 +195,7 @@ def _shapes(
                 sizes = _choice(limits, "micro_batch_size", divisors(batch // replicas))
                 for v in _choice(limits, "virtual_stages", stages):
                     shapes += [Shape(t, c, p, v, replicas, size) for size in sizes]
-    # Chunks that contain an uneven layout take longer, so uneven layouts come last.
+    # Layouts with unequal stages come last, since each chunk that contains one takes longer.
     shapes.sort(
         key=lambda shape: spec.num_layers % (shape.pipeline_parallel * shape.virtual_stages) != 0
     )
@@ -194,7 +204,9 @@ def _shapes(
 
 
 def _stages_of_one(spec: ModelSpec, devices: int, engine: EngineName) -> list[int]:
-    """Returns how many stages a device of so long a pipeline may hold: `Plan.stage_layers`."""
+    """Returns the allowed numbers of stages per device for a pipeline of `devices` devices, in
+    ascending order. `Plan.stage_layers` gives the rule.
+    """
     if devices == 1:
         return [1]
     places = {spec.num_layers}
@@ -211,7 +223,7 @@ def _tensor_degrees(spec: ModelSpec, num_devices: int, engine: EngineName) -> li
     width = np.gcd.reduce([spec.num_heads, spec.ffn_hidden_size, spec.vocab_size, num_devices])
     degrees = []
     for degree in divisors(int(width)):
-        # A rank holds whole key/value heads, which only engine neuron copies.
+        # A rank holds complete key/value heads. Only engine neuron copies them to several ranks.
         copies = Plan(tensor_parallel=degree, engine=engine).kv_replication(spec)
         if spec.num_kv_heads * copies % degree == 0:
             degrees.append(degree)
@@ -222,7 +234,8 @@ def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[s
     """Returns all combinations of schedule, recomputation, ZeRO stage, sequence parallelism and
     context exchange as columns by name.
 
-    Column `hybrid` says whether ZeRO shards inside a node only. `hybrid` allows it.
+    Column `hybrid` is True if ZeRO shards inside a node only. It is False everywhere unless the
+    argument `hybrid` is True.
     """
     zero_stages = capabilities_of(engine).searched_zero_stages
     if "zero_stage" in limits:
@@ -255,14 +268,14 @@ def _codes(
 
 
 def divisors(number: int) -> list[int]:
-    """Returns all divisors, ascending."""
+    """Returns all divisors of a number, ascending."""
     small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
     return sorted({*small, *(number // i for i in small)})
 
 
 def nearby_devices(num_devices: int, node_devices: int) -> list[int]:
-    """Returns other numbers of devices, nearest first: up to 8 whole nodes more or fewer, then by
-    quarters up to 256 times as many.
+    """Returns other numbers of devices to try. The first numbers are 1 to 8 nodes fewer or more,
+    nearest first. Then follow multiples from 1.25 to 256 times `num_devices`, four per doubling.
     """
     nodes = [num_devices + sign * i * node_devices for i in range(1, 9) for sign in (-1, 1)]
     grown = [num_devices * quarters * 2**i // 4 for i in range(8) for quarters in range(5, 9)]
@@ -270,8 +283,9 @@ def nearby_devices(num_devices: int, node_devices: int) -> list[int]:
 
 
 def nearby_batches(batch: int, num_devices: int) -> list[int]:
-    """Returns at most four batches that share more divisors with the devices, nearest first:
-    replicas divide both.
+    """Returns at most four batches near `batch`, nearest first, that have a larger greatest common
+    divisor with `num_devices`. They allow more replicas, since the number of replicas must divide
+    both the batch and the devices.
     """
     rounded = {max(1, round(batch / part)) * part for part in divisors(num_devices)}
     shared = math.gcd(batch, num_devices)
@@ -294,8 +308,8 @@ def _none_left(num_devices: int, limits: dict[str, tuple]) -> str:
 def _why_none(
     spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName
 ) -> str:
-    """Returns what is wrong with a device count or batch that no layout fits, and the nearest
-    that work.
+    """Returns the error message for a device count and batch that no layout fits, with the nearest
+    batch and the nearest device count that are allowed.
     """
     if limits and len(_shapes(spec, num_devices, batch, {}, engine)["tensor_parallel"]):
         return _none_left(num_devices, limits)
@@ -307,7 +321,7 @@ def _why_none(
     batches = [max(1, round(batch / count)) * count for count in replicas]
     nearest_batch = min(batches, key=lambda other: abs(other - batch))
     device_counts = set()
-    # 0 is a multiple of each tensor degree.
+    # With 0 devices `_tensor_degrees` returns the degrees for any device count: all divide 0.
     for t in _tensor_degrees(spec, 0, engine):
         for p in range(1, spec.num_layers + 3):
             if _stages_of_one(spec, p, engine):

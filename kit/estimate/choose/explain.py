@@ -1,5 +1,5 @@
-"""Explanations of a search: what limits a layout, what would change the choice, and how far it
-is from measurements.
+"""Explanations of a search: what limits a layout, which changes of the machine would change the
+choice, and the error of the prediction for the nearest published run.
 """
 
 import dataclasses
@@ -18,14 +18,16 @@ from kit.estimate.theory.schedule import simulate_plan
 SHORTLIST = 2000
 """Number of the fastest layouts that are evaluated on a changed machine."""
 WITHIN_REACH = 1.5
-"""Largest memory of a faster layout, as a multiple of the memory of a device, for which a layout is
-called limited by memory. A layout that needs more is out of reach of any small change."""
+"""Upper limit on the memory of a faster layout, as a multiple of the memory of a device. If a
+faster infeasible layout needs at most this memory, the chosen layout is called limited by memory.
+No small change of the machine makes a larger layout fit."""
 FAR = 4.0
-"""Distance to the nearest published run from which on a prediction is called outside the
-measured range."""
+"""Distance to the nearest published run, in units of `Nearest.distance`, above which a prediction
+is called outside the measured range."""
 PCIE_BYTES_PER_S = 64e9
-"""Bytes/s in each direction over 16 lanes of PCIe 5 (PCI-SIG), as H100, H200, B200 and MI300X have.
-Optimizer states in the host's memory are copied both ways in each step, at best at once."""
+"""Bytes/s in each direction over 16 lanes of PCIe 5 (PCI-SIG), the link of H100, H200, B200 and
+MI300X. Optimizer states in the host's memory are copied in both directions in each step. At best
+the two copies overlap."""
 ROUNDING = 1e-6
 """Smallest relative difference of two step times that is not a rounding error."""
 SIMULATED_ROUNDS = 6
@@ -46,6 +48,7 @@ CHANGED_MACHINES = {
     "a quarter more memory": {"memory_bytes": 1.25},
     "a quarter less memory": {"memory_bytes": 0.75},
 }
+"""Changed machines by description. Each has a factor for each changed field of `Hardware`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,38 +56,41 @@ class Explanation:
     """Reasons for a layout, and limits of its prediction."""
 
     simulated_share: float
-    """Ratio of the step time with the pipeline's schedule simulated event by event to the step
-    time in closed form.
+    """Ratio of two step times of the layout: simulated over closed form. The simulation runs the
+    pipeline's schedule event by event.
 
-    The ratio checks the closed form. It gives no second step time: the simulation takes the
-    closed form's stage times but no delays of single ranks, so it is shorter by 0 to 10 % on
-    published runs. A ratio above 1 means that the closed form is too short for the schedule."""
+    The ratio checks the closed form and is not a second estimate of the step time. The simulation
+    uses the stage times of the closed form, but no delays of single ranks. On published runs it is
+    therefore 0 to 10 % shorter. A ratio above 1 means that the closed form is too short for the
+    schedule."""
     limited_by: str
     """Reason why the step is not faster: memory, or the largest loss of time."""
     other_choices: tuple[str, ...]
-    """Changed machines on which another layout is faster, and the fastest layout with other
-    degrees."""
+    """Texts of two kinds: a changed machine on which another layout is faster, and the fastest
+    layout with other tensor or pipeline degrees."""
     nearest: Nearest
-    """Published run most like the layout."""
+    """Published run most similar to the layout, with the error of its prediction."""
     other_engines: tuple[str, ...]
-    """Possible gains with other code bases: context parallelism, overlap, offload."""
+    """Possible gains from features that the kit's engines do not have: context parallelism, overlap
+    of collectives with computation, offload."""
     warnings: tuple[str, ...]
-    """Reasons not to trust the prediction as it stands."""
+    """Reasons to distrust the prediction or its interval."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One layout of a search with its plan, times and memory."""
+    """One layout of a search, with its plan, times and memory."""
 
     search: Search
     index: int
     tokens: float | None
-    """Training budget in tokens, for days and price."""
+    """Training budget in tokens, from which days and price follow. If None, the answer has
+    neither."""
     plan: Plan
-    """The layout as the engine takes it."""
+    """Plan of the layout, as the engine trains it."""
     row: dict[str, Any]
-    """Fields of the plan, step time, bytes, risk, MFU, HFU and tokens per second. With a token
-    budget also days and price."""
+    """Result of `Search.row`, with HFU and tokens per second. With a token budget also days and
+    price in USD."""
     time_terms_s: dict[str, float]
     """Seconds of the step by term, largest first. They add up to the step time."""
     memory_terms_bytes: dict[str, float]
@@ -124,8 +130,8 @@ class Answer:
         )
 
     def explain(self) -> Explanation:
-        """Simulates the schedule, evaluates the fastest layouts on changed machines, and returns
-        the explanation. It takes about 0.1 s.
+        """Returns the explanation of the layout. It simulates the pipeline's schedule and evaluates
+        the fastest layouts on changed machines, which takes about 0.1 s.
         """
         machine = self.search.machine
         simulated_share = self._simulate_schedule()
@@ -152,7 +158,7 @@ class Answer:
         m = plan.num_microbatches
         p = plan.pipeline_parallel
         times = self.search.machine.stage_times(self.search.spec, plan, terms)
-        # Seconds per stage and micro-batch.
+        # Array of seconds per micro-batch, one element per stage.
         stages_s = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
         simulated = min(m, SIMULATED_ROUNDS * p)
         result = simulate_plan(plan, num_microbatches=simulated, **times)
@@ -161,7 +167,7 @@ class Answer:
         return (makespan_s + outside_s) / sum(terms.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain values, for JSON."""
+        """Returns the answer and its explanation as plain values for JSON."""
         explanation = self.explain()
         return {
             **self.row,
@@ -177,7 +183,7 @@ class Answer:
         }
 
     def facts(self) -> list[tuple[str, str]]:
-        """Returns (label, text) pairs for people."""
+        """Returns pairs (label, text) of the answer and its explanation, for display."""
         row = self.row
         explanation = self.explain()
         step_s = seconds_text(row["step_time_s"])
@@ -207,8 +213,8 @@ class Answer:
         return facts
 
     def _peak_note(self) -> str:
-        """Returns a note on the peak that MFU and HFU refer to, or an empty string if it is the
-        peak of the plan's precision.
+        """Returns a note that MFU and HFU are fractions of the bf16 peak, with the MFU of the peak
+        of the plan's precision. It is empty for bf16.
         """
         precision = self.plan.precision
         if precision == "bf16":
@@ -225,12 +231,13 @@ class Answer:
 
 
 def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> list[Answer]:
-    """Returns the `count` fastest feasible layouts, in the order of the search.
+    """Returns answers for at most `count` fastest feasible layouts, fastest first.
 
-    A training budget in tokens gives days and price.
+    If `tokens` is given, a training budget in tokens, each answer has the days and the price of the
+    training.
 
     Raises:
-        ConfigError: count or tokens below 1.
+        ConfigError: `count` or `tokens` is below 1.
     """
     is_budget = tokens is None or (math.isfinite(tokens) and tokens >= 1)
     if count < 1 or not is_budget:
@@ -276,10 +283,10 @@ def _limit(answer: Answer) -> str:
 
 
 def _choice_on_changed_machine(answer: Answer, name: str, factors: dict[str, float]) -> str | None:
-    """Returns the fastest layout on a changed machine, if it is another one and more than 1 %
-    faster there.
+    """Returns a text with the fastest layout on a changed machine. Returns None if the layout of
+    the answer is at most 1 % slower on that machine.
 
-    `factors` multiply fields of `Hardware`.
+    `name` describes the change. `factors` are multipliers for fields of `Hardware`.
     """
     search = answer.search
     hardware = search.machine.hardware
@@ -304,7 +311,9 @@ def _choice_on_changed_machine(answer: Answer, name: str, factors: dict[str, flo
 
 
 def _choice_with_other_degrees(answer: Answer) -> str | None:
-    """Returns the fastest feasible layout with other tensor or pipeline degrees."""
+    """Returns a text with the fastest feasible layout that has another tensor or pipeline degree,
+    or None.
+    """
     search = answer.search
     layouts = search.layouts
     is_other = (layouts.tensor_parallel != answer.plan.tensor_parallel) | (
@@ -341,7 +350,7 @@ def _gains_of_other_engines(answer: Answer) -> tuple[str, ...]:
 
 
 def _warnings(answer: Answer, simulated_share: float, nearest: Nearest) -> list[str]:
-    """Returns `Explanation.warnings`, the most general ones first."""
+    """Returns `Explanation.warnings`, the most general warnings first."""
     search = answer.search
     site = search.machine.site
     row = answer.row
@@ -395,8 +404,8 @@ def _warnings(answer: Answer, simulated_share: float, nearest: Nearest) -> list[
 
 
 def _wide_tensor_warnings(answer: Answer) -> list[str]:
-    """Returns warnings about tensor groups that span several nodes: of the layout itself, and of
-    the other fastest layouts of the search.
+    """Returns warnings about tensor parallel groups that span several nodes. They concern the
+    layout itself and the other layouts among the five fastest of the search.
     """
     search = answer.search
     texts = []

@@ -1,5 +1,5 @@
-"""Pictures of estimates: memory by stage, time by term, the front of time and memory, predicted
-against measured.
+"""Figures of estimates: memory by pipeline device, step time by term, the Pareto front of time and
+memory, and errors of predicted step times.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,8 @@ MEMORY_COLOURS = (
     "#CC97B6",
     "#BFBFBF",
 )
-"""Of `kit.estimate.theory.memory.TERMS`, and the reserve."""
+"""Colours of the terms in `kit.estimate.theory.memory.TERMS`, in their order, and of the reserve.
+"""
 TIME_COLOURS = {
     "gemm": "#0072B2",
     "attention": "#56A0D3",
@@ -43,21 +44,26 @@ TIME_COLOURS = {
     "optimizer": "#6DBFA4",
     "overhead": "#BFBFBF",
 }
-"""Computation blue, communication brown, waiting purple, the rest green and grey."""
+"""Colour of each term of the step time. Computation is blue, communication brown, waiting purple.
+Embedding, logits and optimizer are green, overhead is grey."""
 SMALLEST = 0.005
-"""Share of a step from which on a term is drawn by itself."""
+"""Smallest share of a step, 0 to 1, for which a term has its own bar. Smaller terms are drawn
+together as `other`."""
 DARK_GROUNDS = ("gemm", "recompute", "tensor_parallel", "bubble", "embedding_logits")
-"""Terms whose colour asks for a pale number."""
+"""Terms with a dark colour. Their percentages are printed in a light colour."""
 
 
 def memory_figure(
     stages: Mapping[str, StageMemory], device_bytes: float, reserve: Reserve = RESERVE
 ) -> tuple[Any, Rows]:
-    """Returns stacked bars of the bytes on each pipeline device of some layouts, a panel each, and
-    their table. Titles say the most that a device holds.
+    """Returns (figure, rows): stacked bars of the memory on each pipeline device in GiB, with one
+    panel per layout, and the table of their totals.
 
-    The reserve for what is not modelled is drawn last. `stages` come from `memory_by_stage`, by
-    title; the memory of a device is drawn as a line.
+    Args:
+        stages: Results of `memory_by_stage` by title of the panel. Each title is completed by the
+            memory of the fullest device.
+        device_bytes: Memory of a device in bytes, drawn as a line.
+        reserve: Reserve for memory that is not modelled, drawn on top of each bar.
     """
     from matplotlib.collections import PolyCollection
 
@@ -101,11 +107,11 @@ def memory_figure(
 
 
 def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]:
-    """Returns horizontal bars of where the time of some steps goes, as shares of each, and their
-    table.
+    """Returns (figure, rows): one horizontal bar per step with the share of each term in %, and the
+    table of the terms in seconds.
 
-    `terms` are seconds by term of each step (`StepTime.terms_s`), by title. Terms that are small in
-    all of them are drawn as one, so that each bar ends at 100 %.
+    `terms` has the seconds by term of each step (`StepTime.terms_s`), by title. Terms below
+    SMALLEST in all steps are drawn together as `other`, so that each bar ends at 100 %.
     """
     seconds = {
         name: np.array([float(np.squeeze(step[name])) for step in terms.values()])
@@ -156,10 +162,10 @@ def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]
 
 
 def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) -> tuple[Any, Rows]:
-    """Returns all layouts of a search as points of memory and time, with the front, and the front
-    as a table.
-
-    `marked` are indices of layouts to name in the picture.
+    """Returns (figure, rows): the layouts of a search as points of memory in GiB and step time in
+    seconds, and the table of the Pareto front. The front is drawn as a line.
+    Layouts above 6 times the shortest time or 4 times the memory of a device are not drawn. Of
+    40,000 or more layouts only a part is drawn. `marked` has indices of layouts to mark, by label.
     """
     rows = [search.row(int(index)) for index in search.pareto]
     used = search.used_bytes / 2**30
@@ -169,7 +175,8 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
     with new_figure(height=3.9) as (figure, axis):
         cloud = np.flatnonzero(near)
         cloud = cloud[:: max(1, len(cloud) // 20_000)]
-        blue = MEMORY_COLOURS[1]  # a rasterised part keeps its colours on a dark page
+        # A medium blue, since a rasterised part keeps its colours on a dark page.
+        blue = MEMORY_COLOURS[1]
         axis.plot(
             used[cloud], time_s[cloud], ".", color=blue, alpha=0.3, markersize=2.5, rasterized=True
         )
@@ -187,7 +194,7 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
             axis.annotate(
                 name,
                 (used[index], time_s[index]),
-                xytext=(-6, -5),  # below the front nothing is drawn
+                xytext=(-6, -5),  # Nothing else is drawn below the front.
                 textcoords="offset points",
                 color=GREEN,
                 ha="right",
@@ -207,14 +214,15 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
 
 
 def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -> tuple[Any, Rows]:
-    """Returns the errors of predicted step times, a row for each data set, and their table.
+    """Returns (figure, rows): errors of predicted step times in %, with one line per data set, and
+    the table of mean errors.
 
-    `groups` are (measured, predicted) seconds by name of the data set. A dot is one run, the line
-    holds nine runs of ten, the ring is the median. An error is the predicted over the measured
-    time, less one.
+    `groups` has (measured seconds, predicted seconds) by name of the data set. A dot is one run,
+    the line contains nine of ten runs, the ring is the median. The error is predicted over measured
+    time, minus 1. The mean error in the table is the mean absolute error as a fraction.
     """
     rows: Rows = []
-    jitter = np.random.default_rng(0)  # dots of a row do not hide each other
+    jitter = np.random.default_rng(0)  # Random heights, so that dots do not hide each other.
     with new_figure(height=0.8 + 0.36 * len(groups)) as (figure, axis):
         for place, (name, (measured, predicted)) in enumerate(groups.items()):
             percent = 100 * (predicted / measured - 1)
@@ -239,7 +247,7 @@ def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -
 
 
 def plain_ticks(axis: Any) -> None:
-    """Labels logarithmic axes 1, 2, 5, 10 instead of powers."""
+    """Labels logarithmic axes with numbers such as 1, 2, 5 and 10 instead of powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for side in (axis.xaxis, axis.yaxis):

@@ -1,4 +1,4 @@
-"""Machine: what layouts are evaluated on, and their time and memory there."""
+"""Machine on which layouts are evaluated, with the step time and the memory of layouts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -29,13 +29,16 @@ from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.theory.step_time import StepTime, exposed_trips, step_time
 
 CHUNK = 16384
-"""Layouts evaluated at once: so many that numpy's calls do not count, so few that a dozen float32
-arrays fit into a core's cache (1 MB: with 8,192 a fifth slower, with 32,768 a third)."""
+"""Number of layouts evaluated at once. With this number the overhead of NumPy calls is small, and a
+dozen float32 arrays fit into a core's cache of 1 MB. Chunks of 8,192 layouts are a fifth slower,
+chunks of 32,768 a third."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What layouts are evaluated on: a site's numbers, and fitted ones."""
+    """Numbers with which layouts are evaluated: of the site, of the code base, and fitted to
+    runs.
+    """
 
     site: Site
     hardware: Hardware
@@ -43,32 +46,35 @@ class Machine:
     kernels: Kernels
     reserve: Reserve
     convention: Convention = CONVENTIONS["mixed_precision"]
-    """Bytes that the engine keeps of each parameter."""
+    """Bytes per parameter that the engine keeps as weights, gradients and optimizer states."""
     code_base: str = "kit"
-    """Whose kernels and reserve these are: the kit's own engine's, or of `memory.CODE_BASES`."""
+    """Name of the code base whose kernels and reserve are assumed: `kit`, or a name in
+    `memory.CODE_BASES`."""
 
     @property
     def coefficients(self) -> Coefficients:
-        """Efficiencies and latencies that step times are computed with."""
+        """Efficiencies and latencies from which step times are computed."""
         return self.calibration.coefficients
 
     def step_time(self, layouts: Layouts) -> StepTime:
-        """Returns modelled step times."""
+        """Returns the modelled step times of layouts, by term."""
         return step_time(layouts, self.hardware, self.coefficients)
 
     def memory(self, layouts: Layouts) -> Memory:
-        """Returns modelled bytes per device."""
+        """Returns the modelled bytes per device of layouts, by term."""
         return memory(
             layouts, kernels=self.kernels, convention=self.convention, reserve=self.reserve
         )
 
     def risk(self, used_bytes: Array) -> Array:
-        """Returns the probability, 0 to 1, that devices run out of memory with so much in use."""
+        """Returns the probability, 0 to 1, that a device runs out of memory if a layout uses
+        `used_bytes` of it.
+        """
         return self.reserve.out_of_memory_probability(used_bytes, float(self.hardware.memory_bytes))
 
     def evaluate(self, layouts: Layouts) -> tuple[Array, Array]:
-        """Returns (step time in seconds, used bytes of the heaviest device) of each layout,
-        float32.
+        """Returns float32 arrays (step time in seconds, used bytes of the heaviest device), with
+        one element per layout.
         """
         layouts, count = single_precision(layouts), len(layouts)
         time_s = np.empty(count, np.float32)
@@ -81,26 +87,29 @@ class Machine:
         return time_s, used_bytes
 
     def most_bytes(self, max_risk: float) -> float:
-        """Returns the used bytes at which the probability of running out is `max_risk`."""
+        """Returns the used bytes per device at which the probability of running out of memory is
+        `max_risk`.
+        """
         odds = max_risk / (1 - max_risk)
         return float(self.hardware.memory_bytes) * odds ** (1 / self.reserve.sharpness)
 
     def stage_times(
         self, spec: ModelSpec, plan: Plan, terms: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Returns how long a micro-batch takes on each stage, seconds, as `simulate_plan` takes it,
-        from a step's terms.
+        """Returns arguments of `simulate_plan`: seconds of one micro-batch per stage for each pass,
+        and seconds of a send. `terms` are the seconds of a step by term.
 
-        A third of the matrix products is forward, a third input gradients, a third weight
-        gradients; recomputation is part of the backward pass; logits and embedding are on the last
-        stage, the heavier of the two by far.
+        A third of the matrix products belongs to the forward pass, a third to input gradients and a
+        third to weight gradients. Recomputation is part of the backward pass. Logits and embedding
+        are both counted on the last stage, since the logits take by far the longer time.
         """
         m = plan.num_microbatches
         p = plan.pipeline_parallel
         v = plan.virtual_stages
         held = np.array([len(plan.stage_layers(spec, stage)) for stage in range(p * v)])
         part = held * p / (m * spec.num_layers)
-        share = {name: value * part for name, value in terms.items()}  # stage and micro-batch
+        # Seconds of each term per micro-batch, one element per stage.
+        share = {name: value * part for name, value in terms.items()}
         weight = share["gemm"] / 3
         forward = (
             weight
@@ -143,10 +152,11 @@ def machine_of(
     precision: Precision = "bf16",
     code_base: str = "kit",
 ) -> Machine:
-    """Returns what layouts are evaluated on; the arguments are as in `search`.
+    """Returns the machine on which layouts are evaluated. The arguments are arguments of `search`.
 
     Raises:
-        ConfigError: the site lacks a number, or the code base is unknown.
+        ConfigError: The site lacks a number, the code base is unknown, or the site has no peak for
+            the precision.
     """
     if code_base not in (names := ("kit", *CODE_BASES)):
         raise ConfigError(f"--code-base: {code_base!r} is unknown. {suggestion(code_base, names)}")

@@ -1,6 +1,8 @@
-"""Out of memory: which change of the plan would need less, by the planner's estimate. No torch.
+"""Advice for a run that ran out of memory: changes of the plan that need less memory, by the
+planner's estimate. No torch.
 
-`python -m kit.estimate.choose.memory_advice RUN` prints it, for a rank that has no memory left.
+`python -m kit.estimate.choose.memory_advice RUN` prints the advice. A rank that has no memory left
+starts this command as a child process.
 """
 
 import contextlib
@@ -30,14 +32,14 @@ SHOWN = 3
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A change of the plan, and the bytes that a device then needs."""
+    """A change of the plan, with the estimated bytes of the heaviest device after the change."""
 
     changes: dict[str, Any]
     used_bytes: float
 
     @property
     def settings(self) -> str:
-        """The change as options of `kit resume`."""
+        """Options of `kit resume` that make the change."""
         values = {name: "null" if value is None else value for name, value in self.changes.items()}
         return " ".join(f"--set plan.{name}={value}" for name, value in values.items())
 
@@ -46,8 +48,8 @@ class Option:
 
 
 def memory_advice(run: Run) -> str:
-    """Returns in one line what the plan is estimated to need, and which smallest changes need
-    less, with numbers.
+    """Returns one line of advice for a run out of memory. It has the estimated memory of the plan
+    in GiB per device, and up to three changes that need at least 5 % less, each with its memory.
     """
     now, *options = estimate_options(
         run.spec, run.plan, [{}, *memory_saving_changes(run.spec, run.plan)], run.site.device
@@ -71,8 +73,10 @@ def memory_advice(run: Run) -> str:
 
 
 def memory_saving_changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
-    """Returns changes that need less memory on as many devices, the smallest first: one setting,
-    then two and three.
+    """Returns changes of the plan that save memory on an equal number of devices. Changes of one
+    setting come first, then changes of two and of three settings.
+
+    Only changes that the rules of plans allow are returned. Their memory is not estimated.
     """
     smaller = [2**power for power in range(15, -1, -1) if 2**power < plan.micro_batch_size]
     values = {
@@ -98,9 +102,10 @@ def memory_saving_changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
 def estimate_options(
     spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], device: Device
 ) -> list[Option]:
-    """Returns each change with the estimated bytes of the heaviest device.
+    """Returns one option per change, with the estimated bytes of the heaviest device.
 
-    In fp32 whatever comes and goes in a step is twice as large as the planner's bf16.
+    The planner models bf16. For fp32, tensors that are allocated and freed in each step count
+    twice.
     """
     plans = [plan.replace(**change) for change in tried]
     layouts = Layouts.of(spec, plans)
@@ -115,7 +120,7 @@ def estimate_options(
     (convention,) = conventions
     reserve = NO_RESERVE if "CPU" in device.name else RESERVE
     kernels = engine_kernels(plan.engine, device)
-    # Whose weights are the shards.
+    # In fp32 the shards are the weights themselves, without bf16 copies.
     kernels = kernels.replace(fully_sharded=kernels.fully_sharded and not is_fp32)
     terms = memory(layouts, kernels=kernels, convention=convention, reserve=reserve).terms()
     used_bytes: Any = 0

@@ -1,4 +1,6 @@
-"""The published run most like a layout, and how well the same model and coefficients predict it."""
+"""The published run most similar to a layout, and the error of the planner's prediction for that
+run.
+"""
 
 import dataclasses
 from functools import lru_cache
@@ -15,19 +17,20 @@ from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.step_time import step_time
 
 A100_PEAK = 312e12
-"""FLOP/s of the device where a source does not say."""
+"""Peak FLOP/s of an A100 in bf16. A published run has this peak if its source does not state the
+peak of its device."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Nearest:
-    """The measured run most like a layout, and how well the same model predicts it."""
+    """The published run most similar to a layout, with the error of its predicted step time."""
 
     run: PublishedRun
     distance: float
-    """Sum of |ln| of the ratios of size, devices, degrees, sequence and micro-batch; 0 is the
-    same run."""
+    """Weighted sum of |ln ratio| between run and layout over the sizes of `_position`: parameters,
+    devices, degrees, sequence length, micro-batch and peak. It is 0 for equal sizes."""
     residual: float
-    """Predicted over measured step time, less 1."""
+    """Predicted over measured step time of the run, minus 1."""
 
     def __str__(self) -> str:
         run = self.run
@@ -47,8 +50,8 @@ class Nearest:
 def nearest_run(
     spec: ModelSpec, plan: Plan, hardware: Hardware, coefficients: Coefficients
 ) -> Nearest:
-    """Returns the measured run most like a layout, with the residual of the same coefficients on
-    it.
+    """Returns the published run most similar to a layout, with the error of its step time as
+    predicted with `coefficients`.
     """
     here = _position(spec, plan, float(hardware.peak_flops_per_s), plan.precision)
     distances = np.abs(_positions() - here).sum(axis=1)
@@ -62,8 +65,11 @@ def nearest_run(
 
 
 def measured_mfu(device: str, precision: str) -> float | None:
-    """Returns the highest MFU, of the peak in bf16, of published runs whose site has a device of
-    this name and whose products were as wide; None where there is none.
+    """Returns the highest MFU of comparable published runs, as a fraction of the bf16 peak. Returns
+    None if no run is comparable.
+
+    A run is comparable if its site has a device of this name, and its precision, like `precision`,
+    either is or is not narrower than bf16.
     """
     best = [
         rate / run.peak_flops_per_s
@@ -93,8 +99,10 @@ def _positions() -> Array:
 
 
 def _position(spec: ModelSpec, plan: Plan, peak_flops_per_s: float, precision: str) -> Array:
-    """Returns a run as a point: weighted logarithms, the accelerator's peak counted most, as
-    many times that of bf16 as a narrow format may multiply it.
+    """Returns a run or layout as a point of weighted logarithms, for distances between runs.
+
+    The peak of the device has the largest weight. For a precision narrower than bf16 it is the bf16
+    peak times the largest speedup of the format.
     """
     values = (
         spec.num_params,

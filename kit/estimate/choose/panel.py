@@ -1,4 +1,6 @@
-"""A panel to play with in a notebook: memory, step and timeline of a layout as it is changed."""
+"""Interactive panel for a notebook: controls for a layout, with its memory, step time and pipeline
+timeline.
+"""
 
 import base64
 import dataclasses
@@ -33,14 +35,16 @@ GIB = 2.0**30
 WIDTH = 600
 DPI = 192
 MOST_OPERATIONS = 256
-"""Operations of a device that the timeline draws. More would be thinner than a line."""
+"""Largest number of operations per device that the timeline draws, unless two rounds of the
+pipeline have more. Narrower operations would be thinner than a line."""
 SIDE = 19.0
-"""Odds of the ends of a 90 % interval, as those of running out of memory are counted: 95 to 5."""
+"""Odds at the upper end of a 90 % interval: 95 % against 5 %. The interval of used bytes follows
+from the odds of running out of memory."""
 DARK_PAGE = (
     ":is([data-jp-theme-light=false],.vscode-dark) :is(.kit-panel,.kit-panel-still) img"
     " {filter: invert(0.93) hue-rotate(180deg)}"
 )
-"""Style of the live and of the saved picture on a dark page."""
+"""CSS rule that inverts the live and the saved picture on a dark page."""
 FIELDS = (
     "global_batch_size",
     "tensor_parallel",
@@ -55,39 +59,43 @@ FIELDS = (
     "compile",
     "engine",
 )
-"""Fields of the plan that have a control of the same name."""
+"""Fields of the plan whose value is the value of the control with their name."""
 OPTIONAL = ("shard_size", "recompute_layers")
 """Fields of the plan that may be None. Their controls show None as 0."""
 FLAGS = (("no", False), ("yes", True))
-"""(label, value) of the options of a control for a Boolean field."""
+"""Options of a control for a Boolean field, as pairs (label, value)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What the estimator says of one layout: median and the ends of a 90 % interval."""
+    """Estimate of one layout, with 90 % intervals."""
 
     spec: ModelSpec
     plan: Plan
     machine: Machine
     step_s: tuple[float, float, float]
+    """Seconds per step: median, low end and high end of the 90 % interval."""
     terms_s: dict[str, float]
+    """Seconds of the step by term. They add up to the median."""
     used_bytes: tuple[float, float, float]
-    """Of the fullest device, reserve included."""
+    """Bytes of the fullest device, reserve included: median, low end and high end of the 90 %
+    interval."""
     stages: StageMemory
     risk: float
+    """Probability, 0 to 1, that the layout runs out of memory."""
     timeline: Simulation
     """Simulated schedule of the whole step, or of the beginning of a step that is too long to
     draw."""
     drawn_microbatches: int
-    """Micro-batches that start within the picture of the timeline."""
+    """Number of micro-batches that start within the picture of the timeline."""
 
     @classmethod
     def of(cls, spec: ModelSpec, machine: Machine, plan: Plan) -> "Estimate":
-        """Returns the estimate of a layout, with every field as the plan states it.
+        """Returns the estimate of a plan. No field of the plan is replaced by a default.
 
         Raises:
-            ConfigError: the plan cannot run the model, or its precision is fp32, for which there
-                is no estimate.
+            ConfigError: The plan cannot run the model, or its precision is fp32, which the planner
+                does not estimate.
         """
         plan.check(spec)
         if plan.precision == "fp32":
@@ -123,7 +131,9 @@ class Estimate:
 
     @property
     def titles(self) -> dict[str, str]:
-        """Titles of the three pictures, each with its interval."""
+        """Titles of the three figures by name: `memory`, `step` and `timeline`. Each has the
+        numbers of its figure with their 90 % intervals.
+        """
         time_s, low_s, high_s = self.step_s
         used, least, most = (value / GIB for value in self.used_bytes)
         capacity = float(self.machine.hardware.memory_bytes) / GIB
@@ -158,7 +168,9 @@ class Estimate:
         }
 
     def to_png(self, *above: Any) -> bytes:
-        """Returns the three figures, one below the other, and other figures above them."""
+        """Returns a PNG picture of the figures `above` and the three figures of the estimate, one
+        below the other.
+        """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from PIL import Image
 
@@ -172,8 +184,8 @@ class Estimate:
         return stream.getvalue()
 
     def figures(self) -> tuple[Any, Any, Any]:
-        """Returns the kit's figures of memory, step and pipeline, with the intervals as black
-        strokes.
+        """Returns figures of (memory, step, pipeline timeline). Black strokes show the 90 %
+        intervals of memory and step time.
         """
         capacity = float(self.machine.hardware.memory_bytes)
         ends = np.array(self.used_bytes[1:]) / GIB
@@ -186,7 +198,7 @@ class Estimate:
         percent = 100 * np.array(self.step_s[1:]) / self.step_s[0]
         step.axes[0].plot(percent, [0.43, 0.43], color=INK, linewidth=3)
         step.axes[0].set_xlim(0, max(100, percent[1]))
-        timeline.axes[0].set_yticks([])  # each text takes a millisecond
+        timeline.axes[0].set_yticks([])  # Each text takes a millisecond to draw.
         for text in [*timeline.axes[0].texts]:
             text.remove()
         for figure, title in zip((memory, step, timeline), self.titles.values(), strict=True):
@@ -197,9 +209,10 @@ class Estimate:
 def _timeline_microbatches(plan: Plan) -> tuple[int, int]:
     """Returns (micro-batches simulated, micro-batches drawn) of a plan's timeline.
 
-    A short step is drawn whole. Of a long step two or more rounds of the pipeline are drawn: its
-    fill, and at least one round of the steady state. Two more rounds are simulated, so that the
-    drawn part equals the beginning of the whole step.
+    A round is one micro-batch per pipeline device. A short step is drawn completely. For a long
+    step two or more rounds are drawn: the fill of the pipeline, and at least one round of the
+    steady state. Two more rounds are simulated, so that the drawn part equals the beginning of the
+    complete step.
     """
     p = plan.pipeline_parallel
     v = plan.virtual_stages
@@ -212,7 +225,9 @@ def _timeline_microbatches(plan: Plan) -> tuple[int, int]:
 
 
 def _lay_out(figure: Any, title: str) -> None:
-    """Places a figure between title and legend: matplotlib's own way takes half of the time."""
+    """Sets the margins of a figure for its title and legend. Matplotlib's layout engine would take
+    half of the drawing time.
+    """
     figure.set_layout_engine(None)
     figure.dpi = DPI
     height = figure.get_figheight()
@@ -224,12 +239,12 @@ def _lay_out(figure: Any, title: str) -> None:
 
 
 class Panel:
-    """Controls for a layout with its `Estimate` below. For an impossible layout the reason is shown
-    in place of the estimate.
+    """Controls for a layout with its `Estimate` below. For an impossible layout the panel shows the
+    reason in place of the estimate.
 
-    The arguments are the first values of the controls. `plan` is the layout that is drawn, exactly
-    as the controls show it, or None if they describe an impossible one. The button writes it as
-    Python.
+    The constructor's arguments are the first values of the controls. The attribute `plan` is the
+    layout that the panel shows, with exactly the values of the controls. It is None if the layout
+    is impossible. A button writes the layout as Python.
     """
 
     def __init__(self, model: str, site: str, plan: Plan) -> None:
@@ -287,10 +302,10 @@ class Panel:
         self.update()
 
     def estimate(self) -> Estimate:
-        """Returns the estimate of what the controls say.
+        """Returns the estimate of the layout that the controls describe.
 
         Raises:
-            ConfigError: it is impossible.
+            ConfigError: The layout is impossible.
         """
         asked = {name: control.value for name, control in self.controls.items()}
         spec = ModelSpec.preset(asked["model"])
@@ -314,10 +329,12 @@ class Panel:
         return Estimate.of(spec, dataclasses.replace(machine, convention=convention), plan)
 
     def update(self) -> None:
-        """Draws what the controls say, or says why that is impossible."""
+        """Draws the estimate of the layout that the controls describe. If the layout is impossible,
+        it shows the reason.
+        """
         self.text.value = ""
         self.plan = None
-        # The live panel hides its saved picture, also while it shows an error.
+        # The live panel hides its saved picture, even while it shows an error.
         style = f"<style>{DARK_PAGE}.{self._still} {{display: none !important}}</style>"
         try:
             found = self.estimate()
@@ -347,8 +364,8 @@ class Panel:
         return f"kit-still-{self.box.model_id}"
 
     def _ipython_display_(self) -> None:
-        """Shows the panel, and a still of it with its controls, which the panel's own style hides
-        where it lives.
+        """Shows the panel, and a still picture of the panel with its controls. The picture is for
+        saved notebooks. While the panel is live, a style of the panel hides the picture.
         """
         from IPython.display import display
 
@@ -362,7 +379,7 @@ class Panel:
             display({**still, "text/plain": str(self.plan)}, raw=True)
 
     def _controls_figure(self) -> Any:
-        """Returns the controls with their values as a picture, three in a row."""
+        """Returns a figure of the controls with their values, three in a row."""
         rows = math.ceil(len(self.controls) / 3)
         with new_figure(height=0.37 * rows) as (figure, axis):
             axis.axis("off")
@@ -382,7 +399,7 @@ class Panel:
 
 
 def _image(png: bytes, *, alt: str) -> str:
-    """Returns a picture as HTML."""
+    """Returns an HTML `img` element that contains the picture."""
     return (
         f"<img alt='{html.escape(alt, quote=True)}' width='{WIDTH}' style='max-width:100%'"
         f" src='data:image/png;base64,{base64.b64encode(png).decode()}'>"

@@ -1,4 +1,6 @@
-"""Layouts that recompute some blocks of each pipeline device, as few as fit in memory."""
+"""Layouts that recompute only some blocks of each pipeline device: the smallest number with which
+they fit in memory.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,9 +12,9 @@ from kit.estimate.theory.layouts import RECOMPUTE, Array, Layouts
 NONE = RECOMPUTE.index("none")
 FULL = RECOMPUTE.index("full")
 MOST = 200
-"""How many of the fastest layouts that recompute all blocks are tried with fewer."""
+"""Number of the fastest full-recompute layouts for which partial recomputation is tried."""
 PARTS = 16
-"""How finely the blocks of a device are counted for that."""
+"""Number of partial recomputations tried per layout: 0 to 15 sixteenths of a device's blocks."""
 
 
 def with_some_recomputed(
@@ -23,12 +25,16 @@ def with_some_recomputed(
     most_bytes: float,
     equal_stages: bool,
 ) -> tuple[Layouts, Array, Array]:
-    """Returns layouts, seconds and bytes with more rows: of the fastest that recompute all blocks,
-    and do not fit with none recomputed, those that recompute as few as fit.
+    """Returns (layouts, step seconds, used bytes) with rows added for partial recomputation.
 
-    Each block that is not recomputed saves its forward pass and keeps its activations, so among
-    those that fit the one with the fewest is the fastest. Megatron-Core counts the blocks of a
-    stage (`equal_stages`), so a device's stages recompute as many each.
+    Partial recomputation is tried for the MOST fastest feasible layouts that recompute all blocks.
+    For each, the added row is the layout that recomputes the smallest number of blocks with which
+    it fits. No row is added if the layout fits without recomputation.
+
+    Each block that is not recomputed saves the time of a forward pass and keeps its activations.
+    The smallest number of blocks that fits is therefore the fastest. With `equal_stages`, all
+    stages of a device recompute an equal number of blocks, since Megatron-Core's option counts the
+    blocks of a stage.
     """
     rows = np.flatnonzero((layouts.recompute == FULL) & (used_bytes <= most_bytes))
     rows = rows[np.argsort(time_s[rows], kind="stable")][:MOST]
@@ -45,8 +51,10 @@ def with_some_recomputed(
 
 
 def _with_fewer(layouts: Layouts, equal_stages: bool) -> tuple[Layouts, Array]:
-    """Returns layouts that recompute from none to 15 sixteenths of each device's blocks, rounded
-    up, and the index of the one that each comes from; fewer first.
+    """Returns (fewer, origin). `fewer` has the layouts with 0 to 15 sixteenths of each device's
+    blocks recomputed, rounded up. `origin` has the index in `layouts` from which each was made.
+
+    For each origin, the layouts are in ascending order of recomputed blocks.
     """
     step = np.broadcast_to(layouts.virtual_stages if equal_stages else 1.0, layouts.shape)[:, None]
     blocks = np.broadcast_to(layouts.most_layers, layouts.shape)[:, None]

@@ -1,4 +1,6 @@
-"""What `kit plan` prints: the fastest layouts that fit, and an explanation of the first."""
+"""Report of `kit plan`: the fastest layouts that fit in memory, and an explanation of one of
+them.
+"""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -17,32 +19,32 @@ from kit.interop.weights.hugging_face_config import training_spec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A search, and its fastest layouts explained, fastest first."""
+    """A search with the answers for its fastest layouts, fastest first."""
 
     search: Search
     answers: list[Answer]
     choice: int = 1
-    """Which of them is explained and kept, from 1."""
+    """Number of the answer that is explained and saved, counted from 1."""
     notes: tuple[str, ...] = ()
     """Assumptions about facts that the model's configuration does not state, such as the training
     length."""
 
     @property
     def chosen(self) -> Answer:
-        """The layout that is explained and kept."""
+        """Answer for the layout that is explained and saved."""
         return self.answers[self.choice - 1]
 
     header = ("#", *COLUMNS)
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """The layouts as text."""
+        """One row per answer, as texts in the order of `header`."""
         return [
             (str(number), *cells(answer.row)) for number, answer in enumerate(self.answers, start=1)
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything as plain values, for JSON."""
+        """Returns the report as plain values for JSON."""
         found = self.search
         return {
             "model": found.spec.name,
@@ -80,16 +82,16 @@ def plan_report(
     sequence_length: int | None = None,
     code_base: str = "kit",
 ) -> PlanReport:
-    """Returns the fastest layouts of a model on a machine, calibrated by what published runs tell
-    about it.
+    """Returns the fastest layouts of a model on a machine. Step times are calibrated on the
+    published runs of the machine.
 
-    Model and site are names or files; `tokens` and `count` are as in `answers`, `choose` says which
-    layout to explain and keep, from 1. Without `sequence_length`, the training length is that
-    of `training_spec`. The rest is as in `search`.
+    `model` and `site` are names or files. `tokens` and `count` are arguments of `answers`. `choose`
+    is the number of the layout to explain and save, counted from 1. Without `sequence_length`,
+    `training_spec` chooses the training length. All other arguments are arguments of `search`.
 
     Raises:
-        ConfigError: as `search`, or model or site are unknown, or there is no such layout to
-            choose.
+        ConfigError: The model or the site is unknown, or `tokens` is less than one step. Or
+            `search` or `answers` raises it, or fewer than `choose` layouts were found.
     """
     spec, notes = training_spec(model, sequence_length=sequence_length)
     if tokens is not None and tokens < batch * spec.sequence_length:

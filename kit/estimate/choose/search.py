@@ -1,8 +1,8 @@
-"""Search: the fastest layout of a model on a machine whose risk of running out of memory is low
-enough.
+"""Search for the fastest layout of a model on a machine. Only layouts with a low risk of running
+out of memory are feasible.
 
-All candidates are evaluated, in chunks that stay in a core's cache. What may be trusted about the
-answer, and what would change it, is in `explain.py`.
+All candidates are evaluated, in chunks that fit into the cache of a core. `explain.py` says how far
+a result can be trusted, and which changes of the machine would change it.
 """
 
 import dataclasses
@@ -38,14 +38,16 @@ EXACT_LAYOUTS = 2000
 Float32 is precise enough to find these layouts. With float64, an answer shows the values that
 `step_time`, `memory` and the panel give for the same plan."""
 NOTABLE = 1.1
-"""Smallest ratio of training speeds at which another batch is recommended."""
+"""Smallest speedup, as a ratio of sequences per second, at which another batch is recommended."""
 COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GiB", "risk", "MFU")
 """Headers of the cells that `cells` returns."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchSetup:
-    """Everything of a search that does not depend on devices, batch and allowed values."""
+    """Inputs of a search that do not depend on the number of devices, the batch and the allowed
+    values.
+    """
 
     spec: ModelSpec
     machine: Machine
@@ -57,7 +59,7 @@ class SearchSetup:
     has_kit_kernels: bool
     """Whether the layouts run the kit's own decoder in torch on GPUs."""
     kernels: Mapping[str, Any]
-    """Columns of `Layouts` for the kernels of the code base."""
+    """Values for columns of `Layouts`, by name, that describe the kernels of the code base."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,27 +76,31 @@ class Search:
     only: Mapping[str, Iterable[Any]]
     layouts: Layouts
     step_time_s: Array
-    """Seconds per step of each layout, in closed form. Layouts are ranked by this step time, and it
-    is the number that is shown and the centre of the interval."""
+    """Seconds per step of each layout, in closed form. This step time ranks the layouts, is shown
+    to the user, and is the centre of the interval."""
     used_bytes: Array
     """Bytes of the heaviest device of each layout."""
     setup: SearchSetup = dataclasses.field(repr=False, compare=False)
 
     @cached_property
     def feasible(self) -> Array:
-        """Which layouts run out of memory with a probability of at most `max_risk`, bool."""
+        """Boolean mask of the layouts that run out of memory with a probability of at most
+        `max_risk`.
+        """
         return self.used_bytes <= self.machine.most_bytes(self.max_risk)
 
     @cached_property
     def order(self) -> Array:
-        """Indices of the feasible layouts, fastest first; equally fast ones by memory."""
+        """Indices of the feasible layouts, fastest first. Of equally fast layouts, the layout with
+        the least memory comes first.
+        """
         rows = np.flatnonzero(self.feasible)
         return rows[np.lexsort((self.used_bytes[rows], self.step_time_s[rows]))]
 
     @cached_property
     def pareto(self) -> Array:
-        """Indices of the layouts that no other beats in both time and memory, fastest first,
-        feasible or not.
+        """Indices of the Pareto-optimal layouts, fastest first: no other layout is better in both
+        time and memory. Infeasible layouts are included.
         """
         rows = np.lexsort((self.used_bytes, self.step_time_s))
         used = self.used_bytes[rows]
@@ -108,8 +114,8 @@ class Search:
         batch: int | None = None,
         only: Mapping[str, Iterable[Any]] | None = None,
     ) -> "Search | None":
-        """Searches again with other devices, batch or allowed values. Returns None if no layout
-        fits.
+        """Searches again with another number of devices, another batch or other allowed values.
+        Returns None if no layout fits.
         """
         try:
             found = evaluate_layouts(
@@ -123,9 +129,12 @@ class Search:
         return found if found.feasible.any() else None
 
     def advise_batch(self) -> str | None:
-        """Searches with nearby batches and returns a recommendation, if the batch allows few
-        replicas and another batch trains clearly faster. The number of replicas divides both the
-        batch and the devices.
+        """Returns a recommendation of another batch, or None. It searches again for each of up to
+        four nearby batches.
+
+        The number of replicas must divide both the batch and the devices. Another batch is searched
+        only if the best layout has as many replicas as the present batch allows. It is recommended
+        only if its best layout trains at least NOTABLE times as fast.
         """
         most_replicas = math.gcd(self.num_devices, self.global_batch_size)
         if self.best.data_parallel < most_replicas:
@@ -153,14 +162,14 @@ class Search:
 
     @property
     def best(self) -> Plan:
-        """The fastest feasible layout, as the engine takes it."""
+        """Plan of the fastest feasible layout, as the engine trains it."""
         return self.plan(int(self.order[0]))
 
     def fastest(self, count: int) -> Array:
-        """Returns indices of the fastest feasible layouts, leaving out what equals another in time
-        and memory.
+        """Returns indices of at most `count` fastest feasible layouts. Of layouts with equal time
+        and memory, only the first is returned.
 
-        Under a pipeline ZeRO 2 is ZeRO 1, for example.
+        For example, ZeRO 2 needs as much time and memory as ZeRO 1 if there is a pipeline.
         """
         rows = self.order[: 20 * count]
         time_s = self.step_time_s[rows]
@@ -172,8 +181,8 @@ class Search:
         return rows[is_new][:count]
 
     def plan(self, index: int) -> Plan:
-        """Returns one layout as a Plan for the engine, on GPUs with their defaults, in the
-        precision asked for.
+        """Returns the Plan of one layout for the engine, in the precision of the search. On GPUs it
+        has `Plan.gpu_defaults`.
         """
         plan = self.layouts.plan(index, self.engine)
         if self.machine.site.device.is_gpu:
@@ -185,23 +194,23 @@ class Search:
         return float(self.machine.risk(self.used_bytes[index].astype(float)))
 
     def mfu(self, index: int) -> float:
-        """Returns the modelled MFU of one layout, of the peak in bf16: narrower products may
-        pass 1.
+        """Returns the modelled MFU of one layout, as a fraction of the bf16 peak. It may exceed 1
+        if matrix products run in a narrower format than bf16.
         """
         tokens = self.global_batch_size * self.spec.sequence_length
         peak = self.num_devices * float(self.machine.hardware.peak_flops_per_s)
         return tokens * self.spec.flops_per_token() / (float(self.step_time_s[index]) * peak)
 
     def prediction(self, index: int) -> Prediction:
-        """Returns the step time of one layout, as the engine runs it, with interval and
+        """Returns the predicted step time of one layout in seconds, with its 90 % interval and
         warnings.
         """
         layout = self.layouts.select(np.array([index]))
         return self.machine.calibration.predict(layout, self.machine.hardware)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Returns one layout as a row of a table: the plan's fields, seconds with interval,
-        bytes, risk, MFU.
+        """Returns one layout as a row of a table. It has the fields of the plan, the step time in
+        seconds with its 90 % interval, used bytes, risk and MFU.
         """
         plan = self.plan(index).to_dict()
         for name in ("compile", "precision", "global_batch_size"):
@@ -218,8 +227,8 @@ class Search:
 
     @property
     def title(self) -> str:
-        """Model, machine, batch, how many layouts were compared, and on how many runs the times
-        are calibrated.
+        """Model, machine, batch, number of compared layouts, and number of runs on which the times
+        are calibrated, in one line.
         """
         precision = "" if self.precision == "bf16" else f" in {self.precision}"
         return (
@@ -253,31 +262,33 @@ def search(
     only: Mapping[str, Iterable[Any]] | None = None,
     **layout_kernels: Any,
 ) -> Search:
-    """Returns every layout that the engine trains, with modelled time and memory, and the fastest
-    that fits.
+    """Returns a search over every layout that the engine can train, with modelled time and memory
+    of each layout.
 
     Args:
-        spec, site: the model and the machine.
-        num_devices: all are used.
-        global_batch_size: sequences in one optimizer step.
-        max_risk: highest accepted probability of running out of memory, between 0 and 1.
-        engine: what would run them; default: the site's.
-        precision: of matrix products: bf16, or fp8, mxfp8 and nvfp4, which the kit plans and does
-            not train.
-        calibration: fitted efficiencies, e.g. `published_calibration(site)`; default: none, the
-            average of published machines.
-        kernels: what the code base keeps for the backward pass; default: the engine's.
-        code_base: whose kernels, schedules and overlap are assumed: `kit`'s or those of a name of
+        spec: Model to train.
+        site: Machine to train on.
+        num_devices: Number of devices. Each layout uses all of them.
+        global_batch_size: Sequences in one optimizer step.
+        max_risk: Highest accepted probability of running out of memory, between 0 and 1.
+        engine: Engine that would train the layouts. The default is the engine of the site.
+        precision: Precision of matrix products. The kit plans fp8, mxfp8 and nvfp4, but trains
+            none of them.
+        calibration: Fitted efficiencies, e.g. `published_calibration(site)`. By default, the
+            average efficiencies of published machines are used.
+        kernels: Description of the tensors that the kernels save for backward. The default is that
+            of the code base.
+        code_base: Code base whose kernels, schedules and overlap are assumed: `kit`, or a name in
             `theory.memory.CODE_BASES`.
-        only: allowed values by name of a Plan's field, e.g. `{"schedule": ["1f1b"]}`. Context
-            parallelism, which the kit does not train, is offered where it is named:
+        only: Allowed values by field of a Plan, e.g. `{"schedule": ["1f1b"]}`. Context parallelism
+            is searched only if it is named, since the kit does not train it:
             `{"context_parallel": [1, 2, 4]}`.
-        layout_kernels: `flash_attention`, `fused_norm`, `data_overlap`, `tensor_overlap` and
-            others, as in `Layouts.of`.
+        layout_kernels: Keyword arguments of `Layouts.of`: `flash_attention`, `fused_norm`,
+            `data_overlap`, `tensor_overlap` and others.
 
     Raises:
-        ConfigError: the site lacks a number or the engine's devices, no layout fits devices and
-            batch, or none fits in memory.
+        ConfigError: An argument is not allowed, or the site lacks a number or the devices of the
+            engine. Or no layout fits devices and batch, or none of them fits in memory.
     """
     if not 0 < max_risk < 1:
         raise ConfigError(
@@ -329,11 +340,10 @@ def evaluate_layouts(
     global_batch_size: int,
     only: Mapping[str, Iterable[Any]],
 ) -> Search:
-    """Returns the layouts of a setup for a number of devices and a batch, with time and memory,
-    whether they fit or not.
-
+    """Returns the search over all layouts of a setup for a number of devices and a batch.
+    Infeasible layouts are included.
     Raises:
-        ConfigError: the site lacks a number, or no layout fits devices, batch and `only`.
+        ConfigError: The site lacks a number, or no layout fits devices, batch and `only`.
     """
     site = setup.machine.site
     check_numbers(site, "bf16", num_devices)
@@ -351,7 +361,7 @@ def evaluate_layouts(
         **setup.kernels,
     )
     if setup.has_kit_kernels:
-        # Blocks are compiled wherever `Plan.gpu_defaults` compiles them.
+        # These are the layouts whose blocks `Plan.gpu_defaults` compiles.
         is_split = layouts.is_one_of("schedule", *SPLIT_SCHEDULES)
         has_pipeline = layouts.pipeline_parallel > 1
         layouts = dataclasses.replace(layouts, compiled=~(is_split & has_pipeline))
@@ -385,10 +395,11 @@ def evaluate_layouts(
 
 
 def _convention(engine: EngineName, only: Mapping[str, Iterable[Any]]) -> Convention:
-    """Returns the bytes per parameter, which must be equal for all layouts of a search.
+    """Returns the convention for bytes per parameter. It must be the same for all layouts of a
+    search.
 
     Raises:
-        ConfigError: the engine is neuron, and `only` allows ZeRO stage 0 beside other stages. At
+        ConfigError: The engine is neuron, and `only` allows ZeRO stage 0 beside other stages. At
             stage 0 the engine keeps fewer bytes per parameter.
     """
     allowed = only.get("zero_stage", ())
@@ -421,8 +432,8 @@ def _fastest_in_float64(
 
 
 def _none_fits(found: Search) -> str:
-    """Returns how far the layout with the least memory is from fitting, and with which nearest
-    devices, batch and options one fits.
+    """Returns the error message if no layout fits in memory. It gives the memory of the smallest
+    layout, and the nearest number of devices, batch and options with which a layout fits.
     """
     site = found.machine.site
     least = found.row(int(found.used_bytes.argmin()))
@@ -456,7 +467,7 @@ def _none_fits(found: Search) -> str:
 
 
 def _describe_search(search: Search) -> str:
-    """Returns devices, batch and the fastest layout of a search in a line."""
+    """Returns the number of devices, the batch and the fastest layout of a search in one line."""
     devices = counted(search.num_devices, "device")
     sequences = counted(search.global_batch_size, "sequence")
     layout = describe_layout(search.row(int(search.order[0])))
@@ -467,7 +478,8 @@ def _describe_search(search: Search) -> str:
 def describe_layout(row: Mapping[str, Any]) -> str:
     """Returns one layout in a line: `TP8+SP PP16x2 interleaved DP24 ZeRO1 micro 1 recompute none`.
 
-    `ZeRO3/8`: over groups of 8 replicas. `recompute full (3 a device)`: 3 of its blocks.
+    `ZeRO3/8` shards over groups of 8 replicas. `recompute full (3 a device)` recomputes 3 blocks of
+    each pipeline device.
     """
     tensor = f"TP{row['tensor_parallel']}"
     if row["sequence_parallel"]:
@@ -499,21 +511,21 @@ def describe_layout(row: Mapping[str, Any]) -> str:
 
 
 def seconds_text(value_s: float, digits: int = 4) -> str:
-    """Returns seconds as text with thousands separators: `9.944`, `1,074`."""
+    """Returns seconds as text with thousands separators and without unit: `9.944`, `1,074`."""
     if value_s >= 1000:
         return f"{value_s:,.0f}"
     return f"{value_s:.{digits}g}"
 
 
 def interval_text(row: Mapping[str, Any]) -> str:
-    """Returns the 90 % interval of one layout's step time as text: `8.61 to 11.5`."""
+    """Returns the 90 % interval of a layout's step time in seconds as text: `8.61 to 11.5`."""
     low = seconds_text(row["step_time_low_s"], 3)
     high = seconds_text(row["step_time_high_s"], 3)
     return f"{low} to {high}"
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns one row as short text, in the order of `COLUMNS`."""
+    """Returns the cells of one row as short texts, in the order of `COLUMNS`."""
     return (
         describe_layout(row),
         seconds_text(row["step_time_s"]),

@@ -1,4 +1,4 @@
-"""Pictures of a search by trials: how it went, and which parameter mattered."""
+"""Figures of a search by trials: the value of each trial, and the importance of each parameter."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,14 @@ from kit.show.theme import BLUE, GREY, VERMILION
 def trials_figure(
     trials: Trials, *, unit: str = "objective", control: Trials | None = None
 ) -> tuple[Any, Rows]:
-    """Returns a picture of a search: each trial's value, the best so far, failures below; and its
-    table.
+    """Returns (figure, rows): the value of each trial with the best value so far, failed trials in
+    a panel below, and the table of trials.
 
-    The best so far of `control`, another search such as a random one, is drawn beside it.
+    `unit` names the objective in the title. If `control` is given, another search such as a random
+    search, its best value so far is drawn too.
 
     Raises:
-        RunError: no trial succeeded.
+        RunError: No trial succeeded.
     """
     values = trials.values
     best = trials.best_so_far
@@ -64,7 +65,9 @@ def trials_figure(
 
 
 def sensitivity_figure(shares: Mapping[str, float]) -> tuple[Any, Rows]:
-    """Returns a picture of what `sensitivity` found, the largest share on top, and its table."""
+    """Returns (figure, rows): one bar per parameter with its share of the variance in %, the
+    largest share on top, and the table. `shares` is the result of `sensitivity`.
+    """
     with new_figure(height=0.35 * len(shares) + 0.9) as (figure, axis):
         drawn = axis.barh(
             [name.replace("_", " ") for name in shares],

@@ -1,5 +1,5 @@
-"""Objectives of a hyperparameter search: the rate that the estimator gives a layout, or that a
-real run reaches.
+"""Objectives of a hyperparameter search: the training rate of a layout, as the planner estimates it
+or as a real run reaches it.
 """
 
 import contextlib
@@ -28,21 +28,23 @@ FRONTIER_SPACE: dict[str, tuple] = {
     "zero_stage": (0, 1),
     "num_nodes": (12, 16),
 }
-"""Space of the 175B study, arXiv 2312.12705, section IV, as quoted elsewhere: not checked
-against the text itself."""
+"""Search space of the 175B study: allowed values by parameter. Source: arXiv 2312.12705, section
+IV, from a quotation. The values were not checked against the paper itself."""
 
 
 def plan_of_trial(
     parameters: Mapping[str, Any], *, devices_per_node: int, base: Plan | None = None
 ) -> Plan:
-    """Returns the plan on all devices of the nodes that a trial's parameters describe.
+    """Returns the plan that the parameters of a trial describe. It uses all devices of its nodes.
 
-    They are fields of Plan, the others being those of `base`, and `num_nodes` and
-    `num_microbatches` (gradient accumulation steps), 1 each unless given, from which data
-    parallelism and global batch size follow.
+    Parameters are fields of Plan, `num_nodes` and `num_microbatches` (gradient accumulation steps).
+    The defaults of `num_nodes` and `num_microbatches` are 1. Other fields have their values in
+    `base`. Data parallelism follows from the number of nodes, and the global batch size from the
+    number of micro-batches.
 
     Raises:
-        ConfigError: the devices do not divide, or a rule of Plan is broken.
+        ConfigError: Tensor x pipeline parallelism does not divide the devices, or the plan breaks a
+            rule.
     """
     fields = {**(base or Plan()).to_dict(), **parameters}
     devices = fields.pop("num_nodes", 1) * devices_per_node
@@ -61,8 +63,8 @@ def plan_of_trial(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EstimatedRate:
-    """Objective on the estimator: modelled tokens per second and device; a layout at risk of its
-    memory fails.
+    """Objective from the planner: modelled tokens per second per device. The trial fails if the
+    layout runs out of memory with a probability above `max_risk`.
     """
 
     spec: ModelSpec
@@ -72,11 +74,11 @@ class EstimatedRate:
     max_risk: float = 0.1
 
     def __call__(self, parameters: Parameters) -> float:
-        """Returns tokens per second and device.
+        """Returns modelled tokens per second per device for the layout of a trial.
 
         Raises:
-            ConfigError: there is no such plan for this model.
-            TrialFailure: it runs out of memory with a probability above `max_risk`.
+            ConfigError: The parameters describe no plan that can train this model.
+            TrialFailure: The layout runs out of memory with a probability above `max_risk`.
         """
         risk, rate = self._risk_and_rate([self._plan(parameters)])
         if risk.item() > self.max_risk:
@@ -84,8 +86,8 @@ class EstimatedRate:
         return rate.item()
 
     def rates(self, space: Mapping[str, Sequence]) -> Array:
-        """Returns the objective on the whole grid of a space, one axis per parameter, NaN where
-        it fails.
+        """Returns the objective for all combinations of a space, as an array with one axis per
+        parameter. It is NaN for impossible plans and for layouts above `max_risk`.
         """
         plans: list[tuple[int, Plan]] = []
         for number, choice in enumerate(itertools.product(*space.values())):
@@ -111,11 +113,12 @@ class EstimatedRate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredRate:
-    """Objective on real runs of the kit: tokens per second, median over the steps after the first
-    `warm_up`.
+    """Objective from real runs of the kit: median tokens per second over all devices. The first
+    `warm_up` steps do not count.
 
-    Each trial is a run directory below `directory`, named by its parameters. One that has ended is
-    not run again, and one that outlived the search that started it is waited for.
+    Each trial has a run directory below `directory`, named by its parameters. A trial that has
+    ended is not run again. If a run is still active after its search was killed, the next search
+    waits for it.
     """
 
     spec: ModelSpec
@@ -125,14 +128,17 @@ class MeasuredRate:
     site: str = "laptop"
     base: Plan = dataclasses.field(default_factory=Plan)
     warm_up: int = 2
+    """Number of first steps that do not count."""
     timeout_s: float = 600.0
 
     def __call__(self, parameters: Parameters) -> float:
-        """Returns tokens per second over all devices.
+        """Returns median tokens per second over all devices of the run of a trial. It launches the
+        run, unless the run exists, and waits for its end.
 
         Raises:
-            ConfigError, DataError, RunError: the plan cannot run.
-            TrialFailure: the run failed or took longer than `timeout_s`.
+            ConfigError, DataError, RunError: The plan cannot run.
+            TrialFailure: The run failed, took longer than `timeout_s`, or has no steps after the
+                warm-up.
         """
         from kit.launcher import launch
         from kit.run import Run

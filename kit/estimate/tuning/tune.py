@@ -18,8 +18,9 @@ from kit.estimate.theory.layouts import Array
 Parameters = dict[str, Any]
 Objective = Callable[[Parameters], float]
 STARTUP_TRIALS = 10
-"""Random trials before the first proposal of a model."""
-# A killed search leaves its trial as running; without the constant liar, that has no say.
+"""Number of random trials before the sampler proposes from its model."""
+# A killed search leaves its trial in state RUNNING. Without constant_liar, the sampler ignores
+# such trials.
 SAMPLERS: dict[str, Callable[[Any, int], Any]] = {
     "optuna": lambda known, seed: known.TPESampler(
         seed=seed, multivariate=True, n_startup_trials=STARTUP_TRIALS, constant_liar=False
@@ -29,18 +30,20 @@ SAMPLERS: dict[str, Callable[[Any, int], Any]] = {
 
 
 MALFORMED = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-"""What Optuna raises of a file that is not there, or is not its journal."""
+"""Exceptions that Optuna raises if a file is missing or is not an Optuna journal."""
 
 
 class TrialFailure(Exception):
-    """Raised by an objective whose evaluation failed, with the reason: out of memory, does not
-    divide, crashed.
+    """Error that an objective raises if its evaluation failed. The message is the reason, for
+    example out of memory, indivisible sizes, or a crash.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One evaluation: its value (more is better), or why there is none."""
+    """One evaluation of the objective, with its value (larger is better) or the reason of its
+    failure. One of `value` and `failure` is None.
+    """
 
     parameters: Parameters
     value: float | None
@@ -49,23 +52,23 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trials:
-    """All evaluations of one search, failed ones too, in order."""
+    """All evaluations of one search in order, failed evaluations included."""
 
     space: Mapping[str, tuple]
-    """The choices of each parameter, in order where they have one."""
+    """Allowed values by parameter. Values that have an order, such as numbers, are sorted."""
     sampler: str
-    """Who proposes: one of SAMPLERS."""
+    """Name of the algorithm that proposes trials, a key of SAMPLERS."""
     seed: int
-    """Of the proposals."""
+    """Seed of the proposals."""
     trials: tuple[Trial, ...] = ()
 
     @classmethod
     def read(cls, storage: str | Path) -> Self:
-        """Returns the trials so far of a search that `tune` keeps in a file.
+        """Returns the ended trials of a search from the search's storage file.
 
         Raises:
-            ConfigError: there is none.
-            MissingPackageError: optuna is not installed.
+            ConfigError: The file is missing, or `tune` did not write it.
+            MissingPackageError: Optuna is not installed.
         """
         try:
             journal = _journal(Path(storage).resolve(strict=True))
@@ -75,7 +78,9 @@ class Trials:
 
     @classmethod
     def of(cls, study: Any) -> Self:
-        """Returns what has ended of a search, which is told by the name of its study."""
+        """Returns the completed and failed trials of an Optuna study. The name of the study
+        contains space, sampler and seed (`Trials.words`).
+        """
         search = json.loads(study.study_name)
         states = optuna().trial.TrialState
         space = {name: tuple(choices) for name, choices in search["space"].items()}
@@ -91,19 +96,19 @@ class Trials:
 
     @property
     def words(self) -> str:
-        """What is searched and how, as JSON: the name of the study."""
+        """Seed, sampler and space of the search as JSON. They are the name of the Optuna study."""
         return json.dumps({"seed": self.seed, "sampler": self.sampler, "space": self.space})
 
     @property
     def values(self) -> Array:
-        """Value of each trial, NaN where it failed."""
+        """Value of each trial, in order. NaN for a failed trial."""
         return np.array(
             [math.nan if trial.value is None else trial.value for trial in self.trials], dtype=float
         )
 
     @property
     def best_so_far(self) -> Array:
-        """Best value up to each trial, NaN before the first success."""
+        """Largest value of all trials up to each trial. NaN before the first success."""
         return np.fmax.accumulate(self.values) if self.trials else self.values
 
     @property
@@ -111,7 +116,7 @@ class Trials:
         """The trial with the largest value.
 
         Raises:
-            RunError: every evaluation failed.
+            RunError: Every evaluation failed.
         """
         if np.isnan(self.values).all():
             reasons = {trial.failure for trial in self.trials}
@@ -122,14 +127,16 @@ class Trials:
         return self.trials[int(np.nanargmax(self.values))]
 
     def indices(self) -> list[dict[str, int]]:
-        """Returns which choice of each parameter each trial took."""
+        """Returns, for each trial, the index of its value in `space` by parameter."""
         return [
             {name: choices.index(trial.parameters[name]) for name, choices in self.space.items()}
             for trial in self.trials
         ]
 
     def distributions(self) -> dict[str, Any]:
-        """Returns the space as Optuna knows it: places in the choices of each parameter."""
+        """Returns the space as Optuna distributions by parameter. Optuna proposes indices of the
+        allowed values, not the values themselves.
+        """
         places = optuna().distributions.IntDistribution
         return {name: places(0, len(choices) - 1) for name, choices in self.space.items()}
 
@@ -143,25 +150,29 @@ def tune(
     sampler: str = "optuna",
     storage: str | Path | None = None,
 ) -> Trials:
-    """Returns the trials of a search for the largest value of `objective`; no choice is evaluated
-    twice.
+    """Returns the trials of a search for the largest value of `objective`. No combination of values
+    is evaluated twice.
 
-    A trial that raises TrialFailure, ConfigError, RunError, JobError or MemoryError, or whose value
-    is not a finite number, is kept as a failure, and the sampler learns to stay away. A proposal
-    depends on the trials before it and the seed only, so a search that was cut off goes on as if it
-    had not been.
+    A trial is recorded as failed if the objective raises TrialFailure, ConfigError, RunError,
+    JobError or MemoryError, or returns a number that is not finite. The sampler learns to avoid
+    failures. A proposal depends only on the earlier trials and the seed. A search that was
+    interrupted therefore continues with the proposals that it would have made without interruption.
 
     Args:
-        objective: of one choice per parameter, by name.
-        space: the choices of each parameter; numbers in order.
-        num_trials: evaluations in all, those in `storage` included; at most the size of the space.
-        seed: of the proposals.
-        sampler: `optuna`, its tree-structured Parzen estimator, or `random`.
-        storage: file of Optuna's journal, to which trials are added; what it holds is continued.
+        objective: Function that evaluates one value per parameter, given by name.
+        space: Allowed values by parameter. Numbers should be sorted, since the sampler models the
+            index of a value.
+        num_trials: Number of evaluations, including the trials in `storage`. The search ends
+            earlier if it has evaluated the complete space.
+        seed: Seed of the proposals.
+        sampler: `optuna` for Optuna's tree-structured Parzen estimator, or `random`.
+        storage: File of Optuna's journal, to which trials are added. If it contains trials of this
+            search, the search continues after them.
 
     Raises:
-        ConfigError: the space is empty, or the storage holds another search.
-        MissingPackageError: optuna is not installed.
+        ConfigError: `num_trials`, the sampler or the space is not allowed, or the storage has
+            another search.
+        MissingPackageError: Optuna is not installed.
     """
     trials = Trials(space={name: tuple(c) for name, c in space.items()}, sampler=sampler, seed=seed)
     _check(trials, num_trials)
@@ -173,17 +184,17 @@ def tune(
         value, failure = _evaluate(objective, parameters)
         if failure is None:
             study.tell(asked, value)
-        else:  # pruned trials rank below every success
+        else:  # For the sampler, a pruned trial is worse than every completed trial.
             asked.set_user_attr("failure", failure)
             study.tell(asked, state=optuna().trial.TrialState.PRUNED)
     return trials
 
 
 def optuna() -> Any:
-    """Returns the package, which tells warnings only.
+    """Returns the package optuna, with its log level set to warnings.
 
     Raises:
-        MissingPackageError: it is not installed.
+        MissingPackageError: Optuna is not installed.
     """
     with needed("optuna", "plan", "Hyperparameter search"):
         import optuna
@@ -213,7 +224,12 @@ def _journal(storage: Path) -> Any:
 
 
 def _study(new: Trials, storage: str | Path | None) -> Any:
-    """Returns the study of a search, named by its words: a new one, or that in the storage."""
+    """Returns the Optuna study of a search: the study in the storage, or a new study. Its name is
+    `Trials.words`.
+
+    Raises:
+        ConfigError: The storage has another search.
+    """
     file = None if storage is None else Path(storage)
     if file is not None and file.exists() and file.stat().st_size:
         old = Trials.read(file)
@@ -232,10 +248,10 @@ def _study(new: Trials, storage: str | Path | None) -> Any:
 
 
 def _ask(study: Any, trials: Trials) -> Any:
-    """Returns Optuna's next trial, of a choice that has not been evaluated before.
+    """Returns Optuna's next trial, whose combination of values has not been evaluated before.
 
-    The sampler is made anew for each, from the seed and the number of trials before, so that a
-    search that goes on proposes what it would have proposed.
+    Each trial has a new sampler, seeded by the seed of the search and the number of earlier trials.
+    An interrupted search therefore makes the proposals that it would have made.
     """
     seen = trials.indices()
     choices = trials.distributions()
@@ -245,7 +261,8 @@ def _ask(study: Any, trials: Trials) -> Any:
         study.enqueue_trial(_far_from_all(trials, seed))
     asked = study.ask(choices)
     if asked.params in seen:
-        study.tell(asked, state=optuna().trial.TrialState.FAIL)  # which no sampler looks at
+        # Samplers ignore trials in state FAIL.
+        study.tell(asked, state=optuna().trial.TrialState.FAIL)
         every = itertools.product(*(range(len(each)) for each in trials.space.values()))
         rest = [index for index in every if dict(zip(trials.space, index, strict=True)) not in seen]
         index = rest[np.random.default_rng(seed).integers(len(rest))]
@@ -255,8 +272,8 @@ def _ask(study: Any, trials: Trials) -> Any:
 
 
 def _far_from_all(trials: Trials, seed: int) -> dict[str, int]:
-    """Returns of 64 random choices that farthest from all trials: the way out where all have
-    failed.
+    """Returns the combination that is farthest from all trials, out of 64 random combinations, as
+    indices by parameter. It is the proposal if all trials have failed.
     """
     sizes = np.array([len(choices) for choices in trials.space.values()])
     drawn = np.random.default_rng(seed).integers(sizes, size=(64, len(sizes)))
@@ -267,7 +284,9 @@ def _far_from_all(trials: Trials, seed: int) -> dict[str, int]:
 
 
 def _evaluate(objective: Objective, parameters: Parameters) -> tuple[float | None, str | None]:
-    """Returns the value, or why there is none."""
+    """Returns (value, failure): the value of the objective and None, or None and the reason of the
+    failure.
+    """
     try:
         value = float(objective(parameters))
     except (TrialFailure, ConfigError, RunError, JobError, MemoryError) as error:
@@ -277,16 +296,18 @@ def _evaluate(objective: Objective, parameters: Parameters) -> tuple[float | Non
 
 def sensitivity(trials: Trials) -> dict[str, float]:
     """Returns the share of the objective's variance that each parameter explains, largest first.
+    The shares sum to 1.
 
-    They sum to 1. Functional ANOVA of a random forest that is fitted to the trials; failures count
-    as the lowest success. SHAP values are another measure: sizes of effects, in its unit.
+    The method is functional ANOVA of a random forest that is fitted to the trials. A failed trial
+    counts with the lowest value of all successful trials. SHAP values are another measure: they
+    give the sizes of effects in the unit of the objective.
 
     Source: Hutter, Hoos and Leyton-Brown, "An Efficient Approach for Assessing Hyperparameter
     Importance", ICML 2014.
 
     Raises:
-        RunError: there is one value only, failures counted.
-        MissingPackageError: optuna is not installed.
+        RunError: All trials have an equal value, failed trials included.
+        MissingPackageError: Optuna is not installed.
     """
     lowest = min((trial.value for trial in trials.trials if trial.value is not None), default=0.0)
     values = np.nan_to_num(trials.values, nan=lowest)
