@@ -1,8 +1,8 @@
-"""One decoder for the GPT and Llama families: a plain nn.Module that knows nothing of parallelism.
+"""One decoder for the GPT and Llama families: a plain nn.Module without code for parallelism.
 
 Shape letters: B batch, T time (sequence), H hidden, N query heads, K key/value heads, D head size,
-F feed-forward, V vocabulary, S positions that can be seen. A tensor parallel rank sees smaller N,
-K, F, V; so head counts are read from tensors, not from the spec.
+F feed-forward, V vocabulary. On a tensor parallel rank N, K, F and V are smaller, so head counts
+are read from tensors, not from the spec.
 """
 
 import hashlib
@@ -38,9 +38,9 @@ TENSOR_PARALLEL_SPLIT = {
     "feed_forward.down": "row",
     "output": "column",
 }
-"""How tensor parallelism cuts each matrix: `column` and `vocabulary` cut the output features or the
-vocabulary (rows of the stored weight), `row` cuts the input features (its columns). Weights that
-are not named stay whole."""
+"""Kind of tensor parallel split of each matrix. `column` splits the output features, and
+`vocabulary` the vocabulary. Both are rows of the stored weight. `row` splits the input features,
+which are columns of the stored weight. Other weights are not split."""
 
 SAVED = {
     torch.ops.aten.mm.default,
@@ -50,17 +50,17 @@ SAVED = {
     *DOCUMENT_KERNELS,
     *TENSOR_PARALLEL_SUMS,
 }
-"""Results that selective recomputation keeps: the expensive ones, of matrix products, attention and
-sums over tensor ranks. All else in a block is computed again, and gathered: what sequence
-parallelism cuts, it cuts for its memory.
+"""Operations whose results selective recomputation saves, since they are expensive: matrix
+products, attention and sums over tensor ranks. All other results of a block are recomputed. Tensors
+that sequence parallelism splits are also gathered again, since they are split to save memory.
 
-All matrix products are saved, on purpose. torchtitan saves every second one by default, which
-needs about a quarter less memory for activations and takes about 2 % more time. A run that lacks
-memory recomputes some blocks in full (`recompute_layers`), which the planner searches for."""
+All matrix products are saved, on purpose. torchtitan saves every second matrix product by default,
+which needs about a quarter less memory for activations and takes about 2 % more time. A run that
+lacks memory recomputes some blocks in full (`recompute_layers`), which the planner searches for."""
 
 
 class Embedding(nn.Module):
-    """Token embedding plus, where the spec has them, learned positions."""
+    """Token embedding, plus learned positions if the spec has them."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """down(act(up(x))), or down(silu(gate(x)) * up(x)) where gated."""
+    """Feed-forward layer: down(act(up(x))), or down(silu(gate(x)) * up(x)) if it is gated."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -155,11 +155,11 @@ class Block(nn.Module):
         )
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compiles the block as `torch.nn.Module.compile` does; one that is recomputed whole,
-        inside its checkpoint.
+        """Compiles the block as `torch.nn.Module.compile` does. Under full recomputation only the
+        function inside the activation checkpoint is compiled.
 
-        Dynamo cannot trace a checkpoint without a policy, and with one the graph itself keeps what
-        the policy says.
+        Dynamo cannot trace an activation checkpoint without a policy. With a policy (selective
+        recomputation) the compiled graph itself saves the results that the policy names.
         """
         if self.recompute == "full":
             self._forward = torch.compile(self._forward, *args, **options)
@@ -174,18 +174,18 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """The output projection: logits_BTV or, given targets_BT, their mean loss in nats without ever
-    having all logits.
+    """Output projection. It returns logits_BTV or, given targets_BT, the mean loss in nats, without
+    having all logits in memory at once.
 
-    The loss is inside, since what shards or hooks the weight does so around a module's forward
-    pass.
+    The loss is computed in this module, since sharding and hooks of the weight act around the
+    forward pass of the module that holds it.
     """
 
     compiled = False
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compiles what the loss does with logits; the rest are matrix products, and a Python
-        loop over chunks.
+        """Compiles only the operations of the loss on logits. The rest are matrix products and a
+        Python loop over chunks.
         """
         self.compiled = True
 
@@ -198,21 +198,24 @@ class Output(nn.Linear):
 
 
 class Decoder(nn.Module):
-    """A decoder, or the consecutive part of one that a pipeline stage holds.
+    """A decoder, or the consecutive blocks of a decoder that a pipeline stage holds.
 
     Args:
-        spec: the whole model.
-        layers: which blocks to hold (default all). The embedding comes with the first block, the
-            final norm and the output projection with the last. Blocks keep their global number as
-            name, so weights are named alike however the model is cut.
-        is_first, is_last: whether it has these, where the blocks do not tell: an uneven stage may
-            hold an end and no block.
-        recompute: which activations are computed again in the backward pass.
-        recompute_layers: of how many of these blocks, the first ones (default all).
+        spec: Shapes of the whole model.
+        layers: Numbers of the blocks to hold, by default all. The embedding comes with the first
+            block of the model, the final norm and the output projection with the last block. A
+            block is named by its number in the model, so the names of weights do not depend on the
+            pipeline stages.
+        is_first, is_last: Whether the stage holds the embedding, or the norm and output projection.
+            If None, `layers` decides. Needed for an uneven stage without blocks.
+        recompute: Which activations are recomputed in the backward pass: none, selective or full.
+        recompute_layers: Number of blocks that are recomputed, from the first of `layers` on, by
+            default all.
 
-    The forward pass takes tokens_BT (first part) or x_BTH, and returns logits_BTV (last part) or
-    x_BTH. Given targets_BT too, the last part returns their mean loss in nats, and never has all
-    logits; it must not be cut. Without `past` tokens attend to all earlier tokens of their row.
+    The forward pass takes tokens_BT (first stage) or x_BTH, and returns logits_BTV (last stage) or
+    x_BTH. If the last stage also gets targets_BT, it returns the mean loss in nats, without having
+    all logits in memory at once. The output projection must then not be split. Without `past`
+    tokens attend to all earlier tokens of their row.
     """
 
     def __init__(
@@ -242,8 +245,8 @@ class Decoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes the output projection share the embedding's weight, where the spec says so and
-        both are here.
+        """Makes the output projection share the weight of the embedding, if the spec ties them and
+        this decoder holds both.
         """
         if self.spec.tied_embeddings and self.embedding is not None and self.output is not None:
             self.output.weight = self.embedding.tokens.weight
@@ -251,8 +254,8 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, targets_BT: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
-        # Sequence parallelism cuts what stages hand on, so only the first stage could see the true
-        # length; all stages run at the spec's length in training.
+        # Sequence parallelism splits the activations between stages, so only the first stage sees
+        # the true length. In training all stages have the length of the spec.
         length = x.shape[1] if self.embedding is not None else self.spec.sequence_length
         rotary_2TD = self.rotary(length, x.device)
         if self.embedding is not None:
@@ -262,11 +265,12 @@ class Decoder(nn.Module):
         if self.norm is None or self.output is None:
             return x
         inputs = (self.norm(x),) if targets_BT is None else (self.norm(x), targets_BT)
-        return self.output(*inputs)  # one that is split is hooked for one input alone
+        # `targets_BT` is passed only if present: hooks of a split projection allow a single input.
+        return self.output(*inputs)
 
     def rotary(self, length: int, device: torch.device) -> Tensor | None:
-        """Returns the rotary table of `length` positions, kept from call to call, or None for
-        learned positions.
+        """Returns the rotary table of `length` positions, [2, T, D] fp32, or None for learned
+        positions. The table is stored for later calls.
         """
         if self.spec.positions != "rotary":
             return None
@@ -281,12 +285,15 @@ class Decoder(nn.Module):
 def rotary_table(spec: ModelSpec, length: int, device: torch.device) -> Tensor:
     """Returns cosines and sines of the rotary angles, [2, T, D] fp32.
 
-    Kept outside parameters and buffers: a table in fp32 whatever the precision, made where and when
-    needed, so that building on the meta device needs no refill. Source: RoFormer (arXiv
-    2104.09864); with `spec.rope_scaling`, by how many turns a frequency makes in the original
-    length, transformers' `_compute_llama3_parameters`.
+    The table is neither a parameter nor a buffer. It is fp32 in every precision, and is made on the
+    device where it is needed, so that a model built on the meta device needs no refill.
+
+    Source: RoFormer (arXiv 2104.09864). With `spec.rope_scaling` frequencies are scaled by the
+    number of turns that they make in the original length, as in `_compute_llama3_parameters` of
+    transformers.
     """
-    # In this order of operations, so that long sequences get transformers' numbers to the last bit.
+    # This order of operations gives the numbers of transformers to the last bit, also for long
+    # sequences.
     exponent_D = (
         torch.arange(0, spec.head_size, 2, dtype=torch.float32, device=device) / spec.head_size
     )
@@ -303,8 +310,8 @@ def rotary_table(spec: ModelSpec, length: int, device: torch.device) -> Tensor:
 
 
 def rotate(x_BNTD: Tensor, rotary_2TD: Tensor) -> Tensor:
-    """Returns x with each pair (i, i + D/2) turned by its position's angle, computed in fp32, in
-    x's dtype.
+    """Returns x_BNTD with each pair of elements (i, i + D/2) rotated by the angle of its position.
+    The rotation is computed in fp32, and the result has the dtype of x_BNTD.
     """
     cos_TD, sin_TD = rotary_2TD
     x = x_BNTD.float()
@@ -315,12 +322,12 @@ def rotate(x_BNTD: Tensor, rotary_2TD: Tensor) -> Tensor:
 def initial_weight(
     spec: ModelSpec, name: str, shape: torch.Size, seed: int, device: torch.device
 ) -> Tensor:
-    """Returns the initial value of one whole parameter, fp32, from its global name and the seed
-    alone.
+    """Returns the initial value of one unsharded parameter, fp32. It depends only on the spec, the
+    parameter's global name and the seed, so that every layout starts from identical weights.
 
-    So every layout starts from the same model. Norm weights are 1, biases 0, matrices normal with
-    `spec.init_std`; with `scaled_init`, matrices that write to the residual stream are divided by
-    sqrt(2 L) (GPT-2, HLAT).
+    Norm weights are 1 and biases are 0. Matrices are normal with standard deviation
+    `spec.init_std`. With `scaled_init` matrices that write to the residual stream are divided by
+    sqrt(2 x number of layers) (GPT-2, HLAT).
     """
     if name.endswith("norm.weight"):
         return torch.ones(shape, device=device)
@@ -338,7 +345,7 @@ def initial_weight(
 
 
 def empty_decoder(spec: ModelSpec, *, recompute: Recompute = "none") -> Decoder:
-    """Returns a whole decoder on the CPU in fp32 whose weights are still to be filled."""
+    """Returns a whole decoder on the CPU in fp32 with uninitialised weights."""
     with torch.device("meta"):
         decoder = Decoder(spec, recompute=recompute)
     decoder.to_empty(device="cpu")
@@ -356,7 +363,7 @@ def build_decoder(spec: ModelSpec, *, seed: int = 1234, recompute: Recompute = "
 
 
 def make_norm(spec: ModelSpec) -> nn.Module:
-    """Returns the normalisation that the spec names."""
+    """Returns the normalisation layer of the spec: LayerNorm or RMSNorm."""
     kind = nn.LayerNorm if spec.norm == "layernorm" else nn.RMSNorm
     return kind(spec.hidden_size, eps=spec.norm_eps)
 

@@ -1,8 +1,8 @@
-"""The loss of the output projection, a chunk of tokens at a time, so that not all logits exist at
-once.
+"""The loss of the output projection, computed in chunks of tokens.
 
-Logits of 16,384 tokens over a vocabulary of 50,000 are 11 GB with their copies, more than the rest
-of a small model. Shape letters: N tokens, R tokens of a chunk, H hidden, V vocabulary.
+Logits of 16,384 tokens over a vocabulary of 50,000 need 11 GB with their copies, more than the rest
+of a small model. With chunks only the logits of one chunk exist at a time. Shape letters: N tokens,
+R tokens of a chunk, H hidden, V vocabulary.
 """
 
 import functools
@@ -23,11 +23,12 @@ def chunked_cross_entropy(
     """Returns the mean negative log-likelihood of `targets_N` in nats, fp32, under the logits x
     W^T.
 
-    Equals `F.cross_entropy(F.linear(x, weight).float(), targets)`, and its gradients, up to
-    rounding. Nothing is computed twice: gradients are made in the forward pass, chunk by chunk, and
-    summed in fp32, as by Liger Kernel's FusedLinearCrossEntropy (arXiv 2410.10989). One backward
-    pass only, and not for fp16: its loss scale would come too late. `compiled` makes one kernel of
-    what is done with logits: half the time of that on a CPU.
+    The loss and its gradients equal those of `F.cross_entropy(F.linear(x, weight).float(),
+    targets)` up to rounding. No logits are recomputed: gradients are computed in the forward pass,
+    chunk by chunk, and summed in fp32, as in Liger Kernel's FusedLinearCrossEntropy (arXiv
+    2410.10989). Only one backward pass is possible. fp16 is unsupported, since the loss scale is
+    known only in the backward pass. `compiled` makes one kernel of all operations on logits, which
+    halves the time of these operations on a CPU.
     """
     gradients = torch.is_grad_enabled() and (x_NH.requires_grad or weight_VH.requires_grad)
     return _ChunkedCrossEntropy.apply(x_NH, weight_VH, targets_N, gradients, compiled)  # type: ignore[return-value]
@@ -53,18 +54,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             d_RV, log_p_R1 = softmax(F.linear(x_NH[chunk], weight_VH), targets_N[chunk, None])
             loss -= log_p_R1.sum()
             if gradients:
-                # By the logits, times N: softmax - one-hot. Its -(1 - p) is rounded only once.
+                # The gradient by the logits, times N, is softmax - one-hot. At the targets it is
+                # p - 1, which expm1 computes from log p with a single rounding.
                 d_RV.scatter_(1, targets_N[chunk, None], log_p_R1.expm1().to(d_RV.dtype))
                 torch.mm(d_RV, weight_VH, out=dx_NH[chunk])
                 dweight_VH = _add_product(dweight_VH, d_RV.T, x_NH[chunk])
-            del d_RV  # else it lives on beside the next chunk's
+            del d_RV  # frees the memory before the next chunk's logits are allocated
         ctx.gradients = dx_NH, dweight_VH
         return loss / len(x_NH)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        # Scaled in place: a second backward pass must fail.
+        # The gradients are scaled in place, so a second backward pass must fail.
         dx_NH, dweight_VH = ctx.gradients
         ctx.gradients = None
         share = dloss / len(dx_NH)
@@ -72,37 +74,42 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _softmax_in_place(logits_RV: Tensor, targets_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the probabilities in the memory of the logits, and in fp32 the logarithm of those
-    of the targets.
+    """Returns (probabilities, fp32 logarithms of the targets' probabilities). The probabilities
+    overwrite the logits.
     """
     log_p_RV = logits_RV.log_softmax(-1, dtype=torch.float32)
     return torch.exp(log_p_RV, out=logits_RV), log_p_RV.gather(1, targets_R1)
 
 
 def _softmax(logits_RV: Tensor, targets_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the same; compiled, it has no logarithms in memory."""
+    """Returns (probabilities, fp32 logarithms of the targets' probabilities). It is for
+    compilation: the compiled function writes no logarithms of all probabilities to memory.
+    """
     log_p_RV = logits_RV.log_softmax(-1, dtype=torch.float32)
     return log_p_RV.exp().to(logits_RV.dtype), log_p_RV.gather(1, targets_R1)
 
 
 @functools.cache
 def _compiled_softmax() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    return torch.compile(_softmax, dynamic=False)  # two sizes, whole chunks and the last
+    # Only two shapes occur: whole chunks, and the last chunk.
+    return torch.compile(_softmax, dynamic=False)
 
 
 def _rows(vocab_size: int, device: torch.device) -> int:
-    """Returns how many tokens a chunk has."""
+    """Returns the number of tokens of a chunk."""
     memory = None
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     rows = max(1, logits_at_once(memory) // vocab_size)
     if rows > 128:
-        rows -= rows % 128  # whole tiles of a GPU's matrix product
+        rows -= rows % 128  # GPU matrix products are computed in tiles of up to 128 rows
     return rows
 
 
 def _add_product(total_VH: Tensor | None, left_VR: Tensor, right_RH: Tensor) -> Tensor:
-    """Returns the sum of a matrix product and, in fp32, of those before it."""
+    """Returns `total_VH` + left x right, in fp32 or wider. If `total_VH` is None, returns the
+    product in its own dtype. `total_VH` may be overwritten.
+    """
     if total_VH is None:
         return left_VR @ right_RH
     if right_RH.dtype in (torch.float32, torch.float64):
@@ -115,8 +122,8 @@ def _add_product(total_VH: Tensor | None, left_VR: Tensor, right_RH: Tensor) -> 
 
 @functools.cache
 def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product of this dtype is added to an fp32 sum as it is made: on GPUs, not by
-    every version of torch.
+    """Returns whether torch can add a matrix product of this dtype to an fp32 sum in one kernel.
+    Some versions can, on GPUs.
     """
     total = torch.ones(16, 16, device=device)
     ones = total.to(dtype)

@@ -1,1 +1,1 @@
-"""The equations fitted to measured and published runs."""
+"""Fits of the step-time equations to measured and published runs."""

@@ -1,5 +1,5 @@
-"""Calibration: coefficients of one machine from any of its runs, an interval, and which runs to
-do next. No torch.
+"""Calibration: coefficients of one machine fitted to its runs, predictions with an interval, and
+the choice of the next runs. No torch.
 """
 
 import dataclasses
@@ -19,70 +19,81 @@ from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.step_time import StepTime, step_time
 
 UNIDENTIFIED = 0.9
-"""Of the prior's spread: a coefficient whose posterior stays above it was not told by the data."""
+"""Share of the prior's standard deviation. If the posterior standard deviation of a coefficient is
+above this share, the runs did not determine the coefficient."""
 RUN_NOISE = 0.07
-"""ln-scale of a calibration run's own error when runs are proposed: what the formula gets wrong
-(`Scales.misfit`), and the same run measured twice (`fitting.NOISE`)."""
+"""Standard deviation, on the log scale, of the error of one calibration run when runs are proposed.
+It combines the error of the formula (`Scales.misfit`) and of a repeated measurement
+(`fitting.NOISE`)."""
 LOCAL_SPREAD = 1.2
-"""Factor of the prior's spread on a local site, since the population has no local machines. With
-`Scales.variance_factor` and Student's tails, intervals are as wide as with a factor of 2 without
-them. They hold all of 19 runs of the notebooks on two quiet cores."""
+"""Factor of the prior's standard deviation on a local site, since the population has no local
+machines. `Scales.variance_factor` and Student's tails widen intervals further. Without these two a
+factor of 2 would give the same width. All 19 runs of the notebooks on two quiet cores lie in their
+intervals."""
 LOCAL = {
     "gemm_efficiency": (0.6, 0.4),
     "collective_launch_s": (2e-3, 0.65),
     "node_latency_s": (5e-4, 0.65),
     "step_s": (2e-2, 0.95),
 }
-"""Mean and ln-spread where its mean differs too: processes of one machine that talk through gloo
-and Python."""
+"""(mean, standard deviation of the logarithm) of coefficients whose mean differs on a local site,
+since processes of one machine communicate through gloo and Python."""
 LOCAL_MISFIT = 0.12
-"""ln-scale of what is left over there: processes share cores, caches and whatever else the
-machine does."""
+"""Smallest standard deviation, on the log scale, of the error of the formula on a local site.
+Processes share cores and caches with each other and with all other work of the machine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Step times with a 90 % interval, and what makes them doubtful."""
+    """Predicted step times with a 90 % interval, and warnings about their reliability."""
 
     step_time: StepTime
+    """Predicted step times and their terms."""
     low_s: Array
+    """Lower end of each 90 % interval, in seconds per step."""
     high_s: Array
+    """Upper end of each 90 % interval, in seconds per step."""
     warnings: tuple[str, ...]
+    """Sentences about layouts unlike any measured run."""
     untried: tuple[str, ...]
-    """What is outside the experience of fit and runs, and has widened the interval of some
-    layout."""
+    """Names of traits that neither the fit nor the machine's runs have, for example context
+    parallelism. Each has widened the interval of some layout."""
 
     @property
     def total_s(self) -> Array:
-        """Seconds per step, centre of the interval."""
+        """Predicted seconds per step, the centre of the interval."""
         return self.step_time.total_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What runs told about a machine."""
+    """Coefficients of one machine, fitted to its runs, and their uncertainty."""
 
     coefficients: Coefficients
     covariance: Array
-    """Of ln coefficients, [NAMES, NAMES]."""
+    """Covariance of the logarithms of the coefficients, [NAMES, NAMES]."""
     unidentified: tuple[str, ...]
-    """Coefficients that the runs could not tell: they are the population's."""
+    """Names of coefficients that the runs did not determine. Their values rest on the population of
+    published machines."""
     num_runs: int
+    """Number of runs that the coefficients were fitted to."""
     num_derived: int = 0
-    """Of these, times that follow from a published rate (`PublishedRun.is_derived`)."""
+    """Number of runs, among `num_runs`, whose time follows from a published rate
+    (`PublishedRun.is_derived`)."""
     error: float
-    """Mean absolute relative error on the runs themselves; NaN without any."""
+    """Mean absolute relative error of the fitted step times of the runs. NaN without runs."""
     hardware: Hardware
+    """Numbers of the machine, used for predictions by default."""
     measured: interval.MeasuredRange | None
-    """Of the runs; none without any."""
+    """Range of the features of the runs. None without runs."""
     misfit: float = interval.SCALES.misfit
-    """ln-scale of what the formula gets wrong on this machine."""
+    """Standard deviation, on the log scale, of the error of the formula on this machine."""
 
     def predict(self, layouts: Layouts, hardware: Hardware | None = None) -> Prediction:
-        """Returns step times of layouts with an interval, and warnings for those unlike any
+        """Returns step times of layouts with a 90 % interval, and warnings for layouts unlike any
         calibrated run.
 
-        `hardware` is the calibrated machine's unless it is given.
+        If `hardware` is None, it is that of the calibrated machine.
         """
         hardware = hardware or self.hardware
         centre, variance = interval.log_time_and_variance(
@@ -115,11 +126,11 @@ class Calibration:
         )
 
     def draws(self, layouts: Layouts, count: int = 300, *, seed: int = 0) -> Array:
-        """Returns step times under draws of the coefficients from their posterior, seconds, [count,
-        layouts].
+        """Returns step times in seconds, [count, layouts], for random draws of the coefficients
+        from their posterior.
 
-        A ratio of two columns has its interval from these: what both layouts have in common
-        cancels. The formula's own misfit is not in them.
+        The draws give the interval of a ratio of two layouts, since errors that both layouts share
+        cancel. They do not include the error of the formula (`misfit`).
         """
         values = np.random.default_rng(seed).multivariate_normal(
             self._values, self.covariance, size=count, method="svd"
@@ -132,16 +143,16 @@ class Calibration:
         self, candidates: Layouts, count: int, hardware: Hardware | None = None
     ) -> list[int]:
         """Returns the indices of the `count` candidates whose runs would narrow the predictions of
-        all of them most.
+        all candidates most.
 
         Raises:
-            ConfigError: more are asked for than there are candidates.
+            ConfigError: `count` is larger than the number of candidates.
         """
         return propose(candidates, hardware or self.hardware, self._values, self.covariance, count)
 
     @property
     def label(self) -> str:
-        """Whether times are calibrated, in three words."""
+        """Text such as `calibrated on 3 runs`, or `not calibrated`."""
         return (
             f"calibrated on {counted(self.num_runs, 'run')}" if self.num_runs else "not calibrated"
         )
@@ -170,15 +181,15 @@ class Calibration:
 def calibrate(
     runs: Sequence[AnyRun], site: Site | None = None, *, hardware: Hardware | None = None
 ) -> Calibration:
-    """Returns the coefficients of the machine that the runs were made on.
+    """Returns the coefficients of the machine on which the runs were made.
 
-    Their prior is the population of published machines, wider for a local site; no runs give the
-    population's average. The site is that of the runs unless it is given, and `hardware`, its
-    numbers, are the site's.
+    Their prior is the population of published machines, with a larger standard deviation for a
+    local site. Without runs the coefficients are the average of the population. If `site` is None,
+    it is the site of the runs. If `hardware` is None, it has the numbers of the site.
 
     Raises:
-        ConfigError: a directory holds no finished step, or the site lacks a number that step time
-            needs.
+        ConfigError: A directory holds no finished step, the site lacks a number that step time
+            needs, or neither runs nor a site are given.
     """
     site = site or site_of(runs)
     is_local = site is not None and site.scheduler == "local"
@@ -211,8 +222,8 @@ def _local(prior: Prior) -> Prior:
 
 
 def left_out_ratios(runs: Sequence[PublishedRun], site: Site) -> Array:
-    """Returns predicted over measured step time of each run of a site when the others alone are
-    fitted.
+    """Returns predicted over measured step time of each run of a site. A run is predicted by a fit
+    to all other runs.
     """
     others = [[*runs[:i], *runs[i + 1 :]] for i in range(len(runs))]
     predicted = [
@@ -223,16 +234,16 @@ def left_out_ratios(runs: Sequence[PublishedRun], site: Site) -> Array:
 
 
 def published_calibration(site: Site) -> Calibration:
-    """Returns what published runs tell about a site: the fit of its own, or the population's
-    average if it has none.
+    """Returns the calibration of a site from its published runs, or the average of the population
+    if it has none.
 
-    A site file laid over a packaged site has that one's runs as its own as long as the device is
-    the same: they are fitted with the numbers of the machine that they ran on, and predict with
-    those of `site`, and with the doubt of another software stack. Second-hand numbers and rows that
-    were put right by hand are left out.
+    A site file with a packaged site as its `base` has the published runs of the packaged site, as
+    long as the device is the same. The fit uses the numbers of the packaged site. Predictions use
+    the numbers of `site`, and `misfit` includes `interval.OTHER_STACK`, since the software stack
+    may differ. Second-hand numbers and rows that were corrected by hand are left out.
 
     Raises:
-        ConfigError: the site lacks a number that step time needs.
+        ConfigError: The site lacks a number that step time needs.
     """
     hardware = Hardware.of(site)
     machine = _packaged(site.base or site.name)
@@ -246,13 +257,16 @@ def published_calibration(site: Site) -> Calibration:
 
 
 def _packaged(name: str | None) -> Site | None:
-    return Site.load(name) if name in Site.names() else None  # a site.json may come from a stranger
+    # The name may come from a site.json of another user, so no other file is loaded by it.
+    return Site.load(name) if name in Site.names() else None
 
 
 def from_fit(
     found: fitting.Fit, prior: Prior, rows: Rows | None, hardware: Hardware
 ) -> Calibration:
-    """Returns the calibration that a fit amounts to."""
+    """Returns the calibration of a machine with the coefficients of a fit to `rows`. If `rows` is
+    None, the fit had no runs.
+    """
     deviation = np.sqrt(np.diag(found.covariance))
     told = deviation < UNIDENTIFIED * prior.spread
     error = float("nan")
@@ -276,13 +290,13 @@ def from_fit(
 def propose(
     candidates: Layouts, hardware: Hardware, values: Array, covariance: Array, count: int
 ) -> list[int]:
-    """Returns indices of candidates, one after the other that which lowers the summed predictive
-    variance most.
+    """Returns the indices of `count` candidates, chosen one after the other. Each choice is the
+    candidate whose run lowers the predictive variance, summed over all candidates, most.
 
-    `values` are the ln coefficients believed now, with their covariance.
+    `values` are the present logarithms of the coefficients, with their covariance.
 
     Raises:
-        ConfigError: more are asked for than there are candidates.
+        ConfigError: `count` is larger than the number of candidates.
     """
     if not 0 <= count <= len(candidates):
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""Maximum a posteriori fits of step-time coefficients, and the population of machines that gives
-them their prior.
+"""Maximum a posteriori fits of step-time coefficients, and the population of machines as their
+prior.
 
 Coefficients are fitted as logarithms, each with a normal prior, inside its bounds. Residuals are
-ln(predicted / measured) with Student-t tails, since some published runs were disturbed; many rows
-of one machine count as no more than `MAX_ROWS`, since their misfits are not independent. NumPy
-only.
+ln(predicted / measured). They have Student-t tails, since some published runs were disturbed. All
+rows of one machine together have at most the weight of `MAX_ROWS` rows, since their errors are not
+independent. Needs NumPy only.
 """
 
 import dataclasses
@@ -21,38 +21,45 @@ from kit.estimate.theory.out_of_memory import Reserve
 from kit.estimate.theory.step_time import step_time
 
 NOISE = 0.04
-"""ln-scale of what a fitted model leaves over: same layout, same machine, measured twice differs
-by 3 to 5 %."""
+"""Standard deviation, on the log scale, of the residuals of a fitted model. Two measurements of one
+layout on one machine differ by 3 to 5 %."""
 TAIL = 5.0
-"""Degrees of freedom of the Student-t distribution."""
+"""Degrees of freedom of the Student-t distribution of residuals."""
 MAX_ROWS = 100.0
+"""Largest total weight of the rows of one machine in a fit, as a number of rows."""
 STACK_SPREAD = 0.15
-"""ln-spread of the factors of software stacks on one machine."""
+"""Standard deviation, on the log scale, of the time factor between software stacks on one
+machine."""
 MOST_LEVERAGE = 0.98
-"""Of a model's runs on their own prediction: a linear left-out error means nothing beyond."""
+"""Upper limit of the leverage of a model's runs on their own prediction. Above this limit the
+linear estimate of a left-out error is meaningless."""
 FEWEST_READINGS = 3
-"""Of memory, that two numbers of a reserve are fitted to."""
+"""Smallest number of memory readings for a fit of the two numbers of a reserve."""
 ROUNDS = 3
-"""Of fitting all machines with the population, and the population to them."""
+"""Number of rounds in which all machines are fitted with the population as prior, and then the
+population to the machines."""
 LOW = np.log([BOUNDS[name][0] for name in NAMES])
+"""Logarithm of the lowest allowed value of each coefficient, in the order of NAMES."""
 HIGH = np.log([BOUNDS[name][1] for name in NAMES])
+"""Logarithm of the highest allowed value of each coefficient, in the order of NAMES."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Measured step times: layouts, the machine of each, and which software stack it ran."""
+    """Measured step times, each with the layout, the machine and the software stack of its run."""
 
     layouts: Layouts
     hardware: Hardware
     step_time_s: Array
+    """Measured seconds per step of each row."""
     stack: Array
-    """Whole numbers from 0."""
+    """Number of the software stack of each row, from 0."""
 
     def __len__(self) -> int:
         return len(self.step_time_s)
 
     def select(self, rows: Array) -> Self:
-        """Returns some of the rows, by index or mask."""
+        """Returns the rows that `rows`, an index or a mask, selects."""
         return type(self)(
             layouts=self.layouts.select(rows),
             hardware=self.hardware.select(rows),
@@ -63,14 +70,18 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prior:
-    """Mean and spread of ln of each coefficient, in the order of NAMES."""
+    """Mean and standard deviation of the logarithm of each coefficient, in the order of NAMES."""
 
     mean: Array
+    """Mean of the logarithm of each coefficient."""
     spread: Array
+    """Standard deviation of the logarithm of each coefficient."""
 
     @classmethod
     def default(cls) -> Self:
-        """Returns the population that ships with Coefficients."""
+        """Returns the population of published machines: the defaults of `Coefficients` and their
+        spreads.
+        """
         defaults = Coefficients()
         return cls(
             mean=np.log([getattr(defaults, name) for name in NAMES]),
@@ -79,50 +90,61 @@ class Prior:
 
     @classmethod
     def guess(cls) -> Self:
-        """Returns what is believed before any machine was looked at."""
+        """Returns the prior before any machine was fitted (`hardware.GUESS`)."""
         return cls(
             mean=np.log([GUESS[name][0] for name in NAMES]),
             spread=np.array([GUESS[name][1] for name in NAMES]),
         )
 
     def only(self, names: Sequence[str]) -> Self:
-        """Returns the same with every coefficient but `names` held at its mean."""
+        """Returns a copy in which only the coefficients `names` are free. All other coefficients
+        are fixed at their mean by a spread of 0.
+        """
         return type(self)(mean=self.mean, spread=np.where(np.isin(NAMES, names), self.spread, 0.0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Where the posterior of ln coefficients is highest, and its covariance there."""
+    """Maximum of the posterior of the logarithms of coefficients, and their covariance at the
+    maximum.
+    """
 
     values: Array
-    """ln of the coefficients, in the order of NAMES."""
+    """Logarithms of the coefficients, in the order of NAMES."""
     covariance: Array
+    """Covariance of the logarithms of the coefficients, [NAMES, NAMES]."""
     stack_factors: Array
-    """ln, one per stack."""
+    """Logarithm of the time factor of each software stack."""
     left_out_error: Array
-    """ln(predicted / measured) of the runs of each model, root of their mean square, as if the
-    others alone had been fitted (by their leverage): runs of one model err alike."""
+    """Root mean square of ln(predicted / measured) over the runs of each model, one element per
+    model. Each model is predicted as if the other models alone had been fitted, computed from the
+    leverage of its runs. All runs of a model are left out together, since their errors are
+    similar."""
     left_out_variance: Array
-    """Of these predictions, from the coefficients; the mean."""
+    """Mean variance of the left-out predictions of each model, on the log scale, one element per
+    model. It contains only the uncertainty of the coefficients."""
 
     @property
     def coefficients(self) -> Coefficients:
         """The fitted coefficients, without stack factors."""
         low, high = np.array([BOUNDS[name] for name in NAMES]).T
-        values = np.clip(np.exp(self.values), low, high)  # a bound, not 1e-16 beyond
+        # Rounding of the exponential may exceed a bound by 1e-16.
+        values = np.clip(np.exp(self.values), low, high)
         return Coefficients(**dict(zip(NAMES, values.tolist(), strict=True)))
 
 
 def log_time(layouts: Layouts, hardware: Hardware, values: Array) -> Array:
-    """Returns ln of modelled seconds [..., N] of N layouts on one machine or N, by ln
-    coefficients [..., NAMES].
+    """Returns the logarithm of modelled seconds per step, [..., N], of N layouts on one machine or
+    on N machines. `values` are logarithms of coefficients, [..., NAMES].
     """
     columns = {name: np.exp(values[..., i, None]) for i, name in enumerate(NAMES)}
     return np.log(step_time(layouts, hardware, types.SimpleNamespace(**columns)).total_s)  # type: ignore[arg-type]
 
 
 def log_time_and_slopes(layouts: Layouts, hardware: Hardware, values: Array) -> tuple[Array, Array]:
-    """Returns (ln seconds [N], its derivatives by ln coefficient [N, NAMES])."""
+    """Returns (ln seconds per step, slopes), [N] and [N, NAMES]. A slope is the derivative of ln
+    seconds by the logarithm of a coefficient, computed as a finite difference.
+    """
     step = np.where(values + 1e-4 <= HIGH, 1e-4, -1e-4)
     all_values = np.concatenate([values[None], values + np.diag(step)])
     times = log_time(layouts, hardware, all_values)
@@ -133,11 +155,12 @@ def log_time_and_slopes(layouts: Layouts, hardware: Hardware, values: Array) -> 
 def fit(
     rows: Rows, prior: Prior, *, start: Array | None = None, stacks: bool = False, steps: int = 15
 ) -> Fit:
-    """Returns the coefficients that rows and prior together make most likely (Levenberg-Marquardt).
+    """Returns the coefficients that are most likely given rows and prior (Levenberg-Marquardt).
 
-    No rows give the prior back, and a spread of 0 keeps a coefficient at its mean. `start` are ln
-    coefficients to begin from instead of that mean; with `stacks` each software stack has a factor
-    beside the common one.
+    Without rows the result is the prior. A spread of 0 fixes a coefficient at its mean. `start` has
+    logarithms of coefficients to start from, by default the mean of the prior. With `stacks` each
+    software stack has its time factor in addition to the coefficient `factor`. `steps` limits the
+    iterations.
     """
     size = len(NAMES)
     count = int(rows.stack.max()) + 1 if stacks and len(rows) else 0
@@ -200,8 +223,11 @@ def fit(
 def _left_out(
     layouts: Layouts, error: Array, slopes: Array, weights: Array, covariance: Array
 ) -> tuple[Array, Array]:
-    """Returns (root of the mean squared error, mean variance) of the rows of each model, as if all
-    others alone had been fitted, by their leverage.
+    """Returns (root mean squared error, mean variance) of the predictions for the rows of each
+    model, on the log scale, one element per model.
+
+    The predictions are those of a fit without the rows of the model, computed from the leverage of
+    the rows. A model is a number of layers and a hidden size.
     """
     shapes = np.stack(np.broadcast_arrays(layouts.num_layers, layouts.hidden_size, error)[:2])
     model = np.unique(shapes, axis=1, return_inverse=True)[1].ravel()
@@ -219,7 +245,7 @@ def _left_out(
 
 
 def prior_only(prior: Prior) -> Fit:
-    """Returns what is believed without any run."""
+    """Returns the fit without any run, which is the prior."""
     none = np.zeros(0)
     return Fit(
         values=prior.mean,
@@ -233,9 +259,10 @@ def prior_only(prior: Prior) -> Fit:
 def population(machines: Sequence[Rows]) -> Prior:
     """Returns mean and spread of the coefficients among machines (empirical Bayes).
 
-    Each round fits every machine with the present prior, then takes mean and spread of the fits,
-    each weighted by how well its rows tell the coefficient. The guess to begin with counts as one
-    more machine for the mean and two for the spread.
+    Each round fits every machine with the present prior, then computes mean and spread of the fits.
+    In the mean a machine has more weight if its rows determine the coefficient better. The first
+    prior (`Prior.guess`) counts as one more machine for the mean, and as two more machines for the
+    spread.
     """
     hyper = prior = Prior.guess()
     fits = [None] * len(machines)
@@ -268,15 +295,16 @@ def _normal_equations(
 def fit_reserve(
     state: Array, dynamic: Array, used_bytes: Array, *, start: Reserve, source: str
 ) -> Reserve:
-    """Returns the reserve whose factor and extra bytes come closest to measured bytes: two fitted
-    numbers.
+    """Returns the reserve whose factor and extra bytes, the two fitted numbers, fit measured bytes
+    best.
 
-    The mean absolute relative error is minimised, since single readings in published tables are
-    wrong.
+    The fit minimises the mean absolute relative error, since single readings in published tables
+    are wrong. `state` (weights, gradients and optimizer) and `dynamic` are modelled bytes of the
+    device that was measured, one per run. `used_bytes` are bytes that a monitor or the allocator
+    showed. The sharpness is that of `start`.
 
-    State (weights, gradients and optimizer) and the rest are modelled for the device that was
-    measured, one per run; used bytes are as a monitor or the allocator showed them. The sharpness
-    of `start` is kept.
+    Raises:
+        ConfigError: There are fewer than FEWEST_READINGS measured runs.
     """
     if len(used_bytes) < FEWEST_READINGS:
         raise ConfigError(
@@ -295,8 +323,8 @@ def fit_reserve(
 
 
 def minimise(loss: Callable[[Array], float], start: Array) -> Array:
-    """Returns positive numbers at which `loss` is smallest near `start`: compass search on their
-    logarithms.
+    """Returns the positive numbers near `start` at which `loss` is smallest, by a compass search on
+    their logarithms.
     """
     best = np.asarray(start, dtype=float)
     value = loss(start)
@@ -311,7 +339,7 @@ def minimise(loss: Callable[[Array], float], start: Array) -> Array:
                     best = trial
                     value = new
                     break
-        onwards = best * (best / before)  # along the sum of the moves
+        onwards = best * (best / before)  # the moves of this round, a second time
         if best is before:
             step /= 2
         elif (new := loss(onwards)) < value:

@@ -1,10 +1,10 @@
-"""How far a prediction may be off: intervals from the posterior of the coefficients, and the
-measured range.
+"""Prediction intervals from the posterior of the coefficients, and the range of measured runs.
 
-What a step takes is ln-normal about the model, with a variance of three parts: what is not known of
-the coefficients, what the formula itself gets wrong on this machine (believed beforehand, then told
-by its runs, those of each model as if left out), and what no fit has seen. The scales are chosen on
-machines and code bases left out (`make validate`).
+The step time is taken as log-normal around the prediction. Its variance has three parts. The first
+is the uncertainty of the coefficients. The second is the error of the formula on this machine
+(misfit). It has a prior value, which the errors of the machine's runs correct, where the runs of
+each model are predicted as if left out of the fit. The third is for traits that no fit has seen
+(untried). The scales were chosen on left-out machines and code bases (`make validate`).
 """
 
 import dataclasses
@@ -18,48 +18,52 @@ from kit.estimate.theory.layer import layer_params
 from kit.estimate.theory.layouts import Array, Layouts
 
 NORMAL = 1.6449
-"""Quantile of a normal distribution: 5 % lie above."""
+"""Quantile of the standard normal distribution above which 5 % lie."""
 UNTRIED = 0.05
-"""ln-scale that each untried thing adds. Left-out machines that had one tell it badly, 0 to 0.1 is
-as likely."""
+"""Standard deviation, on the log scale, that each untried trait adds to a prediction. Left-out
+machines with such traits hardly determine this number: values from 0 to 0.1 are about equally
+likely."""
 OTHER_CODE_BASE = 16
-"""Untried things that compiled blocks count for, since they are a code base of their own: with
-other machines and code bases alone published runs of torchtitan are missed by a third, 0.2 to 0.3
-in ln; with other runs of their machine 64 A100 by 20 % and 64 MI250X by 2 %. Its own table for
-H100 of 500 W and 2.4 TB/s is missed by 18 % where half the products are made again (its `selective
-op`)."""
+"""Number of untried traits that compiled blocks count for, since they amount to a code base that is
+not in the fit. A fit to other machines and code bases alone misses published runs of torchtitan by
+a third (0.2 to 0.3 on the log scale). With other runs of the same machine in the fit, it misses 64
+A100 by 20 % and 64 MI250X by 2 %. Torchtitan's table for H100 with 500 W and 2.4 TB/s is missed by
+18 % where half the products are recomputed (`selective op` of torchtitan)."""
 OTHER_STACK = 0.08
-"""ln-scale by which a trainer or release differs from those of the published runs of its machine:
-the least with which intervals hold 85 % on published stacks, models and formats left out."""
+"""Standard deviation, on the log scale, of the time factor between a trainer or release and the
+published runs of its machine. It is the smallest value with which intervals contain 85 % of the
+published times of software stacks, models and formats that were left out of the fit."""
 MARGIN = 1.25
-"""How far outside the measured values a layout or a device may lie without a warning."""
+"""Factor by which a value of a layout or a device may lie outside the measured range without a
+warning."""
 BALANCES = {
     "memory bytes/s": (0.00415, 0.0128),
     "node link bytes/s": (0.000491, 0.00238),
     "network bytes/s": (2.23e-05, 1e-4),
 }
-"""Lowest and highest of the machines in the fit, of one device, for each FLOP/s that its matrix
-products reach."""
+"""(lowest, highest) value among the machines in the fit: bytes/s of one device per FLOP/s that its
+matrix products reach in bf16."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scales:
-    """How wide intervals are: the narrowest that hold 90 % on left-out machines (`make
-    validate`).
+    """Scales of prediction intervals. They give the narrowest intervals in which 90 % of the times
+    of left-out machines lie (`make validate`).
     """
 
     misfit: float = 0.04
     """Standard deviation, on the log scale, of the error of the formula on a machine without
     runs."""
     prior_models: float = 6.0
-    """Weight of `misfit`, in models, against the models that ran on the machine."""
+    """Weight of `misfit` as a number of models. Each model that ran on the machine has weight 1."""
     variance_factor: float = 2.25
     """Ratio of the variance of a coefficient on a new machine to the variance among the machines of
     the fit."""
 
     def misfit_after(self, error: Array, variance: Array) -> float:
-        """Returns the misfit believed after runs: ln error and variance of each model's when they
-        are predicted by the rest.
+        """Returns the standard deviation, on the log scale, of the error of the formula on a
+        machine with runs. `error` and `variance` have one element per model, as
+        `Fit.left_out_error` and `Fit.left_out_variance`.
         """
         own = np.maximum(error**2 - self.variance_factor * variance, 0.0).sum()
         return float(
@@ -69,12 +73,12 @@ class Scales:
     def half_width(
         self, variance: Array, misfit: float, num_untried: Array, num_runs: int
     ) -> Array:
-        """Returns half of each 90 % interval, in ln seconds; tails are Student's, thinner with
-        every run.
+        """Returns half the width of each 90 % interval, in ln seconds. The distribution is
+        Student's t, with thinner tails for more runs.
         """
         misfit_variance = misfit**2
         if num_runs:
-            # The runs that the fit rests on have a misfit, too.
+            # The coefficients rest on runs that have an error of the formula, too.
             misfit_variance = (1 + 1 / num_runs) * misfit**2
         untried_variance = num_untried * UNTRIED**2
         deviation = np.sqrt(self.variance_factor * variance + misfit_variance + untried_variance)
@@ -82,10 +86,12 @@ class Scales:
 
 
 SCALES = Scales()
+"""Scales of all prediction intervals of the kit."""
 
 
 def student_quantile(freedom: float) -> float:
-    """Returns what 5 % of Student's t lie above, to 0.2 % from 4 degrees of freedom on.
+    """Returns the quantile of Student's t above which 5 % lie, within 0.2 % from 4 degrees of
+    freedom on.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
@@ -101,7 +107,9 @@ def student_quantile(freedom: float) -> float:
 def log_time_and_variance(
     layouts: Layouts, hardware: Hardware, values: Array, covariance: Array
 ) -> tuple[Array, Array]:
-    """Returns (ln seconds, its variance) given ln coefficients and their covariance."""
+    """Returns (ln seconds per step, variance of ln seconds) of each layout. `values` are logarithms
+    of the coefficients, and `covariance` is their covariance.
+    """
     centre, slopes = log_time_and_slopes(layouts, hardware, np.clip(values, LOW, HIGH))
     return centre, np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
 
@@ -112,8 +120,8 @@ def prediction_errors(
     """Returns (relative error of each prediction, whether the measurement lies in its 90 %
     interval).
 
-    `runs` are those of the machine that were fitted, `other_stack` is the ln-scale by which theirs
-    differs from that of the rows.
+    `runs` are the fitted runs of the machine, or None. `other_stack` is the standard deviation, on
+    the log scale, of the time factor between their software stack and that of `rows`.
     """
     centre, variance = log_time_and_variance(
         rows.layouts, rows.hardware, found.values, found.covariance
@@ -131,8 +139,8 @@ def prediction_errors(
 
 
 def balances(hardware: Hardware) -> dict[str, Array]:
-    """Returns what one device moves per second for each FLOP/s of its bf16 products, by the
-    names of BALANCES.
+    """Returns the bandwidths of one device (memory, node links, network) in bytes/s per FLOP/s of
+    its bf16 products, by the names of BALANCES.
     """
     rate = np.asarray(hardware.attention_flops_per_s)
     network = np.asarray(hardware.network_bytes_per_s) / hardware.node_devices
@@ -141,8 +149,11 @@ def balances(hardware: Hardware) -> dict[str, Array]:
 
 
 def rare_traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
-    """Returns where a layout has what at most one code base of the fit has, and as how many untried
-    things it counts: its effect and the code base's are one.
+    """Returns, by name, the traits that at most one code base of the fit has. Arrays have one
+    element per layout: the number of untried traits that the trait counts for, or 0 if the layout
+    does not have it.
+
+    The fit cannot separate the effect of such a trait from the effect of the code base.
     """
     x = layouts
     found = {
@@ -162,10 +173,12 @@ def untried_counts(
     measured: "MeasuredRange | None",
     known: dict[str, tuple] = BALANCES,
 ) -> dict[str, Array]:
-    """Returns by name where layouts lie outside the experience of the fit and of the machine's own
-    runs: how many untried things that counts for, else 0.
+    """Returns, by name, traits that neither the fit nor the machine's runs have. Arrays have one
+    element per layout: the number of untried traits that the trait counts for, or 0.
 
-    `known` are the balances of the machines in the fit; a machine that has runs has told its own.
+    `measured` is the range of the machine's runs, or None. `known` has the (lowest, highest)
+    balance of the machines in the fit. It is used only without runs, since runs of a machine show
+    the effect of its balance.
     """
     tried = frozenset() if measured is None else measured.traits
     widest = 1.0 if measured is None else measured.bounds["tensor_parallel"][1]
@@ -185,8 +198,8 @@ def untried_counts(
 
 
 def layout_features(layouts: Layouts) -> dict[str, Array]:
-    """Returns what a layout must have in common with measured ones for its prediction to be
-    trusted.
+    """Returns the features of layouts, by name, that must lie in the measured range for a
+    prediction to be reliable.
     """
     x = layouts
     params = x.num_layers * layer_params(x) + x.vocab_size * x.hidden_size
@@ -203,15 +216,18 @@ def layout_features(layouts: Layouts) -> dict[str, Array]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredRange:
-    """Lowest and highest value of each feature among measured runs, and what they tried."""
+    """Lowest and highest value of each feature among measured runs, and the rare traits of the
+    runs.
+    """
 
     bounds: dict[str, tuple[float, float]]
+    """(lowest, highest) value of each of `layout_features`."""
     traits: frozenset[str]
-    """Names of `rare_traits` that some run had."""
+    """Names of the `rare_traits` that at least one run had."""
 
     @classmethod
     def of(cls, layouts: Layouts, hardware: Hardware) -> Self:
-        """Returns the range of these layouts on that hardware."""
+        """Returns the range of the features of `layouts`, and their rare traits on `hardware`."""
         bounds = {}
         for name, values in layout_features(layouts).items():
             bounds[name] = (float(np.min(values)), float(np.max(values)))
@@ -219,8 +235,8 @@ class MeasuredRange:
         return cls(bounds=bounds, traits=frozenset(tried))
 
     def warnings(self, layouts: Layouts) -> tuple[str, ...]:
-        """Returns a sentence that names each feature of which some layout lies outside the measured
-        range by `MARGIN`.
+        """Returns one sentence that names each feature in which some layout lies outside the
+        measured range by more than a factor of `MARGIN`. Returns an empty tuple if there is none.
         """
         outside = []
         for name, column in layout_features(layouts).items():

@@ -1,4 +1,4 @@
-"""Measured runs as rows that a fit takes: published ones, and run directories of the kit.
+"""Conversion of measured runs, published runs and run directories of the kit, to the rows of a fit.
 
 No torch.
 """
@@ -20,22 +20,24 @@ from kit.estimate.theory.layouts import Layouts
 from kit.run import Run
 
 AnyRun = PublishedRun | Run | str | os.PathLike[str]
-"""A published run, or a run of the kit by its directory."""
+"""A published run, or a run of the kit as `Run` or as its directory."""
 WARM_UP = 2
-"""Steps at the start of an attempt whose times are left out."""
+"""Number of steps at the start of each attempt whose times are left out."""
 CORE = dict(peak=1e11, memory_bytes_per_s=1e10, link_bytes_per_s=5e9)
-"""Orders of magnitude of one CPU core, for a local site whose numbers nobody measured."""
+"""Orders of magnitude of one CPU core in FLOP/s and bytes/s, for a local site without measured
+numbers."""
 
 
 def rows_of_any(runs: Sequence[AnyRun], site: Site | None, hardware: Hardware | None) -> Rows:
-    """Returns published runs and run directories of the kit, at least one, as rows.
+    """Returns the rows of published runs and run directories of the kit. At least one run is
+    required.
 
-    The machine is `site`, else that of each run, and its numbers are `hardware`, else those of the
+    If `site` is None, each run has its own site. If `hardware` is None, it has the numbers of the
     site.
 
     Raises:
-        ConfigError: a directory holds no finished step, or the site lacks a number that step time
-            needs.
+        ConfigError: A directory has no attempt with more than WARM_UP steps, `site` has another
+            device than a run, or the site lacks a number that step time needs.
     """
     parts = [_rows(run, site, hardware) for run in runs]
     sizes = list(map(len, parts))
@@ -48,11 +50,10 @@ def rows_of_any(runs: Sequence[AnyRun], site: Site | None, hardware: Hardware | 
 
 
 def published_rows(runs: Sequence[PublishedRun], site: Site | None = None) -> Rows:
-    """Returns published runs as rows, each with the hardware of `site`, else of its own site or a
-    guess from its peak.
+    """Returns the rows of published runs, each with the hardware of `hardware_of`.
 
     Raises:
-        ConfigError: as `hardware_of`.
+        ConfigError: A run's machine lacks a number, as in `hardware_of`.
     """
     stacks = sorted({run.stack for run in runs})
     return Rows(
@@ -64,12 +65,12 @@ def published_rows(runs: Sequence[PublishedRun], site: Site | None = None) -> Ro
 
 
 def hardware_of(run: PublishedRun, site: Site | None = None) -> Hardware:
-    """Returns the numbers of a published run's machine: those of `site`, else of its own, else a
-    guess in proportion to its peak.
+    """Returns the numbers of a published run's machine. They are those of `site`, or of the run's
+    own site, or an estimate in proportion to the peak of the device (`Hardware.like`).
 
     Raises:
-        ConfigError: the site lacks a number, or there is none and the peak is not known, or is not
-            that of the run's format.
+        ConfigError: The site lacks a number. Or the run has no site, and its peak is unknown or its
+            format is below bf16.
     """
     is_narrow = run.precision in NARROW
     site = site or run.site()
@@ -85,16 +86,17 @@ def hardware_of(run: PublishedRun, site: Site | None = None) -> Hardware:
 
 
 def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
-    """Returns the numbers of a site; on a local one each layout's processes share the cores.
+    """Returns the numbers of a site for each layout. On a local site the processes of a layout
+    share the cores.
 
-    Products in fp16 are taken to be as fast as those in bf16, as in the fit (`hardware_of`): sites
-    have a measured rate of products in bf16 only, which is below the usual share of the peak.
+    Products in fp16 are taken to be as fast as products in bf16, as in the fit (`hardware_of`).
+    Sites have a measured rate of products in bf16 only, which is below the usual share of the peak.
 
-    A local site whose peak, memory bandwidth or links were not measured (`kit bench`) gets
-    those of `CORE`.
+    A local site whose peak, memory bandwidth or links were not measured (`kit bench`) gets the
+    numbers of `CORE`.
 
     Raises:
-        ConfigError: a cluster's site lacks a number.
+        ConfigError: The site of a cluster lacks a number.
     """
     if site.scheduler != "local":
         return Hardware.of(site, "bf16" if dtype == "fp16" else dtype)
@@ -123,8 +125,8 @@ def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
 
 
 def site_of(runs: Sequence[AnyRun]) -> Site | None:
-    """Returns the site of the first run directory; None where there is none, or a published run,
-    which has its own.
+    """Returns the site of the first run directory. None if `runs` is empty or starts with a
+    published run, since each published run has its own site.
     """
     for run in runs:
         if isinstance(run, PublishedRun):

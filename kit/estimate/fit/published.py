@@ -1,8 +1,9 @@
-"""Published runs: measured step times and out-of-memory labels, one typed row each with its source.
+"""Published runs: measured step times and out-of-memory labels from a CSV file, one typed run with
+its source per row.
 
-Any CSV of the same columns (`data/README.md`) is read by the same code, and rows that contradict
-themselves or physics are refused with the reason: in this field a wrong batch or FLOP count is more
-common than a bad model. No torch.
+The module reads any CSV file with the columns of `data/README.md`. Rows that contradict themselves
+or physics are refused with the reason, since a wrong batch size or FLOP count in a publication is
+more common than a bad prediction. No torch.
 """
 
 import csv
@@ -21,10 +22,13 @@ from kit.estimate.theory.layouts import RECOMPUTE
 __all__ = ["SYSTEMS", "Basis", "PublishedRun", "layouts", "load", "read_runs", "step_times"]
 
 FILE = Path(__file__).parent / "data" / "published_runs.csv"
+"""CSV file with the published runs of the kit."""
 REQUIRED = ("source", "system", "gpu", "model", "precision")
+"""Columns of text that a CSV file must have."""
 LAYOUT = ("gpus", "layers", "hidden", "heads", "seq", "tp", "pp", "global_batch")
-"""Columns of numbers; a row that leaves one of these open is left out."""
+"""Columns of numbers that a CSV file must have. A row with one of them empty is left out."""
 TIMELESS = "no seconds_per_iter, mfu or tflops_per_gpu (with its basis), nor kind oom"
+"""Reason why a row without a step time is left out."""
 NUMBERS = (
     *LAYOUT,
     "peak_tflops_bf16",
@@ -45,8 +49,11 @@ NUMBERS = (
     "hfu",
     "memory_gb",
 )
+"""All columns of numbers."""
 FLAGS = ("fused_norm", "fused_softmax", "sequence_parallel")
+"""Columns with `yes` or `no`."""
 MAY_BE_ZERO = ("zero_stage", "flash_attention", "offloaded_layers")
+"""Columns of numbers in which 0 is allowed."""
 WORDS = {
     "kind": ("measured", "oom"),
     "status": ("read", "mixed", "derived", "recalled", "secondary"),
@@ -55,33 +62,37 @@ WORDS = {
     "overlap": ("yes", "no", "data", "tensor"),
     **dict.fromkeys(FLAGS, ("yes", "no")),
 }
+"""Allowed words of each column with words."""
 MAY_BE_OPEN = {
     "recompute": "recompute",
     "flash_attention": "flash_attention",
     "micro_batch": "micro_batch_size",
 }
-"""Columns for which a usual value is assumed, and the fields of PublishedRun that have it then."""
+"""Columns for which a usual value is assumed if they are empty, each with its name in
+`PublishedRun.assumed`."""
 SPEEDUP = {"fp8": 2.0, "mxfp8": 2.0, "nvfp4": 6.0}
-"""Most that a narrow format multiplies the bf16 peak by (NVIDIA Blackwell data sheets; 4 on
-GB200, 6 on GB300)."""
+"""Largest ratio of the peak in a narrow format to the bf16 peak (NVIDIA Blackwell data sheets). For
+nvfp4 it is 4 on GB200 and 6 on GB300."""
 NEVER_SEEN = 0.92
-"""Of the peak: no large matrix product is published above this; the fraction is refused where no
-ceiling is known."""
+"""Share of the peak FLOP/s that no published large matrix product exceeds. Rows above it are
+refused if the machine has no measured rate."""
 Lines = list[tuple[int, str]]
+"""(line number, reason) of rows that are not used."""
 FLOP_BASIS = {Basis.MODEL: FlopBasis.MODEL, Basis.HARDWARE: FlopBasis.MEGATRON_RECOMPUTE}
+"""FLOP count of each basis with which a rate can be converted into a step time."""
 
 
 def load(
     file: str | os.PathLike[str] | None = None, *, system: str | None = None
 ) -> tuple[PublishedRun, ...]:
-    """Returns the runs of a CSV with the columns of `published_runs.csv`, by default that one; of
-    one machine if named.
+    """Returns the runs of a CSV file with the columns of `published_runs.csv`, which is the default
+    file. With `system` only the runs of this machine are returned.
 
-    Rows whose layout the source does not give are left out.
+    Rows without a complete layout are left out.
 
     Raises:
-        ConfigError: no such file, columns missing, or rows that contradict themselves or physics
-            (all named).
+        ConfigError: The file cannot be read, columns are missing, or rows contradict themselves or
+            physics. The error names up to ten of these rows.
     """
     runs, refused, _ = read_runs(FILE if file is None else file)
     if refused:
@@ -94,8 +105,8 @@ def load(
 
 
 def of_site(name: str) -> tuple[PublishedRun, ...]:
-    """Returns the measured runs of a packaged site's machine, without second-hand numbers and rows
-    that were put right by hand.
+    """Returns the measured runs of a packaged site's machine. Second-hand numbers and rows that
+    were corrected by hand are left out.
     """
     return tuple(
         run
@@ -108,11 +119,13 @@ def of_site(name: str) -> tuple[PublishedRun, ...]:
 
 
 def read_runs(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], Lines, Lines]:
-    """Returns (runs, refused, left out): rows that cannot be right, and those that say too little,
-    as (line, reason).
+    """Returns (runs, refused rows, left-out rows) of a CSV file.
+
+    Refused rows contradict themselves or physics. Left-out rows have no complete layout or no time.
+    Both are lists of (line number, reason).
 
     Raises:
-        ConfigError: no such file, or a column is missing.
+        ConfigError: The file cannot be read as CSV, or a column is missing.
     """
     path = Path(file)
     try:
@@ -141,8 +154,8 @@ def read_runs(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], L
 
 
 def _run(row: dict[str, str]) -> PublishedRun | str:
-    """Returns the typed run of one CSV row, or which columns it leaves open without which it
-    cannot be used.
+    """Returns the typed run of one CSV row. If required columns are empty, returns a text that
+    names them.
     """
     x: dict[str, Any] = (
         row
@@ -160,7 +173,7 @@ def _run(row: dict[str, str]) -> PublishedRun | str:
         source=x["source"],
         system=x["system"],
         device=x["gpu"],
-        # without page or version
+        # The stack is named by the source without page or version.
         stack=f"{x['source'].split('(')[0].split(' arXiv')[0].strip()}, {x['system']}",
         kind=kind,
         status=x["status"] or "read",
@@ -181,7 +194,9 @@ def _run(row: dict[str, str]) -> PublishedRun | str:
 
 
 def _is_derived(x: dict[str, Any]) -> bool:
-    """Returns whether a row was put together from several statements, and its time computed."""
+    """Returns whether a row combines several statements of its source, so that its time was
+    computed and not read.
+    """
     computed = x["seconds_per_iter"] is None or "seconds" in (x.get("derived") or "")
     return x["status"] == "derived" or (x["status"] == "mixed" and computed)
 
@@ -235,11 +250,13 @@ def _is_llama(x: dict[str, Any]) -> bool:
 
 
 def _kernels(x: dict[str, Any]) -> dict[str, Any]:
-    """Returns which kernels ran, or what is likely where the source does not say."""
+    """Returns the fields of PublishedRun on kernels, by name. If the source does not state a
+    kernel, the likely one is assumed.
+    """
     flash = x["flash_attention"]
     if flash is None:
-        # Scores were written out as long as recomputation was the way to save their memory, and
-        # always on Trainium.
+        # Runs that recompute GPT-style models did so to save the memory of attention scores, which
+        # fused attention does not write. On Trainium scores are always written to memory.
         recomputes = x["recompute"] not in (None, "none")
         saves = recomputes and not _is_llama(x) and x["zero_stage"] != 3
         flash = 0 if saves or x["gpu"].startswith("Trainium") else 2
@@ -249,14 +266,16 @@ def _kernels(x: dict[str, Any]) -> dict[str, Any]:
         fused_softmax=x["fused_softmax"] != "no",
         data_overlap=x["overlap"] in ("yes", "data"),
         tensor_overlap=x["overlap"] in ("yes", "tensor"),
-        # Megatron sums bf16 gradients in fp32, and fp16 ones as they are.
         offloaded_layers=int(x["offloaded_layers"] or 0),
+        # Megatron sums bf16 gradients in fp32, and fp16 gradients in fp16.
         gradient_bytes=float(x["gradient_bytes"] or (2 if x["precision"] == "fp16" else 4)),
     )
 
 
 def _derived_seconds(spec: ModelSpec, x: dict[str, Any]) -> float | None:
-    """Returns seconds per step from MFU or FLOP/s, in the basis the source states."""
+    """Returns seconds per step, computed from MFU or from FLOP/s with the basis that the source
+    states. None if the row has neither, or if the basis is unknown.
+    """
     basis = FlopBasis.MODEL if x["mfu"] else FLOP_BASIS.get(Basis(x["basis"] or "unknown"))
     rate = (
         x["mfu"] * (_times(x["peak_tflops_bf16"], 1e12) or 0)
@@ -270,10 +289,10 @@ def _derived_seconds(spec: ModelSpec, x: dict[str, Any]) -> float | None:
 
 
 def _check(run: PublishedRun, x: dict[str, Any]) -> None:
-    """Refuses too many stages, utilisations above 1, and rates above what any matrix product
-    reached.
+    """Raises ConfigError if a run has too many stages, a utilisation above 1, or a rate above the
+    highest rate of a matrix product.
     """
-    # Embedding and loss may have a stage.
+    # Embedding and loss may have one stage each, in addition to the layers.
     if run.spec.num_layers + 2 < run.plan.num_stages:
         raise ConfigError(
             f"pp: {run.plan.pipeline_parallel} x {run.plan.virtual_stages} stages of"
@@ -287,7 +306,7 @@ def _check(run: PublishedRun, x: dict[str, Any]) -> None:
                 " impossible."
             )
     rates = [run.flops_per_s(), x["tflops_per_gpu"] and x["tflops_per_gpu"] * 1e12]
-    # What the device executes, where the source has no FLOP/s of its own.
+    # Under full recomputation the device also executes the recomputed FLOPs.
     if run.plan.recompute == "full":
         rates.append(run.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) if not run.spec.gated else None)
     ceiling, where = _ceiling(run)
@@ -303,7 +322,9 @@ def _check(run: PublishedRun, x: dict[str, Any]) -> None:
 
 
 def _ceiling(run: PublishedRun) -> tuple[float | None, str]:
-    """Returns the highest FLOP/s that one device can be believed to do, and why."""
+    """Returns (highest plausible FLOP/s of one device, reason). The rate is None if no peak is
+    known.
+    """
     site = run.site()
     speedup = SPEEDUP.get(run.precision, 1.0)
     matmul = site.device.matmul_flops_per_s.get("bf16") if site else None

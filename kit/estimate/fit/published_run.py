@@ -1,5 +1,5 @@
-"""PublishedRun: one measured or out-of-memory run that somebody published, and the machine it
-ran on. No torch.
+"""Record of one published run (`PublishedRun`), measured or out of memory, and the site of its
+machine. No torch.
 """
 
 import dataclasses
@@ -18,22 +18,25 @@ from kit.estimate.theory.layouts import Layouts, transformer_engine
 
 
 class Basis(enum.Enum):
-    """What the FLOP/s of a row count."""
+    """FLOP count behind the published FLOP/s of a row."""
 
     MODEL = "model"
     """Model FLOPs: `FlopBasis.MODEL`."""
     HARDWARE = "hw"
-    """Recomputation counted: `FlopBasis.MEGATRON_RECOMPUTE`."""
+    """Model FLOPs and recomputation: `FlopBasis.MEGATRON_RECOMPUTE`."""
     NEOX = "neox"
-    """6 N + 60 L h s per token: attention counted five times over."""
+    """6 N + 60 L h s FLOPs per token with N parameters, L layers, hidden size h and sequence length
+    s. This counts attention five times."""
     NONE = "none"
+    """The row has no published FLOP/s."""
     UNKNOWN = "unknown"
+    """The source does not state the FLOP count."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedRun:
-    """One published run: a model, a layout, and how long a step took, or that it ran out of
-    memory.
+    """One published run: a model, a layout, and the measured step time or an out-of-memory
+    label.
     """
 
     source: str = field_doc("paper, repository or log")
@@ -81,23 +84,23 @@ class PublishedRun:
 
     @property
     def num_devices(self) -> int:
-        """Of the plan."""
+        """Number of devices of the plan."""
         return self.plan.num_devices
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of one global batch."""
+        """Number of tokens of one global batch."""
         return self.plan.global_batch_size * self.spec.sequence_length
 
     @property
     def has_blocks(self) -> bool:
-        """Whether its device multiplies formats whose blocks share a scale."""
+        """Whether the device of the run supports block-scaled formats such as mxfp8."""
         site = self.site()
         return site is not None and "mxfp8" in site.device.peak_flops_per_s
 
     def flops_per_s(self, basis: FlopBasis = FlopBasis.MODEL) -> float | None:
-        """Returns FLOP/s of one device from the measured step time, or None for an out-of-memory
-        row.
+        """Returns FLOP/s of one device, computed from the measured step time with a FLOP count.
+        None for an out-of-memory run.
         """
         if self.step_time_s is None:
             return None
@@ -112,7 +115,9 @@ class PublishedRun:
         return layouts([self])
 
     def site(self) -> Site | None:
-        """Returns the packaged site of the run's machine, else of its kind of device, else None."""
+        """Returns the packaged site of the run's machine, or a packaged site with its kind of
+        device, or None if there is neither.
+        """
         return _site(self.source, self.system, self.device)
 
 
@@ -125,13 +130,13 @@ SAID = (
     "gradient_bytes",
     "offloaded_layers",
 )
-"""Kernels that a row names."""
+"""Fields of PublishedRun that are columns of Layouts."""
 
 
 def layouts(runs: Sequence[PublishedRun]) -> Layouts:
     """Returns the runs as Layouts, one element per run.
 
-    None is `native`: what is narrow ran Transformer Engine.
+    The column `native` is false. Runs in formats below bf16 are taken to use Transformer Engine.
     """
     kernels = {name: [getattr(run, name) for run in runs] for name in SAID}
     narrow = [transformer_engine(run.precision, run.has_blocks) for run in runs]
@@ -141,7 +146,7 @@ def layouts(runs: Sequence[PublishedRun]) -> Layouts:
 
 
 def step_times(runs: Iterable[PublishedRun]) -> np.ndarray:
-    """Returns measured seconds per step, NaN where there is none."""
+    """Returns measured seconds per step, one element per run. NaN for out-of-memory runs."""
     return np.array([np.nan if run.step_time_s is None else run.step_time_s for run in runs])
 
 
@@ -159,6 +164,7 @@ SYSTEMS = {
     "DGX-GB200": "gb200-nvl72",
     "DGX-GB300": "gb300-nvl72",
 }
+"""Name of the packaged site of each machine, by the name of the machine in its source."""
 DEVICES = (
     ("A100", "selene"),
     ("MI250", "frontier"),
@@ -178,6 +184,7 @@ DEVICES = (
     ("MI355X", "mi355x"),
     ("Gaudi2", "gaudi2"),
 )
+"""(beginning of a device's name, name of a packaged site), for machines that are not in SYSTEMS."""
 
 
 @functools.cache

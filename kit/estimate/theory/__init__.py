@@ -1,1 +1,1 @@
-"""Memory and time of a layout, by equations."""
+"""Equations for the memory and the step time of layouts."""

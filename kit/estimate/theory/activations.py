@@ -1,25 +1,27 @@
-"""Activations: bytes that one layer keeps per token for its backward pass, and micro-batches in
-flight.
+"""Activations: bytes that one layer saves per token for its backward pass, and the number of
+micro-batches in flight.
 
-Counted per tensor as in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models" (arXiv 2205.05198), table 2 and equations 1 to 6, with grouped heads and gated feed-forward
-from the shapes. At 2 bytes a number, per token, with q = t under sequence parallelism, else 1, and
-K = h k / a the width of keys:
+Bytes are counted per tensor as in Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models" (arXiv 2205.05198), table 2 and equations 1 to 6. Grouped heads and gated
+feed-forward layers are added. The table has bytes per token at 2 bytes per element, where q = t
+with sequence parallelism, otherwise 1, and K = h k / a is the width of all keys:
 
     inputs of the query and feed-forward matrices   4 h / q
     inputs of two norms                             4 h / q (not fused: `norm_bytes` instead of 2
                                                     each)
     query, key, value, result of attention          (4 h + 4 K) / t
-    scores                                          4 a / t with flash attention (log-sum-exp), else
-                                                    2 a s / t (not fused: `score_bytes`; + 3 with
-                                                    dropout)
-    hidden of feed-forward                          4 f / t, gated 8 f / t (6 f / t where silu(gate)
-                                                    * up is fused)
+    scores                                          4 a / t with flash attention (log-sum-exp),
+                                                    otherwise 2 a s / t (not fused: `score_bytes`
+                                                    instead of 2; + 3 with dropout)
+    hidden elements of feed-forward                 4 f / t, gated 8 f / t (6 f / t if silu(gate) *
+                                                    up is fused)
     dropout masks                                   2 h / q
 
-For h = a d, f = 4 h, q = 1 that is Korthikanti's s b h (10 + 24 / t + 5 a s / (h t)); with q = t
-his s b h / t (34 + 5 a s / h). Where linear layers keep their inputs in i bytes (fp8: 1), 2 i h / q
-and i f / t stand for 4 h / q and 2 f / t of these. Full recomputation keeps the input, 2 h / q.
+For h = a d, f = 4 h and q = 1 the sum over s b tokens is Korthikanti's s b h (10 + 24 / t +
+5 a s / (h t)). For q = t it is Korthikanti's s b h / t (34 + 5 a s / h). Linear
+layers may save their inputs with i bytes per element (fp8: 1). Then 4 h / q of the query and
+feed-forward inputs becomes 2 i h / q, and 2 f / t of the hidden elements becomes i f / t. Full
+recomputation saves only the input of the layer, 2 h / q.
 """
 
 import dataclasses
@@ -41,7 +43,9 @@ _CODE = {name: SCHEDULES.index(name) for name in SCHEDULES}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels(Record):
-    """What a code base keeps for the backward pass beyond what shapes and layout say."""
+    """Properties of a code base that determine the bytes saved for the backward pass, in addition
+    to shapes and layout.
+    """
 
     dropout: bool = field_doc("keeps masks of dropout, in models without gate")
     fused_gate: bool = field_doc("silu(gate) * up is one kernel, so silu(gate) is not kept")
@@ -92,14 +96,14 @@ MEGATRON = Kernels(
     gathered_logits=False,
     logit_bytes=10,
 )
-"""Megatron-LM: logits in bf16 and fp32 (whose memory the softmax takes over), and their
-gradient."""
+"""Kernels of Megatron-LM. The 10 bytes per logit are 2 for bf16 logits, 4 for fp32 logits and 4 for
+their gradient. The softmax reuses the memory of the fp32 logits."""
 MEGATRON_CORE = MEGATRON.replace(dropout=False, logit_bytes=4)
-"""Its recipes since 2024: no dropout, and Transformer Engine's cross entropy, whose gradient takes
-the place of the logits."""
+"""Kernels of Megatron-Core's recipes since 2024. They have no dropout, and use Transformer Engine's
+cross entropy, whose gradient overwrites the logits."""
 MEGATRON_DEEPSPEED = MEGATRON.replace(tied_positions=True)
-"""Its pipeline ties the whole embedding layer (`EmbeddingPipe` as a `TiedLayerSpec`,
-`megatron/model/gpt_model.py`)."""
+"""Kernels of Megatron-DeepSpeed. Its pipeline ties the whole embedding layer (`EmbeddingPipe` as a
+`TiedLayerSpec`, `megatron/model/gpt_model.py`), learned positions included."""
 KIT = Kernels(
     dropout=False,
     fused_gate=False,
@@ -111,13 +115,14 @@ KIT = Kernels(
     chunk_logit_bytes=10,
     fully_sharded=True,
 )
-"""The kit's own decoder, as tests measure it: logits in bf16 and fp32, log-softmax, gradient. One
-tensor rank without a pipeline computes its loss in chunks (`kit.model.cross_entropy`): of one,
-logits in bf16 and fp32, and log-softmax."""
+"""Kernels of the kit's decoder, as tests measure them. The 14 bytes per logit are logits in bf16
+and fp32, log-softmax and gradient. Without tensor and pipeline parallelism the loss is computed in
+chunks (`kit.model.cross_entropy`). The 10 bytes per logit of a chunk are logits in bf16 and fp32,
+and log-softmax."""
 
 TORCHTITAN = KIT.replace(chunk_logits=0, chunk_logit_bytes=0, logit_bytes=10, fused_gate=True)
-"""Compiled blocks keep gate and up, not silu(gate); the loss is computed of all logits at once, in
-one compiled kernel."""
+"""Kernels of torchtitan with compiled blocks. The blocks save gate and up, but not silu(gate). One
+compiled kernel computes the loss from all logits at once."""
 DEEPSPEED = KIT.replace(
     chunk_logits=0,
     fully_sharded=False,
@@ -125,15 +130,18 @@ DEEPSPEED = KIT.replace(
     reduction_bytes=2,
     bucket_bytes=2 * 500e6,
 )
-"""The kit's decoder in DeepSpeed 0.19.8, counted: ZeRO 1 (`BF16_Optimizer`) and 2 keep bf16
-gradients beside their fp32 sums; ZeRO 1 casts all sums to bf16 at once to reduce them
-(`allreduce_bucket`); `reduce_bucket_size` is 5e8 numbers."""
+"""Kernels of the kit's decoder in DeepSpeed 0.19.8, counted from its source. ZeRO 1
+(`BF16_Optimizer`) and ZeRO 2 hold bf16 gradients in addition to their fp32 sums. To reduce the
+sums, ZeRO 1 casts all of them to bf16 at once (`allreduce_bucket`). `reduce_bucket_size` is 5e8
+elements of 2 bytes."""
 KERNELS_BY_MODEL = {"torch": KIT, "deepspeed": DEEPSPEED, "megatron": MEGATRON}
 """Kernels by `Capabilities.memory_model`."""
 
 
 def engine_kernels(engine: EngineName, device: Device | None = None) -> Kernels:
-    """Returns what an engine keeps, on a CPU unless the device is a GPU."""
+    """Returns the kernels of an engine. If `device` is a GPU, the chunks of the loss have the size
+    for its memory. Otherwise they have the size for a CPU.
+    """
     kernels = KERNELS_BY_MODEL[capabilities_of(engine).memory_model]
     memory = device and device.is_gpu and device.memory_bytes
     if memory and kernels.chunk_logits:
@@ -150,13 +158,13 @@ class LayerActivations:
 
     @cached_property
     def residual_size(self) -> Array:
-        """Numbers per token between blocks on one device: h / q."""
+        """Elements per token of the residual stream on one device: h / q."""
         return self.layouts.hidden_size / self.layouts.sequence_shards
 
     @cached_property
     def product_input_bytes(self) -> Array:
-        """Inputs of the query and feed-forward matrices: 2 i h / q at i bytes per number (2, fewer
-        in a narrow format). Code that saves gathered inputs needs 2 i h.
+        """Bytes of the inputs of the query and feed-forward matrices: 2 i h / q at i bytes per
+        element (2, or fewer in a narrow format). Code that saves gathered inputs needs 2 i h.
         """
         x = self.layouts
         size = self.residual_size
@@ -166,30 +174,30 @@ class LayerActivations:
 
     @cached_property
     def _has_fused_norm(self) -> Array:
-        """Whether the norm is one kernel, bool. A LayerNorm always is."""
+        """Whether the norm is one kernel, bool. A LayerNorm is always one kernel."""
         return self.layouts.fused_norm | np.logical_not(self.layouts.gated)
 
     @cached_property
     def norm_input_bytes(self) -> Array:
-        """Inputs of both norms: 4 h / q, or for an RMSNorm that is not fused 2 `norm_bytes` h /
-        q.
+        """Bytes of the inputs of both norms: 4 h / q, or 2 `norm_bytes` h / q for an RMSNorm that
+        is not fused.
         """
         each = self.layouts.where(self._has_fused_norm, 4.0, 2 * self.kernels.norm_bytes)
         return each * self.residual_size
 
     @cached_property
     def layer_input_bytes(self) -> Array:
-        """Input of the layer, which a fused first norm and full recomputation both save: 2 h / q.
-        0 if the norm is not fused.
+        """Bytes of the input of the layer, which a fused first norm and full recomputation both
+        save: 2 h / q. 0 if the norm is not fused.
         """
         return self.layouts.where(self._has_fused_norm, 2.0, 0.0) * self.residual_size
 
     @cached_property
     def attention_bytes(self) -> Array:
-        """Query, key, value and result of attention: (4 h + 4 K) / t.
+        """Bytes of query, key, value and result of attention: (4 h + 4 K) / t.
 
         With the all-to-all exchange the result is saved twice, split by heads and split by
-        sequence: + 2 h / t.
+        sequence, which needs 2 h / t more.
         """
         layouts = self.layouts
         tensor_parallel = self.layouts.tensor_parallel
@@ -201,8 +209,9 @@ class LayerActivations:
 
     @cached_property
     def attention_score_bytes(self) -> Array:
-        """Log-sum-exp of fused attention: 4 a / t. Written-out scores: `score_bytes` a s / t, with
-        dropout 3 a s / t more.
+        """Bytes of the log-sum-exp of fused attention: 4 a / t. Scores that are written to memory
+        need `score_bytes` a s / t instead (2 a s / t if mask and softmax are fused), and 3 a s / t
+        more with dropout.
         """
         layouts = self.layouts
         kernels = self.kernels
@@ -215,8 +224,8 @@ class LayerActivations:
 
     @property
     def feed_forward_bytes(self) -> Array:
-        """Hidden numbers of feed-forward: (2 + i) f / t, gated (6 + i) f / t, or (4 + i) f / t if
-        the gate is fused.
+        """Bytes of the hidden elements of feed-forward: (2 + i) f / t at i bytes per saved input
+        element. Gated models need (6 + i) f / t, or (4 + i) f / t if the gate is fused.
         """
         x = self.layouts
         gate = 2.0 if self.kernels.fused_gate else 4.0
@@ -225,7 +234,9 @@ class LayerActivations:
 
     @cached_property
     def all_bytes(self) -> Array:
-        """Sum of the tensors above, and masks of dropout, 2 h / q."""
+        """Bytes saved without recomputation: inputs of products and norms, attention, scores,
+        feed-forward, and masks of dropout (2 h / q).
+        """
         masks: Array | float = 0.0
         if self.kernels.dropout:
             masks = 2 * self.layouts.plain * self.residual_size
@@ -240,7 +251,7 @@ class LayerActivations:
 
     @cached_property
     def _activation_input_bytes(self) -> Array:
-        """Inputs of the activation function in bf16: 2 f / t, gated 4 f / t."""
+        """Bytes of the inputs of the activation function in bf16: 2 f / t, gated 4 f / t."""
         layouts = self.layouts
         return (2 + 2 * (1 - layouts.plain)) * (layouts.ffn_hidden_size / layouts.tensor_parallel)
 
@@ -248,9 +259,10 @@ class LayerActivations:
     def _selectively_saved_bytes(self) -> Array:
         """Bytes saved under selective recomputation.
 
-        With `attention` everything but written-out scores is saved. With `elementwise` the input
-        and the results of all matrix products and of attention are saved. Results of row-split
-        products are saved gathered, and summed too.
+        If `kernels.selective` is `attention`, everything is saved but scores written to memory. If
+        it is `elementwise`, the layer's input and the results of all matrix products and of
+        attention are saved. Results of row-split products are saved before and after their sum over
+        tensor ranks.
         """
         layouts = self.layouts
         if self.kernels.selective == "attention":
@@ -271,8 +283,9 @@ class LayerActivations:
     def _selectively_recomputed_bytes(self) -> Array:
         """Bytes recomputed in the backward pass under selective recomputation.
 
-        With `attention` these are written-out scores. With `elementwise` they are norms, rotation,
-        activation function and inputs of products.
+        If `kernels.selective` is `attention`, these are the scores written to memory. If it is
+        `elementwise`, they are the results of norms, rotation and activation function, and the
+        inputs of products.
         """
         layouts = self.layouts
         if self.kernels.selective == "attention":
@@ -289,7 +302,9 @@ class LayerActivations:
 
     @cached_property
     def saved_bytes(self) -> Array:
-        """Bytes saved from the forward pass until the backward pass, per micro-batch."""
+        """Bytes saved from the forward pass until the backward pass, per token of a micro-batch,
+        under each layout's recomputation.
+        """
         recompute = self.layouts.recompute
         some = np.where(recompute == _NONE, self.all_bytes, self._selectively_saved_bytes)
         share = self.layouts.recomputed_share
@@ -298,8 +313,8 @@ class LayerActivations:
 
     @cached_property
     def workspace_bytes(self) -> Array:
-        """Bytes in the backward pass of one layer at a time: recomputed tensors, and the gradients
-        before and after the activation function, 4 f / t.
+        """Bytes per token that exist only during the backward pass of a layer: recomputed tensors,
+        and the gradients before and after the activation function, 4 f / t.
         """
         recompute = self.layouts.recompute
         some = np.where(recompute == _NONE, 0.0, self._selectively_recomputed_bytes)
@@ -308,16 +323,18 @@ class LayerActivations:
 
 
 def microbatches_in_flight(layouts: Layouts, stage: Any) -> Array:
-    """Returns the largest number of micro-batches whose activations pipeline device `stage` holds
-    at once.
+    """Returns the largest number of micro-batches whose activations pipeline device i = `stage`
+    holds at once.
 
-    One unit is one micro-batch in all layers of the device, at most m of them:
+    One unit is one micro-batch in all layers of the device. There are at most m:
 
-    - gpipe: m (arXiv 1811.06965);
-    - 1f1b: p - i (arXiv 2104.04473, section 2.2);
-    - interleaved: ((v - 1) p + 2 (p - i - 1) + 1) / v, on the first device p + (p - 1) / v (ibid.);
-    - zero_bubble (ZB-H1), zbv: p on every device: later devices spend what they save on delayed
-      weight gradients (arXiv 2401.10241, sections 2 and 5).
+    - gpipe: m (arXiv 1811.06965).
+    - 1f1b: p - i (arXiv 2104.04473, section 2.2).
+    - interleaved: ((v - 1) p + 2 (p - i - 1) + 1) / v, which is p + (p - 1) / v on the first device
+      (arXiv 2104.04473, section 2.2).
+    - zero_bubble (ZB-H1) and zbv: p on every device. Later devices have fewer micro-batches in
+      flight, but delay weight gradients, which need their activations (arXiv 2401.10241, sections
+      2 and 5).
     """
     m = layouts.num_microbatches
     p = layouts.pipeline_parallel

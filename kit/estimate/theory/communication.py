@@ -1,8 +1,9 @@
 """Time of collectives and sends by the alpha-beta model, on the links of each group. No torch.
 
 A ring all-reduce of n bytes over g ranks moves 2 (g - 1) / g n bytes through the slowest link of
-the ring. Inside a node it takes 2 (g - 1) steps. Between nodes trees are used, with 2 log2 of the
-number of nodes steps (Thakur et al. 2005, NCCL). An all-gather or reduce-scatter takes half of it.
+the ring. Inside a node it takes 2 (g - 1) steps. Between nodes trees are used, which take
+2 log2(number of nodes) steps (Thakur et al. 2005, NCCL). An all-gather or reduce-scatter takes
+half the time of an all-reduce.
 """
 
 import dataclasses
@@ -42,9 +43,9 @@ class GroupLinks:
 
     @cached_property
     def tensor(self) -> Link:
-        """Link of tensor parallel groups: the links of a node, with 2 (g - 1) steps of a ring.
-        Across nodes the network limits the rate, with 2 log2 of the number of nodes steps of a
-        tree.
+        """Link of tensor parallel groups of g ranks: the links of a node, with 2 (g - 1) steps of a
+        ring. Across nodes the network limits the rate, and a tree adds 2 log2(number of nodes)
+        steps.
         """
         ranks = self.layouts.tensor_parallel
         coefficients = self.coefficients
@@ -84,13 +85,13 @@ class GroupLinks:
 
     @cached_property
     def data(self) -> Link:
-        """Link of a data parallel group: the links of a node, or its share of the network. Between
-        nodes there are 2 log2 of twice the number of nodes steps.
+        """Link of a data parallel group: the links of a node, or the group's share of the network.
+        Between nodes the latency is that of 2 log2(2 x number of nodes) steps.
         """
         x = self.layouts
         coefficients = self.coefficients
         replicas = x.context_parallel * x.data_parallel
-        # Its ring is as long as the group, and goes round all neighbours between its ranks.
+        # Ranks of the group are t devices apart, so the group also uses links over t c r devices.
         inside = np.minimum(self._inside(replicas), self._inside(x.tensor_parallel * replicas))
         rate = np.where(self._nodes > 1, np.minimum(inside, self._network_share), inside)
         hop = self.layouts.where(self._nodes > 1, coefficients.network_latency_s, 0.0)
@@ -99,9 +100,9 @@ class GroupLinks:
 
     @cached_property
     def shard(self) -> Link:
-        """Link of the ranks among which ZeRO shards. With `shard_size` inside a node it is the
-        links of the node, which are no slower than the ring over all replicas. Otherwise it is the
-        link of data parallelism.
+        """Link of the ranks among which ZeRO shards. If groups of `shard_size` replicas fit into a
+        node, it is the links of the node, which are taken to be at least as fast as the ring over
+        all replicas. Otherwise it is the link of data parallelism.
         """
         if not np.any(self.layouts.shard_size):
             return self.data
@@ -115,8 +116,8 @@ class GroupLinks:
 
     @property
     def copy(self) -> Link:
-        """Link between the copies of a shard. Each device of a shard group reduces its own shard,
-        so the devices of a node share its network.
+        """Link between the ranks that hold copies of one shard. Each device of a shard group
+        reduces its own shard, so the devices of a node share its network.
         """
         tensor_parallel = self.layouts.tensor_parallel
         node_devices = self.hardware.node_devices
@@ -129,8 +130,8 @@ class GroupLinks:
     @cached_property
     def _data_efficiency(self) -> Array:
         """Share of the link rate that gradients and weights reach. With overlap it is the
-        efficiency of the network, since they move from contiguous buffers (Megatron-Core's
-        `ParamAndGradBuffer`).
+        efficiency of the network, since gradients and weights are in contiguous buffers
+        (Megatron-Core's `ParamAndGradBuffer`).
         """
         x = self.layouts
         coefficients = self.coefficients
@@ -150,8 +151,8 @@ class GroupLinks:
 
     @cached_property
     def _nodes(self) -> Array:
-        """Number of nodes that a data parallel group and its neighbours span, t c r / devices of a
-        node. Above 1 the group communicates between nodes.
+        """Number of nodes that a data parallel group spans: t c r / devices of a node. If it is
+        above 1, the group communicates between nodes.
         """
         replicas = self.layouts.context_parallel * self.layouts.data_parallel
         return self.layouts.tensor_parallel * replicas / self.hardware.node_devices
@@ -160,8 +161,8 @@ class GroupLinks:
     def _network_share(self) -> Array:
         """Bytes/s between nodes of one data parallel group.
 
-        All groups of a node share its network. The nodes of a large job share the links of the
-        network, except in a full fat tree, whose rails are free of contention.
+        All groups of a node share its network. Beyond 8 nodes, the nodes of a job also share the
+        links of the network, except in a full fat tree, which has no contention.
         """
         node_devices = self.hardware.node_devices
         jobs = np.maximum(1.0, self.layouts.num_devices / (8 * node_devices))
@@ -177,12 +178,11 @@ class GroupLinks:
         return self.layouts.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
 
     def _on_node(self, ranks: Array | float, span: Array) -> Array:
-        """Returns bytes/s of one device in a tensor parallel group: rate x efficiency x min(1,
-        ranks / all) ^ sharing. `span` is the number of neighbouring devices that the group reaches
-        over.
+        """Returns bytes/s of one device in a group on a node: rate x efficiency x min(1, ranks /
+        all) ^ sharing. `span` is the number of neighbouring devices over which the group extends.
 
-        On a mesh a group has only the links between its own devices. On a switch it should have
-        the full rate, which is rarely measured.
+        On a mesh a group has only the links between its own devices. On a switch a group should
+        have the full rate, but measured rates are mostly lower.
         """
         hardware = self.hardware
         coefficients = self.coefficients
@@ -215,8 +215,8 @@ def small_sums_seconds(layouts: Layouts, hardware: Hardware, coefficients: Coeff
     """Returns seconds per optimizer step of `SMALL_SUMS` all-reduces of a few bytes over all ranks,
     which cost their latency only.
 
-    Each goes up and down a tree, with twice log2 of the number of ranks steps (Thakur et al. 2005),
-    inside a node first.
+    Each all-reduce takes 2 log2(number of ranks) steps in a tree (Thakur et al. 2005), first inside
+    a node, then between nodes.
     """
     ranks = layouts.num_devices
     node_devices = hardware.node_devices
@@ -230,7 +230,9 @@ def small_sums_seconds(layouts: Layouts, hardware: Hardware, coefficients: Coeff
 
 
 def exposed_seconds(communication_s: Array, work_s: Array) -> Array:
-    """Returns seconds of communication that work of `work_s` seconds does not hide, by a rounded
-    maximum: little if communication is shorter, and about the difference if it is longer.
+    """Returns seconds of communication that computation of `work_s` seconds does not hide.
+
+    The result is sqrt(communication^2 + work^2) - work, a rounded maximum. It is small if
+    communication is shorter, and about the difference if communication is longer.
     """
     return np.hypot(communication_s, work_s) - work_s

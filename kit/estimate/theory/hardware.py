@@ -1,5 +1,5 @@
-"""Hardware: the numbers of a machine that step time needs; Coefficients: what a calibration fits
-to them. No torch.
+"""Numbers of a machine that step time needs (`Hardware`), and the efficiencies and latencies that a
+calibration fits (`Coefficients`). No torch.
 """
 
 import dataclasses
@@ -13,15 +13,17 @@ from kit.estimate.theory.layouts import ArrayColumns
 
 Number = float | np.ndarray
 FULL_DEVICES = 8
-"""Larger nodes are wired in groups of about this size."""
+"""Largest number of devices in a group that uses all links of each device. Nodes with more devices
+are wired in groups of about this size."""
 TYPICAL_CEILING = 0.85
-"""Of the peak, by the best matrix product, where a site gives no measured ceiling (A100 0.90,
-H100 0.82)."""
+"""Share of the peak FLOP/s that the best matrix product reaches, for a site without a measured
+value. Measured: A100 0.90, H100 0.82."""
 NARROW = ("fp8", "mxfp8", "nvfp4")
-"""Formats of linear layers alone; attention stays in bf16."""
+"""Formats below bf16. Only linear layers use them. Attention stays in bf16."""
 NARROW_CEILING = 0.74
-"""As TYPICAL_CEILING, of the peak in one of these: fp8 on H100 0.71, GB200 0.72, H200 0.73, B300
-0.745, B200 0.76 (ml-engineering, maximum achievable matmul FLOPS)."""
+"""Share of the peak FLOP/s of a format in NARROW that the best matrix product reaches. Measured in
+fp8: H100 0.71, GB200 0.72, H200 0.73, B300 0.745, B200 0.76 (ml-engineering, maximum achievable
+matmul FLOPS)."""
 
 EXAMPLES = {
     "memory_bytes": "85899345920",
@@ -29,7 +31,8 @@ EXAMPLES = {
     "intra_node": "300e9",
     "inter_node_bytes_per_s": "100e9",
 }
-"""Values that an error message shows, by field of a site file: those of an A100 of 80 GB."""
+"""Example values for an error message, by field of a site file. They are the values of an A100 with
+80 GB."""
 
 JOULES_PER_FLOP = {
     "bf16": 700 / 794.5e12,
@@ -38,48 +41,59 @@ JOULES_PER_FLOP = {
     "mxfp8": 700 / 1402.6e12,
     "nvfp4": 350 / 1402.6e12,
 }
-"""Of products on an H100, which run at its 700 W (ibid.); half of fp8's where numbers are half as
-long."""
+"""Energy of matrix products in joules per FLOP, by format: 700 W of an H100 over the FLOP/s that it
+reaches (ml-engineering, maximum achievable matmul FLOPS). nvfp4 is assumed to need half the energy
+of fp8, since its elements have half the bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware(ArrayColumns):
-    """What a step's time depends on; every number may be an array, one value per layout.
+    """Numbers of a machine on which the step time depends. Each number may be an array with one
+    value per layout.
 
-    Bandwidths are of one direction. Groups of up to `near_devices` use `near_bytes_per_s`, up to
-    `node_devices` use `node_bytes_per_s` of one device; larger groups cross `network_bytes_per_s`,
-    which all devices of a node share.
+    Bandwidths are in bytes/s of one direction. Groups of up to `near_devices` devices communicate
+    at `near_bytes_per_s` per device. Groups of up to `node_devices` communicate at
+    `node_bytes_per_s` per device. Larger groups use `network_bytes_per_s`, which all devices of a
+    node share.
     """
 
     peak_flops_per_s: Number
-    """Of the data sheet, for MFU."""
+    """Peak FLOP/s of one device by its data sheet, for MFU."""
     attention_flops_per_s: Number
-    """The most that a product in bf16 was seen to reach."""
+    """Highest sustained FLOP/s of a matrix product in bf16 on one device."""
     matmul_flops_per_s: Number
-    """The same for the products of linear layers, which may have a narrow format."""
+    """Highest sustained FLOP/s of a matrix product of linear layers on one device, in their format,
+    which may be narrower than bf16."""
     memory_bytes: Number
+    """Bytes of memory of one device."""
     memory_bytes_per_s: Number
+    """Memory bandwidth of one device in bytes/s."""
     near_devices: Number
+    """Number of devices that the fastest links connect."""
     near_bytes_per_s: Number
+    """Bytes/s of one device over the fastest links."""
     node_devices: Number
+    """Number of devices of a node, or of a larger group that fast links connect (NVL72)."""
     node_bytes_per_s: Number
+    """Bytes/s of one device over the links inside a node."""
     full_devices: Number
-    """A group as large as this has all links of its devices: those of a node, at most
-    FULL_DEVICES."""
+    """Number of devices in a group that uses all links of each device: the devices of a node, at
+    most FULL_DEVICES."""
     network_bytes_per_s: Number
+    """Bytes/s out of a node, for all its devices together."""
     contention: Number
-    """1 where large jobs share the links of the network, 0 in a full fat tree."""
+    """1 if large jobs share the links of the network, 0 in a full fat tree."""
     price_per_device_hour: Number
-    """NaN where the site has none."""
+    """USD per device and hour. NaN if the site has no price."""
 
     @classmethod
     def of(cls, site: Site, dtype: str = "bf16") -> Self:
-        """Returns the numbers of a site, for linear layers that multiply in a dtype; the rest, peak
-        included, is that of bf16 where it is one of `NARROW`.
+        """Returns the numbers of a site, for linear layers that multiply in `dtype`. If `dtype` is
+        one of `NARROW`, the numbers of attention and the peak are those of bf16.
 
         Raises:
-            ConfigError: the site lacks a number that step time needs, the peak of the dtype among
-                them, or has one in another unit.
+            ConfigError: The site lacks a number that step time needs, for example the peak of the
+                dtype, or a number seems to have a wrong unit.
         """
         wide = "bf16" if dtype in NARROW else dtype
         peak = site.peak_flops_per_s(wide)
@@ -89,7 +103,7 @@ class Hardware(ArrayColumns):
         _check_units(site)
         tiers = site.links.intra_node
         memory_rate = site.device.memory_bytes_per_s.value
-        # Shared memory where no link is given.
+        # Without links the devices are taken to communicate through shared memory.
         near = tiers[0].bytes_per_s.value if tiers else memory_rate
         network = site.links.inter_node_bytes_per_s
         price = site.price_per_node_hour
@@ -111,13 +125,13 @@ class Hardware(ArrayColumns):
 
     @property
     def is_narrow(self) -> np.ndarray:
-        """Where linear layers multiply in a format below bf16, bool."""
+        """Whether linear layers multiply in a format below bf16, bool."""
         return np.asarray(self.matmul_flops_per_s) > 1.01 * np.asarray(self.attention_flops_per_s)
 
     @classmethod
     def like(cls, peak_flops_per_s: float) -> Self:
-        """Returns a guess from the peak alone, in the proportions of an A100 node, for machines
-        without a site.
+        """Returns estimated numbers of a machine without a site file: those of an A100 node, with
+        all FLOP/s and bandwidths in proportion to the peak.
         """
         scale = peak_flops_per_s / 312e12
         return cls(
@@ -137,7 +151,9 @@ class Hardware(ArrayColumns):
         )
 
     def select(self, rows: Any) -> Self:
-        """Returns some elements; numbers that are not arrays stay."""
+        """Returns the elements `rows` of all arrays. Numbers that are not arrays stay as they
+        are.
+        """
         return self.map(lambda value: value[rows] if isinstance(value, np.ndarray) else value)
 
 
@@ -180,9 +196,11 @@ def check_numbers(site: Site, dtype: str, num_devices: int = 1) -> None:
 
 
 def ceiling(site: Site, dtype: str) -> float | None:
-    """Returns the highest FLOP/s of a matrix product in a dtype: what one was seen to reach, else
-    TYPICAL_CEILING of the peak, in a narrow format NARROW_CEILING and no more than in bf16; None
-    where the site has neither.
+    """Returns the highest FLOP/s that a matrix product in a dtype reaches on a device of the site.
+
+    This is the measured value of the site. Without one it is TYPICAL_CEILING x peak. For a format
+    in NARROW it is NARROW_CEILING x peak, or the share of the peak that bf16 reaches if that share
+    is lower. None if the site has neither a measured value nor a peak.
     """
     measured = site.device.matmul_flops_per_s.get(dtype)
     peak = site.peak_flops_per_s(dtype)
@@ -196,10 +214,10 @@ def ceiling(site: Site, dtype: str) -> float | None:
 
 
 def sustained(site: Site, dtype: str) -> float | None:
-    """Returns the FLOP/s of products that go on for hours: `ceiling`, at a lower clock where it
-    would draw more than the device's watts; None where the site has no ceiling.
+    """Returns the FLOP/s of matrix products over hours: `ceiling`, at a lower clock if it would
+    need more power than the device's watts. None if `ceiling` is None.
 
-    Power goes with the cube of the clock, since voltage goes with the clock.
+    Power is proportional to the cube of the clock, since voltage is proportional to the clock.
     """
     burst = ceiling(site, dtype)
     watts = site.device.watts
@@ -209,8 +227,8 @@ def sustained(site: Site, dtype: str) -> float | None:
 
 
 def _check_units(site: Site) -> None:
-    """Refuses what no device has: a number in GB, GB/s or kW, as a rule, and products above the
-    peak.
+    """Raises ConfigError if a number of the site is too small for any device, or if matrix products
+    are above the peak. A number that is too small is mostly in GB, GB/s or kW.
     """
     device = site.device
     links = site.links
@@ -237,7 +255,9 @@ def _check_units(site: Site) -> None:
 
 
 def _network_per_domain(site: Site, per_node: float) -> float:
-    """Returns bytes/s out of one fast domain, which may span several nodes (NVL72)."""
+    """Returns bytes/s out of the group of devices that fast links connect. `per_node` is bytes/s
+    out of one node, and the group may span several nodes (NVL72).
+    """
     tiers = site.links.intra_node
     nodes = max(1.0, tiers[-1].num_devices / site.devices_per_node) if tiers else 1.0
     return per_node * nodes
@@ -247,10 +267,12 @@ def coefficient(fitted: tuple, guess: tuple, bounds: tuple, text: str) -> Any:
     """Returns a field of Coefficients.
 
     Args:
-        fitted: mean and ln-spread among the published machines, as `fitting.population` finds them.
-        guess: the same before any machine was looked at, from vendors' and libraries' benchmarks.
-        bounds: lowest and highest value that physics allows.
-        text: what it is.
+        fitted: Mean and standard deviation (of the logarithm) among the published machines, from
+            `fitting.population`.
+        guess: Mean and standard deviation (of the logarithm) before any machine was fitted, from
+            vendors' and libraries' benchmarks.
+        bounds: Lowest and highest value that physics allows.
+        text: Documentation of the coefficient.
     """
     metadata = {"doc": text, "spread": fitted[1], "guess": guess, "bounds": bounds}
     return dataclasses.field(default=fitted[0], metadata=metadata)
@@ -258,12 +280,13 @@ def coefficient(fitted: tuple, guess: tuple, bounds: tuple, text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coefficients(Record):
-    """Efficiencies and latencies of one machine with its software; defaults are the average of the
+    """Efficiencies and latencies of one machine with its software. Defaults are the average of the
     published machines.
 
-    Bounds are physics: no efficiency or bandwidth is above the peak, and `factor`, which multiplies
-    their times, is at least 1, so that no fit implies a faster product or link than was ever seen.
-    The spread of each between machines is the prior of a calibration.
+    Bounds are physical limits. No efficiency is above 1, so no bandwidth is above the peak.
+    `factor` multiplies the whole time and is at least 1. So no fit implies a product or link that
+    is faster than any measured one. The spread of a coefficient between machines is its prior in a
+    calibration.
     """
 
     gemm_efficiency: float = coefficient(
@@ -357,6 +380,10 @@ class Coefficients(Record):
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
+"""Names of the coefficients, in the order of all arrays of coefficients."""
 SPREAD = {field.name: field.metadata["spread"] for field in dataclasses.fields(Coefficients)}
+"""Standard deviation of the logarithm of each coefficient among the published machines."""
 BOUNDS = {field.name: field.metadata["bounds"] for field in dataclasses.fields(Coefficients)}
+"""(lowest, highest) allowed value of each coefficient."""
 GUESS = {field.name: field.metadata["guess"] for field in dataclasses.fields(Coefficients)}
+"""(mean, standard deviation of the logarithm) of each coefficient before any fit."""

@@ -54,14 +54,17 @@ class LayerTime:
 
     @cached_property
     def gemm_forward_s(self) -> Array:
-        """Seconds of the four matrix products in the forward pass: a rounded roofline of their
-        FLOPs and of 2 (T (4 h + (2 h + 2 K + 2 or 3 f) / t) + weights) bytes of memory traffic.
+        """Seconds of the four matrix products in the forward pass.
 
-        If torch overlaps the products with collectives, it splits the tokens into as many parts as
-        there are ranks. An all-gather is pipelined with the product that reads its result, and a
-        product with the reduce-scatter of its result (asynchronous tensor parallelism:
-        `torch._inductor.fx_passes.micro_pipeline_tp`). Without sequence parallelism there are
-        all-reduces, which torch does not overlap.
+        They follow a rounded roofline: the root of the summed squares of compute time and memory
+        time. Memory traffic is 2 (T (4 h + (2 h + 2 K + 2 f) / t) + weights) bytes. Gated models
+        have 3 f instead of 2 f.
+
+        If torch overlaps the products with collectives, it splits the tokens into one part per
+        rank. An all-gather is pipelined with the product that reads its result, and a product with
+        the reduce-scatter of its result (asynchronous tensor parallelism:
+        `torch._inductor.fx_passes.micro_pipeline_tp`). Without sequence parallelism the collectives
+        are all-reduces, which torch does not overlap.
         """
         x = self.layouts
         hidden_size = self.layouts.hidden_size
@@ -82,9 +85,9 @@ class LayerTime:
     def attention_forward_s(self) -> Array:
         """Seconds of attention between the projections in the forward pass.
 
-        There are 4 T s h / t FLOPs. Fused kernels do half of them, since they skip masked blocks,
-        and move 8 T h / t bytes. Kernels that write the scores out do all of them, and move
-        `score_bytes` for each of T s a / t scores.
+        Attention without a mask has 4 T s h / t FLOPs. Fused kernels do half of these FLOPs, since
+        they skip masked blocks, and move 8 T h / t bytes. Kernels that write the scores to memory
+        do all FLOPs, and move `score_bytes` for each of T s a / t scores.
         """
         x = self.layouts
         coefficients = self.coefficients
@@ -108,14 +111,14 @@ class LayerTime:
 
     @cached_property
     def elementwise_forward_s(self) -> Array:
-        """Seconds of norms, residuals and activation in the forward pass: T (22 h / q + (8 h + 4 or
-        6 f) / t) bytes of memory traffic.
+        """Seconds of norms, residuals and activation in the forward pass: T (22 h / q + (8 h + 4 f)
+        / t) bytes of memory traffic. Gated models have 6 f instead of 4 f.
 
         The kit's decoder moves more if it is not compiled. Rotary embeddings take seven kernels
         over queries and keys (`kit.model.rotate`: to fp32, negate one half, join, two products,
-        sum, to bf16), which move 52 bytes per element instead of 4. The result of silu(gate) is
-        written and read again. A compiled block adds a residual in the kernel of the norm that
-        reads it, which saves 2 bytes per element for each of two norms.
+        sum, to bf16). These kernels move 52 bytes per element instead of 4. The result of
+        silu(gate) is written and read again. A compiled block adds a residual in the kernel of the
+        next norm, which saves 2 bytes per element for each of two norms.
         """
         x = self.layouts
         hidden_size = self.layouts.hidden_size
@@ -133,11 +136,11 @@ class LayerTime:
     def casts_s(self) -> Both:
         """Seconds of casting operands of linear layers to a narrower format.
 
-        Each element costs `cast_bytes`. Cast are inputs and the kit's weights in the forward pass,
-        and gradients of outputs in the backward pass (torchao's `Float8Linear`). Transformer Engine
-        keeps weights in the narrow format. The kit's fused norms and activations write the narrow
-        format instead of bf16. Inputs and outputs of attention, and gradients of the residual
-        stream, are cast by kernels of their own.
+        Each cast element costs `cast_bytes`. Inputs and the kit's weights are cast in the forward
+        pass, and gradients of outputs in the backward pass (torchao's `Float8Linear`). Transformer
+        Engine stores weights in the narrow format, so it does not cast them. The kit's fused norms
+        and activations write the narrow format instead of bf16. Inputs and outputs of attention,
+        and gradients of the residual stream, are cast by separate kernels.
         """
         x = self.layouts
         hidden_size = self.layouts.hidden_size
@@ -158,8 +161,8 @@ class LayerTime:
         """Seconds of tensor parallel collectives: two all-reduces of 2 T h bytes in each pass. In
         the backward pass Megatron gathers an input once more under sequence parallelism.
 
-        With overlap a rank computes on its own part while the next part arrives. Without sequence
-        parallelism there are no parts.
+        With overlap a rank computes on its own part of the tokens while the next part arrives.
+        Torch needs sequence parallelism for this, since without it the tokens are not split.
         """
         x = self.layouts
         ranks = self.layouts.tensor_parallel
@@ -180,10 +183,10 @@ class LayerTime:
 
         Ring attention (arXiv 2310.01889) passes keys and values round while attention computes, and
         in the backward pass their gradients too. All-to-all (DeepSpeed-Ulysses, arXiv 2309.14509)
-        exchanges parts of the sequence for parts of the heads and back, and nothing hides it. All
-        ranks are assumed to have equal work: each holds a part of the head of the sequence and one
-        of its tail, as in torch and Megatron-LM. In plain order the last of c ranks would have
-        2 - 1/c times the mean under a causal mask.
+        exchanges parts of the sequence for parts of the heads and back. Nothing hides it. All
+        ranks are assumed to have equal work: each rank holds one part of the sequence's first half
+        and one part of its second half, as in torch and Megatron-LM. In plain order the last of c
+        ranks would have 2 - 1/c times the mean work under a causal mask.
         """
         x = self.layouts
         ranks = self.layouts.context_parallel
@@ -203,9 +206,9 @@ class LayerTime:
 
     @cached_property
     def device_s(self) -> Both:
-        """Seconds of work of the device. Relative to the forward pass, the backward pass has 2
-        times the products, 2.5 times fused attention (2 times if scores are written out), and 1.6
-        times the element-wise traffic.
+        """Seconds of work of the device in each pass. Relative to the forward pass, the backward
+        pass has 2 times the products and 1.6 times the element-wise traffic. It has 2.5 times the
+        time of fused attention, or 2 times the time of attention that writes scores to memory.
         """
         gemm = self.gemm_forward_s
         attention = self.attention_forward_s
@@ -220,8 +223,8 @@ class LayerTime:
 
     @cached_property
     def passes_s(self) -> Both:
-        """Seconds of each pass: the work of the device, or the launches of its host if they take
-        longer. The host launches kernels and two tensor parallel collectives.
+        """Seconds of each pass: the work of the device, or the launches by its host if the launches
+        take longer. In each pass the host launches kernels and two tensor parallel collectives.
         """
         x, coefficients, (forward, backward) = self.layouts, self.coefficients, self.device_s
         kernels = x.where(x.flash_attention > 0, KERNELS - 6.0, KERNELS) * coefficients.launch_s
@@ -237,8 +240,8 @@ class LayerTime:
         """Seconds of recomputation: the forward pass under full recomputation. Selective
         recomputation repeats attention, or the element-wise kernels if attention is fused.
 
-        Blocks of the kit that are not compiled stop before their last product and its all-reduce
-        (`Plan.recomputes_whole`).
+        In the kit, full recomputation of a block that is not compiled stops before the last product
+        and its all-reduce (`Plan.recomputes_whole`).
         """
         x = self.layouts
         flash = self.layouts.flash_attention > 0
@@ -256,8 +259,9 @@ class LayerTime:
 
     @property
     def terms_s(self) -> dict[str, Array | float]:
-        """Seconds of both passes by kind of work, the time by which the host exceeds the device,
-        and recomputation (with its all-reduces).
+        """Seconds of both passes by kind of work, by name. `host_launch` is the time by which the
+        launches of the host exceed the work of the device. `recompute` includes the all-reduces of
+        recomputation.
         """
         attention = self.layouts.where(self.layouts.flash_attention > 0, 3.5, 3.0)
         (forward, backward), (forward_work, backward_work) = self.passes_s, self.device_s

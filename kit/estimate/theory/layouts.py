@@ -1,9 +1,12 @@
-"""Layouts: many models and plans as arrays, so that one formula answers for all of them at once.
+"""Layouts: many models and plans as arrays, so that one formula computes all of them at once.
 
-Notation of the formulas in this folder: L layers, h hidden size, a heads, k key/value heads, d head
-size, f feed-forward size, V vocabulary, s sequence length; t, p, v, c, r degrees of tensor,
-pipeline (and virtual stages), context and data parallelism (replicas); b micro-batch size and B
-global batch size in sequences; m micro-batches.
+Notation of the formulas in this folder:
+
+- Shapes: L layers, h hidden size, a heads, k key/value heads, d head size, f feed-forward size,
+  V vocabulary size, s sequence length.
+- Degrees of parallelism: t tensor parallelism, p pipeline parallelism, v virtual stages per
+  pipeline device, c context parallelism, r data parallelism (replicas).
+- Batch: b micro-batch size and B global batch size in sequences, m micro-batches per step.
 """
 
 import dataclasses
@@ -21,21 +24,25 @@ RECOMPUTE = ("none", "selective", "full")
 EXCHANGES = ("ring", "all_to_all")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 CODES = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "context_exchange": EXCHANGES}
-"""Names of the columns that hold a place among them."""
+"""Columns of `Layouts` that hold an index instead of a name, each with the names in order."""
 Array = np.ndarray
 
 
 class ArrayColumns:
-    """A dataclass whose fields are numbers of many layouts: arrays, or one number for all."""
+    """Base of dataclasses whose fields hold numbers of many layouts. A field is an array, or one
+    number for all layouts.
+    """
 
     def map(self, change: Callable[[Any], Any]) -> Self:
-        """Returns the same with each field changed."""
+        """Returns a copy with `change` applied to each field."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return type(self)(**{field.name: change(getattr(self, field.name)) for field in fields})
 
     @classmethod
     def joined(cls, parts: Sequence[Self], sizes: Sequence[int] | None = None) -> Self:
-        """Returns the fields of all parts end to end, each as long as its part says, or of one."""
+        """Returns one object whose fields are the concatenated fields of all parts. `sizes` has the
+        number of layouts of each part, by default 1.
+        """
         columns = {}
         sizes = sizes or [1] * len(parts)
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -48,8 +55,8 @@ class ArrayColumns:
 class Layouts(ArrayColumns):
     """Shapes and plans of many training steps, as arrays that broadcast against each other.
 
-    Whole numbers are float64 arrays, since products of them pass 2^63; flags are bool; codes are
-    int8.
+    Whole numbers are float64 arrays, since their products exceed 2^63. Flags are bool arrays.
+    Indices into names (`CODES`) are int8 arrays.
     """
 
     num_layers: Array
@@ -70,57 +77,63 @@ class Layouts(ArrayColumns):
     data_parallel: Array
     zero_stage: Array
     shard_size: Array
-    """Neighbours that ZeRO shards over, with copies across such groups; 0: all of a stage's
-    replicas."""
+    """Number of neighbouring replicas among which ZeRO shards. Each group of this size holds a full
+    copy of the states. 0 means all replicas."""
     sequence_parallel: Array
     micro_batch_size: Array
     global_batch_size: Array
     recompute: Array
     """Index into RECOMPUTE."""
     recompute_layers: Array
-    """Of each stage, the blocks that full recomputation is for; 0: all."""
+    """Number of blocks per pipeline device that are recomputed in full. 0 means all blocks."""
     schedule: Array
     """Index into SCHEDULES."""
     flash_attention: Array
-    """0: scores are written to memory; 1, 2: first and second generation of fused attention."""
+    """Generation of fused attention: 1 or 2. 0 means that attention scores are written to
+    memory."""
     fused_norm: Array
-    """Norm and rotary kernels are fused, so that each reads and writes once."""
+    """Whether norm and rotary embedding are fused kernels, each of which reads and writes once."""
     fused_softmax: Array
-    """Where scores are written out, mask and softmax are one kernel."""
+    """Whether mask and softmax are one kernel. Matters only if attention scores are written to
+    memory."""
     data_overlap: Array
-    """Gradients are reduced, and weights gathered, beside computation."""
+    """Whether reduction of gradients and gathering of weights overlap with computation."""
     tensor_overlap: Array
-    """Collectives of tensor parallelism run beside computation."""
+    """Whether collectives of tensor parallelism overlap with computation."""
     gradient_bytes: Array
     """Bytes of one accumulated gradient: 2 or 4."""
     gathered_bytes: Array
-    """Bytes of one weight that ZeRO gathers: 2, or 1 where it is cast to fp8 before (torchao's
-    float8 all-gather)."""
+    """Bytes of one weight that ZeRO gathers: 2, or 1 where the weight is cast to fp8 before
+    (torchao's float8 all-gather)."""
     cast_bytes: Array
-    """Moved to make one operand of a linear layer narrower in a kernel of its own (`cast_bytes`);
-    logits stay in bf16."""
+    """Bytes of memory traffic per element to cast one operand of a linear layer to a narrower
+    format in a separate kernel (function `cast_bytes`). Logits stay in bf16."""
     input_bytes: Array
-    """Kept of one number that a linear layer reads: 2, or fewer where it was made narrower before
-    (Transformer Engine)."""
+    """Bytes saved for backward per element that a linear layer reads: 2, or fewer if the input was
+    cast to a narrower format before (Transformer Engine)."""
     weight_bytes: Array
-    """Of one weight in products: 2, or 1 in fp8 where products need no transposed copy."""
+    """Bytes of one weight for matrix products: 2, or 1 in fp8 where products need no transposed
+    copy."""
     offloaded_layers: Array
-    """Of all, whose activations wait in the host's memory, copied in no time here."""
+    """Number of layers of the model whose activations are offloaded to host memory. The copies are
+    assumed to take no time."""
     compiled: Array
-    """Blocks are compiled, so that element-wise work runs in fewer kernels."""
+    """Whether blocks are compiled, so that element-wise work runs in fewer kernels."""
     native: Array
-    """The kit's decoder in torch itself on a GPU (not fp32): an operation a kernel unless
-    `compiled`; ZeRO is FSDP2."""
+    """Whether the code is plain torch on a GPU, as the kit's decoder, and not in fp32. Each
+    operation is a kernel unless `compiled` is set. ZeRO is FSDP2."""
     precision: ClassVar[Precision] = "bf16"
-    """Of the plans that layouts are; with `compile`, what the rules of a plan ask about."""
+    """Precision of all layouts. The rules of a plan read this attribute."""
     compile: ClassVar[bool] = False
+    """Value of `Plan.compile` for the rules of a plan. The formulas read the column `compiled`."""
 
     @classmethod
     def of(cls, spec: ModelSpec | Sequence[ModelSpec], plans: Iterable[Plan], **kernels) -> Self:
-        """Returns plans of one model, or of as many models as plans.
+        """Returns the layouts of `plans`, one element per plan. `spec` is one model for all plans,
+        or a sequence with one model per plan.
 
-        Their kernels are the engine's, but for those given by the names of `KERNELS`, as numbers or
-        arrays.
+        `kernels` sets columns by the names of `KERNELS`, as numbers or arrays. The other columns
+        follow from the engine of each plan.
         """
         plans = list(plans)
         specs = [spec] * len(plans) if isinstance(spec, ModelSpec) else list(spec)
@@ -153,32 +166,36 @@ class Layouts(ArrayColumns):
 
     @cached_property
     def num_microbatches(self) -> Array:
-        """m, per replica and step."""
+        """Number of micro-batches per replica and step, m."""
         return self.global_batch_size / (self.micro_batch_size * self.data_parallel)
 
     @cached_property
     def tokens(self) -> Array:
-        """T = b s / c, of a micro-batch on one device."""
+        """Number of tokens of a micro-batch on one device: T = b s / c."""
         return self.micro_batch_size * self.sequence_length / self.context_parallel
 
     @cached_property
     def kv_size(self) -> Array:
-        """K = h k / a, the width of keys, and of values."""
+        """Width of all key heads together, which is also the width of all value heads: K = h k /
+        a.
+        """
         return self.hidden_size * self.num_kv_heads / self.num_heads
 
     @cached_property
     def sequence_shards(self) -> Array:
-        """q: over how many devices sequence parallelism cuts what lies between blocks; t or 1."""
+        """Number of devices over which the residual stream is sharded: q = t with sequence
+        parallelism, otherwise 1.
+        """
         return np.where(self.sequence_parallel, self.tensor_parallel, 1.0)
 
     @cached_property
     def plain(self) -> Array:
-        """1 for GPT-style layers (LayerNorm, biases, learned positions), 0 for gated ones."""
+        """1 for GPT-style layers (LayerNorm, biases, learned positions), 0 for gated layers."""
         return 1 - self.gated.astype(self.hidden_size.dtype)
 
     @cached_property
     def num_devices(self) -> Array:
-        """t x p x c x r."""
+        """Number of devices: tensor x pipeline x context x data parallelism, t p c r."""
         return (
             self.tensor_parallel
             * self.pipeline_parallel
@@ -188,49 +205,53 @@ class Layouts(ArrayColumns):
 
     @property
     def num_stages(self) -> Array:
-        """p x v."""
+        """Number of pipeline stages: pipeline devices x virtual stages, p v."""
         return self.pipeline_parallel * self.virtual_stages
 
     @cached_property
     def most_layers(self) -> Array:
-        """On a pipeline device with most of them: L / p, its v stages rounded up."""
+        """Number of layers on the pipeline device with the most layers: v ceil(L / (p v))."""
         return np.ceil(self.num_layers / self.num_stages) * self.virtual_stages
 
     @cached_property
     def recomputed_share(self) -> Array:
-        """Of a device's layers, those that full recomputation is for."""
+        """Share of a device's layers that are recomputed under full recomputation, 0 to 1."""
         some = self.recompute_layers / self.most_layers
         return self.where(self.recompute_layers > 0, np.minimum(some, 1.0), 1.0)
 
     @property
     def is_hybrid(self) -> Array:
-        """As `Plan.is_hybrid`."""
+        """Whether ZeRO shards over groups of `shard_size` replicas, as `Plan.is_hybrid`."""
         return self.shard_size > 0
 
     @property
     def shard_group(self) -> Array:
-        """As `Plan.shard_group`."""
+        """Number of replicas in a group of ZeRO, for any ZeRO stage, as `Plan.shard_group`."""
         return np.where(self.is_hybrid, self.shard_size, self.data_parallel)
 
     def kv_replication(self, spec: ModelSpec) -> Array:
-        """As `Plan.kv_replication`."""
+        """Returns the number of tensor parallel ranks that hold each key/value head, as
+        `Plan.kv_replication`.
+        """
         return self.num_kv_heads / spec.num_kv_heads
 
     def is_one_of(self, field: str, *names: str) -> Array | bool:
-        """As `Plan.is_one_of`."""
+        """Returns whether a field has one of the values `names`, as `Plan.is_one_of`."""
         if field not in CODES:
             return getattr(self, field) in names
         return np.isin(getattr(self, field), [CODES[field].index(name) for name in names])
 
     @cached_property
     def num_shards(self) -> Array:
-        """Ranks that ZeRO, where it is on, cuts states over."""
+        """Number of ranks among which ZeRO stage 1 or higher shards states: c r, or `shard_size` if
+        hybrid.
+        """
         whole = self.context_parallel * self.data_parallel
         return np.where(self.is_hybrid, self.shard_size, whole)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that all columns broadcast to."""
+        """Shape to which all columns broadcast."""
         return np.broadcast_shapes(
             *(getattr(self, field.name).shape for field in dataclasses.fields(self))
         )
@@ -239,13 +260,15 @@ class Layouts(ArrayColumns):
         return int(np.prod(self.shape))
 
     def where(self, condition: Array, yes: Any, no: Any) -> Array:
-        """Returns np.where in the precision of the layouts, which two plain numbers would raise
-        to float64.
+        """Returns `np.where(condition, yes, no)` in the dtype of the layouts. With two plain
+        numbers `np.where` alone would return float64.
         """
         return np.where(condition, yes, no).astype(self.hidden_size.dtype, copy=False)
 
     def select(self, rows: Array | slice) -> Self:
-        """Returns some of the layouts, flat, by index, mask or slice; columns of size 1 stay so."""
+        """Returns some of the layouts by index, mask or slice, with columns of one dimension.
+        Columns of size 1 keep their size.
+        """
         shape = self.shape
         return self.map(
             lambda column: (
@@ -254,7 +277,9 @@ class Layouts(ArrayColumns):
         )
 
     def followed_by(self, others: Self) -> Self:
-        """Returns these layouts and others; columns of size 1, which both share, stay so."""
+        """Returns these layouts followed by `others`. Columns that have size 1 in both keep the
+        value of these layouts.
+        """
 
         def joined(name: str) -> Array:
             ours = getattr(self, name)
@@ -268,11 +293,11 @@ class Layouts(ArrayColumns):
         return dataclasses.replace(self, **{name: joined(name) for name in names})
 
     def plan(self, index: int, engine: EngineName = DEFAULT_ENGINE) -> Plan:
-        """Returns one layout as a Plan (bf16) for an engine.
+        """Returns one layout as a Plan in bf16 for an engine.
 
         Raises:
-            ConfigError: the layout uses what a Plan does not have, or breaks one of its rules or of
-                the engine's.
+            ConfigError: The layout has a value that a Plan does not allow, or breaks a rule of Plan
+                or of the engine.
         """
         fields: dict[str, Any] = {}
         for name in (*DEGREES, *CODES, *OPTIONAL):
@@ -306,7 +331,7 @@ DEGREES = (
     "global_batch_size",
 )
 OPTIONAL = ("shard_size", "recompute_layers")
-"""Fields that may be None, which 0 stands for."""
+"""Columns whose field of Plan may be None. Layouts have 0 for None."""
 KERNELS: dict[str, Any] = {
     "flash_attention": 2,
     "fused_norm": True,
@@ -323,30 +348,37 @@ KERNELS: dict[str, Any] = {
     "native": False,
 }
 CAST_BYTES = {"fp8": 6.0, "mxfp8": 12.0, "nvfp4": 12.0}
+"""Bytes of memory traffic per cast element under Transformer Engine, by precision. The
+function `cast_bytes` has the reasons."""
 INPUT_BYTES = {"fp8": 1.0, "mxfp8": 33 / 32, "nvfp4": 9 / 16}
-"""With the scales of blocks of 32, and of 16."""
+"""Bytes per saved input element of a linear layer, by precision. Block scales are included: one
+byte per 32 elements in mxfp8, and per 16 elements in nvfp4."""
 
 
 def cast_bytes(precision: str, is_native: bool) -> float:
-    """Returns what is moved to make one operand of a linear layer narrower in a kernel of its own.
+    """Returns the bytes of memory traffic per element to cast one operand of a linear layer to a
+    narrower format in a separate kernel.
 
-    In fp8 2 bytes to read a number and 2 to write it, as it is and transposed, since the products
-    of the backward pass read along the other side (torchao's `Float8Linear`); 2 more where the
-    largest number, which sets the scale, is sought first (Transformer Engine's current scaling).
-    Blocks that share a scale lie along the inner side, so both ways are quantised apart, and far
-    below the memory's rate: 12, as GB200 and GB300 have it in `published_runs.csv`.
+    In fp8 an element costs 2 bytes to read and 2 bytes to write. It is written twice, as it is and
+    transposed, since the products of the backward pass read along the other dimension (torchao's
+    `Float8Linear`). Transformer Engine's current scaling costs 2 bytes more: it first reads all
+    elements for the largest value, which sets the scale.
+
+    In mxfp8 and nvfp4 the value is 12, as runs on GB200 and GB300 in `published_runs.csv` show.
+    Blocks that share a scale lie along the inner dimension, so each direction is quantised by
+    itself, far below the memory's bandwidth.
     """
     return 4.0 if precision == "fp8" and is_native else CAST_BYTES.get(precision, 0.0)
 
 
 def transformer_engine(precision: str, has_blocks: bool) -> dict[str, float]:
-    """Returns what a precision means under Transformer Engine in Megatron-Core, as columns of
-    Layouts.
+    """Returns columns of Layouts, by name, for a precision under Transformer Engine in
+    Megatron-Core.
 
-    Weights in fp8 are kept and gathered in it (`fp8_param_gather`, which recipes in fp8 set), with
-    a transposed copy where products of fp8 read along one side only (Hopper; a device with formats
-    of blocks, `has_blocks`, reads along both). Those in blocks are gathered in bf16, and quantised
-    both ways on arrival.
+    Weights in fp8 are stored and gathered in fp8 (`fp8_param_gather`, which recipes in fp8 set). On
+    Hopper fp8 products read along one dimension only, so that a transposed copy of each weight is
+    needed. A device with block-scaled formats (`has_blocks`) reads along both dimensions. Weights
+    in block-scaled formats are gathered in bf16, and quantised in both directions after the gather.
     """
     is_fp8 = precision == "fp8"
     return {

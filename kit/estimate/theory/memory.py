@@ -1,27 +1,29 @@
 """Memory of one training step: bytes per device, by term and by pipeline device, for any number of
 layouts at once.
 
-What a device holds. T = b s / c tokens of a micro-batch on one device; r c ranks share ZeRO's
-shards; q = t with sequence parallelism, else 1 (other letters: layouts.py).
+T = b s / c is the number of tokens of a micro-batch on one device. ZeRO shards over r c ranks.
+q = t with sequence parallelism, otherwise 1. For other letters see `layouts.py`. The terms of a
+device are:
 
-- weights, gradients, optimizer: bytes per parameter of a `Convention`, divided by r c from ZeRO
-  stage 3, 2, 1 on (ZeRO, arXiv 1910.02054, section 5). Under a pipeline gradients stay whole at any
-  stage: engines sum them over all micro-batches and reduce once.
-- activations: what each layer keeps of each micro-batch in flight (`activations.py`), and the
-  messages to the next stage for as long as they may be under way.
-- embedding_logits: what only the first and last stage keep: mask of the embedding's dropout, inputs
-  of the final norm and of the output projection, fp32 logits (Korthikanti et al., arXiv 2205.05198,
-  section 4.3).
-- workspace: one layer made again for its backward pass and its gradients, or the copies of the
-  logits that the loss needs, whichever is larger: the logits are gone when the first layer's
-  backward pass begins. Where the loss is computed in chunks: those of one chunk, the gradient of
-  its input, and where there are several the sum of that of the output projection (fp32).
-- buffers: pipeline messages, gathered weights and whole gradients of ZeRO, key/value blocks of
+- weights, gradients, optimizer: bytes per parameter of a `Convention`. ZeRO divides weights by r c
+  in stage 3, gradients from stage 2 on, and the optimizer from stage 1 on (ZeRO, arXiv 1910.02054,
+  section 5). Under a pipeline gradients are not sharded in any stage, since engines sum them over
+  all micro-batches and reduce them once.
+- activations: tensors that each layer saves for each micro-batch in flight (`activations.py`), and
+  messages to the next stage for as long as the transfer may last.
+- embedding_logits: tensors that only the first and last stage save. These are the mask of the
+  embedding's dropout, inputs of the final norm and of the output projection, and fp32 logits
+  (Korthikanti et al., arXiv 2205.05198, section 4.3).
+- workspace: the larger of two. One is a recomputed layer and its gradients. The other is the copies
+  of logits that the loss needs, which are freed before the first backward pass of a layer begins.
+  If the loss is computed in chunks, it needs the copies of one chunk and the gradient of its input.
+  With several chunks it also needs the fp32 sum of gradients of the output projection.
+- buffers: pipeline messages, gathered weights and unsharded gradients of ZeRO, key/value blocks of
   context parallelism.
-- late, in the place of activations that are gone: the gradients of a single micro-batch, where the
-  code base makes them anew each time; the copy in which sums of gradients are reduced. Counted in
-  the workspace where they are larger.
-- reserve: everything not modelled (`out_of_memory.py`).
+- late bytes: memory allocated after activations are freed. These are the gradients of a single
+  micro-batch, if the code base allocates gradients anew in each step, and the copy in which sums of
+  gradients are reduced. Where they exceed the freed activations, they count as workspace.
+- reserve: everything that is not modelled (`out_of_memory.py`).
 """
 
 import dataclasses
@@ -59,23 +61,25 @@ _ZBV = SCHEDULES.index("zbv")
 
 
 class CodeBase(NamedTuple):
-    """What another trainer than the kit's engines keeps, what comes on top of it, and how it
-    runs.
+    """Properties of a trainer that is not an engine of the kit: its kernels, its reserve, and its
+    pipeline schedules.
     """
 
     kernels: Kernels
     reserve: Reserve
     schedules: tuple[str, ...] = SCHEDULES
-    """Of pipelines, that it has."""
+    """Names of the pipeline schedules that the trainer supports."""
     is_torch: bool = False
-    """FSDP2 and compiled blocks in torch itself; else Transformer Engine."""
+    """Whether the trainer uses FSDP2 and compiled blocks of torch. If false, it uses Transformer
+    Engine."""
 
     def columns(self, precision: str, has_blocks: bool) -> dict[str, Any]:
-        """Returns columns of Layouts.
+        """Returns the columns of Layouts, by name, for a precision. `has_blocks` is whether the
+        device has block-scaled formats.
 
-        Megatron-Core reduces gradients and gathers weights beside computation, as its examples set
-        it (`--overlap-grad-reduce --overlap-param-gather`, examples/llama of Megatron-LM); they do
-        not set `--tp-comm-overlap`.
+        In Megatron-Core reduction of gradients and gathering of weights overlap with computation,
+        since its examples set `--overlap-grad-reduce --overlap-param-gather` (examples/llama of
+        Megatron-LM). They do not set `--tp-comm-overlap`.
         """
         if self.is_torch:
             cast = cast_bytes(precision, is_native=True)
@@ -87,14 +91,14 @@ CODE_BASES = {
     "megatron-core": CodeBase(MEGATRON_CORE, CORE_RESERVE, schedules=("1f1b", "interleaved")),
     "torchtitan": CodeBase(TORCHTITAN, RESERVE, is_torch=True),
 }
-"""By the names of `kit plan --code-base`. Schedules: megatron/core/pipeline_parallel/schedules.py,
-torch.distributed.pipelining."""
+"""Trainers that are not engines of the kit, by their name for `kit plan --code-base`. Sources of
+the schedules: megatron/core/pipeline_parallel/schedules.py and torch.distributed.pipelining."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes by term of one pipeline device for each layout, or of each pipeline device of one
-    layout.
+    """Bytes by term on one pipeline device of many layouts, or on all pipeline devices of one
+    layout. Arrays have one element per layout or per pipeline device.
     """
 
     params: Array
@@ -124,31 +128,36 @@ class StageMemory:
         return self.state_bytes + self.dynamic_bytes
 
     def with_reserve(self, reserve: Reserve) -> dict[str, Array]:
-        """Returns bytes by term, `reserve` last; their sum is what a device uses."""
+        """Returns bytes by term, `reserve` last. Their sum is the memory in use on the device."""
         left = reserve.used_bytes(self.state_bytes, self.dynamic_bytes) - self.total_bytes
         return {name: self.term(name) for name in TERMS} | {"reserve": left}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes per device of many layouts, on the pipeline devices of which one is the heaviest."""
+    """Bytes per device of many layouts, for the two or three pipeline devices that can be the
+    heaviest.
+    """
 
     stages: tuple[StageMemory, ...]
-    """The first, the last, and the second where some layout has fewer layers on these two."""
+    """Memory of the first and the last pipeline device, and of the second one if some layout has
+    fewer layers on the first and last."""
     reserve: Reserve
 
     @property
     def used_bytes(self) -> Array:
-        """Bytes of the heaviest device, reserve included: what a monitor shows."""
+        """Bytes in use on the heaviest device of each layout, with the reserve."""
         return functools.reduce(np.maximum, map(self._used, self.stages))
 
     def out_of_memory_probability(self, device_bytes: float) -> Array:
-        """Returns the probability, 0 to 1, of running out on devices of `device_bytes`."""
+        """Returns the probability, 0 to 1, that a run stops for lack of memory on devices of
+        `device_bytes`.
+        """
         return self.reserve.out_of_memory_probability(self.used_bytes, device_bytes)
 
     def terms(self) -> dict[str, Array]:
-        """Returns bytes of the heaviest device by term, `reserve` last; their sum is what it
-        uses.
+        """Returns bytes of the heaviest device of each layout by term, `reserve` last. Their sum is
+        `used_bytes`.
         """
         used = np.stack(np.broadcast_arrays(*map(self._used, self.stages)))
         columns = [each.with_reserve(self.reserve) for each in self.stages]
@@ -169,13 +178,15 @@ def memory(
     convention: Convention = CONVENTIONS["mixed_precision"],
     reserve: Reserve = RESERVE,
 ) -> Memory:
-    """Returns the bytes that each layout needs on its first, last and heaviest pipeline device.
+    """Returns the bytes that each layout needs on the pipeline devices that can be the heaviest.
 
-    With equal stages no device holds more than the first or the last: those between have as many
-    layers, no embedding, and no more micro-batches in flight. Layers that do not divide over p are
-    taken as embedding and output each in the place of a layer, where that makes them divide (BLOOM,
-    Llama 3), else rounded up. `kernels` is what the code base keeps; flash attention, fused norms
-    and the width of gradients are in `layouts`.
+    With equal stages these are the first and the last device. The devices between them have as many
+    layers, no embedding, and no more micro-batches in flight.
+
+    If p divides the number of layers plus 2, but not the number of layers, embedding and output
+    take the place of one layer each (BLOOM, Llama 3). Then the second device has most layers.
+    Otherwise the layers per device are rounded up. `kernels` describes the code base. Flash
+    attention, fused norms and the bytes of gradients are in `layouts`.
     """
     devices = _PipelineDevices(layouts, kernels, convention)
     p = layouts.pipeline_parallel
@@ -196,14 +207,15 @@ def memory_by_stage(
     kernels: Kernels = KIT,
     convention: Convention = CONVENTIONS["mixed_precision"],
 ) -> StageMemory:
-    """Returns the bytes on every pipeline device of one layout, arrays of shape
+    """Returns the bytes on every pipeline device of one layout, as arrays of shape
     (pipeline_parallel,).
 
-    `layers` are the transformer layers on each device, where they are not equal; the rest as in
-    `memory`.
+    `layers` has the number of transformer layers on each device. If None, layers are distributed as
+    in `memory`. The other arguments are those of `memory`.
 
     Raises:
-        ConfigError: more than one layout, or `layers` does not have one number per pipeline device.
+        ConfigError: `layouts` has more than one layout, or `layers` does not have one number per
+            pipeline device.
     """
     if len(layouts) != 1:
         raise ConfigError(
@@ -223,32 +235,38 @@ def memory_by_stage(
 
 @dataclasses.dataclass(frozen=True)
 class _PipelineDevices(ModelState):
-    """What the pipeline devices of a layout have in common, and the memory of each."""
+    """Computes the memory of each pipeline device. The properties are common to all devices of a
+    layout.
+    """
 
     @cached_property
     def layer(self) -> LayerActivations:
-        """Bytes per token of one layer."""
+        """Activations of one layer, in bytes per token."""
         return LayerActivations(self.layouts, self.kernels)
 
     @cached_property
     def counts_ends_as_layers(self) -> Array:
-        """Where embedding and output stand in the place of a layer each, bool."""
+        """Whether embedding and output take the place of one layer each, bool."""
         x = self.layouts
         return x.most_layers * x.pipeline_parallel == x.num_layers + 2
 
     @cached_property
     def head_bytes(self) -> Array:
-        """Bytes per token that the last device keeps: inputs of the final norm and of the output
-        projection, 4 h / q, and fp32 logits, 4 V / t.
+        """Bytes per token that the last device saves outside its layers: inputs of the final norm
+        and of the output projection, 4 h / q, and fp32 logits, 4 V / t. With a chunked loss no
+        logits are saved.
         """
         logit_bytes = np.where(self._has_chunked_loss, 0.0, 4 * self._logits_per_token)
         return 4 * self.layer.residual_size + logit_bytes
 
     @cached_property
     def loss_bytes(self) -> Array:
-        """Bytes per token of the loss's workspace: the other copies of the logits, or those of one
-        chunk, its input's gradient (2 h) and, of several, the sum of the output projection's (4 h V
-        in all).
+        """Bytes per token of the loss's workspace: the copies of the logits other than the saved
+        fp32 copy.
+
+        With a chunked loss these are the copies of one chunk and the gradient of its input (2 h).
+        Several chunks also need the fp32 sum of gradients of the output projection (4 h V bytes for
+        all tokens together).
         """
         x = self.layouts
         kernels = self.kernels
@@ -261,7 +279,9 @@ class _PipelineDevices(ModelState):
 
     @cached_property
     def _has_chunked_loss(self) -> Array:
-        """Where the loss is computed in chunks: on a device with the whole model, bool."""
+        """Whether the loss is computed in chunks, bool: if the code base does so, and the layout
+        has neither tensor nor pipeline parallelism.
+        """
         whole = ~self.has_pipeline & (self.layouts.tensor_parallel == 1)
         return (self.kernels.chunk_logits > 0) & whole
 
@@ -274,9 +294,11 @@ class _PipelineDevices(ModelState):
 
     @cached_property
     def message_bytes(self) -> Array:
-        """Buffers to send and receive: 8 T h / q of a pipeline; round a ring of context
-        parallelism 8 T K / t (keys and values that compute, and those that arrive), all to all
-        4 T (h + K) / t (query, key, value, result).
+        """Bytes of the buffers to send and receive.
+
+        A pipeline needs 8 T h / q. Ring context parallelism needs 8 T K / t: the keys and values in
+        use, and the next keys and values that arrive. All-to-all context parallelism needs
+        4 T (h + K) / t for query, key, value and result.
         """
         x = self.layouts
         pipeline = np.where(self.has_pipeline, 8 * x.hidden_size / x.sequence_shards, 0.0)
@@ -287,8 +309,9 @@ class _PipelineDevices(ModelState):
 
     @cached_property
     def gathered_output_bytes(self) -> Array:
-        """The output projection, which ZeRO 3 uses last and first and so keeps gathered
-        (`kit.parallel.data.shard_ends`): 2 h V / t.
+        """Bytes of the gathered output projection under ZeRO 3: 2 h V / t. The projection is last
+        in the forward pass and first in the backward pass, so it stays gathered in between
+        (`kit.parallel.data.shard_ends`). 0 unless the code base is fully sharded.
         """
         x = self.layouts
         output = 2 * x.hidden_size * x.vocab_size / x.tensor_parallel
@@ -297,7 +320,9 @@ class _PipelineDevices(ModelState):
     def stage_memory(
         self, stage: Any, *, is_first: Any, is_last: Any, layers: Any = None
     ) -> StageMemory:
-        """Returns the terms of pipeline device `stage`; arguments broadcast against the layouts."""
+        """Returns the memory of pipeline device `stage` by term. Arguments broadcast against the
+        layouts.
+        """
         x = self.layouts
         layer = self.layer
         tokens = self.layouts.tokens

@@ -1,6 +1,4 @@
-"""Orders of pipeline work: what each device of a pipeline does, one operation after the other,
-in five schedules.
-"""
+"""Orders of pipeline work: the sequence of operations of each pipeline device in five schedules."""
 
 import dataclasses
 from functools import cached_property
@@ -16,21 +14,25 @@ BACKWARD_INPUT = 2
 BACKWARD_WEIGHT = 3
 PADDING = -1
 KINDS = "FBIW"
-"""Letters of the kinds: forward, whole backward, backward for the input alone, backward for the
-weights alone."""
+"""Letters of the kinds of operations, by their number: forward, whole backward, backward for the
+input alone, backward for the weights alone."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """What each device does, in order: arrays of shape (devices, operations), rows filled up
-    with PADDING.
+    """Operations of each pipeline device in the order in which they run.
+
+    Arrays have shape (devices, operations). PADDING fills the ends of shorter rows.
     """
 
     name: str
+    """Name of the schedule."""
     kind: Array
-    """FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, or PADDING behind a shorter row."""
+    """Kind of each operation: FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, or PADDING."""
     stage: Array
+    """Number of the stage that each operation computes."""
     micro_batch: Array
+    """Number of the micro-batch that each operation computes."""
 
     @classmethod
     def of(
@@ -41,12 +43,17 @@ class Order:
         num_microbatches: int,
         virtual_stages: int = 1,
     ) -> Self:
-        """Returns the order of a schedule, by the names that a Plan uses.
+        """Returns the order of a schedule, by its name in a Plan:
 
-        `gpipe` (arXiv 1811.06965), `1f1b` (PipeDream-Flush, arXiv 2006.09503), `interleaved`
-        (Megatron, arXiv 2104.04473), `zero_bubble` (ZB-H1 of arXiv 2401.10241; with several virtual
-        stages torch's ZB1P) or `zbv` (section 6 there: stages in the shape of a V, two on each
-        device); a Plan has checked that it exists.
+        - `gpipe` (arXiv 1811.06965).
+        - `1f1b` (PipeDream-Flush, arXiv 2006.09503).
+        - `interleaved` (Megatron, arXiv 2104.04473).
+        - `zero_bubble` (ZB-H1 of arXiv 2401.10241, and with several virtual stages torch's ZB1P).
+        - `zbv` (arXiv 2401.10241, section 6), which has two stages on each device, in the shape of
+          a V.
+
+        Arguments are not checked, since the rules of Plan have checked that the schedule exists for
+        them.
         """
         p = pipeline_parallel
         m = num_microbatches
@@ -67,22 +74,22 @@ class Order:
 
     @property
     def num_devices(self) -> int:
-        """p."""
+        """Number of pipeline devices, p."""
         return self.kind.shape[0]
 
     @cached_property
     def num_stages(self) -> int:
-        """All stages, over all devices."""
+        """Number of stages over all devices."""
         return int(self.stage.max()) + 1
 
     @cached_property
     def num_microbatches(self) -> int:
-        """m."""
+        """Number of micro-batches, m."""
         return int(self.micro_batch.max()) + 1
 
     @cached_property
     def device_of_stage(self) -> Array:
-        """The device that holds each stage, shape (stages,)."""
+        """Number of the device that holds each stage, shape (stages,)."""
         device = np.full(self.num_stages, -1)
         work = self.kind != PADDING
         rows = np.broadcast_to(np.arange(self.num_devices)[:, None], self.kind.shape)
@@ -91,11 +98,12 @@ class Order:
 
     @cached_property
     def peak_in_flight(self) -> Array:
-        """The most micro-batches whose activations a device holds at once, shape (devices,).
+        """Largest number of micro-batches whose activations a device holds at once, shape
+        (devices,).
 
-        In micro-batches of a whole device: a stage of a device with v stages counts 1/v. Held from
-        the start of the forward to the end of the whole backward, or of the backward for the
-        weights where that is apart.
+        One unit is one micro-batch in all stages of a device. One of v stages counts 1/v.
+        Activations are held from the start of the forward pass to the end of the whole backward
+        pass. If the backward pass is split, they are held to the end of its part for the weights.
         """
         held = np.cumsum(
             (self.kind == FORWARD).astype(int) - np.isin(self.kind, (BACKWARD, BACKWARD_WEIGHT)),
@@ -104,7 +112,9 @@ class Order:
         return held.max(axis=1) / np.bincount(self.device_of_stage, minlength=self.num_devices)
 
     def __str__(self) -> str:
-        """One line for each device, torch's notation: stage, kind, micro-batch."""
+        """Returns one line per device in torch's notation: stage, kind and micro-batch of each
+        operation, for example `0F3`.
+        """
         rows = zip(self.stage, self.kind, self.micro_batch, strict=True)
         return "\n".join(
             " ".join(f"{s}{KINDS[k]}{b}" for s, k, b in zip(*row, strict=True) if k != PADDING)
@@ -113,7 +123,7 @@ class Order:
 
 
 class _Operations(NamedTuple):
-    """Operations of one kind on all devices, with the time slots that order them on a device.
+    """Operations of one kind on all devices. The time slots determine their order on a device.
 
     Arrays broadcast to (devices, operations).
     """
@@ -135,14 +145,15 @@ class _Operations(NamedTuple):
 
 
 def _one_directional(schedule: str, p: int, m: int, v: int) -> list[_Operations]:
-    """Returns the operations of a schedule that sends a micro-batch round the devices in one
-    direction.
+    """Returns the operations of a schedule in which each micro-batch passes the devices in one
+    direction, for p devices, m micro-batches and v stages per device.
 
-    Device r runs `warm_up` forwards, then forward and backward in turn; the k-th forward and the
-    k-th backward go through its v stages in rounds of micro-batches. Each operation gets the
-    slot in which its device would run it, and the order of a device is the order of its slots:
-    forward k in slot k - warm_up, backward k in slot k, the backward for the weights (zero bubble
-    only) r slots later, which holds memory at 1F1B's level.
+    Device r runs `warm_up` forward passes, then forward and backward passes in turn. Its k-th
+    forward pass and its k-th backward pass go through its v stages in rounds of micro-batches. Each
+    operation has a time slot, and a device runs its operations in the order of their slots. Forward
+    pass k has slot k - warm_up, and backward pass k has slot k. The backward pass for the weights
+    (zero bubble only) is r slots later, which keeps memory at the level of 1F1B. Three consecutive
+    values of `slot` make one time slot, one for each kind of operation.
     """
     rank = np.arange(p)[:, None]
     k = np.arange(m * v)
@@ -169,18 +180,25 @@ def _one_directional(schedule: str, p: int, m: int, v: int) -> list[_Operations]
 
 
 def _v_shaped(p: int, m: int) -> list[_Operations]:
-    """Returns the operations of the V-shaped order: device r holds stages r and 2p - 1 - r, so
-    that loss and backward start at once.
+    """Returns the operations of the V-shaped order, for p devices and m micro-batches.
 
-    Slot s of the steady state runs, in this order: the forward of the down-going stage (micro-batch
-    s + 2p - 1 - r), its backward (s), the forward of the up-going stage (s + p) and its backward (s
-    + p - r), each backward followed by its part for the weights. Before slot 0 and behind slot n -
-    p, at the ends, some are put off: forwards fill the way down p - r slots ahead; backwards for
-    the weights wait until no other device needs this one.
+    Device r holds stage r, through which micro-batches go down the devices, and stage 2p - 1 - r,
+    through which they go up again. So device 0 computes the loss and can start the backward pass at
+    once. In the steady state time slot s of device r has four operations, in this order:
 
-    Source: arXiv 2401.10241, section 6, in the hand-written form of torch's ScheduleZBVZeroBubble,
-    which also says what is done below 2p - 1 micro-batches: the order of 2p - 1 with what is not
-    there left out.
+    - the forward pass of micro-batch s + 2p - 1 - r in stage r,
+    - the backward pass of micro-batch s in stage r,
+    - the forward pass of micro-batch s + p in stage 2p - 1 - r,
+    - the backward pass of micro-batch s + p - r in stage 2p - 1 - r.
+
+    Each backward pass for the input is followed by its part for the weights. Some operations have
+    other slots at the start and the end of a step. Forward passes in stage r that would come before
+    slot 0 run p - r slots earlier, to fill the pipeline. From slot n - p on, for n micro-batches,
+    backward passes for the weights wait until no other device needs a result of this device.
+
+    Source: arXiv 2401.10241, section 6, in the hand-written form of torch's ScheduleZBVZeroBubble.
+    For fewer than 2p - 1 micro-batches torch takes the order of 2p - 1 and leaves out the
+    operations of missing micro-batches.
     """
     rank = np.arange(p)[:, None]
     n = max(m, 2 * p - 1)

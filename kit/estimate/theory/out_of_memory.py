@@ -1,5 +1,5 @@
-"""Out of memory: what a device uses beyond the modelled bytes, and how likely a run stops for
-lack of memory.
+"""Out of memory: device memory in use beyond the modelled bytes, and the probability that a run
+stops for lack of memory.
 """
 
 import dataclasses
@@ -13,12 +13,13 @@ Array = np.ndarray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reserve(Record):
-    """Memory that is not modelled, as a function of what is, and the odds that come of it.
+    """Computes the memory in use on a device from modelled bytes, and the probability that a run
+    stops for lack of memory.
 
     used = state + factor x dynamic + extra_bytes. State (weights, gradients, optimizer) is
-    allocated once and exactly; what comes and goes in each step is fragmented and has temporaries
-    (`factor`); context, kernels and communication library take the rest. Probability of running out
-    = 1 / (1 + (capacity / used)^sharpness).
+    allocated once and exactly. Dynamic memory is allocated and freed in each step. `factor` is for
+    its fragmentation and temporaries. `extra_bytes` is for the device's context, kernels and the
+    communication library. Probability of running out = 1 / (1 + (capacity / used)^sharpness).
     """
 
     factor: float = field_doc("of activations, logits, workspace and buffers")
@@ -36,7 +37,7 @@ class Reserve(Record):
             )
 
     def used_bytes(self, state: Array, dynamic: Array) -> Array:
-        """Returns bytes that a device shows as used."""
+        """Returns the bytes in use on a device whose modelled bytes are `state` and `dynamic`."""
         return state + (self.factor * dynamic + self.extra_bytes)
 
     def out_of_memory_probability(self, used_bytes: Array, device_bytes: float) -> Array:
@@ -55,19 +56,21 @@ RESERVE = Reserve(
         " 2311.05610)"
     ),
 )
-"""Fitted and scored by `make validate`: what a run needs. A monitor shows more, since allocators
-keep what they freed:"""
+"""Reserve of the memory that a run needs, fitted and scored by `make validate`."""
 MONITOR_RESERVE = RESERVE.replace(
     factor=1.18,
     extra_bytes=6.9e9,
     source="34 readings of BLOOM's prequel runs on A100 (BigScience tr11 chronicles)",
 )
+"""Reserve of the memory that a monitor shows, fitted and scored by `make validate`. A monitor shows
+more than a run needs, since allocators keep memory that was freed."""
 CORE_RESERVE = RESERVE.replace(
     factor=1.0,
     extra_bytes=3e9,
     sharpness=60.0,
     source="70 published runs that ran (Megatron-Bridge archive, Megatron-LM README)",
 )
-"""Of Megatron-Core. Memory does not break up where segments grow (PYTORCH_CUDA_ALLOC_CONF, which
-its recipes set); context and communication library stay. 68 of these runs take at most 91 % of
-their devices by it; two, on GB300, do not fit by any count."""
+"""Reserve for Megatron-Core. The factor is 1, since its recipes set PYTORCH_CUDA_ALLOC_CONF so that
+segments grow, which avoids fragmentation. The extra bytes are for context and communication
+library. With this reserve 68 of the 70 runs need at most 91 % of their devices' memory. The other
+two, on GB300, exceed the memory however it is counted, although they ran."""

@@ -1,4 +1,4 @@
-"""Event-accurate simulation of one training step of a pipeline: unequal stages, and time on the
+"""Event-accurate simulation of one training step of a pipeline, with unequal stages and time on
 links.
 """
 
@@ -23,34 +23,36 @@ from kit.estimate.theory.orders import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """When each operation of an order runs.
+    """Start and end of each operation of an order, in seconds from the start of the step.
 
-    Arrays have the order's shape, (devices, operations), NaN in padding.
+    Arrays have the order's shape, (devices, operations), and NaN in padding.
     """
 
     order: Order
     start_s: Array
+    """Start of each operation, in seconds."""
     end_s: Array
+    """End of each operation, in seconds."""
 
     @cached_property
     def makespan_s(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the start of the step to the end of the last operation."""
         return float(np.nanmax(self.end_s))
 
     @cached_property
     def busy_s(self) -> Array:
-        """Time that each device computes, shape (devices,)."""
+        """Seconds in which each device computes, shape (devices,)."""
         return np.nansum(self.end_s - self.start_s, axis=1)
 
     @property
     def idle_fraction(self) -> Array:
-        """Share of the step in which each device waits, shape (devices,)."""
+        """Share of the step in which each device waits, 0 to 1, shape (devices,)."""
         return 1 - self.busy_s / self.makespan_s
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the time of all devices in which they wait: bubble, links and unequal stages
-        together.
+        """Mean of `idle_fraction` over all devices, 0 to 1. It includes waiting for links and for
+        unequal stages.
         """
         return float(self.idle_fraction.mean())
 
@@ -63,20 +65,20 @@ def simulate(
     backward_weight_s: Array | float,
     send_s: Array | float = 0.0,
 ) -> Simulation:
-    """Returns when each operation runs if every device starts it as soon as it is free and its
-    input is there.
+    """Returns start and end of each operation. A device starts its next operation as soon as the
+    device is free and the operation's input has arrived.
 
     Args:
-        order: what each device does, in order.
-        forward_s, backward_input_s, backward_weight_s: times of one micro-batch in each stage,
-            shape (stages,), or one number for all; a whole backward takes both of its parts
-            together.
-        send_s: from the end of a stage to its neighbour's start where both are on different
-            devices, shape (stages - 1,) or one number; the links carry any number of messages at
-            once, beside computation.
+        order: Operations of each device, in order.
+        forward_s, backward_input_s, backward_weight_s: Seconds of one micro-batch in each stage,
+            shape (stages,), or one number for all stages. A whole backward pass takes the sum of
+            its two parts.
+        send_s: Seconds from the end of an operation to its arrival in the neighbouring stage, shape
+            (stages - 1,), or one number. 0 if both stages are on one device. Links carry any number
+            of messages at once, while devices compute.
 
     Raises:
-        ConfigError: a time is negative or has another shape.
+        ConfigError: A time is negative or has another shape.
     """
     forward = _times("forward_s", forward_s, order.num_stages)
     backward_input = _times("backward_input_s", backward_input_s, order.num_stages)
@@ -92,8 +94,8 @@ def simulate(
 def simulate_plan(
     plan: Plan, *, num_microbatches: int | None = None, **times: Array | float
 ) -> Simulation:
-    """Returns the simulation of a plan's schedule, of all its micro-batches or of so many;
-    `times` as in `simulate`.
+    """Returns the simulation of a plan's schedule. `num_microbatches` is by default the number of
+    the plan. `times` are the times of `simulate`.
     """
     count = num_microbatches or plan.num_microbatches
     schedule = plan.schedule if plan.pipeline_parallel > 1 else "1f1b"
@@ -116,10 +118,11 @@ def _times(name: str, value: Array | float, count: int) -> Array:
 
 
 def _dependencies(order: Order, boundary_s: Array) -> tuple[Array, Array]:
-    """Returns, of each operation, the flat index of the one whose result it needs, and the time
-    from there to here.
+    """Returns (needs, delay) of each operation: the flat index of the operation whose result it
+    needs, and the seconds until this result arrives.
 
-    Index -1 is an operation that ended at 0 (nothing needed), -2 one that never ends (padding).
+    Index -1 stands for an operation that ended at 0 s, for operations that need nothing. Index -2
+    stands for an operation that never ends, for padding.
     """
     place = _places(order)
     kind = order.kind
@@ -143,11 +146,11 @@ def _dependencies(order: Order, boundary_s: Array) -> tuple[Array, Array]:
 
 
 def _places(order: Order) -> Array:
-    """Returns the flat index of each operation, shape (kinds, stages, micro-batches), -1 where
-    there is none.
+    """Returns the flat index of each operation, shape (kinds, stages, micro-batches), -1 if the
+    operation does not exist.
 
-    The whole backward and the backward for the input share a place, since what waits for either may
-    go on.
+    The backward pass for the input has the index of kind BACKWARD. An operation that waits for a
+    whole backward pass can start after the backward pass for the input alone.
     """
     place = np.full((len(KINDS), order.num_stages, order.num_microbatches), -1)
     work = np.flatnonzero(order.kind != PADDING)
@@ -161,13 +164,13 @@ def _places(order: Order) -> Array:
 def _run(order: Order, duration_s: Array, needs: Array, delay: Array) -> Simulation:
     """Returns the simulation with start and end of all operations.
 
-    Each sweep starts the next operation of every device that can go on.
+    Each iteration starts the next operation of every device whose input has arrived.
     """
     devices, width = order.kind.shape
     end = np.full(devices * width + 2, np.inf)
     end[-1] = 0.0
     start = np.full(devices * width, np.nan)
-    # A device that has finished waits for ever in one more column of padding.
+    # A device that has finished reaches one more column of padding, where it waits forever.
     padded = ((0, 0), (0, 1))
     needs = np.pad(needs, padded, constant_values=-2).ravel()
     delay = np.pad(delay, padded, constant_values=0.0).ravel()

@@ -27,8 +27,8 @@ from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
 BACKWARD = 2 / 3
 """Share of the backward pass in the time of a layer."""
 JITTER = 0.006
-"""Relative increase of the step time for each doubling of the tensor parallel groups that wait for
-each other, since some groups are late."""
+"""Relative increase of the step time for each doubling of the number of tensor parallel groups.
+All groups wait for the latest one."""
 TERMS = (
     "gemm",
     "attention",
@@ -100,7 +100,7 @@ class StepTime:
         return tokens / self.tokens_per_s / 86_400
 
     def price(self, tokens: float) -> Array:
-        """Returns USD for a token budget at the site's price; NaN where it has none."""
+        """Returns USD for a token budget at the site's price. NaN if the site has no price."""
         return (
             self.days(tokens) * 24 * self.layouts.num_devices * self.hardware.price_per_device_hour
         )
@@ -112,7 +112,7 @@ class StepTime:
 
     @cached_property
     def layer(self) -> LayerTime:
-        """Times of one layer and micro-batch."""
+        """Seconds of one layer and micro-batch, by kind of work."""
         return LayerTime(self.layouts, self.hardware, self.coefficients, self.links)
 
     @cached_property
@@ -146,8 +146,8 @@ class StepTime:
 
     @cached_property
     def has_few_micro_batches(self) -> Array:
-        """Whether there are fewer micro-batches than stages (m < p). Then no other micro-batch
-        hides a send (`exposed_trips`).
+        """Whether there are fewer micro-batches than pipeline devices (m < p). Then no other
+        micro-batch hides a send (`exposed_trips`).
         """
         return self.layouts.num_microbatches < self.layouts.pipeline_parallel
 
@@ -182,7 +182,7 @@ class StepTime:
 
     @cached_property
     def beside_layers_s(self) -> Array:
-        """Seconds per micro-batch beside layers: exposed sends and the host."""
+        """Seconds per micro-batch outside the layers: exposed sends and work of the host."""
         return self.exposed_sends_s + self.coefficients.microbatch_s
 
     @cached_property
@@ -195,7 +195,7 @@ class StepTime:
     @cached_property
     def mean_stage_s(self) -> Array:
         """Mean seconds per micro-batch over all stages: (L layers + embedding + logits) / p +
-        sends.
+        exposed sends and work of the host.
         """
         x = self.layouts
         work = x.num_layers * self.layer.total_s + self.embedding_s + self.logits_s
@@ -226,11 +226,11 @@ class StepTime:
 
     @property
     def bubble_s(self) -> Array:
-        """Seconds per step in which stages wait for others: p x mean - slowest.
+        """Seconds per step in which stages wait for other stages: p x mean stage - slowest stage.
 
-        Interleaved schedules have 1/v of it, ZB-H1 a third, since weight gradients fill the gap.
-        With m < p the first micro-batch passes all p v stages, and devices wait for it in each
-        round but the last.
+        Interleaved schedules have 1/v of this time. ZB-H1 has a third and ZBV a tenth, since weight
+        gradients fill the gaps. With m < p the first micro-batch passes all p v stages, and devices
+        wait for it in each round but the last.
         """
         x = self.layouts
         p = self.layouts.pipeline_parallel
@@ -247,7 +247,9 @@ class StepTime:
 
     @property
     def filling_s(self) -> Array | float:
-        """Seconds of sends per step that a step with m < p waits for."""
+        """Seconds per step in which stages wait for sends while the pipeline fills, if m < p. 0
+        otherwise.
+        """
         x = self.layouts
         p = self.layouts.pipeline_parallel
         if not np.any(self.has_few_micro_batches):
@@ -267,7 +269,7 @@ class StepTime:
 
     @cached_property
     def device_params(self) -> Array:
-        """Parameters that a device reduces and updates: (layers + h V) / t."""
+        """Number of parameters of a device, whose gradients it reduces: (layers + h V) / t."""
         x = self.layouts
         layers = x.most_layers * layer_params(x)
         return (layers + x.vocab_size * x.hidden_size) / x.tensor_parallel
@@ -299,8 +301,9 @@ class StepTime:
 
     @cached_property
     def gradient_reduction_s(self) -> Array:
-        """Seconds per step to reduce gradients. ZeRO reduce-scatters gradients and gathers bf16
-        weights. Without ZeRO both halves of the all-reduce move gradients.
+        """Seconds per step to reduce gradients, without overlap. ZeRO reduce-scatters gradients and
+        gathers weights of `gathered_bytes` each. Without ZeRO both halves of the all-reduce move
+        gradients.
         """
         x = self.layouts
         zero = (self.layouts.gradient_bytes + self.layouts.gathered_bytes) / 2
@@ -319,8 +322,8 @@ class StepTime:
         (1 + (v - 1) min(p, m)) / v micro-batches.
 
         A stage's gradients are complete with its last backward pass, and its weights are needed by
-        its first forward pass. A device goes through its v stages in rounds of p micro-batches, so
-        that v - 1 of them have a round, and the last one its own micro-batch.
+        its first forward pass. A device runs its v stages in rounds of p micro-batches. Therefore
+        v - 1 stages have the time of a round, and the last stage has the time of one micro-batch.
         """
         x = self.layouts
         v = self.layouts.virtual_stages
@@ -333,9 +336,9 @@ class StepTime:
 
         Without a pipeline, ZeRO reduces buckets of gradients during the backward pass of the last
         micro-batch. Plain data parallelism of Megatron-LM waits for the end of that pass. With
-        overlap, weights are gathered during forward passes too, and both have the time of
-        `overlap_window_s`. ZeRO 3 gathers weights in both passes of each micro-batch, and
-        reduce-scatters gradients in each.
+        `data_overlap`, weights are gathered during forward passes too, and computation of
+        `overlap_window_s` hides both. ZeRO 3 gathers weights in both passes of each micro-batch,
+        and reduce-scatters gradients in each backward pass.
         """
         x = self.layouts
         m = x.num_microbatches
@@ -359,14 +362,15 @@ class StepTime:
         return np.where(is_third, np.where(x.native, fully, bulk), data)
 
     def _fully_sharded_seconds(self) -> Array:
-        """Returns seconds per step in which ZeRO 3 waits as FSDP2 does it (PyTorch FSDP, arXiv
-        2304.11277, section 3.3).
+        """Returns seconds per step of ZeRO 3's communication that no computation hides, in the
+        order of FSDP2 (PyTorch FSDP, arXiv 2304.11277, section 3.3).
 
         In each pass the weights of the next layer are gathered while the present layer computes.
         In the backward pass the gradients of the previous layer are reduce-scattered too. The time
         by which both exceed the layers is exposed. Nothing hides the gather of the first layer of a
-        pass and the last reduce-scatter of a step. What is sent once per step (all-reduces over
-        copies of a shard, and all gradients under a pipeline) runs beside the last backward pass.
+        pass and the last reduce-scatter of a step. Communication that happens once per step
+        (all-reduces over copies of a shard, and all gradients under a pipeline) overlaps with the
+        last backward pass.
         """
         x = self.layouts
         m = x.num_microbatches
@@ -386,18 +390,20 @@ class StepTime:
 
 
 def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) -> StepTime:
-    """Returns the time of one optimizer step of each layout, on hardware of one machine or one
-    element per layout.
+    """Returns the time of one optimizer step of each layout. `hardware` describes one machine for
+    all layouts, or has arrays with one element per layout.
     """
     return StepTime(layouts, hardware, coefficients)
 
 
 def exposed_trips(p: Any, v: Any, m: Any, schedule: Any, exposed_part: Any) -> Any:
-    """Returns how often a step waits for all sends of one micro-batch, forward and backward.
+    """Returns the number of times that a step waits for all sends of one micro-batch, forward and
+    backward.
 
-    With fewer micro-batches than stages it waits p - 1/v times, and under 1F1B also for each
-    micro-batch but two. The simulation of these orders (`schedule.py`) gives exactly that. With
-    more micro-batches it waits for a fitted share `exposed_part` of each.
+    p is the number of pipeline devices, v the number of virtual stages and m the number of
+    micro-batches. For m < p a step waits p - 1/v times, and under 1F1B another max(m - 2, 0) times.
+    The simulation of these schedules (`schedule.py`) gives exactly these numbers. Otherwise a step
+    waits for a fitted share `exposed_part` of the sends of each micro-batch.
     """
     alternating = np.where(schedule == SCHEDULES.index("1f1b"), np.maximum(m - 2, 0), 0.0)
     return np.where(m < p, p - 1 / v + alternating, m * exposed_part)

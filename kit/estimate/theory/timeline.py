@@ -1,4 +1,4 @@
-"""The picture of simulated pipeline schedules: what each device does when, and where it waits."""
+"""Figure of simulated pipeline schedules: operations and waiting of each device over time."""
 
 from typing import Any
 
@@ -38,7 +38,8 @@ DIGIT_WIDTH = 1 / 50
 
 
 TEETH = 9
-"""Teeth of the torn right edge of a step that is not drawn whole."""
+"""Number of teeth of the torn right edge of a panel. The edge shows that the drawn step
+continues."""
 TOOTH = 0.012
 """Depth of a tooth, as a share of the time axis."""
 
@@ -46,15 +47,17 @@ TOOTH = 0.012
 def timeline_figure(
     *simulations: Simulation, drawn_microbatches: int | None = None
 ) -> tuple[Any, Rows]:
-    """Returns (figure, rows): simulations on one time axis, a panel each, and their table.
+    """Returns (figure, rows): a figure with one panel per simulation on a common time axis, and the
+    rows of its table.
 
-    Devices are rows. The numbers are micro-batches, where they fit. A device's second and further
-    stages are paler. Grey is waiting, and its share of the time is written at the right. The table
-    has one row per simulation and device. Its numbers are those of the whole simulation.
+    Devices are rows of a panel. Boxes have the number of their micro-batch if it fits. The second
+    and further stages of a device are paler. Grey is waiting, and its share of the time is written
+    at the right. The table has one row per simulation and device. Its numbers are those of the
+    whole simulation.
 
     With `drawn_microbatches` each panel ends where the first device starts the micro-batch of this
-    number, counted from 0, and its right edge is torn. So the drain of the pipeline is not drawn:
-    beside the few micro-batches of the picture it would look as long as the rest of the step.
+    number, counted from 0. The right edge of such a panel is torn. The drain of the pipeline is
+    then not drawn, since next to few micro-batches it would look as long as the rest of the step.
     """
     rows = [
         {
@@ -149,9 +152,9 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float, end_s:
 
 
 def _tear(axis: Any, end: float, width: float, devices: int) -> None:
-    """Draws a torn right edge at `end` over the bars that reach it.
+    """Draws a torn right edge at `end` over the boxes that reach it.
 
-    `end` and `width`, the length of the time axis, are in units of that axis.
+    `end` and `width`, the length of the time axis, are in units of the time axis.
     """
     from matplotlib.patches import Polygon
 
@@ -178,7 +181,9 @@ def _title(simulation: Simulation, end_s: float) -> str:
 
 
 def _chunks(simulation: Simulation) -> Array:
-    """Returns 0 for a device's first stage and 1 for its last, shape of the order."""
+    """Returns the position of each operation's stage among the stages of its device: 0 for the
+    first stage, 1 for the last, in the shape of the order.
+    """
     order = simulation.order
     device = order.device_of_stage
     nth = np.array([np.sum(device[:stage] == device[stage]) for stage in range(order.num_stages)])
@@ -186,8 +191,8 @@ def _chunks(simulation: Simulation) -> Array:
 
 
 def boxes(start: Array, end: Array, middle: Array, height: Any) -> Any:
-    """Returns the corners of boxes from `start` to `end`, of a height around a middle; shape
-    (boxes, 4, 2).
+    """Returns the (x, y) corners of boxes, shape (boxes, 4, 2). They extend from `start` to `end`
+    in x, and by half of `height` below and above `middle` in y.
     """
     top = middle - height / 2
     bottom = middle + height / 2

@@ -1,1 +1,1 @@
-"""How far the estimates are from what was measured."""
+"""Errors of the estimates on measured runs, published runs or the user's."""

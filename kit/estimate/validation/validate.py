@@ -1,9 +1,10 @@
-"""Validation as a command: the estimator's error on published runs, with whole groups held out. No
-torch.
+"""Validation: the planner's error on published runs, with whole groups of runs left out of the fit.
+No torch.
 
-For each machine the prior is the population of all other machines, so that nothing of a machine is
-known beforehand; its own rows outside the held-out group are fitted, the group is scored. `kit
-validate` prints it; `make validate` adds machines never met, memory, and how good the choices are.
+For each machine the prior is the population of all other machines, so that it contains nothing of
+the machine. The rows of the machine outside the left-out group are fitted, and the group is scored.
+`kit validate` prints the table of errors. `make validate` adds machines without any fitted run,
+memory, and the quality of the chosen layouts.
 """
 
 import dataclasses
@@ -23,35 +24,42 @@ from kit.estimate.validation.validate_rows import derived_note, validate_rows
 from kit.show.results import Row, row
 
 SMALL = 120
-"""Rows of one machine that the population looks at; more do not change it."""
+"""Largest number of rows of one machine in the fit of the population. More rows do not change the
+population."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredMachine:
-    """Published runs of one machine, and what a group of them is."""
+    """Measured published runs of one machine, and the group in which each run is left out."""
 
     name: str
     runs: tuple[PublishedRun, ...]
     rows: Rows
+    """The runs as rows of a fit."""
     groups: tuple[Hashable, ...]
+    """Group of each run. The runs of one group are left out of the fit together."""
     family: str
-    """Machines of one family are held out together."""
+    """Name of the machine's family. For a machine's prior its whole family is left out."""
 
     def small(self) -> Rows:
-        """Returns at most SMALL of the rows, evenly spaced."""
+        """Returns every n-th row, where n is the smallest number that leaves at most SMALL rows."""
         step = -(-len(self.rows) // SMALL)
         return self.rows.select(np.arange(0, len(self.rows), step))
 
 
 Group = Callable[[PublishedRun], Hashable]
+"""Function that returns the group of a run."""
 Choice = Callable[[PublishedRun], bool]
+"""Function that returns whether a run belongs to a machine."""
 
 
 def size_of(run: PublishedRun) -> Hashable:
+    """Returns the hidden size of a run's model, as its group."""
     return run.spec.hidden_size
 
 
 def shape_of(run: PublishedRun) -> Hashable:
+    """Returns (hidden size, number of layers) of a run's model, as its group."""
     return run.spec.hidden_size, run.spec.num_layers
 
 
@@ -59,8 +67,8 @@ def _bridge(device: str) -> Choice:
     return lambda run: "Bridge" in run.source and run.device == device
 
 
-# What counts as one machine; recalled or second-hand numbers and one mis-configured run are left
-# out.
+# (name, family, runs, group) of each machine. Recalled or second-hand numbers and one run with a
+# wrong configuration are left out. The group `id` makes each run a group.
 MACHINES: tuple[tuple[str, str, Choice, Group], ...] = (
     (
         "Selene",
@@ -105,7 +113,9 @@ MACHINES: tuple[tuple[str, str, Choice, Group], ...] = (
 
 
 def machines() -> dict[str, MeasuredMachine]:
-    """Returns the machines of the measured runs that come with the kit."""
+    """Returns the machines of MACHINES by name, each with its measured runs from the published runs
+    of the kit.
+    """
     runs = [run for run in published.load() if run.kind == "measured"]
     found = {}
     for name, family, choice, group in MACHINES:
@@ -118,20 +128,23 @@ def machines() -> dict[str, MeasuredMachine]:
 
 
 def population_without(all_machines: dict[str, MeasuredMachine], family: str | None) -> Prior:
-    """Returns the population of all machines but those of one family."""
+    """Returns the population of all machines without the machines of one family."""
     return fitting.population(
         [machine.small() for machine in all_machines.values() if machine.family != family]
     )
 
 
 SELENE_FITTED = ("factor",)
+"""Coefficients that are fitted for Selene. All others stay at the mean of the population."""
 
 
 def held_out(
     machine: MeasuredMachine, prior: Prior, *, stacks: bool = False
 ) -> tuple[Array, Array]:
-    """Returns (relative error, ln half-width of its 90 % interval) of each row, its group not
-    fitted.
+    """Returns (relative errors, half-widths of the 90 % intervals in ln seconds), one element per
+    row of a machine. A row is predicted by a fit without its group.
+
+    With `stacks` the fit has a time factor per software stack.
     """
     rows = machine.rows
     error = np.empty(len(machine.rows))
@@ -161,11 +174,13 @@ def validate(
     seed: int = 0,
     site: Site | None = None,
 ) -> tuple[Row, ...]:
-    """Returns the table of errors on published runs, groups held out, or on a CSV with their
-    columns (`validate_rows`).
+    """Returns the table of errors on published runs, each predicted by a fit without its group.
+
+    With `rows_csv` it returns the table for the runs of this CSV file. For the other arguments,
+    which only this table uses, see `validate_rows`.
 
     Raises:
-        ConfigError: the CSV cannot be read or holds no measured run.
+        ConfigError: The CSV file cannot be read, or has no measured run.
     """
     if rows_csv is not None:
         return validate_rows(rows_csv, calibrate or 0, seed, site)
@@ -183,11 +198,12 @@ LIMITS = {
     "MI250X": ("MI250X, each row held out", 0.07),
     "trn1": ("trn1, layout held out", 0.15),
 }
+"""(title of the table's row, highest allowed mean error as a fraction), by machine."""
 
 
 def predictions() -> dict[str, tuple[Array, Array]]:
-    """Returns (measured, predicted) seconds per step of every published run by machine, its own
-    group not fitted.
+    """Returns, by machine, (measured, predicted) seconds per step of every published run. Each run
+    is predicted by a fit without its group.
     """
     return {
         machine.name: (machine.rows.step_time_s, machine.rows.step_time_s * (1 + error))
@@ -196,8 +212,8 @@ def predictions() -> dict[str, tuple[Array, Array]]:
 
 
 def _all_held_out() -> list[tuple[MeasuredMachine, Array, Array]]:
-    """Returns each machine with what `held_out` says of it, with the numbers that are fitted for
-    it and a prior from the others.
+    """Returns (machine, relative errors, half-widths of intervals) of each machine, as `held_out`.
+    The prior is the population without the machine's family.
     """
     everything = machines()
     found = []

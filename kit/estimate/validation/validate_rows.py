@@ -1,5 +1,5 @@
-"""Validation on rows of your own: any CSV with the columns of the published runs, new machines
-included, and bytes that somebody read from a monitor. No torch.
+"""Validation on a user's runs: errors of step times and memory on any CSV file with the columns of
+the published runs, which may have new machines. No torch.
 """
 
 import dataclasses
@@ -27,18 +27,21 @@ from kit.show.results import Row, row
 def validate_rows(
     file: str | os.PathLike[str], calibrate: int = 0, seed: int = 0, site: Site | None = None
 ) -> tuple[Row, ...]:
-    """Returns errors on the rows of a CSV: of each machine, and of all together.
+    """Returns a table of errors on the runs of a CSV file, for each machine and for all machines
+    together.
 
-    All ran on `site`, if it is given. A machine whose site has published rows in the kit starts
-    from these (less those that are in the CSV too: no row is scored by a fit that has seen it),
-    others from the population. `calibrate` runs of each machine (never all), chosen by the kit out
-    of a random half of its rows (`seed`), are fitted and not scored, without published rows of
-    other software stacks: with these, stacks left out are predicted worse (6.3 instead of 5.1 %
-    after five runs).
+    With `site` all runs are taken to have run on this site. A machine whose site has published runs
+    in the kit starts from a fit to them. Published runs that are also in the CSV file are left out,
+    so that no run is scored by a fit that has seen it. Other machines start from the population.
+
+    `calibrate` runs of each machine, but never all, are fitted and not scored. The kit chooses them
+    from a random half of the machine's rows, which `seed` determines. Then published runs of other
+    software stacks are left out of the fit, since with them left-out stacks are predicted worse
+    (error 6.3 % instead of 5.1 % after five runs).
 
     Raises:
-        ConfigError: the CSV cannot be read, or holds no run whose layout is known, or none whose
-            machine is (`hardware_of`).
+        ConfigError: The CSV file cannot be read, no row has a known layout, or no row has a known
+            machine (`hardware_of`).
     """
     if calibrate < 0:
         raise ConfigError(
@@ -86,7 +89,9 @@ def validate_rows(
 
 
 def _lacking(run: PublishedRun, site: Site | None) -> str:
-    """Returns which numbers step time needs and the run's machine lacks, or nothing."""
+    """Returns the error message on numbers that step time needs and the run's machine lacks, or an
+    empty text.
+    """
     try:
         hardware_of(run, site)
     except ConfigError as error:
@@ -95,7 +100,9 @@ def _lacking(run: PublishedRun, site: Site | None) -> str:
 
 
 def _reasons(lines: published.Lines) -> str:
-    """Returns `line 7 and 2 more: no tp; ...`: the commonest three reasons."""
+    """Returns the three most common reasons with their first line, as
+    `line 7 and 2 more: no tp; ...`.
+    """
     counts = Counter(reason for _, reason in lines)
     first = {reason: line for line, reason in reversed(lines)}
     more = {
@@ -108,7 +115,9 @@ def _reasons(lines: published.Lines) -> str:
 def _score(
     runs: list[PublishedRun], calibrate: int, seed: int, site: Site | None
 ) -> tuple[Array, Array, str]:
-    """Returns (relative errors, whether each interval holds, what was fitted) for one machine."""
+    """Returns (relative errors, whether each measured time lies in its interval, note for the
+    table) for the runs of one machine.
+    """
     rows = published_rows(runs, site)
     at = site or runs[0].site()
     same = [
@@ -125,7 +134,9 @@ def _score(
     count = min(calibrate, len(runs) - 1)
     known = [run for run in known if not count or run.stack == runs[0].stack]
     pool = np.arange(len(runs))
-    if 0 < 3 * count < len(runs):  # a few rows are all candidates, many are halved at random
+    # The candidates are all rows if there are few, and otherwise a random half of the rows, with
+    # at least three per fitted run.
+    if 0 < 3 * count < len(runs):
         pool = np.sort(
             np.random.default_rng(seed).permutation(len(runs))[: max(3 * count, len(runs) // 2)]
         )
@@ -155,22 +166,26 @@ def _score(
 
 
 def derived_note(runs: Iterable[PublishedRun]) -> str:
-    """Returns `, 4 of them derived`, or nothing."""
+    """Returns a note such as `, 4 of them derived`, or an empty text if no run is derived."""
     count = sum(run.is_derived for run in runs)
     return f", {count} of them derived" if count else ""
 
 
 def _same_machine(published_run: PublishedRun, run: PublishedRun) -> bool:
-    """Returns whether both ran on one machine; a nameless one (`A100 cluster`) is known by its
-    source as well.
+    """Returns whether both runs were made on one machine.
+
+    A system that is not in `published.SYSTEMS` has no unique name (`A100 cluster`). For it the
+    software stacks must be equal too, since their names contain the source.
     """
     same_system = published_run.system == run.system
     return same_system and (run.system in published.SYSTEMS or published_run.stack == run.stack)
 
 
 def readings(runs: Sequence[PublishedRun]) -> list[Row]:
-    """Returns the error on measured bytes per device, two numbers fitted, a model shape held
-    out; by the reserve as shipped where few are left without a shape.
+    """Returns rows of the table with the error on measured bytes per device.
+
+    The two numbers of the reserve are fitted to the runs of all other model shapes. If too few runs
+    are left without a shape (FEWEST_READINGS), nothing is fitted, and the default reserve is used.
     """
     if not runs:
         return []
@@ -203,8 +218,10 @@ def readings(runs: Sequence[PublishedRun]) -> list[Row]:
 
 
 def _modelled(run: PublishedRun) -> tuple[float, float, float]:
-    """Returns (state, the rest, with the reserve as shipped) in bytes: by Megatron-Core's kernels
-    where a run has what came with it, overlap or a format below bf16.
+    """Returns the modelled bytes of a run as (state, dynamic memory, sum with the default reserve).
+
+    The model is that of Megatron-Core if the run has overlap or a format below bf16, which came
+    with Megatron-Core. Otherwise it is that of Megatron-LM.
     """
     is_core = run.data_overlap or run.precision in NARROW
     base = CODE_BASES["megatron-core"] if is_core else CodeBase(MEGATRON, MONITOR_RESERVE)
@@ -215,10 +232,10 @@ def _modelled(run: PublishedRun) -> tuple[float, float, float]:
 
 
 def memory_layouts(runs: Sequence[PublishedRun]) -> Layouts:
-    """Returns the runs with the width of gradients that their code keeps.
+    """Returns the runs as Layouts, with the bytes per gradient that their code base holds.
 
-    BigScience ran Megatron-DeepSpeed: fp16 gradients with fp16, but a bf16 gradient and its fp32
-    sum with bf16.
+    BigScience used Megatron-DeepSpeed. In fp16 it holds fp16 gradients (2 bytes). In bf16 it holds
+    a bf16 gradient and its fp32 sum (6 bytes). All other runs have 2 bytes.
     """
     layouts = published.layouts(runs)
     wide = [
@@ -229,7 +246,9 @@ def memory_layouts(runs: Sequence[PublishedRun]) -> Layouts:
 
 
 def without_group(group: Array, predict: Callable[[Array], Array]) -> Array:
-    """Returns predictions for each row by a fit on the rows of all other groups."""
+    """Returns one prediction per row, by a fit to the rows of all other groups. `predict` takes a
+    mask of the rows to fit, and returns predictions for all rows.
+    """
     result = np.empty(len(group))
     for name in sorted(set(group)):
         result[group == name] = predict(group != name)[group == name]
