@@ -40,47 +40,55 @@ class PublishedRun:
     """
 
     source: str = field_doc("paper, repository or log")
-    system: str = field_doc("the machine, as the source calls it")
-    device: str = field_doc("accelerator, one per rank")
-    stack: str = field_doc("software and machine that share one factor", default="")
+    system: str = field_doc("name of the machine in the source")
+    device: str = field_doc("name of the accelerator, of which each rank has one")
+    stack: str = field_doc(
+        "software stack and machine, whose runs share one time factor", default=""
+    )
     kind: Literal["measured", "oom"] = field_doc(
         "a step time, or an out-of-memory label", default="measured"
     )
-    status: str = field_doc("read, mixed, derived, recalled or secondary", default="read")
-    basis: Basis = field_doc("what published FLOP/s count", default=Basis.UNKNOWN)
-    precision: str = field_doc("of the matrix products", default="bf16")
-    peak_flops_per_s: float | None = field_doc(
-        "of one device in bf16, as the source has it", default=None
+    status: str = field_doc(
+        "origin of the numbers: read, mixed, derived, recalled or secondary", default="read"
     )
-    spec: ModelSpec = field_doc("shapes")
-    plan: Plan = field_doc("its layout and batch, whatever the precision was")
-    flash_attention: int = field_doc("0 written-out scores, 1 or 2 fused attention", default=2)
+    basis: Basis = field_doc("FLOP count behind the published FLOP/s", default=Basis.UNKNOWN)
+    precision: str = field_doc("format of the matrix products", default="bf16")
+    peak_flops_per_s: float | None = field_doc(
+        "peak FLOP/s of one device in bf16, according to the source", default=None
+    )
+    spec: ModelSpec = field_doc("shapes of the model")
+    plan: Plan = field_doc("layout and batch. Its precision is always bf16")
+    flash_attention: int = field_doc(
+        "generation of fused attention, 1 or 2. 0: scores are written to memory", default=2
+    )
     fused_norm: bool = field_doc("norm and rotary kernels are fused", default=True)
     fused_softmax: bool = field_doc(
-        "mask and softmax in one kernel, where scores are written out", default=True
+        "mask and softmax are one kernel, if scores are written to memory", default=True
     )
     data_overlap: bool = field_doc(
-        "gradients are reduced and weights gathered beside computation", default=False
+        "reduction of gradients and gathering of weights overlap with computation", default=False
     )
     tensor_overlap: bool = field_doc(
-        "collectives of tensor parallelism run beside computation", default=False
+        "collectives of tensor parallelism overlap with computation", default=False
     )
-    gradient_bytes: float = field_doc("of one reduced gradient", default=2.0)
+    gradient_bytes: float = field_doc("bytes of one reduced gradient", default=2.0)
     offloaded_layers: int = field_doc(
-        "layers whose activations wait in the host's memory", default=0
+        "number of layers whose activations are offloaded to host memory", default=0
     )
     step_time_s: float | None = field_doc(
-        "seconds per iteration; none for out of memory", default=None
+        "seconds per optimizer step. None for an out-of-memory run", default=None
     )
     memory_bytes: float | None = field_doc(
-        "most allocated on a device, where the source says", default=None
+        "largest allocated bytes on a device. None if the source does not state them", default=None
     )
     is_derived: bool = field_doc(
-        "its time follows from a rate that was published as a headline, or for another run",
+        "the step time was computed from a rate published as a headline, or for another run",
         default=False,
     )
-    assumed: tuple[str, ...] = field_doc("fields the source leaves open", default=())
-    note: str = field_doc("what the source says besides", default="")
+    assumed: tuple[str, ...] = field_doc(
+        "fields that the source does not state, with assumed values", default=()
+    )
+    note: str = field_doc("further statements of the source", default="")
 
     @property
     def num_devices(self) -> int:

@@ -47,44 +47,50 @@ class Kernels(Record):
     to shapes and layout.
     """
 
-    dropout: bool = field_doc("keeps masks of dropout, in models without gate")
-    fused_gate: bool = field_doc("silu(gate) * up is one kernel, so silu(gate) is not kept")
+    dropout: bool = field_doc("dropout masks are saved, in models without gate")
+    fused_gate: bool = field_doc("silu(gate) * up is one kernel, so silu(gate) is not saved")
     selective: Literal["attention", "elementwise"] = field_doc(
-        "what selective recompute makes again: the core of attention, or all but matrix products"
-        " and attention"
+        "operations that selective recomputation repeats: the core of attention, or all but matrix"
+        " products and attention"
     )
     gathered_inputs: bool = field_doc(
-        "sequence parallelism keeps whole inputs of matrix products, not parts of them"
+        "sequence parallelism saves gathered inputs of matrix products, not their shards"
     )
     gathered_logits: bool = field_doc(
         "each tensor parallel rank computes the loss over the whole vocabulary"
     )
-    logit_bytes: float = field_doc("of all copies of one logit at the peak of the loss")
-    score_bytes: float = field_doc(
-        "kept of one written-out score where mask and softmax are not fused", default=8.0
+    logit_bytes: float = field_doc(
+        "bytes per logit at the memory peak of the loss, over all its copies"
     )
-    norm_bytes: float = field_doc("kept of one input of an RMSNorm that is not fused", default=8.0)
+    score_bytes: float = field_doc(
+        "bytes saved per attention score in memory, if mask and softmax are not fused", default=8.0
+    )
+    norm_bytes: float = field_doc(
+        "bytes saved per input element of an RMSNorm that is not fused", default=8.0
+    )
     chunk_logits: float = field_doc(
-        "a device with the whole model computes the loss of so many logits at a time; 0: of all",
+        "logits per chunk of the loss, on a device with the whole model. 0: all at once",
         default=0,
     )
-    chunk_logit_bytes: float = field_doc("of all copies of one such logit", default=0)
+    chunk_logit_bytes: float = field_doc(
+        "bytes per logit of a chunk, over all its copies", default=0
+    )
     fully_sharded: bool = field_doc(
-        "as torch's fully_shard: fp32 shards of weights only, and gradients of blocks reduced as"
-        " they come, so that those of a single micro-batch take the place of its activations",
+        "like torch's fully_shard: a device has fp32 shards of weights only, and reduces gradients"
+        " block by block. Gradients of a single micro-batch reuse the memory of its activations",
         default=False,
     )
     gradient_copy_bytes: float = field_doc(
-        "of a whole gradient beside its sum, whatever ZeRO cuts", default=0
+        "bytes of an unsharded gradient in addition to its sum, up to ZeRO 2", default=0
     )
     reduction_bytes: float = field_doc(
-        "of the copy in which ZeRO 1 reduces a sum of gradients", default=0
+        "bytes per parameter of the copy in which ZeRO 1 reduces sums of gradients", default=0
     )
     bucket_bytes: float = field_doc(
-        "of the buffer in which ZeRO 2 and 3 collect gradients", default=0
+        "bytes of the buffer in which ZeRO 2 and 3 collect gradients", default=0
     )
     tied_positions: bool = field_doc(
-        "the last stage has learned positions too, beside its tied table", default=False
+        "the last stage has learned positions in addition to its tied embedding", default=False
     )
 
 

@@ -290,82 +290,121 @@ class Coefficients(Record):
     """
 
     gemm_efficiency: float = coefficient(
-        (0.918, 0.11), (0.80, 0.15), (0.2, 1.0), "of the peak, by very large matrix products"
+        (0.918, 0.11),
+        (0.80, 0.15),
+        (0.2, 1.0),
+        "share of the peak FLOP/s that very large matrix products reach",
     )
     gemm_edge: float = coefficient(
-        (45.9, 0.41), (44.0, 0.4), (5.0, 400.0), "matrix side at which half the efficiency is lost"
+        (45.9, 0.41),
+        (44.0, 0.4),
+        (5.0, 400.0),
+        "side of a matrix, in elements, at which half the efficiency is lost",
     )
     memory_efficiency: float = coefficient(
-        (0.866, 0.26), (0.85, 0.2), (0.3, 1.0), "of the memory bandwidth, by element-wise kernels"
+        (0.866, 0.26),
+        (0.85, 0.2),
+        (0.3, 1.0),
+        "share of the memory bandwidth that element-wise kernels reach",
     )
     attention_efficiency: float = coefficient(
-        (0.561, 0.33), (0.5, 0.3), (0.1, 1.0), "of the peak, by written-out attention products"
+        (0.561, 0.33),
+        (0.5, 0.3),
+        (0.1, 1.0),
+        "share of the peak FLOP/s that attention reaches if scores are written to memory",
     )
     flash_efficiency: float = coefficient(
-        (0.561, 0.30), (0.5, 0.3), (0.1, 1.0), "of the peak, by fused attention"
+        (0.561, 0.30),
+        (0.5, 0.3),
+        (0.1, 1.0),
+        "share of the peak FLOP/s that fused attention reaches",
     )
     unfused_traffic: float = coefficient(
-        (3.01, 0.27), (3.0, 0.3), (1.0, 5.0), "memory traffic of unfused over fused norm and rotary"
+        (3.01, 0.27),
+        (3.0, 0.3),
+        (1.0, 5.0),
+        "ratio of the memory traffic of unfused to fused norm and rotary",
     )
     score_bytes: float = coefficient(
-        (12.6, 0.37), (14.0, 0.25), (6.0, 40.0), "memory traffic per written-out attention score"
+        (12.6, 0.37),
+        (14.0, 0.25),
+        (6.0, 40.0),
+        "bytes of memory traffic per attention score that is written to memory",
     )
     launch_s: float = coefficient(
-        (1.33e-05, 0.46), (12e-6, 0.5), (1e-7, 2e-4), "host time per kernel"
+        (1.33e-05, 0.46), (12e-6, 0.5), (1e-7, 2e-4), "host seconds per kernel launch"
     )
     backward_launches: float = coefficient(
-        (3.35, 0.30), (3.0, 0.3), (1.0, 8.0), "kernels of a backward pass over a forward pass"
+        (3.35, 0.30),
+        (3.0, 0.3),
+        (1.0, 8.0),
+        "ratio of kernels in a backward pass to kernels in a forward pass",
     )
     collective_launch_s: float = coefficient(
-        (2.15e-05, 0.46), (20e-6, 0.5), (1e-7, 2e-2), "host time per tensor-parallel collective"
+        (2.15e-05, 0.46), (20e-6, 0.5), (1e-7, 2e-2), "host seconds per tensor parallel collective"
     )
     node_efficiency: float = coefficient(
-        (0.816, 0.29), (0.75, 0.2), (0.1, 1.0), "of the links inside a node"
+        (0.816, 0.29),
+        (0.75, 0.2),
+        (0.1, 1.0),
+        "share of the bandwidth that the links inside a node reach",
     )
     node_sharing: float = coefficient(
         (0.307, 0.82),
         (0.2, 0.7),
         (0.01, 1.0),
-        "power at which that falls in groups that do not fill a node: 0 on a switch, 1 on a mesh",
+        "power of (group size / node size) by which bandwidth falls: 0 on a switch, 1 on a mesh",
     )
     node_latency_s: float = coefficient(
-        (2.13e-05, 0.80), (12e-6, 0.5), (1e-6, 1e-2), "per step of a collective inside a node"
+        (2.13e-05, 0.80),
+        (12e-6, 0.5),
+        (1e-6, 1e-2),
+        "seconds per step of a collective inside a node",
     )
     network_efficiency: float = coefficient(
-        (0.874, 0.28), (0.75, 0.3), (0.1, 1.0), "of the network between nodes"
+        (0.874, 0.28),
+        (0.75, 0.3),
+        (0.1, 1.0),
+        "share of the bandwidth that the network between nodes reaches",
     )
     network_latency_s: float = coefficient(
-        (2.46e-05, 0.50), (25e-6, 0.5), (2e-6, 1e-3), "per step of a collective between nodes"
+        (2.46e-05, 0.50),
+        (25e-6, 0.5),
+        (2e-6, 1e-3),
+        "seconds per step of a collective between nodes",
     )
     pipeline_exposed: float = coefficient(
-        (0.893, 0.31), (0.9, 0.3), (0.05, 1.0), "part of pipeline sends that nothing hides"
+        (0.893, 0.31), (0.9, 0.3), (0.05, 1.0), "share of pipeline sends that no computation hides"
     )
     data_efficiency: float = coefficient(
-        (0.451, 0.47), (0.5, 0.4), (0.02, 1.0), "of the links, by gradient reduction and gathering"
+        (0.451, 0.47),
+        (0.5, 0.4),
+        (0.02, 1.0),
+        "share of the bandwidth that gradient reduction and weight gathering reach",
     )
     data_contention: float = coefficient(
         (0.206, 0.47),
         (0.2, 0.5),
         (0.01, 0.6),
-        "power at which that falls with the nodes of the job",
+        "power of the number of nodes by which data parallel bandwidth falls",
     )
     microbatch_s: float = coefficient(
         (0.000942, 0.68),
         (1e-3, 0.7),
         (1e-6, 5e-2),
-        "host time per micro-batch: data, loss, schedule",
+        "host seconds per micro-batch: data, loss, schedule",
     )
     step_s: float = coefficient(
         (0.00686, 1.12),
         (10e-3, 0.7),
         (1e-4, 2.0),
-        "host time per step: gradient norm, logging, loader",
+        "host seconds per step: gradient norm, logging, loader",
     )
     factor: float = coefficient(
         (1.04, 0.07),
         (1.1, 0.08),
         (1.0, 2.0),
-        "of the whole time: clocks, stragglers, what is not modelled",
+        "factor of the step time for clocks, stragglers and unmodelled work",
     )
 
     def __post_init__(self) -> None:

@@ -22,10 +22,16 @@ class Reserve(Record):
     communication library. Probability of running out = 1 / (1 + (capacity / used)^sharpness).
     """
 
-    factor: float = field_doc("of activations, logits, workspace and buffers")
-    extra_bytes: float = field_doc("of a device, whatever it holds")
-    sharpness: float = field_doc("odds of running out grow by this power of used / capacity")
-    source: str = field_doc("rows that it was fitted to")
+    factor: float = field_doc(
+        "ratio of used to modelled bytes of activations, logits, workspace and buffers"
+    )
+    extra_bytes: float = field_doc(
+        "bytes in use on every device in addition to the model and its activations"
+    )
+    sharpness: float = field_doc(
+        "power of used / capacity to which the odds of running out of memory are proportional"
+    )
+    source: str = field_doc("measured runs to which the reserve was fitted")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,10 +23,10 @@ class Convention(Record):
     them.
     """
 
-    name: str = field_doc("where it comes from")
+    name: str = field_doc("paper or program, and total bytes")
     weights: float = field_doc("bytes of the weights used in matrix products")
     gradients: float | None = field_doc(
-        "bytes of a gradient; none: as each layout says", default=None
+        "bytes of a gradient. None: gradient_bytes of each layout", default=None
     )
     optimizer: float = field_doc("bytes of master weights and moments")
 
