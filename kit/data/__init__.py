@@ -1,4 +1,4 @@
-"""Text to tokens: corpus, tokenizer, token files, and which tokens each training sample holds."""
+"""Text to tokens: corpus, tokenizer, token files, and the tokens of each training sample."""
 
 from kit.data.build import build_dataset
 from kit.data.corpus import Corpus

@@ -1,7 +1,8 @@
-"""Calls a function on one piece of a build: `python -m kit.data`, as `kit/data/workers.py` does.
+"""Calls a function on one piece of a build, in a process of its own: `python -m kit.data`.
+`kit/data/workers.py` starts it.
 
-Standard input is a pickle of (function, arguments), standard output a pickle of the result, or of
-the exception that the function raised.
+Standard input is a pickle of (function, arguments). Standard output is a pickle of the result, or
+of the exception that the function raised.
 """
 
 import os
@@ -12,7 +13,9 @@ from cluster.process import become_rank
 
 
 def ignore_progress(num_bytes: int) -> None:
-    """Takes the place of a progress bar. The parent process counts whole pieces."""
+    """Does nothing. It replaces the progress bar, since the parent process counts only whole
+    pieces.
+    """
 
 
 become_rank(os.getppid())
@@ -20,6 +23,6 @@ function, arguments = pickle.load(sys.stdin.buffer)
 try:
     result = function(*arguments, ignore_progress)
 except Exception as error:
-    # The parent process raises it.
+    # The parent process raises this exception.
     result = error
 pickle.dump(result, sys.stdout.buffer)

@@ -1,4 +1,4 @@
-"""Builds a dataset folder from text: of a whole corpus, or of one part of several.
+"""Builds a dataset folder from text: from a whole corpus, or from one of several parts of it.
 
 Until the dataset is complete, its files are in the folder `.NAME.building-...` beside it.
 """
@@ -37,45 +37,58 @@ def build_dataset(
     workers: int | None = None,
     part: tuple[int, int] | None = None,
 ) -> Dataset:
-    """Returns the dataset in `out_dir`, built from `sources` unless it is there already.
+    """Builds a dataset in `out_dir` from `sources`, and returns it. An existing dataset with equal
+    settings is returned instead.
 
-    The folder appears whole or not at all; a build that was killed begins anew. Whole documents are
-    held out for validation, chosen by the hash of their text, so a document stays on its side when
-    others come or go (only if that chooses none is the largest one taken). Of one that is larger
-    than the share to hold out, such as a corpus that is one .txt, only the end is. The others are
-    written in a random order, by the same kind of hash, since training reads the file in windows.
+    The folder appears by a rename when the dataset is complete. A build that was killed starts from
+    the beginning.
 
-    A part is a dataset of its own in the folder `part_I_of_N` of `out_dir`, from every N-th file.
-    All parts have one tokenizer, which must be given, and hold out what the whole would, but for
-    documents that are larger than the share of a part. A document that is in two parts stays there.
+    Whole documents are chosen for validation by the hash of their text. So a document stays in its
+    split when other documents are added or removed. If the hash chooses no document, the largest
+    document is chosen. If a chosen document is larger than the validation share, such as a corpus
+    of one .txt file, only its end is for validation. Training documents are written in a random
+    order, which also depends on the hash of their text. A random order is needed, since training
+    reads the file in windows of consecutive tokens.
+
+    A part is a separate dataset in the folder `part_I_of_N` of `out_dir`, built from every N-th
+    file. All parts have one tokenizer, which must be given. The parts choose the documents for
+    validation that a build of the whole would choose. Exceptions are documents larger than the
+    validation share of a part, and parts in which the hash chooses no document. Duplicates in
+    different parts are not removed.
 
     Args:
-        out_dir: the folder to make.
-        sources: files or folders of text (see `Corpus`); None is what this Python installation has.
-        tokenizer: tokenizer.json, sentencepiece .model, Hugging Face folder or hub name; None
-            trains a byte-level BPE on the training part of the text.
-        vocab_size: entries of the trained tokenizer (default 4,096), or those of the given one.
-        max_bytes: bytes of text to stop at, in each part (default: 24 MB of the installation's
-            text, all of local sources).
-        validation_fraction: share of the documents to hold out; one at least is, or its end.
-        seed: changes which documents are held out, and the order of the others.
-        progress: show a progress bar with the time left, and say when a dataset is reused.
-        skip_corrupt: leave out what cannot be read, naming it in dataset.json, rather than stop.
+        out_dir: folder of the dataset.
+        sources: files or folders of text (see `Corpus`). None: the default corpus, which is text of
+            this Python installation.
+        tokenizer: tokenizer.json, sentencepiece .model, Hugging Face folder or hub name. None:
+            train a byte-level BPE on the training part of the text.
+        vocab_size: entries of the tokenizer to train (default 4,096). If a tokenizer is given, only
+            its own number of entries is allowed.
+        max_bytes: limit on the bytes of text, for each part. None: 24 MB for the default corpus, no
+            limit for `sources`.
+        validation_fraction: fraction of the documents for validation. At least one document, or its
+            end, is for validation.
+        seed: changes the choice of the documents for validation, and the order of the training
+            documents.
+        progress: whether to show a progress bar with the time left, and to report that a dataset is
+            reused.
+        skip_corrupt: whether to leave out text that cannot be read, and list it in dataset.json,
+            instead of stopping.
         text_key: key of a JSON object, or column of a table, that holds the document. A dot leads
             into an object: `meta.text`.
-        separator: text between the documents of a text file, such as `<|endoftext|>`. The
-            separator "\\n\\n" matches any number of blank lines. If None, a text file of up to
-            16 MiB is one document, and a larger one is split into documents of about 1 MiB.
-        allow_unread: accept folders whose unread files hold more bytes than the files that are
-            read. `DatasetInfo.unread` counts the unread files.
-        overwrite: replace a dataset that was built with other settings, or is damaged.
-        workers: processes that share the files out (default: one for each core, if there is so much
-            text).
-        part: (I, N) builds the I-th of N parts.
+        separator: text between the documents of a text file, such as `<|endoftext|>`. The separator
+            "\\n\\n" matches any number of blank lines. If None, a text file of up to 16 MiB is one
+            document, and a larger one is split into documents of about 1 MiB.
+        allow_unread: whether to accept folders whose unread files hold more bytes than the files
+            that are read. `DatasetInfo.unread` counts the unread files.
+        overwrite: whether to replace a dataset that was built with other settings or is damaged.
+        workers: largest number of processes that share the files. None: one per core. A small text
+            needs fewer, since one process reads at least 256 MiB of files.
+        part: (I, N) to build the I-th of N parts. None: build the whole.
 
     Raises:
-        DataError: a source or the tokenizer cannot be used, less than 1 % of the text would be left
-            to train on, or `out_dir` holds something else.
+        DataError: A source or the tokenizer cannot be used, less than 1 % of the text would be left
+            to train on, or `out_dir` holds other files or a dataset with other settings.
     """
     if workers is not None and workers < 1:
         raise DataError(f"workers: {workers} is not allowed. Give 1 or more, or leave it out.")
@@ -117,10 +130,10 @@ def build_dataset(
 
 
 def unbuilt_parts(out_dir: str | Path, count: int, overwrite: bool, **options: Any) -> list[int]:
-    """Returns the numbers of the parts that are not built yet.
+    """Returns the numbers of the parts that are not built yet, counted from 1.
 
-    A part is built if it has the settings that the options of `build_dataset` give, from files of
-    these names and sizes. The files are not read. Raises as `build_dataset`.
+    A part is built if its dataset has the settings that the options of `build_dataset` give, from
+    files with these names and sizes. The files are not read. Raises the errors of `build_dataset`.
     """
     corpus, settings, _ = _prepare(**options)
     numbers = []
@@ -148,7 +161,7 @@ def _prepare(
 ) -> tuple[Corpus, BuildSettings, Tokenizer | None]:
     """Checks the options of a build.
 
-    Returns (text, settings without the sources, tokenizer if one is given).
+    Returns (corpus, settings without the sources, tokenizer or None if no tokenizer is given).
     """
     if not 0 < validation_fraction < 1:
         raise DataError(f"validation_fraction: {validation_fraction} is not allowed. Give 0 to 1.")
@@ -183,8 +196,8 @@ def _part_folder(out_dir: str | Path, settings: BuildSettings, number: int, coun
     """Returns the folder of a part of a dataset.
 
     Raises:
-        DataError: Each part would train a tokenizer of its own, or `out_dir` holds a dataset in
-            another number of parts.
+        DataError: No common tokenizer is given, so each part would train a tokenizer. Or `out_dir`
+            holds a dataset in another number of parts.
     """
     if settings.tokenizer_sha256 is None:
         raise DataError("part: give one --tokenizer to all, such as that of a build of a sample.")
@@ -204,11 +217,14 @@ def _existing(
     overwrite: bool,
     hashed: bool = True,
 ) -> Dataset | None:
-    """Returns the dataset in `directory` if it has these settings, or None if it may be built.
+    """Returns the dataset in `directory` if it has these settings, or None if a dataset may be
+    built in it.
+
+    `hashed` is whether the contents of the sources are compared, not only their sizes.
 
     Raises:
-        DataError: The folder holds something else than a dataset. Or it holds a dataset with other
-            settings, which is not to be overwritten.
+        DataError: The folder holds other files than a dataset. Or it holds a dataset with other
+            settings, and `overwrite` is false.
     """
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return None
@@ -244,6 +260,6 @@ def _move_into_place(
     try:
         built.rename(directory)
     except OSError:
-        # Another build with these settings was quicker.
+        # Another build with these settings may have finished first.
         if _existing(directory, settings, overwrite=False) is None:
             raise

@@ -1,4 +1,4 @@
-"""Corpus: the documents of some sources, in a fixed order, exact duplicates dropped."""
+"""Corpus: the documents of some sources in a fixed order, without exact duplicates."""
 
 import copy
 import dataclasses
@@ -27,7 +27,8 @@ from kit.data.wheels import file_sha256
 from kit.errors import DataError
 
 PIECE_BYTES = 256 * 1024 * 1024
-"""Size in bytes of the files of a piece. A file is in one piece, however large it is."""
+"""Size of the files in bytes at which a piece of a corpus is complete. A file is always in one
+piece, however large it is."""
 SourcePaths = str | Path | Sequence[str | Path]
 Files = list[tuple[Path, str]]
 """Files as (path, name)."""
@@ -37,7 +38,7 @@ SourceFiles = list[tuple[str, Files]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source(Record):
-    """One source of text and what it held when the dataset was built."""
+    """One source of text, with its size and hash when the dataset was built."""
 
     name: str = field_doc("file, folder, or group of the default corpus")
     files: int = field_doc("number of files")
@@ -47,43 +48,51 @@ class Source(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Document:
-    """One document; `digest` is the hash of its UTF-8 text, `num_bytes` the length of that."""
+    """One document. `digest` is the hash of its UTF-8 text. `num_bytes` is the length of its UTF-8
+    text in bytes.
+    """
 
     name: str
     text: str
     num_bytes: int
     digest: bytes
     is_end: bool = False
-    """Whether the document is the end of a larger one."""
+    """Whether the document is the end of a larger document."""
 
     @classmethod
     def of(cls, name: str, text: str) -> Self:
-        """Returns the document of a text; raises UnicodeEncodeError where that is none."""
+        """Returns the document with this text.
+
+        Raises:
+            UnicodeEncodeError: The text holds half a surrogate pair.
+        """
         data = text.encode()
         return cls(name, text, len(data), hashlib.blake2b(data, digest_size=16).digest())
 
     def cut(self, end_bytes: int) -> tuple[Self, Self]:
-        """Returns the beginning and the end of the document, the end of about so many bytes."""
+        """Returns (beginning, end) of the document. The end has about `end_bytes` bytes."""
         at = len(self.text) - max(1, len(self.text) * end_bytes // self.num_bytes)
         begin = self.of(self.name, self.text[:at])
         end = self.of(f"{self.name}, its end", self.text[at:])
         return begin, dataclasses.replace(end, is_end=True)
 
     def draw(self, purpose: str) -> float:
-        """Returns a number in [0, 1) that depends on the document's text and on `purpose` alone."""
+        """Returns a number in [0, 1) that depends only on the document's text and on `purpose`."""
         value = hashlib.blake2b(purpose.encode() + self.digest, digest_size=7).digest()
         return int.from_bytes(value, "big") / 2.0**56
 
 
 class Corpus:
-    """The documents of some sources; every iteration reads them again, in the same order.
+    """The documents of some sources. Every iteration reads them again, in a fixed order.
 
-    After an iteration, `counts` says how many documents and text_bytes it has yielded, how many
-    duplicates, empty and, as far as they are known, skipped_bytes were left out of it, and
-    `skipped` names what could not be read. `counts` has three more keys. `parts`: documents that
-    are parts of a large text file. `marked`: text files read as one document although they hold
-    marks between documents. `json_texts`: text files read as one document although their lines are
-    JSON objects. `unread` lists the files in folders that are not read, counted by kind.
+    After an iteration, `counts` has these counts. `documents`, `text_bytes`: documents and bytes of
+    text that were yielded. `duplicates`, `empty`: documents that were left out. `skipped_bytes`:
+    bytes that could not be read, as far as they are known. `parts`: documents that are parts of a
+    large text file. `marked`: text files read as one document although they hold marks between
+    documents. `json_texts`: text files read as one document although their lines are JSON objects.
+
+    `skipped` lists the places that could not be read, with the reason. `unread` lists the files in
+    folders that are not read, counted by kind.
     """
 
     def __init__(
@@ -95,29 +104,29 @@ class Corpus:
         separator: str | None = None,
         allow_unread: bool = False,
     ) -> None:
-        """Finds the files.
+        """Finds the files of the sources.
 
         Args:
             sources: a file or folder, or a list of them. Text (.txt, .md, .rst, .py) is one
                 document per file, JSON lines, JSON arrays, .parquet and .arrow are one document per
-                row. JSON and compression (gzip, zstd, bz2, xz) are recognised by content. Of a
-                folder that holds splits, only the split `train` is read. None is the default
-                corpus of this Python installation.
-            max_bytes: bytes of text to stop at. None is no limit, or `DEFAULT_BYTES` for the
+                row. JSON and compression (gzip, zstd, bz2, xz) are recognised by content. If a
+                folder holds splits, only the split `train` is read. None: the default corpus of
+                this Python installation.
+            max_bytes: limit on the bytes of text. None: no limit, or `DEFAULT_BYTES` for the
                 default corpus.
-            skip_corrupt: leave out what cannot be read and name it in `skipped`, rather than stop.
-                The default corpus always does: nobody here answers for the files of other people's
-                packages.
+            skip_corrupt: whether to leave out text that cannot be read, and list it in `skipped`,
+                instead of raising. Always true for the default corpus, since users cannot repair
+                its files.
             text_key: key of a JSON object, or column of a table, that holds the document. A dot
                 leads into an object: `meta.text`.
-            separator: text between the documents of a text file. If None, a text file of up to
-                16 MiB is one document, and a larger one is split into documents of about 1 MiB.
-            allow_unread: accept folders whose unread files hold more bytes than the files that are
-                read.
+            separator: text between the documents of a text file. If None, a text file of up to 16
+                MiB is one document, and a larger one is split into documents of about 1 MiB.
+            allow_unread: whether to accept folders whose unread files hold more bytes than the
+                files that are read.
 
         Raises:
             DataError: A source does not exist, has an unknown format, or holds no files. Or most
-                bytes of a folder would not be read, or `separator` has nothing to separate.
+                bytes of a folder would not be read, or `separator` is given without text files.
         """
         if separator == "":
             raise DataError("separator: is empty. Give the text between documents, or leave it out")
@@ -151,8 +160,8 @@ class Corpus:
         """Yields the documents.
 
         Raises:
-            DataError: a file, line or row cannot be read (unless `skip_corrupt`); the message names
-                it.
+            DataError: A file, line or row cannot be read, and `skip_corrupt` is false. The message
+                names it.
         """
         self.counts = Counter[str]()
         self.skipped = []
@@ -203,8 +212,9 @@ class Corpus:
         self.counts["skipped_bytes"] += num_bytes
 
     def sources(self, hashed: bool = True) -> tuple[Source, ...]:
-        """Returns the sources as they are now. If `hashed` is false, no file is read, and the
-        hashes depend on the names of the files only.
+        """Returns the sources with their present sizes and hashes.
+
+        If `hashed` is false, no file is read, and the hashes depend only on the names of the files.
         """
         digests: dict[tuple[Path, str], str] = {}
         if hashed:
@@ -230,10 +240,11 @@ class Corpus:
         return tuple(sources)
 
     def part(self, number: int, count: int) -> Self:
-        """Returns a corpus of a part of the files: every `count`-th, from the `number`-th on.
+        """Returns a corpus of a part of the files: every `count`-th file, from the `number`-th file
+        on.
 
         Raises:
-            DataError: there is no such part, or there are fewer files than parts.
+            DataError: `number` is not in 1 .. `count`, or the corpus has fewer files than parts.
         """
         if not 1 <= number <= count <= len(self.files):
             raise DataError(
@@ -253,8 +264,9 @@ class Corpus:
         return self._of(groups)
 
     def pieces(self) -> list[Self]:
-        """Returns the files as pieces that processes can share. If the bytes of text are limited,
-        all files are one piece.
+        """Returns the corpus as pieces that processes can share, each with some of the files.
+
+        If the bytes of text are limited, all files are in one piece.
         """
         pieces = list[Files]()
         room = 0
@@ -267,7 +279,7 @@ class Corpus:
         return [self._of([("", files)]) for files in pieces]
 
     def _of(self, groups: SourceFiles) -> Self:
-        """Returns a corpus of some of the files, read in the same way."""
+        """Returns a corpus of some of the files, with the options of this corpus."""
         chosen = copy.copy(self)
         chosen.groups = groups
         return chosen
@@ -276,11 +288,12 @@ class Corpus:
 def _local_files(
     sources: SourcePaths, text_key: str, allow_unread: bool
 ) -> tuple[SourceFiles, tuple[Unread, ...]]:
-    """Returns (files of each source, counts of the files in folders that are not read). Of a folder
-    all files below it that hold text are read.
+    """Returns (files of each source, counts of the files in folders that are not read).
+
+    A folder stands for all files below it that hold text.
 
     Raises:
-        DataError: There is no source. Or a source is missing, has an unknown format, or is a folder
+        DataError: `sources` is empty. Or a source is missing, has an unknown format, or is a folder
             that `files_to_read` refuses.
     """
     if isinstance(sources, str | Path):
@@ -325,13 +338,13 @@ def _check_file(file: Path) -> None:
 
 
 def _may_be_text(file: Path) -> bool:
-    """Returns whether the name of a file allows that the file is plain text."""
+    """Returns whether a file with this name may be plain text."""
     return ends(file)[0] in TEXT_ENDS | {""}
 
 
 def file_digest(path: Path) -> str:
-    """Returns the hash of a file; of one that cannot be opened, which is reported when it is
-    read, the reason.
+    """Returns the hash of a file. If the file cannot be opened, returns the reason, which is
+    reported when the file is read.
     """
     try:
         return file_sha256(path)

@@ -1,8 +1,8 @@
-"""Dataset: a folder of token files, held-out text and the tokenizer that made them. It stands
-alone.
+"""Dataset: a folder with token files, validation text, and the tokenizer of the tokens. It needs no
+other files.
 
-dataset.json, train.bin/.idx, validation.bin/.idx, validation.jsonl, tokenizer.json or
-tokenizer.model.
+Files: dataset.json, train.bin, train.idx, validation.bin, validation.idx, validation.jsonl, and
+tokenizer.json or tokenizer.model.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ from kit.data.wheels import file_sha256
 from kit.errors import DataError, kit_command
 
 FORMAT = 1
+"""Version of the layout of dataset.json."""
 DESCRIPTION = "dataset.json"
 VALIDATION_TEXT = "validation.jsonl"
 MOST_NAMED = 5
@@ -34,7 +35,9 @@ MOST_NAMED = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildSettings(Record):
-    """What a dataset was asked to be; the same settings give the same files."""
+    """Settings of a build. Equal settings, which include the hashes of the sources, give equal
+    files.
+    """
 
     sources: tuple[Source, ...] = field_doc("where the text came from")
     tokenizer_sha256: str | None = field_doc(
@@ -55,8 +58,9 @@ class BuildSettings(Record):
     order: Literal["windows"] = field_doc("what is shuffled for each epoch")
 
     def differences(self, other: Self, hashed: bool = True) -> list[str]:
-        """Returns one line per field that differs: name, value here, value there; sources by
-        their hashes or sizes.
+        """Returns one line per field that differs, with the values of this record and of `other`.
+
+        Sources are compared by their hashes, or by their sizes if `hashed` is false.
         """
         names = [field.name for field in dataclasses.fields(self) if field.name != "sources"]
         pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
@@ -70,7 +74,7 @@ class BuildSettings(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split(Record):
-    """The size of the training or the held-out part."""
+    """Size of the training split or the validation split."""
 
     documents: int = field_doc("whole documents")
     tokens: int = field_doc("with one end-of-text token per document")
@@ -87,13 +91,13 @@ class StoredFile(Record):
 
     @classmethod
     def of(cls, file: Path) -> Self:
-        """Returns the record of a file as it is now."""
+        """Returns the record of a file with its present size and hash."""
         return cls(name=file.name, size_bytes=file.stat().st_size, sha256=file_sha256(file))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetInfo(Record):
-    """What dataset.json holds."""
+    """Content of dataset.json."""
 
     format: int = field_doc("version of this layout")
     settings: BuildSettings = field_doc("settings that were asked for")
@@ -128,7 +132,11 @@ class DatasetInfo(Record):
 
 
 class ValidationDocument(NamedTuple):
-    """A held-out document; `tokens` counts its end-of-text token, `num_bytes` its UTF-8 text."""
+    """A document of the validation split.
+
+    `tokens` is its number of tokens with the end-of-text token. `num_bytes` is the length of its
+    UTF-8 text.
+    """
 
     name: str
     text: str
@@ -137,7 +145,7 @@ class ValidationDocument(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """The cross-entropy of a reference model on the held-out tokens."""
+    """Cross-entropy of a reference model on the tokens of the validation split."""
 
     nats_per_token: float
     bits_per_byte: float
@@ -154,11 +162,11 @@ class Dataset:
 
     @classmethod
     def open(cls, directory: str | Path) -> Self:
-        """Returns the dataset in a folder. Checks that its files are there in full length, not
+        """Returns the dataset in a folder. Checks that its files exist in full length, but not
         their content.
 
         Raises:
-            DataError: the folder is no dataset, or a file is missing or of the wrong size.
+            DataError: The folder is not a dataset, or a file is missing or has the wrong size.
             ConfigError: dataset.json is damaged.
         """
         directory = Path(directory)
@@ -195,10 +203,10 @@ class Dataset:
         return cls(directory, info)
 
     def verify(self) -> None:
-        """Reads every file and compares its hash with the one stored when it was built.
+        """Reads every file and compares its hash with the hash that was stored by the build.
 
         Raises:
-            DataError: a file has changed since.
+            DataError: A file has changed since the build.
         """
         for stored in self.info.files:
             found = StoredFile.of(self.directory / stored.name)
@@ -220,20 +228,26 @@ class Dataset:
     def samples(
         self, part: Literal["train", "validation"], sequence_length: int, seed: int
     ) -> Samples:
-        """Returns the endless sequences of one part; raises as `Windows` does."""
+        """Returns the endless sequences of the training split or the validation split.
+
+        Raises:
+            DataError: `Windows` refuses the sequence length or the seed.
+        """
         file = self.train if part == "train" else self.validation
         return Samples([Windows([file], sequence_length, seed)], sequence_length)
 
     def held_out_sequences(self, sequence_length: int) -> int:
-        """Returns how many different sequences the held-out part has."""
+        """Returns the number of different sequences in the validation split."""
         return (self.validation.num_tokens - 1) // sequence_length
 
     def tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer stored with the tokens."""
+        """Returns the tokenizer that the dataset stores."""
         return read_tokenizer(self.directory / self.info.tokenizer_file, self.eos_id)
 
     def validation_documents(self) -> Iterator[ValidationDocument]:
-        """Yields the held-out documents, in the order of the validation token file."""
+        """Yields the documents of the validation split, in the order of the validation token
+        file.
+        """
         file = self.directory / VALIDATION_TEXT
         with opened(file, follows=True) as stream:
             lines = iter(lambda: stream.readline(LARGEST_LINE_BYTES), b"")
@@ -246,18 +260,18 @@ class Dataset:
                     ) from error
 
     def bits_per_byte(self, nats_per_token: float) -> float:
-        """Returns a loss on the held-out tokens, in nats per token, as bits per byte of their text.
+        """Returns a loss on the validation split in bits per byte of text, from nats per token.
 
-        Comparable between tokenizers, as a loss per token is not.
+        Bits per byte can be compared between tokenizers. A loss per token cannot.
         """
         held_out = self.info.validation
         return nats_per_token * held_out.tokens / held_out.text_bytes / math.log(2)
 
     def unigram_baseline(self) -> Baseline:
-        """Returns the loss of a model that knows only how often each token occurs: what training
-        must beat.
+        """Returns the validation loss of a model that knows only the frequency of each token.
+        Training must reach a lower loss.
 
-        Frequencies are those of the training tokens, with one added to each count.
+        The frequencies are counts of the training tokens, each increased by one.
         """
         counts = self.train.counts(self.vocab_size) + 1
         log_probability = np.log(counts / counts.sum())
@@ -272,7 +286,9 @@ class Dataset:
         )
 
     def facts(self) -> list[tuple[str, str]]:
-        """Returns (name, text) of what was read, is trained on, is held out and was left out."""
+        """Returns (name, text) of the facts of the dataset: what was read, the size of both splits,
+        and what was left out.
+        """
 
         def size(split: Split) -> str:
             documents = counted(split.documents, "document")
@@ -280,7 +296,7 @@ class Dataset:
 
         info = self.info
         sources = self.info.settings.sources
-        # The beginning and the end of a document that is cut are one document.
+        # A cut document is in both splits. It counts once.
         used = info.train.documents + info.validation.documents - info.cut
         read = used + info.duplicates + info.empty + len(info.skipped)
         files = counted(sum(source.files for source in sources), "file")
@@ -339,7 +355,9 @@ def _hints(info: DatasetInfo) -> list[tuple[str, str]]:
 
 
 def _summary(sources: tuple[Source, ...], hashed: bool = True) -> str:
-    """Returns name, number of files and hash, or else size, of each source."""
+    """Returns the name, the number of files and the hash of each source. If `hashed` is false, the
+    size replaces the hash.
+    """
     words = []
     for source in sources:
         content = source.sha256[:12] if hashed else f"{source.size_bytes:,} bytes"

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 READ_BYTES = 1 << 20
-"""Bytes per read of a file. The first JSON object is looked for in as many bytes."""
+"""Bytes per read of a file. Also the number of bytes in which the first JSON object is searched."""
 HEAD_BYTES = 4096
-"""Bytes at the beginning of a file by which its format is detected."""
+"""Number of bytes at the beginning of a file that decide its format."""
 POINTER_BYTES = 1024
 """Upper bound for the size of a Git LFS pointer file."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2", ".xz": "xz"}
-"""Compression by the extension that stands for it."""
+"""Name of the compression by file extension."""
 TEXT_ENDS = frozenset((".txt", ".md", ".rst", ".py"))
 """Extensions of the plain text files that are read in a folder."""
 LINES_ENDS = frozenset((".jsonl", ".ndjson", ".jsonlines"))
@@ -49,16 +49,16 @@ OTHERS = (
 )
 """First bytes of formats that are not read, with the format and what to do about it."""
 LARGEST_RATIO = 1000
-"""Largest ratio of the sizes of unpacked and packed data. The ratio of text is below 20. A few
-kilobytes of zstd can stand for gigabytes."""
+"""Largest ratio of unpacked size to packed size. Text has a ratio below 20. Larger ratios are
+refused, since a few kilobytes of zstd can unpack to gigabytes."""
 RATIO_FREE_BYTES = 64 << 20
-"""Number of unpacked bytes that have no such limit."""
+"""Number of unpacked bytes for which the ratio is not limited."""
 POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?size (\d+)")
-"""Pointer file of Git LFS, with the size of the file that it stands for in bytes."""
+"""Pointer file of Git LFS, with the size in bytes of the file that it replaces."""
 SPREAD = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{[ \t\r]*\n)")
 """Beginning of a JSON array of objects, or of a JSON object that spans several lines."""
 TAR_MAGIC = slice(257, 262)
-"""Place of the bytes `ustar` in a tar archive."""
+"""Position of the bytes `ustar` in a tar archive."""
 
 Kind = Literal["text", "lines", "json", "table", "pointer", "other"]
 
@@ -69,7 +69,7 @@ class Detected:
 
     The kind `lines` means one JSON object per line. The kind `json` means an array, or objects that
     span several lines. `reason` says why a file of the kind `other` or `pointer` is not read.
-    `size_bytes` is the size of the file that a pointer stands for, else 0. `row` is the first JSON
+    `size_bytes` is the size of the file that a pointer replaces, else 0. `row` is the first JSON
     object, or None if it is unknown.
     """
 
@@ -81,11 +81,11 @@ class Detected:
 
 
 class Unpacked(io.RawIOBase):
-    """Stream of the unpacked bytes of a file. If the compressed data is truncated, all bytes before
-    that place are returned, and then OSError is raised.
+    """Stream of the unpacked bytes of a file.
 
-    pyarrow's own stream returns no bytes of a read that reaches the truncated place. That read is
-    repeated in smaller pieces.
+    If the compressed data is truncated, the stream returns all bytes before the truncation, and
+    then raises OSError. pyarrow's own stream loses the bytes of a read that reaches the truncation,
+    so this class repeats that read in smaller pieces.
     """
 
     def __init__(self, file: Path, compression: str | None) -> None:
@@ -94,7 +94,7 @@ class Unpacked(io.RawIOBase):
         self.place = 0
         """Number of unpacked bytes that were returned so far."""
         self.packed_bytes = file.stat().st_size
-        """Size of the file."""
+        """Size of the compressed file in bytes."""
         self.size = READ_BYTES
         """Largest number of bytes of the next read."""
         self.stream = self._opened()
@@ -142,7 +142,7 @@ class Unpacked(io.RawIOBase):
 
 
 def ends(file: Path) -> tuple[str, str]:
-    """Returns (extension of the format, extension of the compression), each "" if there is none.
+    """Returns (extension of the format, extension of the compression). A missing extension is "".
 
     A number, as in `part.00000`, is not an extension.
     """
@@ -250,7 +250,7 @@ def _json(file: Path, compression: str | None) -> Detected:
         return Detected("lines", compression, row=row)
     if not newline and len(head) == READ_BYTES and text.startswith("{"):
         return Detected("lines", compression)  # The first line is longer than 1 MiB.
-    # An array, or objects over several lines.
+    # The file may hold an array, or objects over several lines.
     begin = re.match(r"\[?\s*", text)
     assert begin is not None  # The pattern matches an empty text, too.
     try:

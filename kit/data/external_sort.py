@@ -1,7 +1,7 @@
 """External sort of encoded documents by their place in the training file.
 
 `RunWriter` sorts as many documents as fit in memory and writes them to one file, a run. `merged`
-reads all runs of a build at the same time, a small batch of each, and yields their documents in
+reads all runs of a build simultaneously, a small batch of each, and yields their documents in
 order. So memory depends neither on the size of the text nor on the number of processes.
 """
 
@@ -15,12 +15,12 @@ from typing import NamedTuple
 RUN_TOKENS = 32 * 1024 * 1024
 """Tokens that are sorted in memory and written as one run: 128 MiB in int32."""
 BATCH_TOKENS = 16 * 1024
-"""Tokens that are read from a run at a time: 64 KiB of each run, of which there may be
-thousands."""
+"""Tokens that are read from a run per read: 64 KiB. A build can have thousands of runs, and one
+batch of each run is in memory."""
 
 
 class EncodedDocument(NamedTuple):
-    """A document as tokens. Documents are compared by place, then by digest."""
+    """A document as tokens. Documents are ordered by place, then by digest."""
 
     place: float
     """Place in the training file, from 0 to 1."""
@@ -29,11 +29,11 @@ class EncodedDocument(NamedTuple):
     num_bytes: int
     """Length of the UTF-8 text in bytes."""
     tokens: bytes
-    """Token ids and the end-of-text token, in int32."""
+    """Bytes of the token ids and of the end-of-text token, in int32."""
 
 
 class RunWriter:
-    """Writes documents, which come in any order, to the sorted runs PREFIX-0, PREFIX-1, ..."""
+    """Writes documents, which are added in any order, to the sorted runs PREFIX-0, PREFIX-1, ..."""
 
     def __init__(self, prefix: Path) -> None:
         self._prefix = prefix
@@ -42,7 +42,7 @@ class RunWriter:
         self._num_bytes = 0
 
     def add(self, document: EncodedDocument) -> None:
-        """Adds a document, and writes a run if RUN_TOKENS are in memory."""
+        """Adds a document. Writes a run if RUN_TOKENS or more are in memory."""
         self._documents.append(document)
         self._num_bytes += len(document.tokens)
         if self._num_bytes >= 4 * RUN_TOKENS:
@@ -66,7 +66,9 @@ class RunWriter:
 
 
 def merged(runs: Iterable[Path]) -> Iterator[EncodedDocument]:
-    """Yields the documents of sorted runs in order. Documents with equal text are yielded once."""
+    """Yields the documents of sorted runs in order. Of documents with equal text, only the first is
+    yielded.
+    """
     last_digest = b""
     for document in heapq.merge(*(_read(run) for run in runs)):
         if document.digest != last_digest:
@@ -94,7 +96,7 @@ def _read(run: Path) -> Iterator[EncodedDocument]:
     place = 0
     size = os.path.getsize(run)
     while place < size:
-        # Opened for each batch: thousands of runs would be too many open files.
+        # The file is opened for each batch, since a process cannot have thousands of open files.
         with run.open("rb") as stream:
             stream.seek(place)
             batch = pickle.load(stream)

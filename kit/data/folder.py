@@ -1,6 +1,6 @@
-"""Selects the files of a folder that are read as a corpus, and says why each other file is not.
+"""Selects the files of a folder that are read as a corpus.
 
-Each file that is not read is counted: `Unread` has the number, kind and size of such files.
+Files that are not read are counted by kind and reason in `Unread`.
 """
 
 import dataclasses
@@ -24,23 +24,25 @@ from kit.data.readers import OTHER_KEY, keys_of, text_under
 from kit.errors import DataError
 
 SPLIT = re.compile(r"(?:^|/)(train|test|validation|valid|val|dev|eval)(?=[-_./])")
-"""Name of a split in a path within a data set's folder: `train/data-00000-of-00001.arrow`,
-`data/test-00000-of-00002.parquet`."""
+"""Pattern of the name of a split in a path within a data set's folder, such as
+`train/data-00000-of-00001.arrow` or `data/test-00000-of-00002.parquet`."""
 OTHER_SPLIT = re.compile(r"(?:^|(?<=[-_.]))(?:test|validation|valid|val|dev|eval)(?=[-_.]|$)")
-"""Split other than `train` in the name of a file or folder: `TinyStories-valid.txt`."""
+"""Pattern of a split other than `train` in the name of a file or folder, such as
+`TinyStories-valid.txt`."""
 CARD = re.compile(
     r"(readme|licen[cs]e|notice|citation|changelog|contributing|datasheet|"
     r".*(md5|sha1|sha256|sha512|checksum)s?(um|sums)?)",
     re.IGNORECASE,
 )
-"""Name, without extension, of a text that describes the data and is not one of its documents."""
+"""Pattern of the name, without extension, of a text that describes the data and is not one of its
+documents."""
 MOST_KINDS = 6
 """Largest number of kinds of unread files that an error message lists."""
 FORMATS = (
     "text (.txt, .md, .rst, .py), JSON lines (.jsonl, .ndjson, .json), .parquet, .arrow; text and"
     " JSON also as .gz, .zst, .bz2, .xz"
 )
-"""Formats that are read, for error messages."""
+"""Formats that are read, as text for error messages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,19 +76,20 @@ class Reason:
     expected: bool = False
     """Whether the file is known to hold no text to train on."""
     is_data: bool = False
-    """Whether the file holds data, so that texts beside it may describe the data."""
+    """Whether the file holds data, so that texts in its folder may describe the data."""
 
 
 def files_to_read(
     folder: Path, text_key: str, allow_unread: bool
 ) -> tuple[list[Path], tuple[Unread, ...]]:
-    """Returns (files of a folder that are read as a corpus, in the order of their paths; counts of
-    the files that are not read).
+    """Returns (files of a folder that are read as a corpus, sorted by path; counts of the files
+    that are not read).
 
     Raises:
         DataError: No file can be read, a folder cannot be listed, or a link leads out of the
-            folder. Without `allow_unread` also: the unread files hold more bytes than the files
-            that are read, or some are pointers of Git LFS or links whose target is missing.
+            folder. Without `allow_unread`, also: The unread files hold more bytes than the files
+            that are read. Or an unread file is a pointer of Git LFS or a link whose target is
+            missing.
     """
     found: dict[Path, Detected] = {}
     left: dict[Path, Reason] = {}
@@ -119,11 +122,10 @@ def files_to_read(
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Yields the paths below a folder except its folders. Links to folders are yielded and not
-    followed.
+    """Yields the paths of all files below a folder. Links to folders are yielded and not followed.
 
     Raises:
-        DataError: a folder cannot be listed.
+        DataError: A folder cannot be listed.
     """
 
     def refuse(error: OSError) -> None:
@@ -138,7 +140,7 @@ def _walk(folder: Path) -> Iterator[Path]:
 
 
 def _not_opened(file: Path, folder: Path) -> Reason | None:
-    """Returns why a file must not be opened, or None if it may be opened.
+    """Returns the reason why a file must not be opened, or None if it may be opened.
 
     Raises:
         DataError: The file is a link out of the folder, perhaps to a file of another user. Links
@@ -155,14 +157,15 @@ def _not_opened(file: Path, folder: Path) -> Reason | None:
 
 
 def _link(file: Path, folder: Path) -> Reason | None:
-    """Returns why a link is not read, or None if it leads to a file of the folder.
+    """Returns the reason why a link is not read, or None if it leads to a file of the folder.
 
     Raises:
-        DataError: The link leads out of the folder, except into the cache of the Hugging Face hub.
+        DataError: The link leads out of the folder. Links into the cache of the Hugging Face hub
+            are allowed.
     """
     try:
         target = file.resolve()
-    except RuntimeError:  # raised by Python 3.11 and 3.12 only
+    except RuntimeError:  # Only Python 3.11 and 3.12 raise it.
         return Reason("missing link", "a link that leads back to itself", 0)
     if not target.exists():
         text = f"a link to {os.readlink(file)}, which is missing (git-annex: `git annex get`)"
@@ -185,8 +188,10 @@ def _link(file: Path, folder: Path) -> Reason | None:
 
 
 def _detected(file: Path) -> Detected:
-    """Returns what a file is. A file named as text is opened only if it is small enough to be a
-    pointer of Git LFS.
+    """Returns the format of a file.
+
+    A file with the extension of a text is opened only if it is small enough to be a pointer of Git
+    LFS.
     """
     end, packed = ends(file)
     if end in TEXT_ENDS and not packed and _size(file) > POINTER_BYTES:
@@ -200,7 +205,9 @@ def _detected(file: Path) -> Detected:
 
 
 def _not_text(file: Path, found: Detected, text_key: str) -> Reason | None:
-    """Returns why a file is not read, judged by its content and name, or None if it is read."""
+    """Judges a file by its content and name. Returns the reason why it is not read, or None if it
+    is read.
+    """
     end, _ = ends(file)
     size = _size(file)
     if found.kind == "pointer":
@@ -237,7 +244,7 @@ def _leave_out_what_is_not_trained(
 ) -> None:
     """Moves files that are not training text from `found` to `left`.
 
-    These are splits other than `train`. In the folder of a data set they are also texts that
+    These files are splits other than `train`. In the folder of a data set, they are also texts that
     describe the data, and files that the library `datasets` caches.
     """
     tables = [file for file, kind in found.items() if kind.kind == "table"]
@@ -262,8 +269,9 @@ def _leave_out_what_is_not_trained(
 
 
 def _files_of_other_splits(folder: Path, found: dict[Path, Detected]) -> set[Path]:
-    """Returns the files of a data set whose paths name a split, but not `train`. Returns none if no
-    path names `train`.
+    """Returns the files of a data set whose paths name a split, but not `train`.
+
+    Returns no files if no path names `train`.
     """
     splits = {file: SPLIT.findall(file.relative_to(folder).as_posix()) for file in found}
     if not any("train" in names for names in splits.values()):
@@ -272,11 +280,12 @@ def _files_of_other_splits(folder: Path, found: dict[Path, Detected]) -> set[Pat
 
 
 def _files_beside_train(folder: Path, found: dict[Path, Detected]) -> set[Path]:
-    """Returns the files of a split for which the same path with `train` exists, numbers apart:
-    `TinyStories-valid.txt` beside `TinyStories-train.txt`.
+    """Returns the files of other splits for which the path with `train` instead of the split
+    exists.
 
-    Program code and marked-up text (.py, .md, .rst) are not compared, so a repository of code is
-    read as a whole.
+    An example is `TinyStories-valid.txt` beside `TinyStories-train.txt`. Numbers in the paths may
+    differ. Program code and marked-up text (.py, .md, .rst) are not compared, so a repository of
+    code is read as a whole.
     """
     paths: dict[Path, tuple[str, ...]] = {}
     for file, kind in found.items():
@@ -293,8 +302,9 @@ def _files_beside_train(folder: Path, found: dict[Path, Detected]) -> set[Path]:
 
 
 def _counted(folder: Path, left: dict[Path, Reason]) -> tuple[Unread, ...]:
-    """Returns counts of the unread files by kind and reason. Unexpected ones come first, then the
-    largest.
+    """Returns counts of the unread files by kind and reason.
+
+    Kinds that were not expected come first. Within each group, the largest kinds come first.
     """
     groups = defaultdict[tuple[str, str], list[Path]](list)
     for file, reason in left.items():
@@ -320,8 +330,11 @@ def _check(
     unread: tuple[Unread, ...],
     allow_unread: bool,
 ) -> None:
-    """Raises DataError if no file of a folder is read, or if its unread files hold more bytes than
-    the files that are read or include pointers or broken links.
+    """Raises DataError if too little of a folder would be read.
+
+    A folder of which no file is read is refused. Without `allow_unread`, two more kinds of folders
+    are refused. In one, the unread files hold more bytes than the files that are read. In the
+    other, an unread file is a pointer of Git LFS or a broken link.
     """
     lost = [it for it in unread if not it.expected]
     named = "".join(f"\n  {it}" for it in lost[:MOST_KINDS])

@@ -1,8 +1,7 @@
-"""The default corpus: the language reference and the standard library, which every Python
-installation already has, so nothing is fetched.
+"""The default corpus: Python's language reference and standard library.
 
-Its bytes depend on the version of Python alone, so that two readers with the same version see the
-same losses.
+Every Python installation has this text, so nothing is downloaded. Its bytes depend only on the
+version of Python, so two users with the same version of Python get equal losses.
 """
 
 import hashlib
@@ -12,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 DEFAULT_BYTES = 24_000_000
-"""Largest size of the default corpus. Python 3.11's text has 12 MB: about 3.5 million tokens,
-built in some ten seconds on one core."""
+"""Largest size of the default corpus in bytes. The text of Python 3.11 has 12 MB, which are about
+3.5 million tokens. It is built in some ten seconds on one core."""
 EXCLUDED_FOLDERS = {
     "test",
     "tests",
@@ -23,14 +22,15 @@ EXCLUDED_FOLDERS = {
     "site-packages",
     "dist-packages",
 }
+"""Names of folders of the standard library that are left out."""
 
 
 def installed_files(max_bytes: int = DEFAULT_BYTES) -> list[tuple[str, list[tuple[Path, str]]]]:
-    """Returns the files of the default corpus by group, each as (path, name), at most `max_bytes`
-    in all.
+    """Returns the default corpus as (group, [(path, name), ...]), with at most `max_bytes` in all
+    groups together.
 
-    Within a group the order is by the hash of the name, so that a small corpus is a sample of
-    everything and not of the letter A.
+    Files of a group are ordered by the hash of their name, not by the alphabet. So a small
+    `max_bytes` selects files from all parts of the library.
     """
     library = Path(sysconfig.get_path("stdlib"))
     topics = library / "pydoc_data" / "topics.py"
@@ -61,6 +61,7 @@ def _sources(root: Path) -> Iterator[tuple[Path, str]]:
         subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
         for file in files:
             path = Path(folder, file)
-            made_by_the_build = file.startswith("_sysconfigdata")  # of this machine, not of Python
+            # This file depends on the machine, not only on the version of Python.
+            made_by_the_build = file.startswith("_sysconfigdata")
             if file.endswith(".py") and path.is_file() and not made_by_the_build:
                 yield path, path.relative_to(root).as_posix()

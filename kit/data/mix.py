@@ -1,5 +1,6 @@
-"""What a recipe trains on: its dataset, or a mix of sources whose tokens are of that dataset's
-vocabulary.
+"""Training data of a recipe: its dataset, or a mix of sources.
+
+All sources of a mix must have the vocabulary of the recipe's dataset.
 """
 
 import functools
@@ -18,7 +19,7 @@ def training_samples(recipe: Recipe, sequence_length: int) -> Samples:
     """Returns the training sequences of a recipe.
 
     Raises:
-        DataError: token files are missing, damaged, too short, or of another vocabulary than
+        DataError: Token files are missing, damaged or too short, or have another vocabulary than
             `recipe.data`.
     """
     dataset = Dataset.open(recipe.data)
@@ -32,8 +33,10 @@ def training_samples(recipe: Recipe, sequence_length: int) -> Samples:
 
 
 def shares(recipe: Recipe, sequence_length: int, first: int, count: int) -> dict[str, float]:
-    """Returns each source's share of `count` samples from `first` on, by its name; {} without a
-    mix. Opens no file.
+    """Returns the fraction of each source in `count` samples from sample `first` on, by the
+    source's name.
+
+    Returns {} if the recipe has no mix. Opens no file.
     """
     if not recipe.sources or not count:
         return {}
@@ -43,10 +46,11 @@ def shares(recipe: Recipe, sequence_length: int, first: int, count: int) -> dict
 
 
 def rounded_weights(recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """Returns (share by the weights, share that is drawn in the long run) by name, of each source
-    for which these shares differ by over 1 %.
+    """Returns (fraction by the weights, fraction that is drawn in the long run) by source, if they
+    differ by over 1 %.
 
-    Turns are multiples of 1/65,536 of the sequences of a phase, so only small weights differ.
+    Sources are drawn in multiples of 1/65,536 of the sequences of a phase, so the fractions differ
+    only for small weights.
     """
     rounded: dict[str, tuple[float, float]] = {}
     if not recipe.sources:
@@ -62,8 +66,9 @@ def rounded_weights(recipe: Recipe) -> dict[str, tuple[float, float]]:
 
 
 def mix_words(recipe: Recipe, sequence_length: int, tokens: int) -> str:
-    """Returns a sentence with the share of each source in the first tokens of a run. It is "" if
-    the run has a single source.
+    """Returns a sentence with the fraction of each source in the first `tokens` tokens of a run.
+
+    Returns "" if the run has a single source.
     """
     samples = tokens // sequence_length
     read = shares(recipe, sequence_length, 0, samples)
@@ -78,8 +83,9 @@ def mix_words(recipe: Recipe, sequence_length: int, tokens: int) -> str:
 
 
 def source_names(recipe: Recipe) -> list[str]:
-    """Returns a name for each source: the end of its first path, of as many parts as tell them
-    apart.
+    """Returns a name for each source: the last parts of its first path.
+
+    The number of parts is the smallest number for which all names differ.
     """
     paths = [Path(source.paths[0]).parts for source in recipe.sources]
     for length in range(1, max(map(len, paths), default=0) + 1):
@@ -95,7 +101,7 @@ def _turns(recipe: Recipe, sequence_length: int) -> Turns:
 
 
 def _phases(recipe: Recipe, sequence_length: int) -> list[tuple[int, tuple[float, ...]]]:
-    """Returns the first sample of each phase, and the weights of the sources from there on."""
+    """Returns (first sample, weights of the sources) of each phase."""
     firsts = [0, *(math.ceil(phase.until_tokens / sequence_length) for phase in recipe.phases)]
     weights = [
         *(phase.weights for phase in recipe.phases),
@@ -105,11 +111,11 @@ def _phases(recipe: Recipe, sequence_length: int) -> list[tuple[int, tuple[float
 
 
 def located(recipe: Recipe) -> Recipe:
-    """Returns the recipe with full paths, and in place of a pattern (`web/part_*`) the shards that
-    match it now.
+    """Returns the recipe with absolute paths. A pattern such as `web/part_*` is replaced with the
+    shards that match it now.
 
-    Without sources, datasets that match `data` are one source; the first of them has tokenizer and
-    held-out text.
+    If the recipe has no sources and several datasets match `data`, they become one source. The
+    first dataset provides the tokenizer and the validation text.
     """
     folders = _shards(recipe.data)
     sources = []
@@ -135,14 +141,18 @@ def _shards(path: str) -> list[str]:
 
 
 def _token_file(path: Path, dataset: Dataset) -> TokenFile:
-    """Returns the training part of a dataset's folder, or the file of a Megatron prefix, which
-    names no tokenizer.
+    """Returns the training token file of a dataset's folder, or the token file of a Megatron
+    prefix.
+
+    Raises:
+        DataError: The tokens are of another vocabulary than `dataset`. A Megatron prefix has no
+            tokenizer, so its first tokens are checked.
     """
     info = dataset.info
     if path.with_name(path.name + ".idx").exists():
         file = TokenFile(path)
-        # The header does not say of which vocabulary the tokens are; their beginning tells a much
-        # larger one.
+        # The header does not name the vocabulary of the tokens. The first tokens show whether it is
+        # much larger.
         largest = int(file.read(0, min(file.num_tokens, 4096)).max())
         rules = [
             (file.dtype == info.dtype, f"{file.dtype} tokens", f"{info.dtype} tokens"),

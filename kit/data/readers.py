@@ -1,9 +1,8 @@
-"""Readers: the documents of one file, whatever its format. Nothing damaged is passed over in
-silence.
+"""Readers of corpus files: they yield the documents of one file of any supported format.
 
-A reader yields `(place, text)` and calls `report(place, reason, num_bytes)` for what it cannot
-read, the bytes where it knows them; `report` decides whether that stops the build or is written
-down and skipped.
+A reader yields `(place, text)`. For text that it cannot read, it calls `report(place, reason,
+num_bytes)`, with the number of bytes if it is known. So no damaged text is skipped silently.
+`report` either stops the build or records the text as skipped.
 """
 
 import ast
@@ -27,17 +26,21 @@ from kit.data.detect import (
 from kit.errors import DataError
 
 Report = Callable[..., None]
+"""Function that is called as report(place, reason, num_bytes) for text that cannot be read."""
 Texts = Iterator[tuple[str, str]]
+"""Documents as (place, text)."""
 
 LARGEST_DOCUMENT_BYTES = 16 * 1024 * 1024
-"""A document is encoded in one piece, which takes about a hundred bytes of memory per byte of
-text."""
+"""Largest size of a document in bytes. A document is encoded in one piece, which takes about a
+hundred bytes of memory per byte of text."""
 LARGEST_LINE_BYTES = 8 * LARGEST_DOCUMENT_BYTES
-"""With up to six bytes of JSON for a byte of text, and more keys. A small packed file may hold a
-line of any size."""
+"""Largest length of a line of JSON in bytes. A byte of text can take up to six bytes of JSON, and
+an object can have other keys. A limit is needed, since a small compressed file can hold a line of
+any length."""
 PIECE_BYTES = 1024 * 1024
-"""Size in bytes of the documents into which a text file above LARGEST_DOCUMENT_BYTES without a
-separator is split. Each document adds one end-of-text token to some 250,000 tokens."""
+"""Size in bytes of the documents into which a large text file is split: a file above
+LARGEST_DOCUMENT_BYTES without a separator. Each document adds one end-of-text token to some 250,000
+tokens."""
 PART = ":part "
 """Text between file name and number in the name of a document that is a piece of a text file."""
 END_MARKS = ("<|endoftext|>", "<|end_of_text|>")
@@ -50,13 +53,14 @@ MOST_KEYS = 12
 MOST_SHOWN = 40
 """Largest number of characters of a JSON value that an error message shows."""
 BETWEEN = re.compile(r"[\s,\[\]]*")
-"""Characters between the objects of a JSON array."""
+"""Pattern of the characters between the objects of a JSON array."""
 BATCH_ROWS = 64
-"""Rows of a Parquet file that are in memory at a time."""
+"""Rows of a Parquet file per read."""
 TOPICS_BYTES = 4 << 20
-"""Largest size in bytes of the file of Python's chapters. Parsing takes a hundred times as much
-memory. The file of Python 3.14 has 0.8 MB."""
+"""Largest size in bytes of the file with the chapters of Python's language reference. Parsing takes
+a hundred times as much memory. The file of Python 3.14 has 0.8 MB."""
 TEXT_KEY = "text"
+"""Default key of a JSON object, or column of a table, that holds the document."""
 OTHER_KEY = ". Name the one that holds the text: --text-key (text_key=)"
 
 
@@ -67,12 +71,18 @@ def read_texts(
     text_key: str = TEXT_KEY,
     separator: str | None = None,
 ) -> Texts:
-    """Yields (place, text) for each document of a file. `place` is `name`, with the line, row or
-    number of the document if the file has several.
+    """Yields (place, text) for each document of a file.
 
-    Unreadable documents are passed to `report` as (place, reason, bytes). `text_key` is the key of
-    a JSON object, or the column of a table, that holds the document. A dot in it leads into an
-    object. `separator` is the text between the documents of a text file.
+    `place` is `name`. If the file has several documents, the line, row or number of the document
+    follows.
+
+    Args:
+        file: file of any supported format.
+        name: name of the file in places.
+        report: function that is called with (place, reason, bytes) for text that cannot be read.
+        text_key: key of a JSON object, or column of a table, that holds the document. A dot leads
+            into an object: `meta.text`.
+        separator: text between the documents of a text file.
 
     Raises:
         DataError: A large text file has marks between its documents, or holds JSON lines.
@@ -97,15 +107,16 @@ def read_texts(
 
 
 def too_large(size: int) -> str:
-    """Returns why a document of so many bytes is not read."""
+    """Returns the reason why a document of `size` bytes is not read."""
     return (
         f"one document of {size:,} bytes; at most {LARGEST_DOCUMENT_BYTES:,} are allowed. Split it"
     )
 
 
 def text_under(row: Any, text_key: str) -> Any:
-    """Returns the value of a key in a JSON object, or None if the key is missing. If the object has
-    no key `meta.text`, this key stands for `text` in the object `meta`.
+    """Returns the value of a key in a JSON object, or None if the key is missing.
+
+    If the object has no key `meta.text`, the key `text` in the object `meta` is meant.
     """
     if isinstance(row, dict) and text_key in row:
         return row[text_key]
@@ -117,8 +128,10 @@ def text_under(row: Any, text_key: str) -> Any:
 
 
 def keys_of(row: Any) -> str:
-    """Returns the keys of a JSON object for an error message. Keys of inner objects are written as
-    `meta.text`. Of any other value, returns the type.
+    """Returns the keys of a JSON object as text for an error message.
+
+    Keys of inner objects are written as `meta.text`. For any other value, returns the name of its
+    type.
     """
     if not isinstance(row, dict):
         return type(row).__name__
@@ -147,8 +160,8 @@ def holds_json_lines(text: str) -> bool:
 def _text(
     file: Path, name: str, report: Report, compression: str | None, separator: str | None
 ) -> Texts:
-    """Yields the documents of a text file: those between separators, or pieces of a large file, or
-    the whole file.
+    """Yields the documents of a text file: the texts between separators, or pieces of a large file,
+    or the whole file.
     """
     if separator is None and compression is None and file.stat().st_size <= LARGEST_DOCUMENT_BYTES:
         yield from _decoded(file.read_bytes(), name, report)
@@ -164,8 +177,9 @@ def _text(
 
 
 def _decoded(data: bytes, name: str, report: Report, first_line: int = 1) -> Texts:
-    """Yields (name, text) for bytes in UTF-8, or reports what is wrong with them. NUL bytes at the
-    end, which a crash can leave, are reported and removed.
+    """Yields (name, text) for bytes in UTF-8. Bytes that are not UTF-8 are reported.
+
+    NUL bytes at the end, which a crash can leave, are reported and removed.
     """
     if data[:2] in UTF_16:
         report(f"{name}:{first_line}", NOT_UTF_16, len(data))
@@ -217,8 +231,9 @@ def _separated(stream: io.BufferedIOBase, name: str, report: Report, separator: 
 
 
 def _pattern(separator: str) -> tuple[re.Pattern[bytes], int]:
-    """Returns (pattern of a separator, assumed largest length of a match in bytes). The separator
-    "\\n\\n" matches any number of blank lines.
+    """Returns (pattern of a separator, assumed largest length of a match in bytes).
+
+    The separator "\\n\\n" matches any number of blank lines.
     """
     if separator == "\n\n":
         return re.compile(rb"\r?\n(?:[ \t]{0,99}\r?\n)+"), HEAD_BYTES
@@ -229,9 +244,9 @@ def _pattern(separator: str) -> tuple[re.Pattern[bytes], int]:
 def _skip_document(
     stream: io.BufferedIOBase, rest: bytes, pattern: re.Pattern[bytes], longest: int
 ) -> tuple[int, bytes, int, bool]:
-    """Skips the rest of a document that is too large, without keeping it in memory.
+    """Skips the rest of a document that is too large, without reading all of it into memory.
 
-    Returns (size of the document in bytes, bytes read behind its separator, number of its lines,
+    Returns (size of the document in bytes, bytes read after its separator, number of its lines,
     whether the stream has ended).
     """
     size = 0
@@ -263,8 +278,10 @@ def _piece(data: bytes, name: str, report: Report, line: int) -> Texts:
 
 
 def _in_pieces(stream: io.BufferedIOBase, name: str, report: Report) -> Texts:
-    """Yields a text as one document or, if it is too large, in pieces of about PIECE_BYTES that end
-    at a line end. A text without marks between documents, such as text8, has no better places.
+    """Yields a text as one document or, if it is too large, as pieces of about PIECE_BYTES that end
+    at a line end.
+
+    A text without marks between documents, such as text8, has no better places to split.
 
     Raises:
         DataError: The text is too large for one document, and it has marks between its documents or
@@ -301,8 +318,10 @@ def _in_pieces(stream: io.BufferedIOBase, name: str, report: Report) -> Texts:
 
 
 def _end_of_piece(piece: bytes) -> int:
-    """Returns the number of bytes at which a piece of text ends: behind its last line end, else
-    behind its last space, else before a last character that may be incomplete.
+    """Returns the number of bytes after which a piece of text ends.
+
+    A piece ends after its last line end. Without a line end, it ends after its last space. Without
+    a space, it ends before a last character that may be incomplete.
     """
     if end := piece.rfind(b"\n") + 1 or piece.rfind(b" ") + 1:
         return end
@@ -321,7 +340,7 @@ def _topics(file: Path, name: str, report: Report) -> Texts:
             for node in ast.parse(text).body
             if isinstance(node, ast.Assign | ast.AnnAssign) and node.value
         )
-        # The file is of whoever the text is of, so it is read and never run.
+        # The file may come from an untrusted source, so it is parsed and never executed.
         topics = ast.literal_eval(value)
         chapters = sorted((topic, text) for topic, text in topics.items() if isinstance(text, str))
     except (
@@ -387,8 +406,8 @@ def _row(row: Any, place: str, report: Report, text_key: str, size: int) -> Text
 def _json_values(
     file: Path, name: str, report: Report, text_key: str, compression: str | None
 ) -> Texts:
-    """Yields (place, text) for each object of a JSON array, or of objects that follow each other
-    over several lines.
+    """Yields (place, text) for each object of a JSON array, or of a sequence of objects over
+    several lines.
     """
     number = 0
     decoder = json.JSONDecoder()
@@ -430,8 +449,9 @@ def _json_values(
 
 
 def _lines(stream: io.BufferedIOBase, name: str, report: Report) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines of a stream with their numbers; one that is longer than any document can be
-    is reported, and empty here.
+    """Yields (number, bytes) of each line of a stream.
+
+    A line longer than any allowed document is reported, and an empty line is yielded instead.
     """
     lines = iter(lambda: stream.readline(LARGEST_LINE_BYTES), b"")
     for number, line in enumerate(lines, start=1):
@@ -452,8 +472,13 @@ def _lines(stream: io.BufferedIOBase, name: str, report: Report) -> Iterator[tup
 
 @contextlib.contextmanager
 def _opened(file: Path, column: str) -> Iterator[tuple[Any, Iterable[Any]]]:
-    """Opens a Parquet file, an Arrow file, or an Arrow stream as the library `datasets` writes.
-    Yields (schema, batches of rows). Of a Parquet file only `column` is read.
+    """Opens a Parquet file, an Arrow file, or an Arrow stream as the library `datasets` writes it.
+
+    Yields (schema, batches of rows). In a Parquet file, only `column` is read.
+
+    Raises:
+        pyarrow.ArrowInvalid: A column of a Parquet file unpacks to more than LARGEST_RATIO times
+            its size.
     """
     import pyarrow.ipc
     import pyarrow.parquet
@@ -480,8 +505,9 @@ def _opened(file: Path, column: str) -> Iterator[tuple[Any, Iterable[Any]]]:
 
 
 def _largest_ratio(metadata: Any) -> float:
-    """Returns the largest ratio of unpacked and packed size over the columns of a Parquet file that
-    unpack to more than RATIO_FREE_BYTES.
+    """Returns the largest ratio of unpacked size to packed size over the columns of a Parquet file.
+
+    Columns that unpack to at most RATIO_FREE_BYTES are left out. Returns 0 if no column is left.
     """
     ratios = [0.0]
     for group in range(metadata.num_row_groups):

@@ -1,13 +1,16 @@
-"""Samples: which tokens the n-th training sequence holds, as a pure function of n, whatever the
-size of the data. So resuming needs no state but the number of sequences consumed.
+"""Samples: the tokens of the n-th training sequence, as a pure function of n.
 
-Window i of a token file is its tokens [i T, i T + T + 1): the last token of a window is the first
-input of the next, and up to T tokens at the end of a file belong to none. Each epoch reads every
-window of a source once, in an order of its own, which is computed, not stored. Documents stand in
-them as in the file, where `kit data build` has shuffled them.
+The function needs no stored order, whatever the size of the data. A resumed run needs no state
+except the number of sequences consumed.
 
-The sources of a mix take turns by a table of 2^16 places, which changes with the phase of the run;
-the sequences of each source are counted through all phases.
+With sequence length T, window i of a token file consists of its tokens [i T, i T + T + 1). The last
+token of a window is the first input of the next window. Up to T tokens at the end of a file belong
+to no window. Each epoch reads every window of a source once, in an order that differs between
+epochs and is computed, not stored. Documents stay in the order of the file, which `kit data build`
+has shuffled.
+
+The sources of a mix alternate according to a table of 2^16 turns, which changes with the phase of
+the run. The sequences of each source are counted over all phases.
 """
 
 import functools
@@ -21,24 +24,29 @@ from kit.data.token_file import TokenFile
 from kit.errors import DataError
 
 PERIOD = 1 << 16
-"""Turns after which those of a phase repeat."""
+"""Number of sequences after which the table of turns of a phase repeats."""
 LARGEST_SEED = 2**32 - 1
 ROUNDS = 6
-"""Four make a Feistel cipher a strong pseudo-random permutation (Luby and Rackoff 1988); two
-more cost microseconds."""
+"""Rounds of the Feistel cipher. Four rounds make it a strong pseudo-random permutation (Luby and
+Rackoff 1988). The two additional rounds cost microseconds."""
 
 
 class Windows:
-    """The windows of some token files, read as one file after another."""
+    """The windows of some token files, read one file after another."""
 
     def __init__(
         self, files: Sequence[TokenFile], sequence_length: int, seed: int, source: int = 0
     ) -> None:
-        """Counts the windows; `source` tells sources of one seed apart, so that their orders have
-        nothing in common.
+        """Counts the windows.
+
+        Args:
+            files: token files of the source.
+            sequence_length: tokens of a sample, without its last target.
+            seed: seed of the order of the windows.
+            source: number of the source in its mix. Sources with one seed get independent orders.
 
         Raises:
-            DataError: a file has fewer than `sequence_length` + 1 tokens, or the seed is not in 0
+            DataError: A file has fewer than `sequence_length` + 1 tokens, or the seed is not in 0
                 .. 2^32 - 1.
         """
         if not 0 <= seed <= LARGEST_SEED:
@@ -56,8 +64,8 @@ class Windows:
         self.epoch_sequences = int(self._bounds[-1])
 
     def fill(self, numbers: np.ndarray, batch: np.ndarray, rows: Sequence[int]) -> None:
-        """Writes the sequences of these numbers, counted over all epochs, to rows of a batch [S,
-        T + 1].
+        """Writes the sequences with these numbers, counted over all epochs, to rows of a batch
+        [samples, T + 1].
         """
         epochs, windows = np.divmod(numbers, self.epoch_sequences)
         for epoch in set(epochs.tolist()):
@@ -70,11 +78,11 @@ class Windows:
 
 
 def permuted(index: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndarray:
-    """Returns where a pseudo-random permutation of 0 .. count - 1, chosen by `key`, takes each
-    index: int64.
+    """Returns the image of each index under a pseudo-random permutation of 0 .. count - 1.
 
-    A generalised Feistel cipher on a x b numbers, a and b near the root of `count`, walked along
-    its cycle until it is below `count` (hardly ever more than once). Its round function is
+    The result is int64, as long as `index`. `key` selects the permutation. It is a generalised
+    Feistel cipher on a x b numbers, where a and b are near the square root of `count`. The cipher
+    is repeated until the result is below `count`, hardly ever more than once. Its round function is
     splitmix64's finaliser.
 
     Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains (CT-RSA 2002), methods 2 and 3;
@@ -90,10 +98,12 @@ def permuted(index: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndarray:
 
 @functools.lru_cache
 def _setting(count: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a and b, and the keys of the rounds."""
+    """Returns ((a, b), keys of the rounds) of the cipher in `permuted`: uint64 [2] and uint64
+    [ROUNDS].
+    """
     height = math.isqrt(count - 1) + 1
-    # From a hash: it will be the same in all versions of NumPy, and a resumed run must read on in
-    # its order.
+    # The keys come from a hash, since it is equal in all versions of NumPy. A resumed run must
+    # continue in its order.
     digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8 * ROUNDS).digest()
     return np.array([height, -(-count // height)], np.uint64), np.frombuffer(digest, "<u8")
 
@@ -110,7 +120,7 @@ def _cipher(numbers: np.ndarray, sides: np.ndarray, keys: np.ndarray) -> np.ndar
 
 
 class Samples:
-    """Endless training sequences of one source or a mix."""
+    """Endless training sequences of one source or of a mix."""
 
     def __init__(
         self,
@@ -118,21 +128,23 @@ class Samples:
         sequence_length: int,
         phases: Sequence[tuple[int, Sequence[float]]] = (),
     ) -> None:
-        """Prepares the turns, 1 MB a phase. Raises DataError for a weight above 0 that is too small
-        for one.
+        """Prepares the turns, which take 1 MB per phase.
 
         Args:
-            sources: what is read.
-            sequence_length: of a sample, less one.
-            phases: first sample and weights of the sources; the first begins at 0. Default: all
-                sources alike.
+            sources: windows of each source.
+            sequence_length: tokens of a sample, without its last target.
+            phases: (first sample, weights of the sources) of each phase. The first phase begins at
+                sample 0. Default: all sources have equal weights.
+
+        Raises:
+            DataError: A weight above 0 is too small for one turn per period.
         """
         self.sequence_length = sequence_length
         self._sources = sources
         self._turns = Turns(phases or [(0, [1.0] * len(sources))])
 
     def batch(self, first_sample: int, count: int) -> np.ndarray:
-        """Returns samples `first_sample` .. `first_sample + count - 1`: int64 [count,
+        """Returns the samples `first_sample` .. `first_sample + count - 1`: int64 [count,
         sequence_length + 1].
         """
         if first_sample < 0 or count < 0:
@@ -147,7 +159,7 @@ class Samples:
         return batch
 
     def epochs(self, count: int) -> list[float]:
-        """Returns how often the first `count` samples read each source."""
+        """Returns the number of epochs of each source that the first `count` samples read."""
         drawn = self._turns.before(count).tolist()
         return [
             number / source.epoch_sequences
@@ -156,41 +168,45 @@ class Samples:
 
 
 class Turns:
-    """Which source each sample of a run is of, through its phases (first sample and weights of
-    the sources).
+    """The source of each sample of a run, over all phases. A phase is (first sample, weights of the
+    sources).
     """
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[float]]]) -> None:
-        """Prepares the turns. Raises as `Samples`."""
+        """Prepares the turns.
+
+        Raises:
+            DataError: A weight above 0 is too small for one turn per period.
+        """
         self._phases = list[_Phase]()
         for first, weights in phases:
             before = self._phases[-1].drawn(first) if self._phases else 0
             self._phases.append(_Phase(first, weights, before))
 
     def of(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of each sample, and which of its sequences that is."""
+        """Returns (number of the source, number of the sequence in that source) of each sample."""
         turns = np.empty_like(samples)
         numbers = np.empty_like(samples)
-        for phase in self._phases:  # a later one takes over what is its own
+        for phase in self._phases:  # A later phase overwrites the samples from its first one on.
             of = samples >= phase.first
             turns[of], numbers[of] = phase.turns(samples[of])
         return turns, numbers
 
     def before(self, sample: int) -> np.ndarray:
-        """Returns how many turns each source has had before a sample: int64 [sources]."""
+        """Returns the number of turns of each source before a sample: int64 [sources]."""
         return next(phase for phase in reversed(self._phases) if phase.first <= sample).drawn(
             sample
         )
 
 
 class _Phase:
-    """Whose turn it is from sample `first` on, after each source has had `before` turns: int64
-    [sources].
+    """Turns of the sources from sample `first` on. `before` is the number of turns of each source
+    before it: int64 [sources].
 
-    The i-th of a source's c turns in a period is due at (i + 1/2) / c of it, and all are taken in
-    the order in which they are due. So at any time each of k sources has had c / PERIOD of all
-    turns to within (k + 1) / 2 of them; c is its weight rounded, which runs that have begun may
-    rely on.
+    A source with c turns per period has its i-th turn due at the fraction (i + 1/2) / c of the
+    period. All turns are taken in the order in which they are due. So at any time each of k sources
+    has had c / PERIOD of all turns, to within (k + 1) / 2 turns. c is the rounded weight of the
+    source. The rounding must not change, since runs that have begun rely on it.
     """
 
     def __init__(self, first: int, weights: Sequence[float], before: np.ndarray | int) -> None:
@@ -202,9 +218,8 @@ class _Phase:
             what = f"weight {small[0]:g}: less than 1/{PERIOD:,} of the mix"
             raise DataError(f"{what}. Leave the source out (0), or give it more.")
         counts = shares.astype(np.int64)
-        counts[np.argsort(counts - shares, kind="stable")[: PERIOD - counts.sum()]] += (
-            1  # what was rounded down most
-        )
+        # The remaining turns go to the sources whose shares were rounded down most.
+        counts[np.argsort(counts - shares, kind="stable")[: PERIOD - counts.sum()]] += 1
         nth = [np.arange(count) for count in counts.tolist()]
         order = np.argsort(np.concatenate([(n + 0.5) / n.size for n in nth]), kind="stable")
         self._before = np.zeros_like(counts) + before
@@ -213,7 +228,7 @@ class _Phase:
         self._source = np.repeat(np.arange(counts.size), counts)[order]
 
     def drawn(self, sample: int) -> np.ndarray:
-        """Returns how many turns each source has had before a sample of the phase: int64
+        """Returns the number of turns of each source before a sample of the phase: int64
         [sources].
         """
         periods, place = divmod(sample - self.first, PERIOD)
@@ -224,7 +239,7 @@ class _Phase:
         )
 
     def turns(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the source of each sample, and which of its sequences that is."""
+        """Returns (number of the source, number of the sequence in that source) of each sample."""
         periods, places = np.divmod(samples - self.first, PERIOD)
         source = self._source[places]
         return source, self._before[source] + periods * self._counts[source] + self._nth[places]

@@ -1,7 +1,8 @@
 """Steps of a build after the survey: the tokenizer, the tokens of each piece, and the dataset.
 
-Processes share the pieces of the text. The pieces depend on the files only, and documents are
-sorted by places that depend on their text. So the number of processes does not change the dataset.
+Processes share the pieces of the text. The pieces depend only on the files. Documents are sorted by
+places that depend only on their text and the seed. So the number of processes does not change the
+dataset.
 """
 
 import json
@@ -31,26 +32,27 @@ from kit.data.workers import Advance, BuildProgress, Workers
 from kit.errors import DataError
 
 TOKENIZER_BYTES = 32_000_000
-"""Bytes of text that a tokenizer is trained on. Of a larger corpus, it is a sample of about this
+"""Bytes of text on which a tokenizer is trained. A larger corpus is sampled down to about this
 size."""
 CHUNK_BYTES = 2 * 1024 * 1024
-"""Bytes of text that are encoded at a time: enough documents for all cores, and little enough for
-their lists of tokens."""
+"""Bytes of text that are encoded per call. A chunk has enough documents for all cores, and few
+enough to hold their lists of tokens in memory."""
 
 
 class EncodedPiece(NamedTuple):
-    """Files with the tokens of one piece."""
+    """Counts of one piece, and the files with its tokens."""
 
     counts: Counter[str]
     """Counts of the piece, as in `Corpus.counts`."""
     runs: list[Path]
-    """Sorted runs of the documents to train on."""
+    """Files of the sorted runs with the training documents of the piece."""
     validation: Path
-    """The documents for validation in the order of reading, as JSON lines of `_ValidationRow`."""
+    """File of the piece's validation documents in the order of reading, as JSON lines of
+    `_ValidationRow`."""
 
 
 class _ValidationRow(NamedTuple):
-    """A document for validation, with the fields of `Document`."""
+    """A validation document with its tokens, and the fields of `Document`."""
 
     digest: str
     is_end: bool
@@ -61,18 +63,17 @@ class _ValidationRow(NamedTuple):
 
 
 def train_on_text(survey: Survey, vocab_size: int, progress: BuildProgress) -> Tokenizer:
-    """Returns a tokenizer that is trained on the text, or on a sample of a large text. Text for
-    validation is not part of it.
+    """Returns a tokenizer trained on the text without the validation text. A large text is sampled.
 
     Raises:
-        DataError: The text does not yield such a vocabulary.
+        DataError: The text does not yield a vocabulary of `vocab_size` entries.
     """
     with progress.stage("Training the tokenizer", survey.counts["text_bytes"]) as advance:
         return train_tokenizer(_sample(survey, advance), vocab_size)
 
 
 def _sample(survey: Survey, advance: Advance) -> Iterator[str]:
-    """Yields texts to train a tokenizer on, each once."""
+    """Yields texts to train a tokenizer on. Equal texts are yielded once."""
     share = min(1.0, TOKENIZER_BYTES / survey.counts["text_bytes"])
     seen = set[bytes]()
     for piece in survey.pieces:
@@ -116,8 +117,10 @@ def encode_piece(
     prefix: Path,
     advance: Advance,
 ) -> EncodedPiece:
-    """Encodes the documents of a piece. `order` is the purpose of the draw that gives a document
-    its place in the training file. The files are called PREFIX-...
+    """Encodes the documents of a piece, and writes their tokens to files with names PREFIX-...
+
+    `order` is the argument `purpose` of the draw that gives a document its place in the training
+    file.
     """
     tokenizer = read_tokenizer(tokenizer_file, eos_id)
     runs = RunWriter(prefix)
@@ -148,7 +151,7 @@ def encode_piece(
 def _encoded(
     documents: list[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[Document, list[int]]]:
-    """Yields (document, its tokens), with the end-of-text token after each document."""
+    """Yields (document, its token ids). The end-of-text token follows each document."""
     encoded = tokenizer.encode_batch([document.text for document in documents])
     for document, ids in zip(documents, encoded, strict=True):
         yield document, [*ids, tokenizer.eos_id]
@@ -177,7 +180,8 @@ def write_dataset(
     folder: Path,
     progress: BuildProgress,
 ) -> Path:
-    """Writes the dataset of the encoded pieces to a new folder in `folder`, and returns it.
+    """Writes the dataset of the encoded pieces to the new folder `dataset` in `folder`, and returns
+    its path.
 
     Raises:
         DataError: Less than 1 % of the text is left to train on.
@@ -190,7 +194,7 @@ def write_dataset(
         train = _write_training(runs, dataset / "train", tokenizer.vocab_size, advance)
     validation, cut = _write_validation(encoded, dataset, tokenizer.vocab_size)
     survey.check_training_share(train.text_bytes, train.text_bytes + validation.text_bytes)
-    # A document that is cut is in both splits.
+    # A cut document is in both splits, so it counts once.
     repeated = survey.counts["documents"] - (train.documents + validation.documents - cut)
     info = DatasetInfo(
         format=FORMAT,
@@ -218,7 +222,7 @@ def write_dataset(
 
 
 def _write_training(runs: list[Path], prefix: Path, vocab_size: int, advance: Advance) -> Split:
-    """Writes the token file of the documents to train on, in the order of their places."""
+    """Writes the token file of the training documents, in the order of their places."""
     documents = 0
     text_bytes = 0
     with TokenFileWriter(prefix, vocab_size) as writer:
@@ -233,9 +237,10 @@ def _write_training(runs: list[Path], prefix: Path, vocab_size: int, advance: Ad
 def _write_validation(
     encoded: list[EncodedPiece], dataset: Path, vocab_size: int
 ) -> tuple[Split, int]:
-    """Writes token file and texts of the documents for validation, each once.
+    """Writes the token file and the texts of the validation documents. Equal documents are written
+    once.
 
-    Returns (size of the split, number of documents that are the end of a larger one).
+    Returns (size of the split, number of its documents that are the end of a larger document).
     """
     text_bytes = 0
     cut = 0
@@ -258,7 +263,7 @@ def _write_validation(
 
 
 def _validation_rows(encoded: list[EncodedPiece]) -> Iterator[_ValidationRow]:
-    """Yields the documents for validation of all pieces."""
+    """Yields the validation documents of all pieces."""
     for piece in encoded:
         with piece.validation.open(encoding="utf-8") as lines:
             for line in lines:

@@ -1,4 +1,4 @@
-"""First step of a build: reads all text, counts it, and decides which of it is for validation."""
+"""First step of a build: reads all text, counts it, and decides which text is for validation."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -9,27 +9,33 @@ from kit.data.workers import Advance, Workers
 from kit.errors import DataError
 
 UNPACKED = {".gz": 3, ".zst": 3, ".zstd": 3, ".bz2": 4, ".xz": 4, ".parquet": 3}
-"""Assumed bytes of text per byte of a compressed file, by extension, for the estimate of the time
-left."""
+"""Assumed bytes of text per byte of a compressed file, by extension. Used for the estimate of the
+time left."""
 LEAST_SHARE = 0.01
-"""Smallest fraction of the text that must be left to train on."""
+"""Smallest fraction of the text, in bytes, that must be left to train on."""
 
 
 class ValidationRule(NamedTuple):
-    """Decides which text is for validation. A process needs no other state for that."""
+    """Rule that decides which text is for validation. A process needs no other state to apply
+    it.
+    """
 
     purpose: str
-    """Purpose of the draw of a document. It contains the seed of the build."""
+    """Argument `purpose` of `Document.draw`. It contains the seed of the build."""
     fraction: float
-    """A document is chosen if its draw is below this fraction."""
+    """Upper bound of the draw of a chosen document: a document is chosen if its draw is smaller."""
     digest: bytes | None
-    """Digest of the document that is chosen if no draw is below the fraction, else None."""
+    """Digest of the document that is chosen if no draw is below `fraction`. None if a draw is below
+    it."""
     largest_bytes: int
-    """Size of the largest document that is for validation as a whole, in bytes of text."""
+    """Size in bytes of text of the largest document that is for validation as a whole. Only the end
+    of a larger chosen document is."""
 
     def split(self, document: Document) -> tuple[Document | None, Document | None]:
-        """Returns (text to train on, text for validation). One of them is the document and the
-        other is None, or they are the beginning and the end of a large document.
+        """Returns (text to train on, text for validation).
+
+        One of them is the document and the other is None. If the document is large and chosen, they
+        are its beginning and its end.
         """
         is_chosen = document.draw(self.purpose) < self.fraction or document.digest == self.digest
         if not is_chosen:
@@ -40,24 +46,25 @@ class ValidationRule(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """Content of the text of a build."""
+    """Content of the text of a build: its counts, its pieces, and the rule that splits it."""
 
     name: str
-    """Names of the sources."""
+    """Names of the sources, for error messages."""
     pieces: list[Corpus]
-    """Files by piece."""
+    """Pieces of the text, each a corpus of some of the files."""
     piece_counts: list[Counter[str]]
     """Counts of each piece, as in `Corpus.counts`."""
     counts: Counter[str]
     """Sums of the counts over all pieces."""
     skipped: list[str]
-    """Documents that cannot be read, with the reason."""
+    """Documents that cannot be read, each with the reason."""
     rule: ValidationRule
-    """Rule that splits text into training and validation."""
+    """Rule that splits the text into training and validation."""
 
     def check_training_share(self, training_bytes: int, text_bytes: int) -> None:
-        """Raises DataError if less than 1 % of the text is left to train on. `text_bytes` is the
-        text that can be read.
+        """Raises DataError if less than 1 % of the text is left to train on.
+
+        `text_bytes` is the size of the text that can be read.
         """
         unreadable = self.counts["skipped_bytes"]
         whole = text_bytes + unreadable
@@ -71,21 +78,21 @@ class Survey(NamedTuple):
 
 
 class PieceSurvey(NamedTuple):
-    """Content of one piece."""
+    """Counts of one piece, with the numbers that the validation rule needs."""
 
     counts: Counter[str]
     skipped: list[str]
     chosen: int
     """Number of documents whose draw chooses them for validation."""
     largest: tuple[int, bytes]
-    """Size in bytes and digest of the largest document."""
+    """(size in bytes, digest) of the largest document."""
 
 
 def survey_text(corpus: Corpus, settings: BuildSettings, workers: Workers) -> Survey:
     """Reads all text of a build, and returns its content.
 
     Raises:
-        DataError: Text cannot be read, or none would be left to train on.
+        DataError: Text cannot be read, or no text would be left to train on.
     """
     purpose = f"validation {settings.seed}"
     fraction = settings.validation_fraction
@@ -126,7 +133,7 @@ def survey_text(corpus: Corpus, settings: BuildSettings, workers: Workers) -> Su
 
 
 def survey_piece(piece: Corpus, purpose: str, fraction: float, advance: Advance) -> PieceSurvey:
-    """Reads the documents of a piece, and returns its content."""
+    """Reads the documents of a piece, and returns its counts and its largest document."""
     chosen = 0
     largest = (0, b"")
     for document in piece:
@@ -138,5 +145,5 @@ def survey_piece(piece: Corpus, purpose: str, fraction: float, advance: Advance)
 
 
 def _expected_bytes(piece: Corpus) -> int:
-    """Returns the assumed bytes of text of a piece, from the sizes of its files."""
+    """Returns the assumed bytes of text of a piece, estimated from the sizes of its files."""
     return sum(UNPACKED.get(file.suffix, 1) * file.stat().st_size for file, _ in piece.files)

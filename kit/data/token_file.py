@@ -1,13 +1,15 @@
-"""Token files: Megatron's `.bin` (the tokens, flat) and `.idx` (where documents begin), written and
-memory-mapped.
+"""Token files in Megatron's format: `.bin` (the tokens, flat) and `.idx` (the index of the
+documents).
 
-Layout of `.idx`, little-endian: magic, u64 version 1, u8 type code, u64 sequences, u64 length of
-the document index, then i32 lengths and i64 byte offsets of the sequences, then the i64 document
-index: the first sequence of each document and, last, the number of sequences. Here every document
-is one sequence.
+`TokenFileWriter` writes them, and `TokenFile` reads them.
 
-Source: megatron-core, `megatron/core/datasets/indexed_dataset.py`; the files are equal to its own,
-byte for byte.
+Layout of `.idx`, little-endian: magic, u64 version 1, u8 type code, u64 number of sequences, u64
+length of the document index. i32 lengths and i64 byte offsets of the sequences follow. The i64
+document index is last: the first sequence of each document, and finally the number of sequences. In
+files of the kit, every document is one sequence.
+
+Source: megatron-core, `megatron/core/datasets/indexed_dataset.py`. The files equal megatron-core's
+own files byte for byte.
 """
 
 import array
@@ -27,18 +29,22 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 TYPE_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+"""NumPy type of a stored token by Megatron's type code."""
 LARGEST_UINT16_VOCAB = 65_536
+"""Largest vocabulary whose token ids fit in uint16."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Returns the type that stores a token: uint16 while the vocabulary fits, else int32."""
+    """Returns the NumPy type that stores a token: uint16 if the vocabulary fits, else int32."""
     if vocab_size <= LARGEST_UINT16_VOCAB:
         return np.dtype(np.uint16)
     return np.dtype(np.int32)
 
 
 def rebuild_hint(directory: Path) -> str:
-    """Returns the tail of an error message about a damaged dataset: how to make it again."""
+    """Returns the last sentence of an error message about a damaged dataset: the command that
+    builds it again.
+    """
     return (
         f"Build it again: {kit_command('data', 'build', directory, '--overwrite')} (and the options"
         " of then)"
@@ -46,11 +52,11 @@ def rebuild_hint(directory: Path) -> str:
 
 
 class TokenFileWriter:
-    """Writes `PREFIX.bin` and, when it closes, `PREFIX.idx`, document by document. Tokens are below
-    `vocab_size`.
+    """Writes `PREFIX.bin` document by document and, when it is closed, `PREFIX.idx`. Tokens must be
+    below `vocab_size`.
 
-    A context manager: after an exception inside, no file is left. Memory: 4 bytes a document, and
-    30 as it closes.
+    It is a context manager. After an exception in the `with` block, no file is left. Memory: 4
+    bytes per document, and 30 bytes per document when it is closed.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int) -> None:
@@ -65,7 +71,7 @@ class TokenFileWriter:
         """Appends one document.
 
         Raises:
-            DataError: a token is negative or not below the vocabulary.
+            DataError: A token is negative, or not below `vocab_size`.
         """
         found = np.asarray(tokens)
         lowest = found.min(initial=0)
@@ -100,14 +106,16 @@ class TokenFileWriter:
 
 
 class TokenFile:
-    """A token file: `read` gives tokens from anywhere; `tokens` maps all of it, flat."""
+    """A token file for reading. `read` returns tokens from any position. `tokens` is a
+    memory-mapped array of all tokens.
+    """
 
     def __init__(self, prefix: str | Path) -> None:
-        """Checks header and sizes of `PREFIX.bin` and `PREFIX.idx`; neither is mapped or held open
-        until it is read.
+        """Checks header and sizes of `PREFIX.bin` and `PREFIX.idx`. Neither file is mapped or kept
+        open before its first read.
 
         Raises:
-            DataError: a file is missing, empty, truncated, too long, or not in this format.
+            DataError: A file is missing, empty, truncated, too long, or not in this format.
         """
         self.prefix = Path(prefix)
         self._bin, self._idx = _paths(self.prefix)
@@ -140,7 +148,9 @@ class TokenFile:
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """All tokens, mapped: what is looked at counts as memory of the process."""
+        """All tokens as a memory-mapped array. Pages that were read count towards the resident
+        memory of the process.
+        """
         return np.memmap(self._bin, dtype=self.dtype, mode="r")
 
     @functools.cached_property
@@ -150,10 +160,10 @@ class TokenFile:
         return handle
 
     def read(self, begin: int, count: int) -> np.ndarray:
-        """Returns `count` tokens from position `begin` on, in one request to the file system.
+        """Returns `count` tokens from position `begin` on, by one request to the file system.
 
         Raises:
-            DataError: the file has become shorter than it was when it was opened.
+            DataError: The file is shorter than when it was opened.
         """
         data = os.pread(self._handle, count * self.dtype.itemsize, begin * self.dtype.itemsize)
         if len(data) != count * self.dtype.itemsize:
@@ -163,10 +173,10 @@ class TokenFile:
         return np.frombuffer(data, self.dtype)
 
     def counts(self, vocab_size: int) -> np.ndarray:
-        """Returns how often each token occurs: int64 [vocab_size].
+        """Returns the number of occurrences of each token: int64 [vocab_size].
 
         Raises:
-            DataError: the file holds a token that is not in the vocabulary.
+            DataError: The file holds a token that is not in the vocabulary.
         """
         chunk = 1 << 22
         counts = np.zeros(vocab_size, np.int64)

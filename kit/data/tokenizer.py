@@ -1,7 +1,8 @@
-"""Tokenizers: one small interface over `tokenizers` and `sentencepiece`, and a byte-level BPE
-trained on the corpus.
+"""Tokenizers: one interface over the libraries `tokenizers` and `sentencepiece`, and a byte-level
+BPE trained on the corpus.
 
-Each tokenizer is one file, kept byte for byte, so that a dataset can store it and stand alone.
+Each tokenizer is one file whose bytes are stored unchanged. So a dataset can store its tokenizer
+and needs no other files.
 """
 
 import contextlib
@@ -19,9 +20,11 @@ TOKENIZER_BYTES = 256 << 20
 """Largest size of a tokenizer file in bytes. The tokenizer file of Gemma 3 has 33 MB."""
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
+"""Entries of a tokenizer that a build trains, unless another number is given."""
 SMALLEST_VOCAB_SIZE = 257
-"""256 bytes and the end-of-text token."""
+"""Entries that every trained tokenizer has: 256 bytes and the end-of-text token."""
 KNOWN_END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>", "<|im_end|>")
+"""Names of end-of-text tokens, tried in this order if a tokenizer does not name its own."""
 
 HUGGING_FACE_FILES = (
     "tokenizer*",
@@ -31,12 +34,14 @@ HUGGING_FACE_FILES = (
     "merges.txt",
     "chat_template*",
 )
-"""What a Hugging Face folder may hold of a tokenizer."""
+"""Patterns of the tokenizer's files in a Hugging Face folder."""
 
 
 class Tokenizer:
-    """Text to token ids and back. `eos_id` ends every document, ids are below `vocab_size`, `data`
-    is the file, to be stored as `file_name`.
+    """Converts text to token ids and back.
+
+    `eos_id` is the token that ends every document. Token ids are below `vocab_size`. `data` is the
+    content of the tokenizer's file, which is stored under the name `file_name`.
     """
 
     file_name: str
@@ -48,17 +53,18 @@ class Tokenizer:
         self.eos_id = eos_id
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, nothing added; text that spells a special token is ordinary
-        text.
+        """Returns the token ids of a text, without added special tokens.
+
+        A text that spells a special token is encoded as ordinary text.
         """
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns `encode` of each text, on all cores."""
+        """Returns the token ids of each text, as `encode` does. Uses all cores."""
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of some ids; a character cut in half becomes U+FFFD."""
+        """Returns the text of token ids. An incomplete character becomes U+FFFD."""
         raise NotImplementedError
 
 
@@ -70,17 +76,19 @@ class BytePairTokenizer(Tokenizer):
     def __init__(
         self, data: bytes, eos_id: int | None = None, eos_token: str | None = None
     ) -> None:
-        """Reads a tokenizer.json; the end-of-text token is `eos_id`, or `eos_token`, or the first
-        known name it has.
+        """Reads the content of a tokenizer.json.
+
+        The end-of-text token is `eos_id`. If it is None, it is the token `eos_token`. If both are
+        None, it is the first of KNOWN_END_TOKENS in the vocabulary.
 
         Raises:
-            DataError: not a tokenizer.json, or it has no end-of-text token.
+            DataError: The content is not a tokenizer.json, or has no end-of-text token.
         """
         import tokenizers
 
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
-        except BaseException as error:  # The library raises plain Exception, or panics.
+        except BaseException as error:  # The library raises Exception or panics.
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             raise DataError(
@@ -88,7 +96,7 @@ class BytePairTokenizer(Tokenizer):
             ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Source files quote special tokens; as text they must not become the real ones.
+        # Source code in a corpus can spell special tokens. They must not become special tokens.
         self._tokenizer.encode_special_tokens = True
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         eos_id = _find_eos(vocabulary, eos_token) if eos_id is None else eos_id
@@ -106,8 +114,10 @@ class BytePairTokenizer(Tokenizer):
 
 @contextlib.contextmanager
 def _no_panic() -> Iterator[None]:
-    """Raises DataError for a panic of the tokenizers library within the block. A panic is a
-    BaseException. A regular expression that needs too many steps on a text is a reason.
+    """Raises DataError for a panic of the tokenizers library within the block.
+
+    A panic is a BaseException. One cause is a regular expression that needs too many steps on a
+    text.
     """
     try:
         yield
@@ -123,8 +133,8 @@ def _no_panic() -> Iterator[None]:
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece `.model`.
 
-    It is read by sentencepiece itself: other libraries' conversions of these files give other ids
-    on some texts.
+    The library sentencepiece itself reads it, since conversions of such files by other libraries
+    give other token ids on some texts.
     """
 
     file_name = "tokenizer.model"
@@ -145,7 +155,8 @@ class SentencePieceTokenizer(Tokenizer):
             )
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        # One thread per core, unless there is a process per core, as for the tokenizers library.
+        # -1 means one thread per core. Builds with one process per core set this variable, which
+        # the tokenizers library reads too.
         num_threads = -1
         if os.environ.get("TOKENIZERS_PARALLELISM") == "false":
             num_threads = 1
@@ -158,13 +169,14 @@ class SentencePieceTokenizer(Tokenizer):
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int = DEFAULT_VOCAB_SIZE
 ) -> BytePairTokenizer:
-    """Returns a byte-level BPE of exactly `vocab_size` entries: `<|endoftext|>` (id 0), 256 bytes,
-    then merges.
+    """Returns a byte-level BPE tokenizer with exactly `vocab_size` entries: `<|endoftext|>` (id 0),
+    256 bytes, then merges.
 
-    Any text round-trips, since bytes are the alphabet. Digits are separate tokens.
+    Decoding returns every text unchanged, since all bytes are in the vocabulary. Each digit is a
+    separate token.
 
     Raises:
-        DataError: `vocab_size` is below 257, or the texts are too few for so many entries.
+        DataError: `vocab_size` is below 257, or the texts yield fewer entries.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -198,11 +210,11 @@ def train_tokenizer(
 
 
 def load_tokenizer(source: str | Path) -> Tokenizer:
-    """Returns the tokenizer of a tokenizer.json, a sentencepiece .model, or a Hugging Face folder
-    or hub name.
+    """Returns the tokenizer in a tokenizer.json, a sentencepiece .model, a Hugging Face folder, or
+    a hub repository.
 
     Raises:
-        DataError: there is no such tokenizer, it cannot be read, or it has no end-of-text token.
+        DataError: The tokenizer does not exist, cannot be read, or has no end-of-text token.
     """
     path = Path(source)
     if path.suffix in (".json", ".model") and not (path.is_file() or path.is_dir()):
@@ -222,8 +234,8 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
 
 
 def read_tokenizer(file: Path, eos_id: int) -> Tokenizer:
-    """Returns a tokenizer that a dataset stores, with the end-of-text token that the dataset was
-    built with.
+    """Returns the tokenizer that a dataset stores. `eos_id` is the end-of-text token with which the
+    dataset was built.
     """
     data = _content(file)
     if file.suffix == ".model":
@@ -235,8 +247,8 @@ def _content(file: Path) -> bytes:
     """Returns the content of a tokenizer file.
 
     Raises:
-        DataError: The file is larger than TOKENIZER_BYTES, or is a pipe or a device, which may have
-            no end.
+        DataError: The file is larger than TOKENIZER_BYTES, or is a pipe or a device, which may
+            never end.
     """
     try:
         if file_size(file, follows=True) > TOKENIZER_BYTES:
@@ -270,15 +282,18 @@ def _load_folder(folder: Path) -> Tokenizer:
 
 
 def _download(name: str) -> Path:
-    """Returns the folder of a hub repository's tokenizer files, from the local cache or the
+    """Returns the folder with the tokenizer files of a hub repository, from the local cache or the
     network.
+
+    Raises:
+        DataError: The repository does not exist or cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=[*HUGGING_FACE_FILES, "config.json"]))
     except Exception as error:
-        # A bad name, no network and a missing repository raise errors without a common class.
+        # An invalid name, a lost network and a missing repository raise unrelated exceptions.
         raise DataError(
             f"tokenizer {name!r}: no such file or folder here, and no such repository in reach"
             f" ({str(error).splitlines()[0]}). Give a tokenizer.json, a .model, a folder, or a hub"
@@ -287,8 +302,8 @@ def _download(name: str) -> Path:
 
 
 def _configured_eos(folder: Path) -> str | None:
-    """Returns the end-of-text token that Hugging Face's files beside a tokenizer.json name, if
-    they do.
+    """Returns the end-of-text token that Hugging Face's files beside a tokenizer.json name, or
+    None.
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = folder / name

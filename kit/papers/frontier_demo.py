@@ -1,9 +1,9 @@
-"""The Frontier study at demo scale: a few short runs of real processes on this machine, kept and
-used again.
+"""The Frontier study at demo scale: a few short runs of real processes on this machine, which are
+stored and used again.
 
-A process is a core: degrees 1 and 2 are compared by throughput per core, as the paper compares them
-per GCD. Two processes share caches and memory, so a process alone is a little better off, whatever
-the degree.
+One process runs on one core. Degrees of parallelism 1 and 2 are compared by throughput per core, as
+the paper compares degrees by throughput per GCD. Two processes share caches and memory, so a
+process that runs alone is a little faster, whatever the degree.
 """
 
 import math
@@ -28,8 +28,9 @@ MODEL = ModelSpec.gpt(
     sequence_length=256,
 )
 STEPS = 8
+"""Steps of each run of the study."""
 MICROBATCHES = 4
-"""Micro-batches of a replica in the runs that do not vary their number."""
+"""Micro-batches per replica in the runs of the study that do not vary their number."""
 SPACE: dict[str, tuple] = {
     "tensor_parallel": (1, 2),
     "pipeline_parallel": (1, 2),
@@ -37,40 +38,46 @@ SPACE: dict[str, tuple] = {
     "micro_batch_size": (1,),
     "num_nodes": (2,),
 }
-"""Parameters of the search on this machine. TP 2 with PP 2 would need four processes and fails."""
+"""Choices of each parameter in the search on this machine. A trial with TP 2 and PP 2 fails, since
+it would need four processes."""
 SEARCH = "search.journal"
-"""File beside the runs in which `demo_search` keeps its trials."""
+"""Name of the file beside the runs in which `demo_search` stores its trials."""
 ATTENTION = "attention.json"
-"""File in which `demo_attention` keeps its times."""
+"""Name of the file in which `demo_attention` stores its times."""
 LENGTHS = (256, 512, 1024, 2048)
 """Sequence lengths of `demo_attention`, in tokens."""
 REPETITIONS = 6
 """Timings of each kernel at each length in `demo_attention`."""
 ALONE = {"tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "num_nodes": 2}
+"""Parameters common to the runs in `STUDY`, unless a run replaces them. `num_nodes` is the number
+of processes."""
 STUDY: list[dict[str, int]] = [
     *(ALONE | {"pipeline_parallel": 2, "num_microbatches": count} for count in (1, 2, 4, 8)),
     ALONE | {"tensor_parallel": 2, "num_microbatches": MICROBATCHES},
     ALONE | {"num_nodes": 1, "num_microbatches": MICROBATCHES},
 ]
-"""Parameters of each run: degrees, micro-batches of a replica, processes (`num_nodes`)."""
+"""Parameters of each run of the study: degrees, micro-batches per replica, and processes
+(`num_nodes`)."""
 
 
 def measured_objective(directory: str | Path, data: str | Path) -> MeasuredRate:
-    """Returns what runs the demo model with given parameters in a folder below `directory`,
-    once.
+    """Returns an objective: called with parameters, it trains the demo model and returns tokens per
+    second.
+
+    Each set of parameters is run once, in its own folder below `directory`.
     """
     recipe = Recipe(data=str(data), num_steps=STEPS)
     return MeasuredRate(spec=MODEL, recipe=recipe, directory=Path(directory), num_devices=1)
 
 
 def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
-    """Returns the runs of the study; those that are not in `directory` yet are made, about eight
+    """Returns the runs of the study. Makes the runs that are not in `directory` yet, about eight
     seconds each.
 
     `data` is a dataset made by `kit data build` with a vocabulary of at most 4,096.
 
     Raises:
-        TrialFailure: a run failed.
+        TrialFailure: A run failed.
     """
     rate = measured_objective(directory, data)
     note_load(directory)
@@ -80,8 +87,9 @@ def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
 
 
 def demo_search(directory: str | Path, data: str | Path) -> Trials:
-    """Returns a hyperparameter search on real runs of this machine; it shares the study's runs
-    and its folder.
+    """Returns the trials of a hyperparameter search by real runs of this machine.
+
+    The search uses the folder of the study and reuses its runs.
     """
     return tune(
         measured_objective(directory, data), SPACE, num_trials=8, storage=Path(directory) / SEARCH
@@ -89,11 +97,11 @@ def demo_search(directory: str | Path, data: str | Path) -> Trials:
 
 
 def demo_attention(directory: str | Path) -> list[dict[str, Any]]:
-    """Returns seconds of causal attention, forward and backward, fused and with scores written out,
-    on one core.
+    """Returns measured times of causal attention, forward and backward, on one core.
 
-    The rows are kept in `directory` and used again: kernel, sequence_length, seconds of each
-    repetition.
+    Fused attention is compared with attention whose scores are written to memory. The rows are
+    stored in `directory` and used again. Columns: kernel, sequence_length (tokens), and seconds (a
+    list with the time of each repetition).
     """
     return kept(Path(directory) / ATTENTION, _timed_attention)
 
@@ -124,8 +132,8 @@ def _timed_attention() -> list[dict[str, Any]]:
 
 
 def select(runs: Runs, **fields: Any) -> list[Run]:
-    """Returns what belongs in a panel: all runs of clusters, and demo-scale runs whose plans
-    have these fields.
+    """Returns the runs that belong in a panel: all runs of clusters, and the demo-scale runs whose
+    plans have these fields.
     """
     found = []
     for run in open_runs(runs):
@@ -136,8 +144,11 @@ def select(runs: Runs, **fields: Any) -> list[Run]:
 
 
 def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
-    """Returns (median, lower, upper quartile) of tokens/s and device of the one demo-scale run
-    with these fields.
+    """Returns (median, lower quartile, upper quartile) of tokens per second per device of one
+    demo-scale run.
+
+    The run is the only demo-scale run whose plan has these fields. Returns NaN if no run or several
+    runs have them.
     """
     chosen = [run for run in select(runs, **fields) if scale_of(run) == "demo"]
     if len(chosen) != 1:
@@ -147,7 +158,7 @@ def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
 
 
 def run_hfu_percent(run: Run) -> np.ndarray:
-    """Returns HFU of each step in per cent, NaN where the site's peak is not known."""
+    """Returns the HFU of each step in per cent. All NaN if the site has no peak FLOP/s."""
     metrics = run.metrics()
     hfu = metrics.hfu()
     if hfu is None:
@@ -156,7 +167,9 @@ def run_hfu_percent(run: Run) -> np.ndarray:
 
 
 def tokens_per_s_and_device(run: Run) -> np.ndarray:
-    """Returns tokens/s of each step and device; processes that share a core count as one device."""
+    """Returns the tokens per second per device of each step. Processes that share a core count as
+    one device.
+    """
     devices = run.plan.num_devices
     if scale_of(run) == "demo":
         devices = min(devices, run.site.devices_per_node)

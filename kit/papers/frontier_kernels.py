@@ -1,5 +1,5 @@
-"""Frontier: where its layers stand under the roofline of a GCD, and what fused attention
-changes.
+"""Frontier: the layers of the models under the roofline of a GCD, and the gain of fused
+attention.
 """
 
 import json
@@ -37,18 +37,19 @@ from kit.papers.panels import FigureContent, panel_rows
 from kit.show.theme import GREY, SLATE
 
 TOKENS_PER_STEP = 640 * 2048
+"""Tokens of a step of 175B in the authors' script: 640 sequences of 2,048 tokens."""
 NAME_OFFSETS = ((12, 20), (-44, 26), (10, -20))
-"""Distance of each recipe's name from its point in the roofline, in points."""
+"""Offset (x, y) of each recipe's name from its point in the roofline, in points of 1/72 inch."""
 
 
 def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True) -> float:
-    """Returns FLOP per byte of one layer's forward pass: matrix products and attention over what
-    all kernels move.
+    """Returns the arithmetic intensity of one layer's forward pass, in FLOP per byte.
 
-    Each product reads its input and weights and writes its result once, at two bytes a number;
-    norms, residuals and the activation function read and write theirs. Fused attention reads and
-    writes queries, keys, values and result; where scores are written out, each moves as many bytes
-    as LUMI's runs tell (`score_bytes`).
+    FLOPs are the FLOPs of matrix products and attention. Bytes are the memory traffic of all
+    kernels. Each matrix product reads its input and weights and writes its result once, at two
+    bytes per number. Norms, residuals and the activation function read and write their tensors.
+    Fused attention reads queries, keys and values, and writes its result. If scores are written out
+    instead, each score moves `score_bytes` bytes, a coefficient that was fitted to LUMI's runs.
     """
     h = spec.hidden_size
     f = spec.ffn_hidden_size
@@ -70,7 +71,7 @@ def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True
 
 
 def roofline_content(runs: Runs = ()) -> FigureContent:
-    """Returns the roofline of a GCD with the three recipes below it, in TFLOP/s by FLOP per
+    """Returns the roofline of a GCD with the three recipes below it, in TFLOP/s against FLOP per
     byte.
     """
     fused = _under_roof("fused attention", 2)
@@ -109,7 +110,11 @@ def roofline_content(runs: Runs = ()) -> FigureContent:
 
 
 def _under_roof(label: str, code: int) -> FigureLayer:
-    """Returns the three recipes as (intensity, modelled TFLOP/s with recomputation)."""
+    """Returns the three recipes as points: x is the arithmetic intensity, y the modelled TFLOP/s
+    with recomputation.
+
+    `code` is the generation of FlashAttention, 0 for scores written out.
+    """
     recipes = [(ModelSpec.preset(preset), recipe_plan(name)) for name, preset in MODELS.items()]
     x = [layer_intensity(spec, plan, flash_attention=code > 0) for spec, plan in recipes]
     cases = [(spec, frontier_layouts(spec, [plan], flash_attention=code)) for spec, plan in recipes]
@@ -118,10 +123,11 @@ def _under_roof(label: str, code: int) -> FigureLayer:
 
 
 def flash_attention_content(runs: Runs = (), *, lengths: Sequence[int]) -> FigureContent:
-    """Returns throughput with fused and with written-out attention against sequence length, in %
-    of peak.
+    """Returns throughput in % of peak against sequence length, for fused attention and for scores
+    written out.
 
-    A second panel has the times of `frontier_demo.demo_attention`, if a folder of them is given.
+    If `runs` contains a folder with the times of `frontier_demo.demo_attention`, a second panel
+    shows them.
     """
     kernels = {"fused, second generation": 2, "fused, first generation": 1, "scores written out": 0}
     modelled = [_by_length(label, code, lengths) for label, code in kernels.items()]
@@ -144,8 +150,8 @@ def flash_attention_content(runs: Runs = (), *, lengths: Sequence[int]) -> Figur
 
 
 def _timed_attention(folder: Path) -> list[FigureLayer]:
-    """Returns the times that `frontier_demo.demo_attention` has left in a folder, in ms, a layer
-    per kernel.
+    """Returns the times that `frontier_demo.demo_attention` has stored in a folder, in ms, as one
+    layer per kernel.
     """
     points: dict[str, list[tuple[float, ...]]] = {}
     for row in json.loads((folder / ATTENTION).read_text()):
@@ -159,8 +165,8 @@ def _timed_attention(folder: Path) -> list[FigureLayer]:
 
 
 def flash_gains() -> Rows:
-    """Returns by how much fused attention raises modelled throughput of each recipe, in %, with a
-    90 % interval.
+    """Returns the gain in modelled throughput from fused attention for each recipe, in %, with a 90
+    % interval.
     """
     rows = []
     for name, preset in MODELS.items():
@@ -184,7 +190,11 @@ def flash_gains() -> Rows:
 
 
 def _by_length(label: str, code: int, lengths: Sequence[int]) -> FigureLayer:
-    """Returns modelled HFU of 175B at each sequence length, with the tokens of a step kept."""
+    """Returns the modelled HFU of 175B at each sequence length. The number of tokens per step is
+    constant.
+
+    `code` is the generation of FlashAttention, 0 for scores written out.
+    """
     cases = []
     for length in lengths:
         spec = ModelSpec.preset(MODELS["175B"]).replace(sequence_length=length)
@@ -194,8 +204,10 @@ def _by_length(label: str, code: int, lengths: Sequence[int]) -> FigureLayer:
 
 
 def _roof(label: str, flops_per_s: float, bytes_per_s: float) -> FigureLayer:
-    """Returns the most TFLOP/s that memory and a rate of matrix products allow, by FLOP per byte:
-    a slope up to the ridge, then a level.
+    """Returns the upper bound of TFLOP/s against FLOP per byte: a slope up to the ridge, then a
+    horizontal line.
+
+    The slope is the memory bandwidth, the horizontal line the rate of matrix products.
     """
     x = np.array([10.0, flops_per_s / bytes_per_s, 10_000.0])
     y = np.minimum(flops_per_s, x * bytes_per_s) / 1e12
@@ -206,5 +218,7 @@ def _roof(label: str, flops_per_s: float, bytes_per_s: float) -> FigureLayer:
 def _note(
     axis: Any, text: str, at: Any, offset: tuple[int, int], colour: str, **style: Any
 ) -> None:
-    """Writes a text at a distance, in points, from a place in the panel."""
+    """Writes a text into a panel, at an offset from the coordinates `at`. The offset is in points
+    of 1/72 inch.
+    """
     axis.annotate(text, at, xytext=offset, textcoords="offset points", color=colour, **style)

@@ -1,5 +1,5 @@
-"""Frontier: memory by model size, and device by device along the pipeline against the logs of
-Frontier and LUMI.
+"""Frontier: memory by model size, and memory of each pipeline device beside the logs of Frontier
+and LUMI.
 """
 
 import math
@@ -22,9 +22,9 @@ TB = 1e12
 
 
 def memory_content(runs: Runs = ()) -> FigureContent:
-    """Returns the model state of each model size by convention, in TB.
+    """Returns the model state of each model size in TB, by convention for the bytes per parameter.
 
-    The rows have also the smallest number of GCDs of 64 GiB that hold it.
+    The rows also have the smallest number of GCDs of 64 GiB that hold the model state.
     """
     specs = {name: ModelSpec.preset(preset) for name, preset in MODELS.items()}
     sizes = np.array([float(spec.num_params) for spec in specs.values()])
@@ -73,8 +73,8 @@ def memory_content(runs: Runs = ()) -> FigureContent:
 
 
 def stage_memory_content(runs: Runs = ()) -> FigureContent:
-    """Returns memory in GiB along the pipeline of 175B on Frontier, and by replicas on LUMI, beside
-    the logs.
+    """Returns memory in GiB, modelled and logged: by pipeline stage of 175B on Frontier, and by
+    replicas on LUMI.
     """
     between_steps, peak = frontier_stages()
     state_log, peak_log, lumi_log = (
@@ -115,13 +115,16 @@ def stage_memory_content(runs: Runs = ()) -> FigureContent:
 
 
 def _mib_less_per_stage(layer: FigureLayer) -> float:
-    """Returns by how many MiB memory falls from a stage to the next, without the outer stages."""
+    """Returns the mean decrease of memory from one pipeline stage to the next in MiB. The outer
+    stages are left out.
+    """
     return -float(np.diff(layer.y[1:15]).mean()) * GIB / MIB
 
 
 def frontier_stages() -> tuple[StageMemory, StageMemory]:
-    """Returns the modelled memory of the authors' logged run: after its skipped first step, and
-    within it.
+    """Returns the modelled memory of each pipeline device in the authors' logged run.
+
+    Returns (memory after its first step, which was skipped for overflow; memory within a step).
     """
     plan = paper_plan(
         tensor_parallel=4, pipeline_parallel=16, data_parallel=2, global_batch_size=320
@@ -137,8 +140,9 @@ def frontier_stages() -> tuple[StageMemory, StageMemory]:
 
 
 def lumi_bytes(replicas: int) -> float:
-    """Returns the modelled bytes between steps on the last of LUMI's 8 pipeline devices, which
-    has 7 layers.
+    """Returns the modelled bytes between two steps on the last of LUMI's 8 pipeline devices.
+
+    This device has 7 layers. The other seven devices have 9 layers each.
     """
     stage = memory_by_stage(
         Layouts.of(LUMI, [lumi_plan(replicas)], flash_attention=0),
@@ -150,7 +154,9 @@ def lumi_bytes(replicas: int) -> float:
 
 
 def _modelled_beside(log: FigureLayer, label: str, modelled_bytes: Any) -> FigureLayer:
-    """Returns a modelled line without an interval, whose error is that on the log beside it."""
+    """Returns a modelled line without an interval. Its stated error is the mean error against the
+    log beside it.
+    """
     y = np.broadcast_to(np.asarray(modelled_bytes) / GIB, log.y.shape)
     error = np.mean(np.abs(y / log.y - 1))
     source = f"{label}: {error:.0%} mean error on the log, nothing fitted to it"

@@ -1,8 +1,9 @@
-"""The model behind the Frontier figures: fitted to another machine's runs, so that no number of the
-paper is in it.
+"""The model behind the Frontier figures. It is fitted to runs of another machine, so no number of
+the paper is in it.
 
-LUMI has the same MI250X and ran the same code base, Megatron-DeepSpeed. What its published runs
-tell about efficiencies is used as it is; nothing is adjusted to any figure of the paper.
+LUMI has the same GPU, MI250X, and its runs used the same code base, Megatron-DeepSpeed. The
+efficiencies fitted to LUMI's published runs are used unchanged. Nothing is adjusted to any figure
+of the paper.
 """
 
 import dataclasses
@@ -30,9 +31,9 @@ from kit.papers.facts import Facts, plain_number
 from kit.papers.layers import FigureLayer
 
 FACTS = Facts.load("frontier")
-"""What is known of the paper."""
+"""Facts of the Frontier paper."""
 MODELS = {"22B": "gpt-22b", "175B": "gpt-175b", "1T": "gpt-1t"}
-"""Names of the paper, and the presets of the same shapes."""
+"""Preset with the shape of each model of the paper, by the paper's name of the model."""
 LUMI = ModelSpec.gpt(
     name="LUMI 176B",
     num_layers=70,
@@ -41,15 +42,16 @@ LUMI = ModelSpec.gpt(
     vocab_size=51_200,
     sequence_length=2048,
 )
-"""Of the logs in spyysalo/lumi-llm-scaling, 2023-06."""
+"""Model of the logs in spyysalo/lumi-llm-scaling, 2023-06."""
 AUTHORS_LOG = "log 405287"
-"""Of 175B on 128 GCDs, in the repository sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a."""
+"""Name of the log of 175B on 128 GCDs in the repository sajal-vt/Megatron-DeepSpeed-ORNL, commit
+ef4161a."""
 
 
 @lru_cache(maxsize=1)
 def frontier_calibration() -> Calibration:
-    """Returns the coefficients that LUMI's published runs tell, with the numbers of Frontier's
-    hardware.
+    """Returns the coefficients that are fitted to LUMI's published runs, with the numbers of
+    Frontier's hardware.
     """
     return dataclasses.replace(
         published_calibration(Site.load("lumi")), hardware=Hardware.of(Site.load("frontier"))
@@ -58,7 +60,9 @@ def frontier_calibration() -> Calibration:
 
 @lru_cache(maxsize=1)
 def model_error() -> str:
-    """Returns how wrong the model is on measured runs: those of LUMI, each left out of the fit."""
+    """Returns a sentence with the model's error on LUMI's measured runs. Each run is predicted by a
+    fit without that run.
+    """
     errors = np.abs([*left_out_errors().values()])
     num_runs = frontier_calibration().num_runs
     return (
@@ -70,8 +74,11 @@ def model_error() -> str:
 
 @lru_cache(maxsize=1)
 def left_out_errors() -> dict[str, float]:
-    """Returns predicted over measured step time, less 1, of each LUMI run when the others alone
-    are fitted.
+    """Returns the relative error of the predicted step time of each LUMI run, when only the other
+    runs are fitted.
+
+    The error is predicted over measured step time, minus 1. Keys are model, devices and the run's
+    number.
     """
     runs = lumi_runs()
     names = [f"{run.spec.name} on {run.num_devices} ({i})" for i, run in enumerate(runs)]
@@ -79,10 +86,10 @@ def left_out_errors() -> dict[str, float]:
 
 
 def verdicts() -> list[dict[str, str]]:
-    """Returns for each log of 175B whether its steps were as fast as they should have been.
+    """Returns a row for each log of 175B that says whether its steps were as fast as predicted.
 
-    It is the sentence of `kit status --why`. Each run of LUMI is judged by the others; the authors'
-    own log of Frontier by all of LUMI's.
+    The sentence is the sentence of `kit status --why`. Each run of LUMI is compared with a fit to
+    the other runs. The authors' own log of Frontier is compared with a fit to all runs of LUMI.
     """
     runs = lumi_runs()
     site = Site.load("lumi")
@@ -111,7 +118,7 @@ def verdicts() -> list[dict[str, str]]:
 
 
 def lumi_runs() -> list[PublishedRun]:
-    """Returns the published runs that the model is fitted to."""
+    """Returns the published runs of LUMI to which the model is fitted."""
     return [
         run
         for run in published.load(system="LUMI")
@@ -120,14 +127,16 @@ def lumi_runs() -> list[PublishedRun]:
 
 
 def paper_plan(**degrees: Any) -> Plan:
-    """Returns a plan as the paper ran them: ZeRO 1, one sequence a micro-batch, full
-    recomputation, half precision.
+    """Returns a plan with the paper's settings: ZeRO 1, micro-batch size 1, full recomputation,
+    half precision.
+
+    `degrees` are further fields of the plan, or replace these settings.
     """
     return Plan(**{"zero_stage": 1, "recompute": "full", "precision": "bf16"} | degrees)
 
 
 def lumi_plan(replicas: int) -> Plan:
-    """Returns the plan of LUMI's logged runs of 176B."""
+    """Returns the plan of LUMI's logged runs of 176B, on this number of replicas."""
     return paper_plan(
         tensor_parallel=8,
         pipeline_parallel=8,
@@ -138,10 +147,10 @@ def lumi_plan(replicas: int) -> Plan:
 
 
 def recipe_plan(model: str, replicas: int = 0, **changes: Any) -> Plan:
-    """Returns the plan of the authors' own launch script for `22B`, `175B` or `1T`, with some
-    changes.
+    """Returns the plan of the authors' launch script for `22B`, `175B` or `1T`.
 
-    On another number of `replicas` than the script's, each keeps its share of the batch.
+    If `replicas` is not 0 and differs from the script's number, each replica keeps its share of the
+    batch. `changes` replace fields of the plan.
     """
     fields = FACTS.fields(Plan, model)
     held = fields["tensor_parallel"] * fields["pipeline_parallel"]
@@ -153,8 +162,10 @@ def recipe_plan(model: str, replicas: int = 0, **changes: Any) -> Plan:
 
 
 def frontier_layouts(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layouts:
-    """Returns plans of one model with the paper's kernels: Megatron's, FlashAttention-2, fp16
-    gradients (as the authors' DeepSpeed configurations say).
+    """Returns layouts of plans of one model with the paper's kernels.
+
+    The kernels are Megatron's with FlashAttention-2. Gradients are fp16, as the authors' DeepSpeed
+    configurations say. `kernels` replaces these settings.
     """
     return Layouts.of(spec, plans, **{"gradient_bytes": 2.0, "native": False} | kernels)
 
@@ -167,10 +178,17 @@ def throughput_layer(
     basis: FlopBasis = FlopBasis.MEGATRON_RECOMPUTE,
     names: Sequence[str] = (),
 ) -> FigureLayer:
-    """Returns the modelled per cent of peak of models' layouts, one after the other, with the
-    interval.
+    """Returns the modelled throughput of layouts in % of peak, with a 90 % interval.
 
-    It is counted as the authors' code does it, with recomputation; `FlopBasis.MODEL` gives MFU.
+    FLOPs include recomputation, as in the authors' code, so the result is HFU. With
+    `FlopBasis.MODEL` it is MFU.
+
+    Args:
+        label: name in the legend.
+        x: x of each layout.
+        cases: (model, its layouts) of all models, in the order of `x`.
+        basis: FLOPs that are counted.
+        names: names of the points, if x only numbers categories.
     """
     columns = []
     for spec, layouts in cases:
@@ -185,21 +203,22 @@ def throughput_layer(
 
 
 def relative_rates(layouts: Layouts) -> Array:
-    """Returns throughput per device over that of the first layout, under draws of the coefficients
-    from their posterior, [300, layouts].
+    """Returns throughput per device relative to the first layout, for 300 draws of the
+    coefficients: [300, layouts].
 
-    `ratio_interval` has the interval of these: what both layouts have in common cancels.
+    The coefficients are drawn from their posterior. Errors that two layouts have in common cancel
+    in the ratio. `ratio_interval` turns the draws into an interval.
     """
     rate = layouts.global_batch_size / (frontier_calibration().draws(layouts) * layouts.num_devices)
     return rate / rate[:, :1]
 
 
 def ratio_interval(ratios: Array) -> tuple[Array, Array, Array]:
-    """Returns (median, low, high) of a 90 % interval of ratios between layouts of one model, draws
-    on the first axis.
+    """Returns (median, low, high) of a 90 % interval of ratios between layouts of one model. Draws
+    are on the first axis.
 
-    Beside the coefficients, the formula may be wrong about one layout and not about the other:
-    `ratio_misfit`.
+    The draws only vary the coefficients. The formula may also be wrong about one layout and right
+    about the other, so the interval is widened by `ratio_misfit`.
     """
     wrong = np.random.default_rng(1).normal(0, ratio_misfit(), size=np.shape(ratios))
     low, high = np.quantile(ratios * np.exp(wrong), (0.05, 0.95), axis=0)
@@ -208,16 +227,21 @@ def ratio_interval(ratios: Array) -> tuple[Array, Array, Array]:
 
 @lru_cache(maxsize=1)
 def ratio_misfit() -> float:
-    """Returns the ln-scale of what is wrong in modelled ratios: over pairs of LUMI's runs of
-    176B, each left out.
+    """Returns the standard deviation, on the log scale, of the error of modelled ratios between two
+    layouts.
+
+    It is estimated from the errors of LUMI's runs of 176B, each predicted by a fit without that
+    run.
     """
     errors = [error for name, error in left_out_errors().items() if name.startswith("GPT-175B")]
     return float(np.sqrt(2) * np.std(np.log1p(errors), ddof=1))
 
 
 def compared(published_layer: FigureLayer, modelled: FigureLayer) -> tuple[str, str]:
-    """Returns (which published points lie in the model's interval, which are missed) as
-    sentences, "" for none.
+    """Returns (sentence with the published points inside the model's interval, sentence with the
+    other points).
+
+    A sentence is "" if it has no points.
     """
     names = published_layer.names or [f"{x:,.0f}" for x in published_layer.x]
     inside = []

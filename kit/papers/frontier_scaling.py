@@ -1,5 +1,8 @@
-"""Frontier, section V: throughput of the three sizes, weak and strong scaling to 1,024 and 3,072
-GCDs, and what training 1T parameters on 20T tokens takes.
+"""Frontier, section V: throughput, weak and strong scaling, and the time to train 1T parameters on
+20T tokens.
+
+Throughput is shown for the three model sizes. Scaling goes to 1,024 GCDs (175B) and 3,072 GCDs
+(1T).
 """
 
 import dataclasses
@@ -29,18 +32,23 @@ from kit.papers.panels import FigureContent
 from kit.run import Run
 
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}
+"""Numbers of replicas in the scaling figures, by model."""
 STRONG_BATCH = 8064
-"""Sequences. The paper's 8,000 is remembered only; this is the next number that 6 and 16
-replicas divide."""
+"""Global batch size of strong scaling in sequences. The paper's 8,000 is only remembered. 8,064 is
+the next number that is divisible by all numbers of replicas in `REPLICAS` and `COST_REPLICAS`."""
 BATCHES = (1008, 1536, 2016, 4032, STRONG_BATCH, 16128)
+"""Global batch sizes in sequences, for efficiency against the batch."""
 SPEC_1T = ModelSpec.preset(MODELS["1T"])
 TOKENS = 20e12
+"""Training tokens of 1T."""
 YEAR = 365.25 * 86_400
+"""Seconds in a year."""
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of replicas in the figure of years and device-hours."""
 
 
 def throughput_content(runs: Runs = ()) -> FigureContent:
-    """Returns HFU and MFU of the three sizes in %, beside the paper's headline numbers."""
+    """Returns HFU and MFU of the three model sizes in %, beside the paper's headline numbers."""
     names = [*MODELS]
     specs = [ModelSpec.preset(preset) for preset in MODELS.values()]
     cases = [
@@ -55,7 +63,8 @@ def throughput_content(runs: Runs = ()) -> FigureContent:
     inside, missed = compared(published_hfu, hfu)
     log_sizes = np.log([spec.num_params for spec in specs])
     own = on_clusters(
-        runs,  # between the three sizes, by the logarithm of their parameters
+        # The x of a run is interpolated between the sizes, by the logarithm of its parameters.
+        runs,
         x=lambda run: float(np.interp(np.log(run.spec.num_params), log_sizes, np.arange(3.0))),
         y=run_hfu_percent,
     )
@@ -68,10 +77,11 @@ def throughput_content(runs: Runs = ()) -> FigureContent:
 
 
 def scaling_content(runs: Runs = (), *, kind: str) -> FigureContent:
-    """Returns throughput per GCD relative to one replica, in %.
+    """Returns throughput per GCD in % of the throughput of one replica.
 
-    The batch grows with the replicas (`weak`), or is constant (`strong`). Strong scaling has LUMI's
-    logged runs beside, and a panel of efficiency against the batch.
+    If `kind` is `weak`, the batch grows with the replicas. If it is `strong`, the batch is
+    constant. Strong scaling also shows LUMI's logged runs, and a panel of efficiency against the
+    batch.
     """
     facts = [fact.replace(x=fact.x.split()[-1]) for fact in FACTS[f"{kind}_scaling_percent"]]
     published = FigureLayer.published(facts, label="paper")
@@ -104,10 +114,11 @@ def scaling_content(runs: Runs = (), *, kind: str) -> FigureContent:
 
 
 def efficiency_layer(model: str, kind: str) -> FigureLayer:
-    """Returns modelled scaling efficiency, %, of `175B` or `1T`: throughput per GCD over that of
-    one replica.
+    """Returns the modelled scaling efficiency of `175B` or `1T` in %: throughput per GCD relative
+    to one replica.
 
-    It is the authors' layout, with their batch per replica (`weak`) or one batch (`strong`).
+    The layout is the authors' layout. The batch is their batch per replica (`weak`), or constant
+    (`strong`).
     """
     batch = {} if kind == "weak" else {"global_batch_size": STRONG_BATCH}
     plans = [recipe_plan(model, replicas, **batch) for replicas in REPLICAS[model]]
@@ -118,8 +129,9 @@ def efficiency_layer(model: str, kind: str) -> FigureLayer:
 
 
 def lumi_layers() -> list[FigureLayer]:
-    """Returns LUMI's logged strong scaling of 176B, %, and the model's (fitted to these runs
-    among others).
+    """Returns LUMI's logged strong scaling of 176B in %, and the modelled strong scaling.
+
+    The model was fitted to these runs and others.
     """
     steps = FACTS["lumi_step_s"]
     first = min(steps, key=lambda fact: float(fact.x))
@@ -137,8 +149,9 @@ def lumi_layers() -> list[FigureLayer]:
 
 
 def batch_layer(model: str) -> FigureLayer:
-    """Returns modelled efficiency on all replicas against the batch: what the unknown batch of
-    the paper decides.
+    """Returns the modelled efficiency on the largest number of replicas in %, against the batch.
+
+    It shows how much the batch matters, since the paper's batch is unknown.
     """
     spec = ModelSpec.preset(MODELS[model])
     most = REPLICAS[model][-1]
@@ -152,8 +165,8 @@ def batch_layer(model: str) -> FigureLayer:
 
 
 def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
-    """Returns (median, low, high) of throughput per device over that of the first layout, %,
-    which is 100 exactly.
+    """Returns (median, low, high) of throughput per device in % of the first layout, which has
+    exactly 100 %.
     """
     middle, low, high = ratio_interval(100 * relative_rates(layouts))
     low[0] = high[0] = 100.0
@@ -161,8 +174,9 @@ def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
 
 
 def _own_scaling(runs: Runs, kind: str) -> list[FigureLayer]:
-    """Returns tokens/s and device of runs of clusters, in % of the smallest run: a line for runs
-    that differ in nothing but their size.
+    """Returns the measured tokens per second per device of cluster runs, in % of the smallest run.
+
+    Runs with equal shape and equal batch (strong) or batch per replica (weak) form one line.
     """
     is_weak = kind == "weak"
     groups: dict[tuple, list[Run]] = {}
@@ -193,7 +207,9 @@ def _own_scaling(runs: Runs, kind: str) -> list[FigureLayer]:
 
 
 def years_content(runs: Runs = ()) -> FigureContent:
-    """Returns years and device-hours of 1T parameters on 20T tokens against the number of GCDs."""
+    """Returns years and million device-hours to train 1T parameters on 20T tokens, against the
+    number of GCDs.
+    """
     years = years_layer()
     published = FigureLayer.published([_published_years()], label="from the paper's rate")
     published_hours = published.times(published.x * YEAR / 3600e6)
@@ -226,8 +242,9 @@ def years_content(runs: Runs = ()) -> FigureContent:
 
 
 def years_layer() -> FigureLayer:
-    """Returns modelled years of 1T on 20T tokens, the authors' layout on 1 to 64 replicas at one
-    batch.
+    """Returns modelled years to train 1T on 20T tokens.
+
+    The layout is the authors' layout on 1 to 128 replicas. The batch is constant.
     """
     plans = [recipe_plan("1T", n, global_batch_size=STRONG_BATCH) for n in COST_REPLICAS]
     layouts = frontier_layouts(SPEC_1T, plans)
@@ -238,8 +255,8 @@ def years_layer() -> FigureLayer:
 
 
 def _published_years() -> PaperFact:
-    """Returns years on 3,072 GCDs at the paper's 61.2 TFLOP/s per GCD, which count
-    recomputation.
+    """Returns the years on 3,072 GCDs that follow from the paper's 61.2 TFLOP/s per GCD, which
+    count recomputation.
     """
     rate = FACTS.only("throughput_tflops", "1T")
     flops = SPEC_1T.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
@@ -248,6 +265,6 @@ def _published_years() -> PaperFact:
 
 
 def _years_of_run(run: Run) -> np.ndarray:
-    """Returns years that 1T on 20T tokens would take at the model FLOP/s of each step of a run."""
+    """Returns the years to train 1T on 20T tokens at the model FLOP/s of each step of a run."""
     rate = run.metrics().tokens_per_s * run.spec.flops_per_token()
     return SPEC_1T.flops_per_token() * TOKENS / rate / YEAR

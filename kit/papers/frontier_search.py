@@ -1,5 +1,5 @@
-"""Frontier, section IV: the hyperparameter search over layouts, on the model and with real runs
-at demo scale.
+"""Frontier, section IV: the hyperparameter search over layouts, on the model and by real runs at
+demo scale.
 """
 
 from functools import lru_cache
@@ -29,14 +29,16 @@ from kit.papers.panels import DEMO_COLOURS, FigureContent, mark_demo_scale
 from kit.show.theme import BLUE, VERMILION
 
 NUM_TRIALS = 60
-"""Trials of a search on the model."""
+"""Number of trials of a search on the model."""
 SPACES = read_paper_toml("spaces")
-"""Spaces of the search on the model: a preset and the choices of each parameter."""
+"""Spaces of the searches on the model, by name: a model preset, and the choices of each
+parameter."""
 
 
 def search_content(runs: Runs = ()) -> FigureContent:
-    """Returns the trials of the search in the authors' spaces with the best so far, and a panel for
-    each search with real runs.
+    """Returns the trials of the searches in the spaces `SPACES`, with the best value so far.
+
+    Each search by real runs of this machine gets a separate panel.
     """
     panels = {name: _model_layers(name) for name in SPACES}
     for folder, trials in demo_searches(runs).items():
@@ -66,8 +68,8 @@ def search_content(runs: Runs = ()) -> FigureContent:
 
 
 def sensitivity_content(runs: Runs = ()) -> FigureContent:
-    """Returns by how much each parameter mattered in these searches: its share of the variance,
-    in %.
+    """Returns the share of the objective's variance that each parameter explains in each search, in
+    %.
     """
     panels = {}
     for name in SPACES:
@@ -90,12 +92,12 @@ def sensitivity_content(runs: Runs = ()) -> FigureContent:
 
 
 def demo_searches(runs: Runs) -> dict[Path, Trials]:
-    """Returns the searches with real runs that lie in the given folders, by folder."""
+    """Returns the searches by real runs whose files are in the given folders, by folder."""
     return {folder: Trials.read(folder / SEARCH) for folder in folders_with(runs, SEARCH)}
 
 
 def search_objective(name: str) -> EstimatedRate:
-    """Returns the search objective for one of SPACES: modelled tokens per second and GCD.
+    """Returns the search objective for one of SPACES: modelled tokens per second per GCD.
 
     Layouts that run out of memory count as failed trials.
     """
@@ -118,15 +120,17 @@ def _spec(name: str) -> ModelSpec:
 
 @lru_cache(maxsize=4)
 def _search(name: str) -> tuple[Trials, Array]:
-    """Returns (trials, objective of all layouts in the space)."""
+    """Returns (trials of the search, objective of every layout in the space)."""
     rate = search_objective(name)
     space = SPACES[name]["choices"]
     return tune(rate, space, num_trials=NUM_TRIALS, seed=0), rate.rates(space)
 
 
 def _model_layers(name: str) -> list[FigureLayer]:
-    """Returns the trials, and the best so far with the interval of that layout: TFLOP/s, counted
-    as the authors' objective reads it from a log, with recomputation.
+    """Returns two layers in TFLOP/s: the trials, and the best value so far with the interval of its
+    layout.
+
+    FLOPs include recomputation, as in the log that the authors' objective reads.
     """
     trials = _search(name)[0]
     spec = _spec(name)
@@ -154,13 +158,15 @@ def _demo_layers(folder: Path, trials: Trials) -> list[FigureLayer]:
 
 
 def _shares(trials: Trials) -> dict[str, Any]:
-    """Returns bar positions, importance in % and name of each parameter, as fields of a layer."""
+    """Returns (x, y, names) as fields of a layer: positions of bars, shares of the variance in %,
+    and parameters.
+    """
     shown = {name: 100 * share for name, share in sensitivity(trials).items() if share > 1e-9}
     return {"x": range(len(shown)), "y": [*shown.values()], "names": tuple(shown)}
 
 
 def _draw_bars(axis: Any, layer: FigureLayer) -> None:
-    """Draws shares of the variance."""
+    """Draws the shares of the variance as horizontal bars."""
     colour = _colour_and_mark(axis, layer)
     bars = axis.barh(layer.x, layer.y, color=colour, height=0.6)
     axis.bar_label(bars, fmt="%.1f", padding=3)
@@ -171,8 +177,8 @@ def _draw_bars(axis: Any, layer: FigureLayer) -> None:
 
 
 def _draw_trials(axis: Any, trials: FigureLayer, best: FigureLayer) -> None:
-    """Draws trials as dots, the best so far as steps with its interval, and failures as marks at
-    the bottom.
+    """Draws trials as dots and the best value so far as steps with its interval. Failed trials are
+    marks at the bottom.
     """
     colour = _colour_and_mark(axis, best)
     failed = trials.x[np.isnan(trials.y)]
@@ -191,7 +197,9 @@ def _draw_trials(axis: Any, trials: FigureLayer, best: FigureLayer) -> None:
 
 
 def _colour_and_mark(axis: Any, layer: FigureLayer) -> str:
-    """Returns the colour of a layer, and marks the panel of one at demo scale."""
+    """Returns the colour of a layer. If the layer is at demo scale, marks its panel as demo
+    scale.
+    """
     if layer.scale != "demo":
         return BLUE
     mark_demo_scale(axis)

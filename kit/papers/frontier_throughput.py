@@ -1,9 +1,10 @@
 """Frontier, section III: throughput against tensor parallelism, micro-batches and pipeline stages,
-and what it says.
+and the paper's observations.
 
-The paper's curves could not be read, so there are no published points here; its four observations
-are checked as relations on the model, with the interval, and on demo-scale runs of this machine.
-The layouts of all lines and relations are in `data/figures.toml` and `data/observations.toml`.
+The paper's curves could not be read, so the figures have no published points. The paper's four
+observations are checked as relations, on the model with its interval and on demo-scale runs of this
+machine. The layouts of all lines and relations are in `data/figures.toml` and
+`data/observations.toml`.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,8 +29,9 @@ from kit.papers.layers import FigureLayer, Runs, measured, on_clusters, open_run
 from kit.papers.panels import FigureContent, TableContent
 
 SPEC = ModelSpec.preset("gpt-22b")
+"""Model of all modelled lines and relations."""
 ONE_REPLICA = {"data_parallel": 1, "micro_batch_size": 1}
-"""Fields of the plans of the demo-scale runs that these figures show."""
+"""Fields that the plan of a demo-scale run must have to be shown in these figures."""
 SCALES = {"modelled": "modelled, paper's scale", "measured": "measured, demo scale"}
 
 
@@ -40,15 +42,16 @@ def sweep_content(
     lines: Mapping[str, Mapping[str, Any]],
     demo: Mapping[str, Any] | None = None,
 ) -> FigureContent:
-    """Returns throughput against a field of the plan at the paper's scale, and in a second panel at
-    demo scale if such runs are given.
+    """Returns throughput against one field of the plan at the paper's scale. Demo-scale runs get a
+    second panel.
 
     Args:
-        runs: of the reader.
+        runs: the user's own runs.
         field: a field of `Plan`.
-        lines: fields of the modelled plans of each line, by its label. One value holds for all
-            plans of a line.
-        demo: fields of the plans of the demo-scale runs. None: none are drawn.
+        lines: fields of the modelled plans of each line, by the line's label. A single value holds
+            for all plans of a line.
+        demo: fields that the plans of the demo-scale runs must have. None: no demo-scale runs are
+            drawn.
     """
     x = attrgetter(f"plan.{field}")
     panels = {"paper's scale": [_modelled_line(label, lines[label], field) for label in lines]}
@@ -65,7 +68,11 @@ def sweep_content(
 
 
 def _modelled_line(label: str, fields: Mapping[str, Any], field: str) -> FigureLayer:
-    """Returns the modelled HFU of the plans with these fields against one of the fields, in %."""
+    """Returns the modelled HFU in % of plans with these `fields`, against the field of the plan
+    named `field`.
+
+    A list in `fields` has one value per plan. A single value holds for all plans.
+    """
     count = max(len(values) for values in fields.values() if isinstance(values, list))
     plans = []
     for i in range(count):
@@ -82,7 +89,9 @@ def _modelled_line(label: str, fields: Mapping[str, Any], field: str) -> FigureL
 
 
 def observations_content(runs: Runs = ()) -> TableContent:
-    """Returns the paper's four observations, checked on the model and on demo-scale runs."""
+    """Returns the table of the paper's four observations, checked on the model and on demo-scale
+    runs.
+    """
     relations = [*modelled_relations(), *measured_relations(runs)]
     statements = {fact.x: fact.value for fact in FACTS["observation"]}
     cells = []
@@ -110,7 +119,7 @@ def observations_content(runs: Runs = ()) -> TableContent:
 
 
 def modelled_relations() -> list[Relation]:
-    """Returns the four observations as ratios of modelled throughput, with intervals from the
+    """Returns the four observations as ratios of modelled throughput. The intervals come from the
     posterior.
     """
 
@@ -122,10 +131,10 @@ def modelled_relations() -> list[Relation]:
 
 
 def measured_relations(runs: Runs) -> list[Relation]:
-    """Returns the four observations as ratios of measured throughput, with intervals from
+    """Returns the four observations as ratios of measured throughput. The intervals come from
     quartiles.
 
-    An observation whose demo-scale runs are not given is left out.
+    An observation is left out if its demo-scale runs are not given.
     """
     runs = open_runs(runs)
 
@@ -138,8 +147,10 @@ def measured_relations(runs: Runs) -> list[Relation]:
 
 
 def _relations(layer: Any, ratio: Callable[..., tuple[Any, Any, Any]]) -> list[Relation]:
-    """Returns the observations on one layer, whose `ratio` of an old to a new layout is (value,
-    low, high).
+    """Returns the observations, checked on the model or on measurements.
+
+    `ratio` returns (value, low, high) of the throughput of a new layout over the throughput of an
+    old layout.
     """
     found = []
     for observation in read_paper_toml("observations")[layer]:

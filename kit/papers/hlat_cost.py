@@ -1,5 +1,5 @@
-"""HLAT, section VII: cost per four million tokens on Trainium and on A100 against the number of
-nodes (Figure 5).
+"""HLAT, section VII: cost of training on four million tokens, on Trainium and on A100, against the
+number of nodes (Figure 5).
 """
 
 import math
@@ -41,21 +41,23 @@ from kit.run import Run
 from kit.show.theme import GRID
 
 SHORT = {TRN1: "trn1", P4D: "p4d"}
+"""Short name of each machine, for legends."""
 RATIOS = {
     "trn1 over p4d": {model: ((TRN1, model), (P4D, model)) for model in MODELS},
     "70B over 7B": {short: ((machine, "70B"), (machine, "7B")) for machine, short in SHORT.items()},
 }
-"""What the paper states in words: ratios of cost between machines and models, on the same nodes."""
+"""Ratios of cost that the paper states in words, by name and label. Each is (numerator,
+denominator), pairs of machine and model. Both sides have an equal number of nodes."""
 LARGE = 20e9
-"""Parameters from which a run of the reader's stands beside the 70B, not the 7B."""
+"""Number of parameters from which a run of the user is drawn beside the 70B instead of the 7B."""
 ABOUT = 0.05
-"""Share by which a number that the paper gives as "about" may be off."""
+"""Tolerance for a number that the paper states as "about", as a fraction of the number."""
 TOKENS = 4e6
-"""That a cost is of: about one step."""
+"""Tokens that a cost refers to: about the tokens of one step."""
 
 
 def cost_by_nodes_content(runs: Runs = ()) -> FigureContent:
-    """Returns Figure 5: cost per 4M tokens against nodes, and the two ratios of it that the
+    """Returns Figure 5: cost per 4M tokens against nodes, and the two ratios of costs that the
     paper states.
     """
     panels = {model: [cost_layer(machine, model) for machine in SHORT] for model in MODELS}
@@ -89,8 +91,8 @@ def cost_by_nodes_content(runs: Runs = ()) -> FigureContent:
 
 
 def _missed_ratios(failed: Sequence[Relation]) -> str:
-    """Returns a sentence on the ratios that the model misses, with their range over nodes; "" for
-    none.
+    """Returns a sentence with the ratios that the model misses and the range of their values over
+    nodes. "" if none is missed.
     """
     if not failed:
         return ""
@@ -106,8 +108,9 @@ def _missed_ratios(failed: Sequence[Relation]) -> str:
 
 
 def trainium_rates_content(runs: Runs = ()) -> FigureContent:
-    """Returns tokens/s and node of AWS's benchmarks beside the model's, each of which is predicted
-    from the others.
+    """Returns tokens per second per node of AWS's benchmarks beside the model's predictions.
+
+    Each benchmark is predicted by a fit to the other benchmarks.
     """
     rates = _benchmark_rates()
     names = [rate.x for rate in rates]
@@ -136,8 +139,9 @@ def trainium_rates_content(runs: Runs = ()) -> FigureContent:
 
 
 def cost_layer(machine: str, model: str) -> FigureLayer:
-    """Returns modelled cost per 4M tokens, per cent of that of 7B on 4 p4d nodes; only nodes on
-    which it fits.
+    """Returns the modelled cost per 4M tokens, in % of the cost of 7B on 4 p4d nodes.
+
+    Numbers of nodes on which the model does not fit in memory are left out.
     """
     nodes, draws = cost_draws(machine, model)
     percent = quantile_interval(100 * draws / _reference())
@@ -145,7 +149,9 @@ def cost_layer(machine: str, model: str) -> FigureLayer:
 
 
 def ratio_layers(name: str) -> list[FigureLayer]:
-    """Returns one of RATIOS as modelled, on the nodes that both sides fit on."""
+    """Returns the modelled ratios of one entry of RATIOS, on the numbers of nodes on which both
+    sides fit in memory.
+    """
     layers = []
     for label, (over, under) in RATIOS[name].items():
         (nodes, cost), (others, other_cost) = cost_draws(*over), cost_draws(*under)
@@ -157,9 +163,10 @@ def ratio_layers(name: str) -> list[FigureLayer]:
 
 @lru_cache(maxsize=4)
 def cost_draws(machine: str, model: str) -> tuple[Array, Array]:
-    """Returns (nodes on which it fits, draws of USD per 4M tokens [300, nodes]).
+    """Returns (numbers of nodes on which the model fits in memory, draws of USD per 4M tokens [300,
+    nodes]).
 
-    They are of what is not known: the coefficients, and the formula's misfit of each layout.
+    The draws vary the two unknowns: the coefficients, and the formula's misfit for each layout.
     """
     plans: dict[int, Plan] = {}
     for nodes in NODES:
@@ -177,14 +184,15 @@ def cost_draws(machine: str, model: str) -> tuple[Array, Array]:
 
 
 def cost_per_tokens(price_per_hour: Any, tokens_per_s: Any) -> Any:
-    """Returns USD per 4M tokens: C / (T x 3600) x 4e6, as in the paper; C per hour of all nodes,
-    T tokens/s.
+    """Returns USD per 4M tokens: C / (T x 3600) x 4e6, as in the paper.
+
+    C is the price of all nodes in USD per hour. T is the rate of all nodes in tokens per second.
     """
     return price_per_hour / (tokens_per_s * 3600) * TOKENS
 
 
 def relations() -> list[Relation]:
-    """Returns what the paper says in words of the costs, each on the model's output with its
+    """Returns the ratios of cost that the paper states, each checked on the model with its
     interval.
     """
     found = []
@@ -205,15 +213,15 @@ def relations() -> list[Relation]:
 
 
 def _stated_ratios() -> dict[str, PaperFact]:
-    """Returns what the paper says of each of RATIOS."""
+    """Returns the fact of the paper for each entry of RATIOS, by its name."""
     return {fact.x: fact for fact in (*FACTS["cost_ratio"], *FACTS["cost_size_ratio"])}
 
 
 def cost_percent(run: Run) -> Array:
-    """Returns cost per 4M tokens of each step of a run, in per cent of the reference; NaN where its
-    site has no price.
+    """Returns the cost per 4M tokens of each step of a run, in % of the reference. NaN if its site
+    has no price.
 
-    Each attempt costs what its own nodes do: `usd_per_hour`.
+    Each attempt costs the price of the nodes that it ran on (`usd_per_hour`).
     """
     metrics = run.metrics()
     numbers, index = np.unique(metrics["attempt"], return_inverse=True)
@@ -221,12 +229,14 @@ def cost_percent(run: Run) -> Array:
         usd_per_hour(metrics.plans.get(n, run.plan), metrics.other_sites.get(n, run.site))
         for n in map(int, numbers)
     ]
-    usd = np.array(hourly, dtype=float)[index]  # None is NaN
+    usd = np.array(hourly, dtype=float)[index]  # None becomes NaN.
     return 100 * cost_per_tokens(usd, metrics.tokens_per_s) / float(np.median(_reference()))
 
 
 def _reference() -> Array:
-    """Returns draws of the cost that counts as 100 %: 7B on 4 nodes of p4d, [300, 1]."""
+    """Returns draws of the cost that counts as 100 %, in USD per 4M tokens: 7B on 4 nodes of p4d,
+    [300, 1].
+    """
     return cost_draws(P4D, "7B")[1][:, :1]
 
 
@@ -235,7 +245,7 @@ def _nodes(run: Run) -> float:
 
 
 def _benchmark_rates() -> list[PaperFact]:
-    """Returns tokens/s and node of AWS's benchmarks."""
+    """Returns tokens per second per node of AWS's benchmarks, as facts."""
     per_node = Site.load(TRN1).devices_per_node
     return [
         PaperFact(
@@ -253,7 +263,10 @@ def _benchmark_rates() -> list[PaperFact]:
 
 
 def _benchmark_ratio() -> FigureLayer:
-    """Returns cost of 70B on 32 nodes over 7B on 16, from AWS's benchmarks, one point a version."""
+    """Returns the cost of 70B on 32 nodes over the cost of 7B on 16 nodes, from AWS's benchmarks.
+
+    The layer has one point per SDK version.
+    """
     rates = {fact.x: fact for fact in _benchmark_rates()}
     ratios = [
         small.replace(x="32", value=str(small.number / rates[f"70B{name[2:]}"].number))
@@ -264,8 +277,8 @@ def _benchmark_ratio() -> FigureLayer:
 
 
 def _label_lines_and_gaps(figure: Any) -> None:
-    """Labels the lines of all panels, and hatches the nodes on which 70B fits on no layout of some
-    machine.
+    """Labels the lines of all panels. Hatches the numbers of nodes on which no layout of 70B fits
+    on a machine.
     """
     for axis in figure.axes:
         label_line_ends(axis)

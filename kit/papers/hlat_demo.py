@@ -1,5 +1,8 @@
-"""HLAT at demo scale: one real run whose checkpoints are scored, and a small model that this
-process trains for a hundred steps in four precisions. Both are made once and read again later.
+"""HLAT at demo scale: one real run whose checkpoints are scored, and a small model trained in four
+precisions.
+
+This process trains the small model for a hundred steps per precision. Both results are made once,
+stored, and read again later.
 """
 
 import contextlib
@@ -24,12 +27,14 @@ from kit.parallel.gradients import local
 from kit.run import Run
 
 RUN = "llama-demo"
-"""Where the run is, below the folder of the studies."""
+"""Name of the run directory below the folder of the studies."""
 STEPS = 60
+"""Steps of the run."""
 CHECKPOINT_EVERY = 20
+"""Steps between two checkpoints of the run."""
 PLAN = Plan(data_parallel=2, micro_batch_size=4, global_batch_size=8)
 SUITE = "curve"
-"""What is scored at each checkpoint: a part of the items."""
+"""Suite of tasks that is scored at each checkpoint. It has only a part of the items."""
 PRECISION_RECIPE = Recipe(
     data="",
     num_steps=100,
@@ -38,8 +43,8 @@ PRECISION_RECIPE = Recipe(
     warmup_steps=20,
     cosine_floor="clamped",
 )
-"""The learning rates of HLAT's 7B: with larger ones fewer updates are small enough to be rounded
-away."""
+"""Recipe of the small model, with the learning rates of HLAT's 7B. With larger learning rates,
+fewer updates are small enough to be lost by rounding."""
 SPEC = ModelSpec.llama(
     name="llama-small",
     num_layers=2,
@@ -51,25 +56,24 @@ SPEC = ModelSpec.llama(
     sequence_length=64,
 )
 BATCH_SIZE = 8
-"""Sequences of a training step of the small model."""
+"""Sequences per training step of the small model."""
 MICRO_BATCH_SIZE = 4
-"""Sequences that the small model computes at once."""
+"""Sequences per micro-batch of the small model."""
 VALIDATION_SAMPLES = 32
-"""Sequences of the validation loss."""
+"""Sequences in the validation loss of the small model."""
 VALIDATE_EVERY = 10
-"""Steps of the small model between two validation losses."""
+"""Steps between two validation losses of the small model."""
 
 
 def demo_run(directory: str | Path, data: str | Path) -> Run:
-    """Returns a finished run with HLAT's optimizer and schedule whose checkpoints are all scored,
-    made if needed.
+    """Returns a finished run with HLAT's optimizer and schedule whose checkpoints are all scored.
 
-    Tasks whose data is not on this machine (`kit eval-data` builds it) are left out of the scores.
-
-    `data` is a dataset made by `kit data build` with a vocabulary of at most 4,096.
+    Makes the run if it does not exist. Tasks whose data is not on this machine are left out of the
+    scores. `kit eval-data` builds this data. `data` is a dataset made by `kit data build` with a
+    vocabulary of at most 4,096.
 
     Raises:
-        RunError: the run did not end well.
+        RunError: The run did not finish, or a checkpoint could not be scored.
     """
     from kit.evaluate.follow import follow_run
     from kit.launcher import launch
@@ -104,7 +108,9 @@ def demo_run(directory: str | Path, data: str | Path) -> Run:
 
 
 def demo_precision(directory: str | Path, data: str | Path) -> dict[str, Steps]:
-    """Returns the steps of a small model in each of four precisions."""
+    """Returns the steps of the small model's training in each of four precisions, by precision.
+    Rows: see `train_in`.
+    """
     return kept(
         Path(directory) / PRECISION,
         lambda: {name: train_in(Dataset.open(data), PRECISION_RECIPE, name) for name in PRECISIONS},
@@ -112,16 +118,17 @@ def demo_precision(directory: str | Path, data: str | Path) -> dict[str, Steps]:
 
 
 def round_to_nearest(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns fp32 numbers as bf16, each rounded to the nearest."""
+    """Returns fp32 numbers as bf16, each rounded to the nearest bf16 number."""
     return x.bfloat16()
 
 
 def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns fp32 numbers as bf16, each rounded up or down with the odds that make the mean exact.
+    """Returns fp32 numbers as bf16, each rounded up or down at random so that the expected value is
+    exact.
 
-    bf16 is fp32 without its lower 16 bits, so 16 random bits are added to them and then cut off.
-    Source: AWS Neuron documentation, "Neuron rounding modes"; Gupta et al. 2015 (arXiv 1502.02551),
-    section 3.
+    bf16 is fp32 without its lower 16 bits. So 16 random bits are added to the lower 16 bits, which
+    are then set to zero. Source: AWS Neuron documentation, "Neuron rounding modes"; Gupta et al.
+    2015 (arXiv 1502.02551), section 3.
     """
     noise = torch.randint(0, 1 << 16, x.shape, generator=generator, dtype=torch.int32)
     return ((x.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).bfloat16()
@@ -133,15 +140,15 @@ PRECISIONS: dict[str, tuple[Literal["fp32", "bf16"], Callable[..., Tensor] | Non
     "pure bf16": ("bf16", round_to_nearest),
     "pure bf16, stochastic": ("bf16", round_stochastically),
 }
-"""In which numbers the forward and backward pass is computed, and how weights and both moments of
-AdamW are rounded to bf16 between steps; None: they are kept in fp32."""
+"""(dtype of the forward and backward pass, rounding function) by precision. The function rounds
+weights and both AdamW moments to bf16 after each step. None: they stay in fp32."""
 
 
 @contextlib.contextmanager
 def small_training(
     data: Dataset, recipe: Recipe, precision: str = "fp32"
 ) -> Iterator["SmallTraining"]:
-    """Gives a small model in training, alone in a process group that ends with the block."""
+    """Yields a `SmallTraining`, alone in a process group that ends with the `with` block."""
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -151,7 +158,9 @@ def small_training(
 
 
 class SmallTraining:
-    """The kit's native engine with one small model, whose numbers are rounded after each step."""
+    """The kit's native engine with the small model, whose weights and moments are rounded after
+    each step.
+    """
 
     def __init__(self, data: Dataset, recipe: Recipe, precision: str) -> None:
         compute_dtype, self.rounding = PRECISIONS[precision]
@@ -168,12 +177,14 @@ class SmallTraining:
         self.round()
 
     def batch(self, number: int) -> Tensor:
-        """Returns one batch of text, [B, T + 1]."""
+        """Returns the batch with this number: token ids [BATCH_SIZE, sequence length + 1]."""
         return torch.from_numpy(self.samples.batch(number * BATCH_SIZE, BATCH_SIZE))
 
     @torch.no_grad()
     def round(self) -> None:
-        """Rounds weights and moments to the numbers that they are stored in."""
+        """Rounds weights and moments in place to the numbers of the precision in which they are
+        stored.
+        """
         if self.rounding is None:
             return
         for tensor in self.engine.state_dict().values():
@@ -182,10 +193,10 @@ class SmallTraining:
 
 
 def train_in(data: Dataset, recipe: Recipe, precision: str) -> Steps:
-    """Returns the steps of a run in one of PRECISIONS.
+    """Returns one row per step of a training in one of PRECISIONS.
 
-    Each row has step, loss, grad_norm, learning_rate and, every VALIDATE_EVERY steps,
-    validation_loss, which is None otherwise. Losses are in nats per token.
+    Columns: step, loss, grad_norm, learning_rate and validation_loss. Losses are in nats per token.
+    validation_loss is None except every VALIDATE_EVERY steps.
     """
     rows = []
     with small_training(data, recipe, precision) as training:

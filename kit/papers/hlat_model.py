@@ -1,8 +1,9 @@
-"""The model behind HLAT's cost figure: fitted to AWS's benchmarks of Trainium and to other A100
-clusters.
+"""The model behind HLAT's cost figure. It is fitted to AWS's benchmarks of Trainium and to runs of
+other A100 clusters.
 
-No number of the paper's cost figure is in it. Trainium runs in the paper's own layouts; the GPU
-baseline, whose layouts are not known, in the fastest that the estimator finds.
+No number of the paper's cost figure is in the fit. On Trainium, the layouts are the paper's own
+layouts. The layouts of the paper's GPU baseline are unknown, so the baseline gets the fastest
+layout that the estimator finds.
 """
 
 import dataclasses
@@ -28,17 +29,17 @@ from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.facts import Facts
 
 FACTS = Facts.load("hlat")
-"""What is known of the paper."""
+"""Facts of the HLAT paper."""
 MODELS = {"7B": "hlat-7b", "70B": "hlat-70b"}
-"""Names of the paper, and the presets of the same shapes."""
+"""Preset with the shape of each model of the paper, by the paper's name of the model."""
 TRN1 = "trn1.32xlarge"
 P4D = "p4d.24xlarge"
 NODES = (4, 8, 16, 32, 64)
-"""Of the cost figure."""
+"""Numbers of nodes in the cost figure."""
 BATCH = 1024
-"""Sequences of one step: 4.2 million tokens."""
+"""Sequences per step, which are 4.2 million tokens."""
 MAX_RISK = 0.05
-"""A layout that runs out of memory with a higher probability is none."""
+"""Largest accepted probability that a layout runs out of memory."""
 NEMO = {
     "tensor_parallel": (1, 2, 4, 8),
     "virtual_stages": (1, 2, 4, 5),
@@ -46,13 +47,15 @@ NEMO = {
     "zero_stage": (0, 1),
     "micro_batch_size": (1, 2, 4),
 }
-"""What NeMo of that time offers."""
+"""Choices of plan fields that NeMo offered when the paper was written."""
 
 
 @lru_cache(maxsize=2)
 def machine_calibration(machine: str) -> Calibration:
-    """Returns what published runs tell about TRN1 or P4D, with the misfit that runs left out of
-    the fit show.
+    """Returns the calibration of TRN1 or P4D by published runs.
+
+    TRN1's misfit is the error on benchmarks that were left out of the fit. P4D is fitted to
+    Selene's runs. Its misfit combines the misfit of that fit and the error on other A100 systems.
     """
     if machine == TRN1:
         return dataclasses.replace(
@@ -64,29 +67,33 @@ def machine_calibration(machine: str) -> Calibration:
 
 
 def benchmarks() -> tuple[PublishedRun, ...]:
-    """Returns AWS's own benchmarks of Trainium, which the model is fitted to."""
+    """Returns AWS's own benchmarks of Trainium, to which the model is fitted."""
     return published.load(system=TRN1)
 
 
 @lru_cache(maxsize=1)
 def left_out() -> dict[str, float]:
-    """Returns ln(predicted / measured step time) of each benchmark when the others alone are
-    fitted, by its name.
+    """Returns ln(predicted / measured step time) of each AWS benchmark, when only the other
+    benchmarks are fitted.
+
+    Keys are the names of the benchmarks.
     """
     errors = np.log(left_out_ratios(benchmarks(), Site.load(TRN1)))
     return dict(zip(map(benchmark_name, benchmarks()), errors.tolist(), strict=True))
 
 
 def benchmark_name(run: PublishedRun) -> str:
-    """Returns model and version, such as `7B, SDK 2.20`."""
+    """Returns the model and SDK version of a benchmark, such as `7B, SDK 2.20`."""
     model = run.spec.name.removeprefix("Llama-").removeprefix("2-")
     return f"{model}, {run.source[run.source.index('SDK') : -1]}"
 
 
 @lru_cache(maxsize=1)
 def other_a100() -> dict[str, float]:
-    """Returns median ln(predicted / measured) on each published A100 machine but Selene, which
-    alone is fitted.
+    """Returns the median ln(predicted / measured step time) on each published A100 system except
+    Selene.
+
+    The model is fitted to Selene's runs only. Keys are system and publication.
     """
     found = published_calibration(Site.load("selene"))
     groups: dict[str, list[PublishedRun]] = {}
@@ -105,7 +112,7 @@ def other_a100() -> dict[str, float]:
 
 
 def trn1_error() -> str:
-    """Returns how wrong the model of Trainium is on measured runs, in words."""
+    """Returns a sentence with the error of the Trainium model on measured runs."""
     off = np.abs(np.expm1(list(left_out().values())))
     return (
         f"trn1 fitted to {len(off)} benchmarks of AWS on 16 and 32 nodes, mean error"
@@ -115,7 +122,7 @@ def trn1_error() -> str:
 
 
 def model_error() -> str:
-    """Returns the same for both machines."""
+    """Returns a sentence with the errors of the models of both machines on measured runs."""
     num_runs = machine_calibration(P4D).num_runs
     others = other_a100().values()
     return (
@@ -128,8 +135,8 @@ def model_error() -> str:
 
 @lru_cache(maxsize=32)
 def plan_on_nodes(machine: str, model: str, nodes: int) -> Plan | None:
-    """Returns the layout of `7B` or `70B` on some nodes of a machine, or None where nothing fits
-    in memory.
+    """Returns the layout of `7B` or `70B` on a number of nodes of a machine, or None if no layout
+    fits in memory.
     """
     if machine == TRN1:
         plan = trn1_plan(model, nodes)
@@ -153,8 +160,9 @@ def plan_on_nodes(machine: str, model: str, nodes: int) -> Plan | None:
 
 
 def hlat_layouts(machine: str, model: str, plans: list[Plan]) -> Layouts:
-    """Returns plans as layouts of NxD and NeMo: attention is written out on Trainium, fused on
-    GPUs.
+    """Returns layouts of plans as NxD (Trainium) and NeMo (GPUs) run them.
+
+    Attention scores are written out on Trainium. Attention is fused on GPUs.
     """
     flash_attention = 0 if machine == TRN1 else 2
     spec = ModelSpec.preset(MODELS[model])
@@ -162,10 +170,10 @@ def hlat_layouts(machine: str, model: str, plans: list[Plan]) -> Layouts:
 
 
 def trn1_plan(model: str, nodes: int, **changes: Any) -> Plan:
-    """Returns HLAT's layout on some nodes, with some changes; where its pipeline needs more cores
-    than there are, a shorter one.
+    """Returns HLAT's layout on a number of Trainium nodes. `changes` replace fields of the plan.
 
-    ZeRO 1 and fp32 optimizer also for 7B, as in AWS's benchmarks, which the model is fitted to.
+    If the nodes have fewer cores than the pipeline needs, the pipeline is shorter. ZeRO 1 and an
+    fp32 optimizer are used for 7B too, as in AWS's benchmarks, to which the model is fitted.
     """
     cores = nodes * Site.load(TRN1).devices_per_node
     tensor = int(FACTS.value("recipe_tensor_parallel", model))
@@ -183,9 +191,11 @@ def trn1_plan(model: str, nodes: int, **changes: Any) -> Plan:
 
 
 def trn1_risk(model: str, plan: Plan) -> tuple[float, float]:
-    """Returns (bytes used on the fullest core, probability of running out) of a layout.
+    """Returns (bytes used on the fullest core, probability that this core runs out of memory) of a
+    layout.
 
-    A core holds at least one key/value head, so 8 of them are held 4 times at tensor parallel 32.
+    Each core needs at least one key/value head. At tensor parallel 32, each of 70B's 8 key/value
+    heads is stored 4 times.
     """
     spec = ModelSpec.preset(MODELS[model])
     spec = spec.replace(num_kv_heads=max(spec.num_kv_heads, plan.tensor_parallel))
@@ -195,7 +205,7 @@ def trn1_risk(model: str, plan: Plan) -> tuple[float, float]:
 
 
 def quantile_interval(draws: Array) -> tuple[Array, Array, Array]:
-    """Returns (median, low, high) of a 90 % interval over the first axis."""
+    """Returns (median, low, high) of a 90 % interval of draws on the first axis."""
     low, middle, high = np.quantile(draws, (0.05, 0.5, 0.95), axis=0)
     return middle, low, high
 

@@ -1,5 +1,7 @@
-"""HLAT, section V: scores of checkpoints against tokens (Figures 3 and 4) with the published end
-points, and its tables of quality as printed, with your own scores above them.
+"""HLAT, section V: scores of checkpoints against tokens (Figures 3 and 4), and tables of quality.
+
+The figures have the published scores of the last checkpoints. The tables are as printed, with the
+user's own scores above the published rows.
 """
 
 import dataclasses
@@ -24,7 +26,7 @@ from kit.show.theme import GREY, INK
 COLUMNS = {
     (task.task, task.num_fewshot): (task.column or "").split("_pass")[0] for task in SUITES["hlat"]
 }
-"""Columns of the paper's tables, by the task and the number of shots that count in them."""
+"""Column of the paper's tables, by (task, number of shots in the paper)."""
 PANELS = {
     "mmlu": "MMLU",
     "commonsense": "common sense",
@@ -33,10 +35,11 @@ PANELS = {
     "math": "GSM8K",
     "code": "HumanEval",
 }
-"""Titles of the panels (a) to (f) of both figures, by column."""
+"""Titles of the panels (a) to (f) of Figures 3 and 4, by column."""
 DEMO = "measured, demo scale"
+"""Value of the column `made` for runs of this machine."""
 END_POINTS = "end points"
-"""Name of the panel above all, with the published scores of the last checkpoints."""
+"""Name of the panel above all others, which shows the published scores of the last checkpoints."""
 SHORT = {
     "sequence_length": "tokens",
     "commonsense": "CR",
@@ -52,16 +55,16 @@ SHORT = {
     "truthfulqa_mc1": "mc1",
     "truthfulqa_mc2": "mc2",
 }
-"""Headings in the paper, by column."""
+"""Heading in the paper's tables, by column."""
 SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
-"""Headings that are swapped in Table IV, against Table II."""
+"""Columns whose headings are swapped in Table IV, compared with Table II."""
 
 
 def scores_content(runs: Runs = (), *, model: str, paper_panels: bool = False) -> FigureContent:
-    """Returns Figure 3 (7B) or 4 (70B) as far as it was read: the end points, and the curves of
-    your runs.
+    """Returns Figure 3 (7B) or Figure 4 (70B) without the paper's curves, which could not be read.
 
-    `paper_panels` draws all panels of the paper, also those that have no curve of your runs.
+    The published scores of the last checkpoints and the curves of the user's runs are drawn. If
+    `paper_panels` is true, panels without a curve of the user's runs are drawn too.
     """
     panels = {name: end_points(model, name) for name in PANELS}
     has_curve = set()
@@ -91,7 +94,7 @@ def scores_content(runs: Runs = (), *, model: str, paper_panels: bool = False) -
 
 
 def _layout_below_end_points(num_panels: int) -> dict[str, Any]:
-    """Returns the layout of a wide panel above others, of which two stand side by side."""
+    """Returns the layout of a wide panel above `num_panels` panels, two per line."""
     lines = ["aa"]
     letters = "bcdefg"[:num_panels]
     for i in range(0, num_panels, 2):
@@ -104,8 +107,9 @@ def _layout_below_end_points(num_panels: int) -> dict[str, Any]:
 
 
 def end_points(model: str, panel: str) -> list[FigureLayer]:
-    """Returns published scores at the last checkpoints, %, against billions of tokens. Code has
-    pass@1 and pass@10.
+    """Returns the published scores of the last checkpoints in %, against billions of tokens.
+
+    The panel `code` has two layers: pass@1 and pass@10.
     """
     labels = {panel: "published"}
     if panel == "code":
@@ -117,7 +121,7 @@ def end_points(model: str, panel: str) -> list[FigureLayer]:
     for column, label in labels.items():
         source = quality.source
         values = {1800: row[column]}
-        # Table II has the mean of both checkpoints; Table IV has each.
+        # Table II has the mean of both checkpoints. Table IV has the score of each checkpoint.
         if model == "70B" and column != "code_pass_10":
             source = averaging.source
             heading = SWAPPED.get(column, column)
@@ -132,7 +136,9 @@ def end_points(model: str, panel: str) -> list[FigureLayer]:
 
 
 def _curve_layer(run: Run, curve: ScoreCurve) -> FigureLayer:
-    """Returns the scores of a run's checkpoints, %, with their 95 % intervals."""
+    """Returns the scores of a run's checkpoints in %, against billions of tokens, with their 95 %
+    intervals.
+    """
     layer = own_points(
         [run],
         curve["tokens"] / 1e9,
@@ -148,8 +154,8 @@ def _curve_layer(run: Run, curve: ScoreCurve) -> FigureLayer:
 
 
 def _draw_end_points(axis: Any, panels: dict[str, list[FigureLayer]]) -> None:
-    """Draws what is published of all panels, a line each: the scores of the last checkpoints,
-    joined, with their numbers.
+    """Draws one line per panel of the paper: the published scores of the last checkpoints, joined,
+    with their numbers.
     """
     published = {}
     for name, title in PANELS.items():
@@ -163,7 +169,7 @@ def _draw_end_points(axis: Any, panels: dict[str, list[FigureLayer]]) -> None:
         axis.plot(layer.y, [place] * len(layer.y), color=GREY, linewidth=4, alpha=0.5)
         text = " → ".join(f"{y:g}" for y in layer.y)
         style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": INK}
-        if max(layer.y) > 70:  # there is no room to the right of the points
+        if max(layer.y) > 70:  # No room is left to the right of the points.
             axis.annotate(text, (min(layer.y), place), xytext=(-10, 0), ha="right", **style)
         else:
             axis.annotate(text, (max(layer.y), place), xytext=(10, 0), ha="left", **style)
@@ -181,7 +187,7 @@ def _draw_end_points(axis: Any, panels: dict[str, list[FigureLayer]]) -> None:
 
 
 def _draw_as_published(axis: Any, name: str, model: str, layers: list[FigureLayer]) -> None:
-    """Draws a panel with the axes of the paper's: it shows at least its ticks, and all points."""
+    """Draws a panel with the paper's axes. The y axis includes the paper's range and all points."""
     draw_layers(axis, layers)
     letter = "abcdef"[[*PANELS].index(name)]
     axis.set_title(f"({letter}) {PANELS[name]}, %")
@@ -200,7 +206,9 @@ def _draw_as_published(axis: Any, name: str, model: str, layers: list[FigureLaye
 
 
 def sequence_length_content(runs: Runs = ()) -> TableContent:
-    """Returns Table I, the models compared and their sequence lengths, with those of your runs."""
+    """Returns Table I, the compared models and their sequence lengths, with rows of the user's
+    runs.
+    """
     own = []
     for run in open_runs(runs):
         size = f"{run.spec.num_params / 1e6:.2g}M"
@@ -212,10 +220,11 @@ def sequence_length_content(runs: Runs = ()) -> TableContent:
 
 
 def compared_content(runs: Runs = (), *, table: str) -> TableContent:
-    """Returns Table II, quality, or V, bias and truthfulness, with the scores of the newest
-    checkpoint of your runs above.
+    """Returns Table II (quality) or Table V (bias and truthfulness), below the scores of the user's
+    runs.
 
-    A column needs all of its data sets in the paper's shots, whole.
+    The scores are those of the newest checkpoint of each run. A column needs scores of all its data
+    sets, with all items and the paper's number of shots.
     """
     found = reports(runs)
     columns = published_table(table).columns
@@ -240,13 +249,15 @@ def compared_content(runs: Runs = (), *, table: str) -> TableContent:
 
 
 def averaging_content(runs: Runs = ()) -> TableContent:
-    """Returns Table IV, two checkpoints of the 70B and their mean."""
+    """Returns Table IV, the scores of two checkpoints of the 70B and of their mean."""
     return _printed_table("IV", [], [])
 
 
 def reports(runs: Runs) -> list[tuple[EvalReport, str, str]]:
-    """Returns the newest report of each scored run, and those given as files, with how each was
-    made and its name.
+    """Returns (report, how it was made, name) for the newest report of each scored run, and for
+    each report file.
+
+    `how it was made` is `measured`, or DEMO for runs of this machine.
     """
     found = []
     for run in runs:
@@ -266,7 +277,9 @@ def _made(run: Run) -> str:
 def _printed_table(
     name: str, own: list[dict[str, str]], runs: list[str], notes: Sequence[str] = ()
 ) -> TableContent:
-    """Returns a table of the paper, own rows first, with its oddities in the notes."""
+    """Returns a table of the paper with the user's own rows first. The notes name the table's
+    oddities.
+    """
     known = published_table(name)
     rows: Rows = [*own, *({"made": "published", **row} for row in known.texts())]
     sources = {
@@ -289,5 +302,5 @@ def _printed_table(
 
 
 def _kind_of(made: str) -> str:
-    """Returns the kind of layer of a row: `published` or `measured`."""
+    """Returns the kind of layer of a row by its cell `made`: `published` or `measured`."""
     return made.split(",")[0]

@@ -1,5 +1,5 @@
-"""HLAT: learning rates and the data of the last stage, as released; and section VI: training loss
-and the precision of training, both measured here.
+"""HLAT: learning rates and the data of the last stage, as released. Section VI: training loss and
+precision, measured on this machine or by the user's runs.
 """
 
 import json
@@ -17,22 +17,24 @@ from kit.show.theme import BLUE, GREY, OLIVE, PURPLE, SLATE, VERMILION
 from kit.trainer.spikes import spikes
 
 Steps = list[dict[str, Any]]
-"""Rows of the steps of a small training, as `hlat_demo.train_in` returns them."""
+"""One row per step of a small training, as `hlat_demo.train_in` returns them."""
 STEPS_SHOWN = 60
-"""Steps of a schedule of half a million that are drawn."""
+"""Number of steps at which a learning-rate schedule is drawn. It has half a million steps."""
 EXACT = (
     "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and NeMo"
     " (rescaled)"
 )
+"""Error of the modelled schedules, for their sources."""
 PRECISION = "precision.json"
-"""File in which `hlat_demo.demo_precision` keeps its steps."""
+"""Name of the file in which `hlat_demo.demo_precision` stores its steps."""
 PRECISION_STYLES = ((SLATE, 4.0), (BLUE, 2.4), (PURPLE, 1.4), (OLIVE, 0.9))
-"""Colour and width of each line of the study of precisions. The lines lie on each other."""
+"""Colour and line width of each precision in the study. The widths differ because the lines cover
+each other."""
 
 
 def learning_rate_content(runs: Runs = ()) -> FigureContent:
-    """Returns the learning-rate schedules of both models against tokens, clamped and rescaled, and
-    those of runs.
+    """Returns the learning-rate schedules of both models against tokens, clamped and rescaled, with
+    the schedules of runs.
     """
     own, token_units = curves(runs, "learning_rate")
     last = final_step("7B")
@@ -60,8 +62,10 @@ def learning_rate_content(runs: Runs = ()) -> FigureContent:
 
 
 def _schedules(model: str) -> list[FigureLayer]:
-    """Returns both ends of a released schedule, and the whole of it with either meaning of its
-    floor, against billions of tokens.
+    """Returns layers of a released schedule against billions of tokens.
+
+    The published points are the peak and the floor. The two modelled lines are the whole schedule
+    with either meaning of the floor.
     """
     clamped = recipe(model, "clamped")
     ends = {"learning_rate": clamped.warmup_steps, "min_learning_rate": floor_step(model)}
@@ -117,12 +121,14 @@ def data_mix_content(runs: Runs = ()) -> FigureContent:
 
 
 def loss_content(runs: Runs = (), *, paper_panels: bool = False) -> FigureContent:
-    """Returns training loss against tokens, with marks where the kit's alerts see a spike.
+    """Returns training loss against tokens, with marks at the loss spikes that the kit's alerts
+    detect.
 
-    `paper_panels` adds an empty panel for the paper's own curve, which could not be read.
+    If `paper_panels` is true, an empty panel is added for the paper's own curve, which could not be
+    read.
 
     Raises:
-        ConfigError: none of the runs has a step, and there is no such panel.
+        ConfigError: No run has a step, and `paper_panels` is false.
     """
     own, token_units = curves(runs, "loss")
     if not own and not paper_panels:
@@ -151,10 +157,11 @@ def loss_content(runs: Runs = (), *, paper_panels: bool = False) -> FigureConten
 
 
 def precision_content(runs: Runs = ()) -> FigureContent:
-    """Returns the loss of a small model trained in four precisions, and how far each is from fp32.
+    """Returns the losses of a small model trained in four precisions, and their differences from
+    fp32.
 
     Raises:
-        ConfigError: no folder of `runs` has the study.
+        ConfigError: No folder in `runs` has the study.
     """
     folders = folders_with(runs, PRECISION)
     if not folders:
@@ -202,11 +209,11 @@ def precision_content(runs: Runs = ()) -> FigureContent:
 
 
 def last_losses(steps: dict[str, Steps]) -> dict[str, float]:
-    """Returns the last validation loss of each line of a study, in nats per token."""
+    """Returns the last validation loss of each precision of a study, in nats per token."""
     return {name: _column(rows, "validation_loss")[1][-1] for name, rows in steps.items()}
 
 
 def _column(rows: Steps, name: str) -> tuple[list[int], list[float]]:
-    """Returns (steps that have this number, the numbers)."""
+    """Returns (numbers of the steps that have a value in this column, their values)."""
     known = [row for row in rows if row[name] is not None]
     return [row["step"] for row in known], [row[name] for row in known]

@@ -1,9 +1,8 @@
-"""The layers of a reproduced figure, on one axis: what a paper published, what the kit models, what
-was measured.
+"""The layers of a reproduced figure: published, modelled and measured points, drawn on common axes.
 
-A figure of `kit.papers` is a function of run directories that computes its content:
-`FigureContent`, or `TableContent` where the paper prints a table. `panels.py` draws it. Each row of
-its table has a key `layer`.
+A figure of `kit.papers` is a function of run directories that computes its content: a
+`FigureContent`, or a `TableContent` if the paper prints a table. `panels.py` draws the content.
+Each row of the figure's table has a key `layer`.
 
     def loss_content(runs: Runs = ()) -> FigureContent:
         layers = [
@@ -13,11 +12,11 @@ its table has a key `layer`.
         ]
         return FigureContent(panels={"": layers}, values={"last": f"{y[-1]:.2f}"})
 
-`data/figures.toml` has its texts, axes and size, and the name of the function. Its caption takes
-`{last}` from `values`.
+`data/figures.toml` has the texts, axes and size of the figure, and the name of its function. The
+placeholder `{last}` in its caption gets its value from `values`.
 
-Rules that the code enforces: a remembered number is never drawn as published, a modelled line says
-how wrong the model is, and demo-scale points never share a panel with a paper's.
+The code enforces three rules. A remembered number is never drawn as published. A modelled line
+states the error of the model. Points at demo scale never share a panel with points of a paper.
 """
 
 import dataclasses
@@ -41,26 +40,30 @@ from kit.show.style import Rows
 Runs = Sequence[Run | str | Path]
 """Runs, run directories, or folders of them."""
 Drawn = tuple[Any, Rows]
-"""(figure, or a table if the paper prints one; its rows)."""
+"""(figure, or a table if the paper prints one; its rows)"""
 WARM_UP = 2
-"""Steps at the start of an attempt whose times are left out."""
+"""Number of first steps of a run, or of first timings of a kernel, that are left out of
+statistics."""
 LOAD = "load.json"
-"""File beside demo-scale runs with the load of the machine before the first of them."""
+"""Name of the file beside runs at demo scale that has the load average of the machine before the
+first run."""
 YOURS = "your runs"
+"""Default label of measured points."""
 TOKEN_UNITS = {
     "tokens, billions": 1e9,
     "tokens, millions": 1e6,
     "tokens, thousands": 1e3,
     "tokens": 1,
 }
+"""Tokens per unit of a token axis, by the label of the axis. The largest unit comes first."""
 QUIET_LOAD = 1.5
-"""Largest load average at which measured times mean something."""
+"""Load average from which measured times are marked as taken while other programs ran."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class FigureLayer:
-    """Points of one kind: published (hollow, grey), modelled (a line with its interval) or
-    measured (filled).
+    """Points of one kind: published (hollow grey markers), modelled (a line with its interval) or
+    measured (filled markers).
     """
 
     kind: Literal["published", "modelled", "measured"]
@@ -68,20 +71,25 @@ class FigureLayer:
     x: Any = ()
     y: Any = ()
     low: Any = math.nan
-    """Lower end of the interval of y, NaN where there is none. Becomes an array as long as x."""
+    """Lower end of the interval of y, NaN if there is no interval. Becomes an array as long as
+    x."""
     high: Any = math.nan
-    """Upper end of the interval of y, NaN where there is none. Becomes an array as long as x."""
+    """Upper end of the interval of y, NaN if there is no interval. Becomes an array as long as
+    x."""
     source: str
-    """Where it comes from; for a modelled layer how wrong the model is, and on what."""
+    """Source of the points. For a modelled layer, the error of the model and the measurements that
+    show the error."""
     scale: Literal["paper", "cluster", "demo"] = "paper"
     names: tuple[str, ...] = ()
-    """Names of the points, where x is only a place on the axis."""
+    """Names of the points, if x only numbers categories."""
     level: bool = False
-    """Whether the value holds for all places and is drawn as a line across the panel."""
+    """Whether the value holds for every x, so that it is drawn as a horizontal line across the
+    panel."""
     joined: bool = False
     """Whether a line joins measured points."""
     runs: tuple[str, ...] = ()
-    """Names of the run directories that measured points come from, one a point or one for all."""
+    """Names of the run directories of measured points: one name per point, or one name for all
+    points."""
 
     def __post_init__(self) -> None:
         x = np.atleast_1d(np.asarray(self.x, float))
@@ -93,13 +101,18 @@ class FigureLayer:
     def published(
         cls, facts: Sequence[PaperFact], *, label: str, scale: float = 1.0, level: bool = False
     ) -> Self:
-        """Returns published points; facts whose x are no numbers lie at 0, 1, 2, ... with their x
-        as names.
+        """Returns a layer of published points.
 
-        `scale` multiplies the values; a `level` is said of all places.
+        Facts whose x is not a number get x = 0, 1, 2, ..., and their x as names.
+
+        Args:
+            facts: facts of one series.
+            label: name in the legend.
+            scale: factor that the values are multiplied with.
+            level: whether the value holds for every x.
 
         Raises:
-            ConfigError: one of them is only remembered.
+            ConfigError: A fact is only remembered.
         """
         not_read = sorted({fact.known for fact in facts} - {"read"})
         if "remembered" in not_read:
@@ -127,13 +140,17 @@ class FigureLayer:
 
     @classmethod
     def modelled(cls, label: str, *points: Any, error: str, names: Iterable[str] = ()) -> Self:
-        """Returns a modelled line; without points it names the model among the sources of a table.
+        """Returns a modelled layer. Without points, it only names the model among the sources of a
+        table.
 
-        `points` are x and y, and both ends of a 90 % interval of y where there is one; `error` says
-        how wrong the model is, and on which measurements.
+        Args:
+            label: name in the legend.
+            points: x and y. If there is a 90 % interval of y, also its lower and upper ends.
+            error: error of the model, and the measurements that show the error.
+            names: names of the points, if x only numbers categories.
 
         Raises:
-            ConfigError: no error is stated.
+            ConfigError: `error` is empty.
         """
         if not error:
             raise ConfigError(
@@ -144,14 +161,14 @@ class FigureLayer:
         return cls(kind="modelled", label=label, source=error, names=tuple(names), **columns)
 
     def times(self, factor: Any) -> Self:
-        """Returns the same points in another unit."""
+        """Returns the layer with y and its interval multiplied by `factor`, to change the unit."""
         return dataclasses.replace(
             self, y=factor * self.y, low=factor * self.low, high=factor * self.high
         )
 
     def rows(self) -> Rows:
-        """Returns one row per point: layer, series, scale, x, y, low, high, source, and the run
-        of a measured one.
+        """Returns one row per point: layer, series, scale, x, y, low, high, source and, if
+        measured, run.
         """
         rows = []
         places = self.names or self.x.tolist()
@@ -173,20 +190,22 @@ class FigureLayer:
 
 
 def table(layers: Iterable[FigureLayer], **columns: Any) -> Rows:
-    """Returns the rows of all layers; `columns` are put before each, such as `panel="(a)"`."""
+    """Returns the rows of all layers. Each row begins with `columns`, such as `panel="(a)"`."""
     return [columns | row for layer in layers for row in layer.rows()]
 
 
-# Runs of your own, and of this machine ------------------------------------------------------------
+# The user's runs, and studies of this machine -----------------------------------------------------
 
 
 def open_runs(runs: Runs) -> list[Run]:
-    """Returns run directories as runs: the kit's own, and logs of other trainers that `kit import`
-    made into one.
+    """Returns run directories as runs: runs of the kit, and logs of other trainers after `kit
+    import`.
+
+    A folder stands for all runs in it.
 
     Raises:
-        RunError: there is no run in a folder.
-        ConfigError: a log itself is given.
+        RunError: A folder holds no run.
+        ConfigError: A log file is given instead of a run directory.
     """
     found = []
     for run in runs:
@@ -203,7 +222,10 @@ def open_runs(runs: Runs) -> list[Run]:
 
 
 def note_load(directory: str | Path) -> None:
-    """Writes into a folder of runs to come how busy the machine is, once."""
+    """Writes the load average of the machine into a folder, unless the folder has it already.
+
+    Called before the first run is made in the folder.
+    """
     file = Path(directory) / LOAD
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -211,16 +233,18 @@ def note_load(directory: str | Path) -> None:
 
 
 def was_quiet(directory: str | Path) -> bool:
-    """Returns whether the machine had little else to do when the runs in a folder began; True
-    where nobody noted it.
+    """Returns whether the load average was low when the first run in a folder began.
+
+    Returns True if the folder has no record of the load.
     """
     file = Path(directory) / LOAD
     return not file.exists() or json.loads(file.read_text())["load"] < QUIET_LOAD
 
 
 def demo_source(directories: Iterable[str | Path]) -> str:
-    """Returns the source of what was measured in these folders on this machine, and whether it
-    was busy then.
+    """Returns the source of numbers that were measured on this machine and stored in these folders.
+
+    The source says whether other programs were running.
     """
     source = "this machine, demo scale"
     if not all(map(was_quiet, directories)):
@@ -229,8 +253,10 @@ def demo_source(directories: Iterable[str | Path]) -> str:
 
 
 def kept(file: Path, make: Callable[[], Any]) -> Any:
-    """Returns what a study of this machine has left in a JSON file, after making it where there
-    is none yet.
+    """Returns the content of a JSON file with the result of a study of this machine.
+
+    If the file is missing, first notes the load of the machine, calls `make` and writes its result
+    to the file.
     """
     if not file.exists():
         note_load(file.parent)
@@ -239,21 +265,21 @@ def kept(file: Path, make: Callable[[], Any]) -> Any:
 
 
 def folders_with(runs: Runs, name: str) -> list[Path]:
-    """Returns those of `runs` that are folders in which a study has left a file of this name."""
+    """Returns the folders among `runs` in which a study has written a file with this name."""
     return [
         Path(run) for run in runs if isinstance(run, str | Path) and (Path(run) / name).exists()
     ]
 
 
 def scale_of(run: Run) -> Literal["cluster", "demo"]:
-    """Returns `demo` for processes that share one machine's cores, `cluster` for everything
-    else.
+    """Returns `demo` for a run of a local site, whose processes share one machine's cores, else
+    `cluster`.
     """
     return "demo" if run.site.scheduler == "local" else "cluster"
 
 
 def by_scale(runs: Runs) -> dict[str, list[Run]]:
-    """Returns the runs of this machine (`demo`), then those of clusters."""
+    """Returns the runs by scale: the runs of this machine (`demo`), then the runs of clusters."""
     groups: dict[str, list[Run]] = {"demo": [], "cluster": []}
     for run in open_runs(runs):
         groups[scale_of(run)].append(run)
@@ -268,11 +294,20 @@ def measured(
     label: str = YOURS,
     line: bool = False,
 ) -> list[FigureLayer]:
-    """Returns measured points, a layer for demo scale and one for clusters, those that there are.
+    """Returns measured points: one layer for runs at demo scale and one for runs of clusters. Empty
+    layers are left out.
 
-    A point is the median of `y` over the steps after the first `WARM_UP`; its interval spans the
-    middle half of them. Runs with too few steps, or for which x or y is NaN, are left out. Without
-    a label, a single run is called by its name; `line` joins the points of one layer.
+    A point is the median of `y` over the steps after the first `WARM_UP` steps. Its interval is the
+    interquartile range. Runs with too few steps are left out. Runs for which x or y is NaN are left
+    out too.
+
+    Args:
+        runs: runs, run directories, or folders of them.
+        x: function that returns the x of a run.
+        y: function that returns the y of each step of a run.
+        label: name in the legend. By default, a layer with a single run is called by the run's
+            name.
+        line: whether a line joins the points of a layer.
     """
     layers = []
     for group in by_scale(runs).values():
@@ -294,9 +329,10 @@ def measured(
 
 
 def own_points(own: Sequence[Run], x: Any, y: Any, **fields: Any) -> FigureLayer:
-    """Returns measured points of runs of one scale, with further fields of `FigureLayer`.
+    """Returns a layer of measured points of runs of one scale. `fields` are further fields of
+    `FigureLayer`.
 
-    By default the label is the first run's name, and all points are of that run.
+    By default, the label is the name of the first run, and all points belong to that run.
     """
     scale = scale_of(own[0])
     source = "run directories given to the figure"
@@ -307,8 +343,13 @@ def own_points(own: Sequence[Run], x: Any, y: Any, **fields: Any) -> FigureLayer
 
 
 def study_points(folder: Path, label: str, *points: Any, **fields: Any) -> FigureLayer:
-    """Returns what a study of this machine has left in a folder, as x and y, and both ends of an
-    interval of y where there is one; with further fields of `FigureLayer`.
+    """Returns a layer of the points that a study of this machine has stored in a folder.
+
+    Args:
+        folder: folder of the study.
+        label: name in the legend.
+        points: x and y. If there is an interval of y, also its lower and upper ends.
+        fields: further fields of `FigureLayer`.
     """
     own = {"source": demo_source([folder]), "scale": "demo", "runs": (folder.name,)} | fields
     columns = dict(zip(("x", "y", "low", "high"), points, strict=False))
@@ -318,13 +359,18 @@ def study_points(folder: Path, label: str, *points: Any, **fields: Any) -> Figur
 def on_clusters(
     runs: Runs, *, x: Callable[[Run], float], y: Callable[[Run], np.ndarray]
 ) -> list[FigureLayer]:
-    """Returns the points of `measured` that may share a panel with a paper's: those of clusters."""
+    """Returns the layers of `measured` without demo scale: they may share a panel with a paper's
+    points.
+    """
     return [layer for layer in measured(runs, x=x, y=y) if layer.scale == "cluster"]
 
 
 def curves(runs: Runs, column: str) -> tuple[dict[str, list[FigureLayer]], dict[str, str]]:
-    """Returns one column of the metrics of each run that has a step against its tokens, by scale;
-    and what an axis of these tokens is called, in a unit that suits the longest run.
+    """Returns (layers by scale, label of the token axis by scale) of one column of the runs'
+    metrics.
+
+    Each layer is the column of one run against its tokens. Runs without steps are left out. The
+    unit of the axis suits the longest run.
     """
     layers_by_scale = {}
     units = {}

@@ -1,7 +1,7 @@
 """The program that draws every figure and table of the papers.
 
-A figure is `FigureContent`, which a function computes from runs, in the `Appearance` that
-`data/figures.toml` describes. A table is `TableContent` in an `Appearance`.
+A figure consists of a `FigureContent`, which a function computes from runs, and of an `Appearance`,
+which `data/figures.toml` describes. A table consists of a `TableContent` and an `Appearance`.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from kit.show.table import Table
 from kit.show.theme import BLUE, GREEN, GREY, GROUND, OLIVE, PURPLE, SLATE, VERMILION
 
 COLOURS = (BLUE, VERMILION, GREEN, SLATE)
-"""Colours of modelled layers, and of layers that were measured on clusters."""
+"""Colours of modelled layers, and of layers measured on clusters."""
 DEMO_COLOURS = (PURPLE, OLIVE)
-"""Colours of layers that were measured at demo scale, and of no other layer."""
+"""Colours of layers measured at demo scale. No other layer has these colours."""
 MARKERS = "osD^vP"
 HOLLOW: dict[str, Any] = {
     "color": GREY,
@@ -33,39 +33,44 @@ HOLLOW: dict[str, Any] = {
     "markersize": 8,
     "markeredgewidth": 1.5,
 }
-"""Style of published points."""
+"""Style of the markers of published points."""
 DASHED: Any = (0, (4, 3))
 NAME_SPACING = 0.14
-"""Distance in x between the layers of a place that is only a name."""
+"""Horizontal distance between the points of different layers in one category, in units of the x
+axis."""
 MAX_MARKED_POINTS = 20
 """Largest number of points of a modelled line that has a marker at each point."""
 CAPTION_WIDTH = 74
-"""Characters in a line of a caption."""
+"""Maximum characters per line of a caption."""
 LEAD = {"published": "Published", "modelled": "Modelled", "measured": "Measured"}
+"""First word of the sentence on a source, by the kind of the layer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FigureContent:
-    """The layers of a figure and the numbers in its texts."""
+    """The layers of a figure, and the numbers in its texts."""
 
     panels: Mapping[str, Sequence[FigureLayer]]
-    """Layers of each panel by its name in the table. An only panel may have the name ""."""
+    """Layers of each panel, by the panel's name in the table. A single panel may have the name
+    ""."""
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Texts in place of the placeholders of the appearance."""
+    """Texts that replace the placeholders of the appearance, by placeholder."""
     notes: Sequence[str] = ()
-    """Further notes, after those of the appearance."""
+    """Notes that follow the notes of the appearance."""
     ticks: Mapping[str, Mapping[Any, str]] = dataclasses.field(default_factory=dict)
-    """Texts of the x ticks by place, of the panels whose ticks depend on numbers."""
+    """Labels of the x ticks by coordinate, by panel. Only for panels whose ticks depend on
+    numbers."""
     rows: Rows | None = None
-    """Rows of the table, if they are not those of the layers."""
+    """Rows of the figure's table. None: the rows of the layers."""
     axes: Sequence[str] | None = None
-    """Names of the panels that are drawn, if they are not those of `panels`."""
+    """Names of the panels that are drawn. None: all names in `panels`."""
     layout: Mapping[str, Any] | None = None
-    """Arguments of `new_figure`, if the appearance cannot know the number of panels."""
+    """Keyword arguments of `new_figure`, if the number of panels is not in the appearance's
+    layouts."""
     draw_panel: Callable[[Any, str], None] | None = None
-    """Draws into an axis the layers of the panel with this name, in place of `draw_layers`."""
+    """Function that draws the panel with a name into an axis, instead of `draw_layers`."""
     annotate: Callable[[Any], None] | None = None
-    """Draws into the figure whatever is no layer."""
+    """Function that draws everything into the figure that is not a layer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,21 +78,21 @@ class TableContent:
     """The cells of a table that a paper prints, and the numbers in its texts."""
 
     cells: Rows
-    """Rows as they are shown, with equal keys."""
+    """Rows as shown to the user. All rows have equal keys."""
     rows: Rows
-    """Rows of the table as data."""
+    """Rows of the table as data, for its CSV file."""
     layers: Sequence[FigureLayer]
-    """Layers that name the sources of the cells."""
+    """Layers whose sources are the sources of the cells."""
     runs: Iterable[str] = ()
-    """Names of the reader's own runs in the table."""
+    """Names of the user's own runs in the table."""
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Texts in place of the placeholders of the appearance."""
+    """Texts that replace the placeholders of the appearance, by placeholder."""
     notes: Sequence[str] = ()
-    """Further notes, after those of the appearance."""
+    """Notes that follow the notes of the appearance."""
 
 
 def draw_content(appearance: Appearance, content: FigureContent | TableContent) -> Drawn:
-    """Returns (figure or table, rows) of this content in this appearance."""
+    """Returns (figure or table, its rows): this content drawn in this appearance."""
     values = content.values
     caption = [line.format(**values).strip() for line in appearance.caption]
     notes = [note.format(**values) for note in appearance.notes]
@@ -102,7 +107,7 @@ def draw_content(appearance: Appearance, content: FigureContent | TableContent) 
 def _draw_figure(
     appearance: Appearance, content: FigureContent, caption: Sequence[str], notes: Sequence[str]
 ) -> Drawn:
-    """Returns (figure, rows) of this content, with the texts of caption and notes."""
+    """Returns (figure, rows) of this content, with this caption and these notes."""
     names = content.axes if content.axes is not None else [*content.panels]
     layout = dict(content.layout or appearance.layout(len(names)))
     with new_figure(layout.pop("mosaic"), **layout) as (figure, axes):
@@ -131,7 +136,9 @@ def _draw_figure(
 
 
 def panel_rows(panels: Mapping[str, Sequence[FigureLayer]]) -> Rows:
-    """Returns the rows of all layers, with the name of their panel unless it is ""."""
+    """Returns the rows of all layers. A column `panel` has the name of the panel, unless it is
+    "".
+    """
     rows = []
     for name, layers in panels.items():
         columns = {"panel": name} if name else {}
@@ -140,16 +147,18 @@ def panel_rows(panels: Mapping[str, Sequence[FigureLayer]]) -> Rows:
 
 
 def _write_caption(figure: Any, lines: Sequence[str]) -> None:
-    """Writes the lines of a caption below the panels, where constrained layout makes room."""
+    """Writes the lines of a caption below the panels. Constrained layout makes room for them."""
     wrapped = [textwrap.fill(line, CAPTION_WIDTH, break_on_hyphens=False) for line in lines if line]
     figure.supxlabel("\n".join(wrapped), x=0.005, ha="left", fontsize="medium", linespacing=1.3)
 
 
 def draw_layers(axis: Any, layers: Sequence[FigureLayer]) -> None:
-    """Draws the layers of one panel, a colour per modelled or measured layer, and marks demo scale.
+    """Draws the layers of one panel, each modelled or measured layer in its own colour.
+
+    A panel with layers at demo scale is marked as demo scale.
 
     Raises:
-        ConfigError: demo-scale points and a paper's in one panel.
+        ConfigError: The panel has points at demo scale and points of a paper or a cluster.
     """
     scales = {layer.scale for layer in layers if layer.kind != "modelled"}
     if "demo" in scales and len(scales) > 1:
@@ -172,8 +181,11 @@ def draw_layers(axis: Any, layers: Sequence[FigureLayer]) -> None:
 
 
 def _draw_modelled_or_measured(axis: Any, layer: FigureLayer, number: int) -> None:
-    """Draws a modelled or measured layer: lines with a band, measured curves, or points with bars
-    where there is an interval or a place is only a name.
+    """Draws a modelled or measured layer. `number` selects its colour and marker.
+
+    A modelled layer over numbers is a line, with a band for the interval. A measured layer without
+    an interval whose points are joined is a line too. Any other layer consists of points with error
+    bars.
     """
     colours = COLOURS
     if layer.scale == "demo":
@@ -210,19 +222,21 @@ def set_panel(
     margin: float = 0.0,
     **settings: Any,
 ) -> None:
-    """Applies the settings of one panel to its axis.
-
-    A logarithmic y axis has plain numbers.
+    """Applies the settings of one panel to its axis. The ticks of a logarithmic y axis are plain
+    numbers.
 
     Args:
-        axis: of matplotlib, in which the layers are drawn.
-        layers: of this panel.
-        ticks: places on the x axis, their texts by place, or "points" for the x of all points.
-        legend: arguments of `axis.legend`.
-        broken: marks the y axis as one that leaves out what is below.
-        headroom: upper end of y, as a factor of the highest number. The lower end is 0.
-        margin: factor by which the x axis exceeds the points at both ends.
-        settings: arguments of `axis.set`.
+        axis: matplotlib axis in which the layers are drawn.
+        layers: layers of this panel.
+        ticks: coordinates of the x ticks, or a mapping from coordinate to label, or "points" for
+            ticks at the x of all points.
+        legend: keyword arguments of `axis.legend`. None: no legend.
+        broken: whether to mark the y axis as one that does not start at 0.
+        headroom: upper end of the y axis as a multiple of the highest number. The lower end is 0.
+            The default 0 leaves the y axis as it is.
+        margin: factor by which the x axis extends beyond the points at both ends. The default 0
+            leaves the x axis as it is.
+        settings: keyword arguments of `axis.set`.
     """
     axis.set(**settings)
     if headroom:
@@ -250,14 +264,16 @@ def set_panel(
 
 
 def _add_legend_above(figure: Any, columns: int) -> None:
-    """Adds a legend above all panels with the names of what the first panel shows."""
+    """Adds a legend above all panels, which names the lines of the first panel."""
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=columns)
 
 
 def label_line_ends(axis: Any) -> None:
-    """Writes the name of each line, or of points above each other, at its right end in its colour,
-    in place of a legend; a level has none.
+    """Writes the name of each line at its right end in its colour, instead of a legend.
+
+    The name of points with error bars is written at the last point. Horizontal reference lines get
+    no name.
     """
     from matplotlib.patheffects import withStroke
 
@@ -289,7 +305,9 @@ def mark_demo_scale(axis: Any) -> None:
 
 
 def sources(layers: Sequence[FigureLayer]) -> list[str]:
-    """Returns a sentence for each source of some layers, which says what comes from it."""
+    """Returns one sentence per source of these layers, with the labels of the layers from that
+    source.
+    """
     labels: dict[tuple[str, str], dict[str, None]] = {}
     for layer in layers:
         labels.setdefault((layer.kind, layer.source), {})[layer.label] = None
@@ -308,16 +326,18 @@ def paper_facts_table(
     labels: Mapping[str, str],
     kind: str = "computed",
 ) -> TableContent:
-    """Returns a table with a column for each model and each of the reader's runs.
+    """Returns a table with a column for each model of the paper and for each of the user's runs.
 
-    Each row of its data says how its numbers are known: `published`, or `kind`.
+    In the rows as data, the column `layer` says how the numbers of a row are known: `published`, or
+    the value of `kind`.
 
     Args:
         facts: facts of the paper.
-        follows: cells that follow from what the paper states, by model and label.
-        own: runs of the reader with such cells. A cell that only a paper has stays empty.
-        layers: layers that name the sources.
-        labels: labels of what the paper states, by the series of its facts.
+        follows: cells that are derived from facts of the paper, by model and then by label.
+        own: (run, its derived cells by label) of each of the user's runs. Cells without a number
+            for the run stay empty.
+        layers: layers whose sources are the sources of the table.
+        labels: labels of the facts, by the series of the facts.
         kind: how the numbers in `follows` are known.
     """
     columns = {}
@@ -342,7 +362,7 @@ def paper_facts_table(
 
 
 def _stated_cells(run: Run, labels: Mapping[str, str]) -> dict[str, str]:
-    """Returns the fields of a run's model, plan and recipe that a paper states, by label."""
+    """Returns the fields of a run's model, plan and recipe that the paper states too, by label."""
     shape = {f"model_{name}": value for name, value in run.spec.to_dict().items()}
     training = run.plan.to_dict() | run.recipe.to_dict()
     fields = shape | {f"recipe_{name}": value for name, value in training.items()}

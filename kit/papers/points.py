@@ -1,4 +1,6 @@
-"""A paper's own points, read off its figure by a reader who has the PDF, drawn hollow into ours."""
+"""Points of a paper's figure that the user has digitised from the PDF, drawn as hollow markers into
+the kit's figure.
+"""
 
 import csv
 import dataclasses
@@ -15,8 +17,8 @@ from kit.show.theme import GREY
 COLUMNS = ("series", "x", "y", "source")
 DIGITISED = "digitised by the reader"
 MAX_DISTANCE = 1.0
-"""Distance of a point from what is drawn, in lengths of the axis, above which its unit must be
-another."""
+"""Largest distance of a point from the visible range of an axis, in lengths of that range. A point
+farther away is probably in another unit."""
 TEMPLATE = """\
 # {name}: fill in points as you read them, any number of lines a series; delete the series you have not.
 {units}
@@ -25,28 +27,28 @@ series,x,y,source
 {series}
 """  # noqa: E501
 NUMBER = r"\$.*|[\d.,e+−-]*"
-"""Text of a tick that is a number. Any other text names a place, such as a model."""
+"""Pattern of tick labels that are numbers. Any other label names a category, such as a model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Series:
-    """One series of a figure that points can be added to."""
+    """One series of a figure to which digitised points can be added."""
 
     panel: Any
-    """Axes that show it."""
+    """Axes that show the series."""
     label: str
-    """Its label in the legend, or the title of a panel that is empty."""
+    """Label of the series in the legend. For an empty panel, the title of the panel."""
     colour: str = GREY
     is_only: bool = True
-    """Whether its panel shows no other series."""
+    """Whether the panel shows no other series."""
 
 
 def series_of(figure: Any) -> dict[str, Series]:
-    """Returns the series of a figure that points can be added to, by the name that a file gives
-    them.
+    """Returns the series of a figure to which points can be added, by their names in a file of
+    points.
 
-    The name is the label in the legend. In a figure of several panels the title of the panel
-    precedes it, and is the whole name in a panel of one series or none.
+    The name is the label in the legend. If the figure has several panels, the title of the panel
+    precedes the label. For a panel with at most one series, the title alone is the name.
     """
     found = {}
     for panel in figure.axes:
@@ -68,7 +70,9 @@ def series_of(figure: Any) -> dict[str, Series]:
 
 
 def template(name: str, figure: Any) -> str:
-    """Returns a file to fill in for a figure: its columns, units and series."""
+    """Returns the text of a file of points to fill in: its columns, the units of the axes, and the
+    series.
+    """
     units = {}
     lines = []
     for series_name, series in series_of(figure).items():
@@ -80,11 +84,13 @@ def template(name: str, figure: Any) -> str:
 
 
 def read_points(file: Path, known: Mapping[str, Series]) -> dict[str, FigureLayer]:
-    """Returns the points of a file by series.
+    """Returns the points in a file, by series.
+
+    `known` maps the series names that are allowed to their series.
 
     Raises:
-        ConfigError: the file, a column, a series or a number in it cannot be used; the message says
-            which.
+        ConfigError: The file, a column, a series or a number in it cannot be used. The message
+            names it.
     """
     points: dict[str, list[tuple[float, float, str]]] = {}
     for row in _read_rows(file):
@@ -109,8 +115,9 @@ def read_points(file: Path, known: Mapping[str, Series]) -> dict[str, FigureLaye
 
 
 def add_points(figure: Any, rows: Rows, file: Path) -> Rows:
-    """Draws the points of a file into a figure, names them in its legends and notes, and returns
-    rows with theirs.
+    """Draws the points of a file into a figure, and returns `rows` with rows of these points added.
+
+    The legends and the notes of the figure name the points.
     """
     known = series_of(figure)
     layers = read_points(file, known)
@@ -132,7 +139,7 @@ def add_points(figure: Any, rows: Rows, file: Path) -> Rows:
             label=label,
             clip_on=False,
         )
-        # Both axes reach at least to the points.
+        # The visible range of both axes must include the points.
         panel.xaxis.set_view_interval(layer.x.min(), layer.x.max())
         panel.yaxis.set_view_interval(layer.y.min(), layer.y.max())
         shown = [line] if panel.get_legend() is None else None
@@ -143,8 +150,10 @@ def add_points(figure: Any, rows: Rows, file: Path) -> Rows:
 
 
 def _read_rows(file: Path) -> list[dict[str, str]]:
-    """Returns the lines of a file of points, by column; raises ConfigError where it is no such
-    file.
+    """Returns the lines of a file of points as dicts by column.
+
+    Raises:
+        ConfigError: The file is not text, not CSV, or has other columns.
     """
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
@@ -163,11 +172,12 @@ def _read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def _place(axis: Any, text: str, where: str) -> float:
-    """Returns where a number or a name lies on an axis.
+    """Returns the coordinate of a number or a category name on an axis.
 
     Raises:
-        ConfigError: it is neither, or it must be in another unit than the axis: it is far from what
-            is drawn, or a fraction of a per cent.
+        ConfigError: The text is neither a number nor a name on the axis. Or the number is probably
+            in another unit: it is far outside the visible range, or a fraction on an axis in per
+            cent.
     """
     names = _names(axis)
     unit = _unit(axis)
@@ -198,7 +208,9 @@ def _place(axis: Any, text: str, where: str) -> float:
 
 
 def _unit(axis: Any) -> str:
-    """Returns what an axis shows: its label, the title of its panel, or its names."""
+    """Returns a description of an axis: its label, else the title of its panel (y axis only), else
+    its category names.
+    """
     label = axis.get_label_text()
     if label:
         return label
@@ -208,7 +220,9 @@ def _unit(axis: Any) -> str:
 
 
 def _names(axis: Any) -> dict[str, float]:
-    """Returns the places of the words at an axis, such as models; none where it has numbers."""
+    """Returns the coordinates of the categories on an axis, such as models, by name. Empty if the
+    ticks are numbers.
+    """
     places = axis.get_ticklocs()
     texts = axis.get_major_formatter().format_ticks(places)
     return {
@@ -219,7 +233,9 @@ def _names(axis: Any) -> dict[str, float]:
 
 
 def _colour_of(artist: Any) -> str:
-    """Returns the colour of a line or of points with error bars, and grey for other artists."""
+    """Returns the colour of a line or of points with error bars. Returns grey for any other
+    artist.
+    """
     line = artist[0] if isinstance(artist, tuple) else artist
     if not hasattr(line, "get_color"):
         return GREY

@@ -1,5 +1,6 @@
-"""The papers' recipes: as tables, with what follows from them, and for `kit launch --recipe NAME`;
-what they leave to whoever trains.
+"""The recipes of both papers: as tables with derived numbers, and for `kit launch --recipe NAME`.
+
+Values that a paper does not state are left to the user.
 """
 
 import bisect
@@ -23,7 +24,8 @@ from kit.papers.layers import FigureLayer, Runs, by_scale, on_clusters, open_run
 from kit.papers.panels import TableContent, paper_facts_table
 
 PAPERS = {"frontier": frontier_model, "hlat": hlat_model}
-"""Where the facts of each paper are, and how wrong the model is."""
+"""Module with the facts of each paper, the names of its models, and the error of the kit's
+model."""
 NOT_STATED = {
     "frontier": {
         "num_steps": "the scripts only time some steps",
@@ -31,17 +33,18 @@ NOT_STATED = {
     },
     "hlat": {},
 }
-"""Fields without which nobody should train, and why a paper's release does not give them."""
+"""Reason why a paper's release lacks a recipe field that the user must give, by paper and field."""
 SITES = {"frontier": "frontier", "hlat": hlat_model.TRN1}
-"""Site on which each paper trained."""
+"""Name of the site on which the models of each paper were trained."""
 FRONTIER = frontier_model.FACTS
 HLAT = hlat_model.FACTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedRecipe:
-    """A model, its layout and fields of a `Recipe` as published, and where it ran; the data is
-    always the reader's own.
+    """A model, its layout and fields of a `Recipe` as published, and the site of the training.
+
+    The data is always the user's own.
     """
 
     name: str
@@ -49,10 +52,12 @@ class PublishedRecipe:
     site: str
     plan: Plan
     stated: dict[str, Any]
+    """Fields of `Recipe` that were published, with their values."""
     not_stated: dict[str, str]
-    """Fields that are to be filled in, and why they are not stated."""
+    """Fields that the user must give, with the reason why they were not published."""
     known: dict[str, Known]
-    """How each field of the plan and the recipe is known that is not a default of the kit."""
+    """Reliability of each published field of the plan and the recipe. Fields with a default of the
+    kit are left out."""
     source: str
 
     @property
@@ -62,21 +67,24 @@ class PublishedRecipe:
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names that `published_recipe` takes."""
+    """Returns the names that `published_recipe` takes, such as `frontier-175b`."""
     return tuple(
         f"{paper}-{size.lower()}" for paper, found in PAPERS.items() for size in found.MODELS
     )
 
 
 def published_recipe(name: str, replicas: int = 0) -> PublishedRecipe:
-    """Returns what was published of a training by the name of its paper and model, such as
-    `frontier-175b` or `hlat-7b`: model, layout, recipe and site, each field with how it is known.
+    """Returns the published model, layout, recipe and site of a training, with the reliability of
+    each field.
 
-    On another number of `replicas` than the released script's, Frontier's keep their share of the
-    batch, and HLAT's divide the same batch.
+    Args:
+        name: name of the paper and the model, such as `frontier-175b` or `hlat-7b`.
+        replicas: number of replicas. 0: the number in the released script. With another number,
+            Frontier's replicas keep their share of the batch. HLAT's global batch stays as it is
+            and is divided among the replicas.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: No recipe has this name.
     """
     if name not in names():
         raise ConfigError(
@@ -114,18 +122,20 @@ def published_recipe(name: str, replicas: int = 0) -> PublishedRecipe:
 
 
 def recipe(model: str, cosine_floor: Literal["clamped", "rescaled"]) -> Recipe:
-    """Returns HLAT's recipe for `7B` or `70B`, with either meaning of the floor."""
+    """Returns HLAT's recipe for `7B` or `70B`, with one of the two meanings of the learning-rate
+    floor.
+    """
     own = {"data": "", "num_steps": final_step(model), "cosine_floor": cosine_floor}
     return Recipe.from_dict(HLAT.fields(Recipe, model) | own)
 
 
 def final_step(model: str) -> int:
-    """Returns the step at which 1.8 trillion tokens are reached."""
+    """Returns the step at which HLAT's 1.8 trillion tokens are reached."""
     return int(HLAT.value("recipe_training_tokens", model) / tokens_of(model, 1))
 
 
 def floor_step(model: str) -> int:
-    """Returns the first step at which the clamped schedule is at its floor."""
+    """Returns the first step at which the clamped learning rate has reached its floor."""
     clamped = recipe(model, "clamped")
     steps = range(clamped.warmup_steps, clamped.decay_steps or 0)
     falling = bisect.bisect_left(
@@ -135,7 +145,7 @@ def floor_step(model: str) -> int:
 
 
 def tokens_of(model: str, steps: Any) -> Any:
-    """Returns the tokens of some of HLAT's steps."""
+    """Returns the number of tokens in a number of HLAT's steps. `steps` may be an array."""
     batch = HLAT.value("recipe_global_batch_size", model)
     return steps * batch * HLAT.value("model_sequence_length", model)
 
@@ -144,9 +154,10 @@ def tokens_of(model: str, steps: Any) -> Any:
 
 
 def frontier_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> TableContent:
-    """Returns the recipes in the authors' scripts, with what the model predicts for each.
+    """Returns the table of the recipes in the authors' scripts, with the model's predictions for
+    each recipe.
 
-    `labels` are those of the facts, as in `paper_facts_table`.
+    `labels` are the labels of the facts, as in `paper_facts_table`.
     """
     layers = [
         FigureLayer.published(FRONTIER["throughput_percent"], label="throughput"),
@@ -167,7 +178,9 @@ def frontier_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> T
 
 
 def _predicted_cells(model: str) -> dict[str, str]:
-    """Returns what the model predicts for a recipe, and what follows from its layout."""
+    """Returns cells by label for a recipe: the model's predictions, and numbers derived from the
+    layout.
+    """
     spec = ModelSpec.preset(frontier_model.MODELS[model])
     plan = frontier_model.recipe_plan(model)
     layouts = frontier_model.frontier_layouts(spec, [plan])
@@ -189,10 +202,10 @@ def _predicted_cells(model: str) -> dict[str, str]:
 
 
 def hlat_models_content(runs: Runs = (), *, labels: Mapping[str, str]) -> TableContent:
-    """Returns the shapes of both of HLAT's models in the released code, with what follows from
-    them.
+    """Returns the table of the shapes of both HLAT models in the released code, with derived
+    numbers.
 
-    `labels` are those of the facts, as in `paper_facts_table`.
+    `labels` are the labels of the facts, as in `paper_facts_table`.
     """
     layers = [
         FigureLayer.published(HLAT["model_num_layers"], label="shapes"),
@@ -215,9 +228,9 @@ def _counts(spec: ModelSpec) -> dict[str, str]:
 
 
 def hlat_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> TableContent:
-    """Returns HLAT's hyperparameters and layouts as released, with what follows from them.
+    """Returns the table of HLAT's released hyperparameters and layouts, with derived numbers.
 
-    `labels` are those of the facts, as in `paper_facts_table`.
+    `labels` are the labels of the facts, as in `paper_facts_table`.
     """
     follows = {}
     for name in hlat_model.MODELS:
