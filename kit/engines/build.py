@@ -1,4 +1,6 @@
-"""Engines: what runs one optimizer step of a Plan. Each is an `Engine` (engine.py)."""
+"""Builds the engine of a plan (`Engine` in engine.py), and checks whether installed packages and
+site can run it.
+"""
 
 import importlib.metadata
 from typing import TYPE_CHECKING
@@ -25,15 +27,16 @@ def build_engine(
     initialise: bool = True,
     document_end: int | None = None,
 ) -> "Engine":
-    """Returns the engine that the plan names, of a process group of `plan.num_devices` ranks, which
-    `Plan.check` has passed for the model.
+    """Returns the engine that the plan names.
 
-    Without `initialise` weights stay unset, to be filled from a checkpoint. With `document_end`, no
-    token of the native engine looks back behind that token.
+    The process group must have `plan.num_devices` ranks, and `Plan.check` must have accepted the
+    plan for the model. If `initialise` is False, the weights stay unset until a checkpoint is
+    loaded. With `document_end`, the token that ends a document, the native engine restricts
+    attention to tokens of the same document.
 
     Raises:
-        ConfigError: the installed torch has not what the plan asks of it.
-        MissingPackageError: the engine's package is not installed.
+        ConfigError: The installed torch or the environment cannot run the plan.
+        MissingPackageError: The engine's package is not installed or not supported.
     """
     check_engine(plan, here=True)
     if plan.engine == "native":
@@ -53,10 +56,14 @@ def build_engine(
 
 
 def check_engine(plan: Plan, *, here: bool = False) -> None:
-    """Raises MissingPackageError if the plan's engine cannot be started with what is installed,
-    ConfigError if the installed torch has not what the plan asks of it.
+    """Raises an error if the installed packages cannot run the plan's engine.
 
-    NxD is imported: in another process, or `here`, by a rank.
+    For engine neuron, NxD is imported: in a child process, or in this process if `here` is True. A
+    rank passes `here`.
+
+    Raises:
+        MissingPackageError: The engine's package is not installed or not supported.
+        ConfigError: The installed torch cannot run the plan's pipeline schedule.
     """
     if plan.engine == "native" and plan.pipeline_parallel > 1:
         _check_pipeline(plan)
@@ -71,7 +78,7 @@ def check_engine(plan: Plan, *, here: bool = False) -> None:
 
 
 def _check_pipeline(plan: Plan) -> None:
-    """Raises ConfigError if the installed torch cannot run the schedule of the plan."""
+    """Raises ConfigError if the installed torch cannot run the plan's pipeline schedule."""
     torch_version = importlib.metadata.version("torch")
     release = tuple(map(int, torch_version.split(".")[:2]))
     if plan.schedule == "zbv" and release < (2, 13):
@@ -90,12 +97,10 @@ def _check_pipeline(plan: Plan) -> None:
 
 
 def check_site(spec: ModelSpec, plan: Plan, site: Site) -> None:
-    """Raises ConfigError if the plan's engine does not train such a model on the devices of a
-    site.
-    """
+    """Raises ConfigError if the plan's engine cannot train the model on the devices of the site."""
     device = site.device.name
     platform = site.device.trainium
-    # On a Trainium host itself, that is a local site, no file need say so.
+    # A local site may be a Trainium host whose site file does not name the platform.
     elsewhere = site.device.is_gpu or (platform is None and site.scheduler != "local")
     if plan.engine == "neuron" and elsewhere:
         raise ConfigError(

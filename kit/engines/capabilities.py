@@ -1,5 +1,5 @@
-"""What each engine can do. Rules, planner, launcher and trainer query these records, and compare no
-names of engines.
+"""Capabilities of each engine. Rules, planner, launcher and trainer query these records instead of
+comparing engine names.
 """
 
 import dataclasses
@@ -7,78 +7,82 @@ from typing import Literal, get_args
 
 EngineName = Literal["native", "deepspeed", "neuron"]
 DEFAULT_ENGINE: EngineName = "native"
-"""Engine of a plan that names none. It has the fewest restrictions."""
+"""Engine of a plan that does not name an engine. It has the fewest restrictions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What one engine can do. A default describes the engine without restrictions."""
+    """Capabilities of one engine. The defaults describe an engine without restrictions."""
 
-    # Plans that it trains
+    # Plans that the engine trains
     scales_loss: bool = False
-    """Whether it scales the loss, without which fp16 loses small gradients."""
+    """Whether the engine scales the loss. Without loss scaling, fp16 loses small gradients."""
     max_zero_stage: int = 3
-    """Highest ZeRO stage."""
+    """Highest ZeRO stage that the engine supports."""
     max_zero_stage_with_pipeline: int = 3
-    """Highest ZeRO stage beside a pipeline."""
+    """Highest ZeRO stage that the engine supports with pipeline parallelism."""
     shards_within_groups: bool = True
     """Whether ZeRO may shard over fewer than all replicas (`Plan.shard_size`)."""
     schedules_other_than_1f1b: bool = True
-    """Whether its pipeline runs schedules other than 1F1B."""
+    """Whether the engine's pipeline runs schedules other than 1F1B."""
     splits_ends_of_model: bool = True
-    """Whether embedding and loss may count as a layer each when stages are formed."""
+    """Whether embedding and loss may count as one layer each when layers are assigned to stages."""
     sequence_parallel: bool = True
-    """Whether it splits activations between matrix products along the sequence."""
+    """Whether the engine can split activations between matrix products along the sequence."""
     copies_kv_heads: bool = False
     """Whether several tensor parallel ranks may hold a copy of one key/value head."""
     bf16_without_zero: bool = True
-    """Whether it trains in bf16 at ZeRO stage 0. DeepSpeed would sum gradients in bf16 there."""
+    """Whether the engine trains in bf16 at ZeRO stage 0. DeepSpeed would sum gradients in bf16 at
+    this stage."""
     pure_bf16_without_zero: bool = False
-    """Whether ZeRO stage 0 in bf16 keeps no fp32 copies and rounds stochastically."""
+    """Whether bf16 at ZeRO stage 0 means stochastic rounding and no fp32 copies of the weights."""
     selective_recompute_with_zero_3: bool = True
-    """Whether selective recomputation works beside weights that ZeRO 3 gathers and drops."""
+    """Whether selective recomputation works with ZeRO 3, which gathers weights and frees them
+    again."""
     recomputes_some_blocks: bool = True
-    """Whether it can recompute a part of the blocks (`Plan.recompute_layers`)."""
+    """Whether the engine can recompute only some of the blocks (`Plan.recompute_layers`)."""
     compiles_blocks: bool = True
-    """Whether it runs blocks compiled by torch.compile."""
+    """Whether the engine can run blocks compiled by torch.compile."""
     only_plain_llama: bool = False
-    """Whether it trains only Llama models without biases and without tied embeddings."""
+    """Whether the engine trains only Llama models without biases and without tied embeddings."""
 
-    # Recipes that it trains
+    # Recipes that the engine trains
     can_drop_update: bool = True
-    """Whether the loss of a step can be judged before its update, and a checkpoint loaded again."""
+    """Whether the loss of a step can be judged before its update, and a checkpoint can be loaded
+    again during training."""
     starts_from_weights: bool = True
     """Whether a run may start from the weights of a Hugging Face folder."""
     torch_profiler: bool = True
-    """Whether torch's profiler sees the device."""
+    """Whether torch's profiler records the device."""
     masks_documents: bool = True
     """Whether tokens may be restricted to attend to their own document."""
 
-    # How it runs
+    # How the engine runs
     works_ahead: bool = False
-    """Whether a GPU may work on a step while the host launches the next one."""
+    """Whether a GPU may work on a step while the host launches the next step."""
     portable_checkpoints: bool = True
-    """Whether engines and layouts other than the writer's read its checkpoints."""
+    """Whether checkpoints can be read by other engines and with other layouts."""
     runs_on_trainium: bool = False
-    """Whether it trains on Trainium, through graphs that neuronx-cc compiles at any step. Other
-    engines train on GPUs and CPUs."""
+    """Whether the engine trains on Trainium, through graphs that neuronx-cc may compile at any
+    step. Other engines train on GPUs and CPUs."""
     validates_whole_batches: bool = False
-    """Whether the validation loss needs whole global batches."""
+    """Whether the engine computes the validation loss of whole global batches only."""
 
     # What the planner assumes
     is_torch_native: bool = False
     """Whether the kit's own decoder runs under torch's FSDP2, DTensor and pipelining."""
     flash_attention: int = 2
-    """Generation of fused attention. 0 writes the scores out."""
+    """Version of fused attention. 0 means that the attention scores are written to memory."""
     memory_model: Literal["torch", "deepspeed", "megatron"] = "torch"
-    """Code base whose activations and buffers are counted (`kit.estimate.theory.activations`)."""
+    """Code base whose activations and buffers the memory estimate assumes
+    (`kit.estimate.theory.activations`)."""
     searched_zero_stages: tuple[int, ...] = (0, 1, 2, 3)
-    """ZeRO stages among which the planner searches unless the user names others."""
+    """ZeRO stages that the planner searches unless the user names others."""
 
 
 CAPABILITIES: dict[EngineName, Capabilities] = {
     "native": Capabilities(works_ahead=True, is_torch_native=True),
-    # Its restrictions are those of the Frontier recipe, or were measured with DeepSpeed 0.19.8.
+    # The restrictions come from the Frontier recipe, or were measured with DeepSpeed 0.19.8.
     "deepspeed": Capabilities(
         scales_loss=True,
         max_zero_stage_with_pipeline=1,
@@ -94,9 +98,9 @@ CAPABILITIES: dict[EngineName, Capabilities] = {
         masks_documents=False,
         memory_model="deepspeed",
     ),
-    # NxD's attention writes scores out, as HLAT did, and its layers are made after Megatron-LM's.
-    # At ZeRO stage 0 it has no fp32 master weights: that is another precision, which the user
-    # chooses and the planner does not search for.
+    # NxD's attention writes the scores to memory, as HLAT's did, and its layers follow
+    # Megatron-LM's. At ZeRO stage 0 there are no fp32 master weights. The user may choose this
+    # lower precision, but the planner does not search it.
     "neuron": Capabilities(
         max_zero_stage=1,
         shards_within_groups=False,

@@ -1,4 +1,6 @@
-"""What a run's engine is told, in its own words, as files of the run directory. No torch."""
+"""A run's configuration in the format of its engine, as files of the run directory. Imports no
+torch.
+"""
 
 import json
 import shlex
@@ -13,17 +15,18 @@ DEEPSPEED, MEGATRON, NEURON = FILES = CONFIG_FILE, "megatron_deepspeed.txt", "ne
 
 
 def configuration_files(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str, str]:
-    """Returns texts by file name: DeepSpeed's JSON and, for a GPT, the command line of
-    Megatron-DeepSpeed; or NxD's.
+    """Returns the texts of the engine's configuration files, by file name.
 
-    The native engine has none beside plan.json and recipe.json.
+    Engine deepspeed has DeepSpeed's JSON and, for a GPT, the command line of Megatron-DeepSpeed.
+    Engine neuron has the arguments of NxD. The native engine needs only plan.json and recipe.json,
+    so the result is empty.
     """
     if plan.engine == "neuron":
         return {NEURON: _json(nxd_arguments(spec, plan))}
     if plan.engine != "deepspeed":
         return {}
     files = {DEEPSPEED: _json(deepspeed_config(plan, recipe))}
-    # Which Megatron-DeepSpeed lacks.
+    # Megatron-DeepSpeed trains only GPTs with tied embeddings, and has no schedule 'wsd'.
     if spec.family == "gpt" and spec.tied_embeddings and recipe.schedule != "wsd":
         files[MEGATRON] = f"pretrain_gpt.py {shlex.join(megatron_arguments(spec, plan, recipe))}\n"
     return files

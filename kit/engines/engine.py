@@ -1,4 +1,6 @@
-"""What every engine offers: a step, its loss and norm, and, where it can, portable checkpoints."""
+"""The interface of every engine: an optimizer step with its loss and gradient norm, and, for
+portable engines, the state for checkpoints.
+"""
 
 import abc
 import contextlib
@@ -19,19 +21,22 @@ from kit.config.spec import ModelSpec
 from kit.parallel.groups import build_mesh, data_rank
 
 Accepts: TypeAlias = Callable[[float, float], bool]
-"""Returns whether a step of this loss and gradient norm may update the weights."""
+"""Function that gets the loss and the gradient norm of a step. It returns whether the step may
+update the weights."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Names of AdamW's two moments in the state of torch's optimizer."""
 PHASES = ("forward_backward_s", "reduction_s", "optimizer_s")
-"""Columns of the metrics, of rank 0. Reduction is what is left of it after the backward pass, with
-gradient norm and clipping."""
+"""Phases of a step, as columns of the metrics with seconds on rank 0. `reduction_s` covers the
+gradient reduction that the backward pass does not hide, the gradient norm and clipping."""
 
 
 class StepResult:
-    """Loss and gradient norm of a step that begins now, on their way into memory; a GPU is waited
-    for when they are read.
+    """Loss and gradient norm of one step, copied to the host asynchronously. `read` waits for a
+    GPU.
 
-    It knows when the phases of the step ended, at no cost: by the host's clock, or by events of a
-    GPU that nobody waits for.
+    The step begins when the object is made. The object also records when the phases of the step
+    end. This costs no time: the host's clock is read, or on a GPU events are recorded for which
+    nothing waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -40,24 +45,30 @@ class StepResult:
         self.mark()
 
     def mark(self) -> None:
-        """Ends one of PHASES, where the GPU gets to it; called at the end of each."""
+        """Records the end of one of PHASES. Called at the end of each phase. On a GPU the recorded
+        time is when the GPU reaches this point.
+        """
         self.marks.append(self._now())
 
     def take(self, loss: Tensor | float, norm: Tensor | float) -> None:
-        """Sends both on their way, of one device."""
+        """Starts the asynchronous copy of loss and gradient norm to the host. Both must be on the
+        same device.
+        """
         both = torch.stack((torch.as_tensor(loss), torch.as_tensor(norm)))
-        self.values = both.to("cpu", non_blocking=True)  # from a GPU: pinned
+        self.values = both.to("cpu", non_blocking=True)  # From a GPU, into pinned memory.
         self.arrived = self._now()
 
     def read(self) -> tuple[float, float]:
-        """Returns loss and norm once they are there."""
+        """Returns (loss, gradient norm). Waits until both are in host memory."""
         if self.is_gpu:
             self.arrived.synchronize()
         loss, norm = self.values.tolist()
         return loss, norm
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of the phases that are over, by name; to be asked after `read`."""
+        """Returns the seconds of each phase that has ended, by its name in PHASES. Called after
+        `read`.
+        """
         over = [mark for mark in self.marks if not self.is_gpu or mark.query()]
         phases = {}
         for name, (begin, end) in zip(PHASES, pairwise(over), strict=False):
@@ -74,14 +85,16 @@ class StepResult:
 
 
 class Engine(abc.ABC):
-    """One rank's part of a model in training, made by `build_engine`."""
+    """An engine on one rank. It trains this rank's part of a model. `build_engine` makes it."""
 
     data_rank: int
-    """Which replica this rank belongs to: it reads that part of each global batch."""
+    """Index of the replica that this rank belongs to. It selects the part of each global batch that
+    this rank reads."""
     decoders: Sequence[Any] = ()
-    """What this rank holds of the model, where that is the kit's own modules."""
+    """The kit's own modules that this rank holds, one per virtual stage. Empty on engines other
+    than native."""
     optimizer: Any
-    """What alone changes weights and moments."""
+    """Optimizer. During training only its steps change weights and moments."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, recipe: Recipe, device: torch.device) -> None:
         self.spec = spec
@@ -93,39 +106,45 @@ class Engine(abc.ABC):
     def begin_step(
         self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
     ) -> StepResult:
-        """Begins one optimizer step and returns what it is going to give, the same on all ranks.
+        """Begins one optimizer step. Returns its loss and gradient norm, equal on all ranks.
 
-        `samples` are this replica's sequences [num_microbatches x micro_batch_size, T + 1], int64.
-        The native engine alone lets a GPU work ahead, and asks `accepts`, if there is one, before
-        it updates the weights; of the others the step is over.
+        The native engine may return while a GPU still works on the step, and only this engine calls
+        `accepts`. Other engines return when the step is over.
+
+        Args:
+            samples: this replica's sequences, int64 of shape [num_microbatches x micro_batch_size,
+                T + 1].
+            learning_rate: learning rate of the update.
+            accepts: function that is called before the weights are updated, or None.
         """
 
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
-        """Returns the loss and the gradient norm before clipping, of a step once it is over."""
+        """Runs one optimizer step until its end. Returns (loss, gradient norm before clipping)."""
         return self.begin_step(samples, learning_rate).read()
 
     @abc.abstractmethod
     def validation_loss(self, samples: Tensor) -> float:
-        """Returns the mean loss in nats per token, the same on all ranks; shapes as in
-        `train_step`.
+        """Returns the mean loss in nats per token, equal on all ranks.
 
-        Engine neuron apart, there may be fewer micro-batches.
+        `samples` has the shape that `begin_step` takes. Engines other than neuron accept fewer
+        micro-batches, too.
         """
 
     def loss_scaling(self) -> dict[str, float]:
-        """Returns in fp16 `loss_scale`, of the next step, and `skipped_steps` so far, which
-        overflowed.
+        """Returns metrics columns about loss scaling in fp16: `loss_scale`, the scale of the next
+        step's loss, and `skipped_steps`, the number of steps so far that overflowed. Empty in other
+        precisions.
         """
         return {}
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Sets that of the next update."""
+        """Sets the learning rate of the next update."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
 
 
 class PortableEngine(Engine):
-    """One whose checkpoints are read by any other on any layout."""
+    """An engine whose checkpoints can be read by every portable engine on any layout."""
 
     optimizer: torch.optim.Optimizer
 
@@ -140,14 +159,14 @@ class PortableEngine(Engine):
 
     @abc.abstractmethod
     def named_parameters(self) -> dict[str, Parameter]:
-        """Returns this rank's parameters by global name; a tied output goes by the embedding's
+        """Returns this rank's parameters by global name. A tied output weight has the embedding's
         name.
         """
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns weights and AdamW moments, fp32, by names (`state_key`) that depend neither on
-        the layout nor on the engine.
+        """Returns weights and AdamW moments in fp32, by name (`state_key`). The names depend
+        neither on the layout nor on the engine.
         """
 
     @abc.abstractmethod
@@ -155,24 +174,26 @@ class PortableEngine(Engine):
         """Replaces weights and AdamW moments. All ranks must call it.
 
         Args:
-            fill: is called once with the tensors that this rank needs, by the names of
-                `state_dict`. It writes the new values into them. Tensors that it leaves out keep
-                their weights, or moments of zero.
-            num_updates: updates that the moments have taken, for AdamW's bias correction.
+            fill: function that is called once with the tensors that this rank needs, by the names
+                of `state_dict`. It writes the new values into these tensors. Tensors that it does
+                not write keep their weights, or moments of zero.
+            num_updates: number of updates that the moments have taken, for AdamW's bias correction.
         """
 
     def loss_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns what the loss and its backward pass are computed in."""
+        """Returns the context in which the loss and its backward pass are computed: with tensor
+        parallelism torch's `loss_parallel`, otherwise an empty context.
+        """
         return loss_parallel() if self.tensor_mesh is not None else contextlib.nullcontext()
 
     def micro_batches(self, samples: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields inputs and targets of each, on the device."""
+        """Yields (inputs, targets) of each micro-batch, both [B, T] on the device."""
         for part in samples.to(self.device, non_blocking=True).split(self.plan.micro_batch_size):
             yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
 
     def mean_over_replicas(self, loss: Tensor) -> Tensor:
-        """Returns the mean of replicas' losses, of which ranks without a last stage hold zero, and
-        all tensor parallel ranks of a replica the same.
+        """Returns the mean loss over the replicas, on all ranks. `loss` must be zero on ranks
+        without a last stage, and equal on all tensor parallel ranks of a replica.
         """
         loss = loss / (self.plan.data_parallel * self.plan.tensor_parallel)
         dist.all_reduce(loss)
@@ -180,14 +201,18 @@ class PortableEngine(Engine):
 
 
 def state_key(kind: str, name: str) -> str:
-    """Returns the name in a checkpoint of a parameter's `weight`, or of one of its MOMENTS:
-    `model.layers.3.attention.query.weight`, `adamw.exp_avg.layers.3...`.
+    """Returns the name of a tensor of a parameter in a checkpoint. `kind` is "weight" or one of
+    MOMENTS.
+
+    Examples: `model.layers.3.attention.query.weight`, `adamw.exp_avg.layers.3...`.
     """
     return f"model.{name}" if kind == "weight" else f"adamw.{kind}.{name}"
 
 
 def adamw(parameters: Iterable[Any], recipe: Recipe) -> torch.optim.AdamW:
-    """Returns torch's fused AdamW over parameters, or over groups of them as torch takes them."""
+    """Returns torch's fused AdamW with the recipe's options. `parameters` are parameters or
+    parameter groups in torch's format.
+    """
     return torch.optim.AdamW(
         parameters,
         lr=recipe.learning_rate,
@@ -199,8 +224,8 @@ def adamw(parameters: Iterable[Any], recipe: Recipe) -> torch.optim.AdamW:
 
 
 def adamw_state(parameter: Tensor, step: int) -> dict[str, Tensor]:
-    """Returns what AdamW keeps of a parameter after `step` steps, with moments of zero, to be
-    loaded.
+    """Returns AdamW's state of a parameter after `step` steps, with moments of zero. Loading a
+    checkpoint then fills the moments.
     """
     moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
     return {"step": torch.tensor(float(step), device=parameter.device), **moments}

@@ -33,7 +33,9 @@ from kit.parallel.tensor import cross_entropy
 
 
 class NativeEngine(PortableEngine):
-    """This rank's part of one model in training, made by `build_engine`."""
+    """The native engine on one rank. It trains this rank's part of a model. `build_engine` makes
+    it.
+    """
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class NativeEngine(PortableEngine):
         )
 
     def parameters(self) -> list[Parameter]:
-        """Returns this rank's parameters, a tied one once per stage."""
+        """Returns this rank's parameters. A tied parameter is listed once per stage."""
         return [parameter for decoder in self.decoders for parameter in decoder.parameters()]
 
     def mask_documents(self, end: int) -> None:
@@ -83,8 +85,8 @@ class NativeEngine(PortableEngine):
     def begin_step(
         self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
     ) -> StepResult:
-        """Returns what a step is going to give: a GPU may still be at it, unless `accepts` is
-        asked.
+        """Begins one optimizer step and returns its loss and gradient norm. A GPU may still work on
+        the step afterwards, unless `accepts` is given.
         """
         self.optimizer.zero_grad()
         result = StepResult(self.device)
@@ -106,7 +108,7 @@ class NativeEngine(PortableEngine):
         result.mark()
         self._update(learning_rate)
         result.mark()
-        if accepts is None:  # an accelerator has got the update before anyone waits for the loss
+        if accepts is None:  # The update is launched before the host waits for the loss.
             result.take(self.mean_over_replicas(loss), norm)
         return result
 
@@ -126,8 +128,8 @@ class NativeEngine(PortableEngine):
         return self.mean_over_replicas(loss / (len(samples) // self.plan.micro_batch_size)).item()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns weights and optimizer states by global name, the tensors themselves (DTensors
-        where cut).
+        """Returns weights and optimizer states by global name. They are the tensors themselves, not
+        copies. Tensors that are split over ranks are DTensors.
         """
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters().items():
@@ -138,7 +140,7 @@ class NativeEngine(PortableEngine):
         return state
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Returns this rank's parameters by global name; a tied output goes by the embedding's
+        """Returns this rank's parameters by global name. A tied output weight has the embedding's
         name.
         """
         named = {}
@@ -150,19 +152,20 @@ class NativeEngine(PortableEngine):
         return named
 
     def load(self, fill: Callable[[dict[str, Tensor]], None], *, num_updates: int) -> None:
-        """Replaces weights and AdamW moments, as `PortableEngine.load` says."""
+        """Replaces weights and AdamW moments, as described in `PortableEngine.load`."""
         for parameter in self.parameters():
             self.optimizer.state[parameter] = adamw_state(parameter, num_updates)
         fill(self.state_dict())
         if self.tied is not None:
-            # A rank with the first and the last stage has two copies, of which one was filled.
+            # A rank with the first and the last stage has two copies of the tied weight. `fill` has
+            # written only the embedding.
             self.tied.copy_to_output(self.optimizer)
 
     # Forward and backward -------------------------------------------------------------------------
 
     def _forward_backward(self, samples: Tensor) -> Tensor:
-        """Accumulates gradients of the mean loss; returns that loss (zero where this rank has no
-        last stage).
+        """Accumulates gradients of the mean loss. Returns the mean loss, or zero if this rank has
+        no last stage.
         """
         if self.schedule is not None:
             return self._run_schedule(self.schedule, samples)
@@ -207,8 +210,8 @@ class NativeEngine(PortableEngine):
     def _run_schedule(self, schedule: Any, samples: Tensor) -> Tensor:
         samples = samples.to(self.device, non_blocking=True)
         losses = []
-        # Pipelines of torch 2.11 and 2.12 refuse strides other than those that stages were built
-        # with.
+        # Pipelines of torch 2.11 and 2.12 reject inputs whose strides differ from the inputs with
+        # which the stages were built.
         first = [samples[:, :-1].contiguous()] if self.is_first else []
         last = {"target": samples[:, 1:].contiguous(), "losses": losses} if self.is_last else {}
         with self.loss_context():
@@ -218,8 +221,8 @@ class NativeEngine(PortableEngine):
         return torch.stack(losses).mean().detach()
 
     def _loss(self, tokens_BT: Tensor, targets_BT: Tensor, past: Past | None) -> Tensor:
-        """Returns the mean loss of a micro-batch, zero where this rank has no last stage (which
-        takes no gradient). With a pipeline `past` must be None.
+        """Returns the mean loss of a micro-batch, or zero without a gradient if this rank has no
+        last stage. With a pipeline `past` must be None.
         """
         if self.pipeline_group is None and self.tensor_mesh is None:
             return self.decoders[0](tokens_BT, targets_BT, past=past)
@@ -237,8 +240,8 @@ class NativeEngine(PortableEngine):
 
 
 class _TiedStages:
-    """The embedding weight that the first and last pipeline stage both hold, kept equal by
-    summing its gradients.
+    """The tied embedding weight, of which the first and the last pipeline stage each hold a copy.
+    The copies stay equal because both get the sum of their gradients.
     """
 
     def __init__(self, engine: NativeEngine) -> None:
@@ -246,13 +249,13 @@ class _TiedStages:
         outputs = [decoder.output for decoder in engine.decoders if decoder.output]
         self.embedding = cast(Parameter, embeddings[0].tokens.weight) if embeddings else None
         self.output = cast(Parameter, outputs[0].weight) if outputs else None
-        # Ranks of the first and the last stage that share all other coordinates; of `zbv` the first
-        # pipeline rank has both.
+        # Pairs of ranks of the first and the last stage with equal other coordinates. With `zbv`
+        # the first pipeline rank has both stages.
         ends = engine.mesh.mesh[[0, -1]].flatten(1).t().tolist()
         self.group: Any = None if engine.plan.schedule == "zbv" else split_world(ends, "tied")
 
     def reduce_gradients(self) -> None:
-        """Adds up the gradients of both copies."""
+        """Replaces the gradients of both copies by their sum."""
         if self.embedding is not None and self.output is not None:
             total = cast(Tensor, self.embedding.grad) + cast(Tensor, self.output.grad)
             self.embedding.grad = total
@@ -264,8 +267,8 @@ class _TiedStages:
 
     @torch.no_grad()
     def copy_to_output(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copies weight and moments from the embedding to an output on the same rank (loading
-        fills one of them).
+        """Copies weight and moments from the embedding to an output on the same rank, since loading
+        a checkpoint fills only the embedding.
         """
         if self.embedding is None or self.output is None:
             return

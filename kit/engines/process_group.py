@@ -1,5 +1,5 @@
-"""How a rank joins the others: by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT,
-over gloo, NCCL or XLA.
+"""Makes this rank join its process group, over gloo, NCCL or XLA. RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT describe the group.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from kit.engines.capabilities import EngineName
 from kit.parallel.groups import COLLECTIVE_TIMEOUT, connect, cpu_group
 
 JOIN_S_PER_RANK = datetime.timedelta(seconds=0.5)
-"""Of the limit to join: with a fixed one, every third start of 10,992 ranks failed (Megatron-LM
-PR 1006)."""
+"""Time limit for joining the process group, per rank. With a fixed limit, every third start of
+10,992 ranks failed (Megatron-LM PR 1006)."""
 LOOK_UP_S = 60.0
 """Seconds for which a rank tries to look up MASTER_ADDR. Torch itself would try for up to twice the
-limit to join."""
+time limit for joining."""
 LOOK_UP_EVERY_S = 2.0
-"""Seconds between two tries."""
+"""Seconds between two tries to look up MASTER_ADDR."""
 
 
 def start_process_group(engine: EngineName = "native", site: Site | None = None) -> torch.device:
-    """Joins this rank's process group (gloo, gloo and NCCL, or XLA) and returns the device it
-    computes on.
+    """Joins this rank's process group and returns the device on which this rank computes. The
+    backend is gloo, gloo and NCCL, or XLA.
 
     Raises:
-        ConfigError: the site's device is a GPU, and this rank cannot have one.
+        ConfigError: The site's device is a GPU, but this rank cannot have a GPU.
         RuntimeError: MASTER_ADDR cannot be looked up, or a rank did not join in time.
     """
     for name, value in {
@@ -54,7 +54,7 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
 
         return start_xla_process_group()
     if _has_gpu(site):
-        # A launcher that shows each rank one device only has a single index 0.
+        # If a launcher shows each rank only one device, its index is 0.
         device = torch.device(
             "cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         )
@@ -71,8 +71,8 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
 
 
 def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Returns the arguments of `init_process_group` for a store in which the ranks of one machine
-    meet, or none where torch has to make the store.
+    """Returns the arguments of `init_process_group` for a store that connects the ranks of one
+    machine. Returns no arguments where torch has to make the store.
 
     A single rank needs no port. Torch's own store listens on all networks and accepts every client.
     """
@@ -81,7 +81,7 @@ def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
         return {"store": alone, "rank": 0, "world_size": 1}
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    # torchrun's agent has it.
+    # On several machines torch makes the store. Under torchrun its agent already has one.
     if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}
     rank = int(os.environ["RANK"])
@@ -96,8 +96,8 @@ def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
 def check_address(address: str, limit_s: float = LOOK_UP_S) -> None:
     """Raises RuntimeError if this machine cannot look up the address at which the ranks meet.
 
-    It tries for `limit_s` seconds, since a name service may fail for a moment, or know a new name
-    only after a while.
+    The look-up is repeated for `limit_s` seconds, since a name service may fail for a moment, or
+    may know a new name only after a while.
     """
     deadline = time.monotonic() + limit_s
     while True:
@@ -116,17 +116,17 @@ def check_address(address: str, limit_s: float = LOOK_UP_S) -> None:
 
 
 def _has_gpu(site: Site | None) -> bool:
-    """Whether this rank computes on a GPU; on this machine, whether the site says so, whose peak
-    MFU is judged by.
+    """Returns whether this rank computes on a GPU. On a local site the site's device decides, since
+    MFU is computed with the peak of this device.
     """
-    # The count alone may come from the driver's own library, though the driver is too old for
-    # torch.
+    # `device_count` alone may ask the driver's library, which also counts GPUs whose driver is too
+    # old for torch.
     gpus = 0
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     is_local = site is not None and site.scheduler == "local"
-    # Elsewhere a scheduler may show each rank its own device only.
+    # On other sites, a scheduler may show each rank only its own device.
     needed = ranks if is_local else 1
     if site is not None and site.device.is_gpu and gpus < needed:
         raise ConfigError(
@@ -145,10 +145,10 @@ def _has_gpu(site: Site | None) -> bool:
 
 
 def control_group() -> Any:
-    """Returns the group in which ranks agree on what to do next: on the CPU, so that it is never
-    part of a graph.
+    """Returns the group of all ranks in which they agree on what to do next. It is on the CPU, so
+    that its collectives are never part of a graph.
 
-    That is the world's own group, but under XLA, which knows no CPU.
+    It is the world's own group, except under XLA, whose group has no CPU backend.
     """
     if "gloo" in dist.get_backend_config():
         return dist.group.WORLD
@@ -156,36 +156,36 @@ def control_group() -> Any:
 
 
 def _prepare_for_connections() -> None:
-    """Lets gloo connect those ranks alone that talk, and this process open as many files and
-    sockets as it may.
+    """Lets gloo connect only ranks that communicate, and raises this process's limit of open files
+    and sockets to its maximum.
 
-    By default all connect with all, for each group: 1,024 descriptors are gone at 250-335 ranks,
-    and above 1,000 ranks reading all addresses from rank 0 takes longer than gloo waits
-    (github.com/pytorch/gloo/issues/327 and 419).
+    By default gloo connects each rank with all others, for each group. Then 1,024 descriptors are
+    used up at 250 to 335 ranks. Above 1,000 ranks, reading all addresses from rank 0 takes longer
+    than gloo waits (github.com/pytorch/gloo/issues/327 and 419).
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError):  # macOS names a limit that it does not grant
+    with contextlib.suppress(ValueError):  # macOS reports a maximum that it does not grant
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed memory instead of handing it back to the kernel, for the life of this
+    """Makes glibc reuse freed memory instead of returning it to the kernel, for the life of this
     process.
 
-    Each step allocates the same large tensors again. On a CPU, fresh pages for them took a sixth of
-    a demo step.
+    Each step allocates the same large tensors again. On a CPU, allocating fresh pages for these
+    tensors took a sixth of a demo step.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        trim_threshold, mmap_max = -1, -4  # malloc.h
+        trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
         libc.mallopt(mmap_max, 0)
         libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process without the end of Python: gloo's threads may let go of tensors then,
-    and torch 2.13 aborts.
+    """Ends this process with exit code `code` and skips Python's finalization. During finalization
+    gloo's threads may release tensors, and torch 2.13 then aborts.
     """
     sys.stdout.flush()
     sys.stderr.flush()

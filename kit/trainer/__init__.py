@@ -1,1 +1,3 @@
-"""One rank's training loop and all that keeps it alive."""
+"""The training loop of one rank, with checkpoints, watchdog, heartbeat and reactions to bad
+steps.
+"""

@@ -14,9 +14,9 @@ from contextlib import suppress
 from cluster.directory_handle import RunDirectory
 
 PASS_EVERY_S = 0.25
-"""Seconds between two passes over all work, so that a reader sees a step this much later."""
+"""Seconds between two passes over all work. A reader sees a step with at most this delay."""
 RETRY_EVERY_S = 0.5
-"""Seconds between two tries at the end of training."""
+"""Seconds between two tries to write all files at the end of training."""
 
 Work = Callable[[], None]
 
@@ -43,9 +43,9 @@ class Background:
         self.changed = threading.Condition()
         """Guards `wanted`, `finished`, `failure` and `is_ended`."""
         self.wanted = 0
-        """Number of the newest pass that somebody waits for, or has asked to begin at once."""
+        """Number of the newest pass that was requested by `wake` or `flush`."""
         self.finished = 0
-        """Number of the newest such pass that has ended."""
+        """Number of the newest requested pass that has ended."""
         self.failure: Exception | None = None
         self.is_ended = False
         self.num_errors = 0
@@ -53,9 +53,9 @@ class Background:
         """Whether a piece of work of the last pass has failed with an OSError."""
 
     def add(self, work: Work, every_s: float = 0.0) -> None:
-        """Registers work, before `start`. It is called every `every_s` seconds, or in each pass if
-        `every_s` is shorter than PASS_EVERY_S. The work itself decides whether there is anything to
-        do.
+        """Registers work, before `start`. The work is called every `every_s` seconds, or in each
+        pass if `every_s` is shorter than PASS_EVERY_S. The work itself decides whether there is
+        anything to do.
         """
         self.works.append((work, every_s))
 
@@ -71,14 +71,14 @@ class Background:
             raise self.failure
 
     def wake(self) -> None:
-        """Begins a pass at once. Never waits for it."""
+        """Begins a pass at once, without waiting for it."""
         with self.changed:
             self.wanted += 1
             self.changed.notify_all()
 
     def flush(self, limit_s: float) -> bool:
-        """Calls all work once, from now on, and waits for that for at most `limit_s` seconds.
-        Returns whether all of it succeeded.
+        """Calls all work once more and waits for the end of this pass, for at most `limit_s`
+        seconds. Returns whether all work succeeded.
         """
         if self.thread is None:
             return True
@@ -93,7 +93,7 @@ class Background:
 
     def finish(self, limit_s: float) -> bool:
         """Calls all work until all of it succeeds, for at most `limit_s` seconds, and ends the
-        thread. Returns whether all of it succeeded.
+        thread. Returns whether all work succeeded.
 
         Work that hangs in the file system is left to its thread, which ends with the process.
         """

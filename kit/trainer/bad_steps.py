@@ -2,15 +2,15 @@
 
 The recipe chooses one of three reactions.
 
-stop        nothing is written after the bad step, so the newest checkpoint is from before it. A GPU
-            has the next step already, and nobody reads its result.
+stop        nothing is written after the bad step, so the newest checkpoint is older than this step.
+            A GPU may already compute the next step, whose result is not read.
 skip        the update is dropped and training continues with the next batch (native engine)
-roll_back   weights and optimizer return to the newest checkpoint, and the data since then is left
-            out (native engine)
+roll_back   weights and optimizer return to the newest checkpoint, and the data since this
+            checkpoint is left out (native engine)
 
-The number of steps grows in each case: every step reads a batch of its own and has its line in the
-metrics, with the number of dropped updates in `skipped`. AdamW counts the applied updates only,
-step - skipped. Rolling back and leaving out data is what PaLM did (arXiv 2204.02311, section 5.1).
+The step number grows in each case. Every step reads a new batch and has a row in the metrics, with
+the number of dropped updates in `skipped`. AdamW counts only the applied updates, step - skipped.
+PaLM, too, rolled back and left out data (arXiv 2204.02311, section 5.1).
 For `skip` and `roll_back` the host waits for the GPU after each step.
 """
 
@@ -34,7 +34,8 @@ from kit.trainer.spikes import WINDOW, stands_out
 from kit.trainer.watchdog import Watchdog
 
 MAX_BAD_STEPS = 10
-"""Bad steps in a row after which training ends, since skipping and rolling back did not help."""
+"""Number of bad steps in a row after which training ends, since skipping and rolling back did not
+help."""
 
 Reaction = Literal["go on", "stop", "skip", "roll_back"]
 """Reactions to a step, the mildest first."""
@@ -53,12 +54,14 @@ class StepJudge:
         """Finite losses that the next loss is compared with (`kit.trainer.spikes`), oldest first,
         without repetitions."""
         self.bad_in_a_row = 0
-        # In fp16 an overflow of the gradient is the engine's sign to lower the loss scale. The
-        # engine skips that step itself.
+        # In fp16 an overflow of the gradient makes the engine lower the loss scale. The engine
+        # itself skips the update of this step.
         self.judges_gradient_norm = plan.precision != "fp16"
 
     def judge(self, loss: float, grad_norm: float) -> tuple[Reaction, str]:
-        """Returns (reaction, what is wrong with the step). Changes nothing."""
+        """Returns (reaction, problem). The problem describes what is wrong with the step, and is
+        empty for a good step. Changes nothing.
+        """
         if not math.isfinite(loss):
             return self.recipe.on_nan, f"the loss is {loss}"
         if self.judges_gradient_norm and not math.isfinite(grad_norm):
@@ -70,7 +73,7 @@ class StepJudge:
         return "go on", ""
 
     def record(self, reaction: Reaction, problem: str, loss: float) -> None:
-        """Takes a judged step into account for the next ones.
+        """Records a judged step, with which the next steps are compared.
 
         Raises:
             RunError: MAX_BAD_STEPS steps in a row were bad.
@@ -90,14 +93,14 @@ class StepJudge:
 
 
 class BadStepPolicy:
-    """One rank's part in the reaction to bad steps.
+    """Reacts to bad steps. Every rank has one, and all ranks react together.
 
     Args:
         run: the run that is trained.
-        checkpoints: loads the checkpoint that is rolled back to.
+        checkpoints: loads the checkpoint of a rollback.
         group: group of all ranks, on the CPU.
         watchdog: is paused while a checkpoint is loaded.
-        notices: where skipped steps are reported.
+        notices: receive a report of each skipped step.
     """
 
     def __init__(
@@ -116,17 +119,20 @@ class BadStepPolicy:
         self.notices = notices
         self.judge = StepJudge(run.recipe, run.plan)
         self.skipped = 0
-        """Steps so far whose update was dropped."""
+        """Number of steps so far whose update was dropped."""
         self.verdict: tuple[Reaction, str] | None = None
-        """Verdict on the step that the engine works on, if it was judged before its update."""
+        """(reaction, problem) of the step that the engine works on, if the step was judged before
+        its update."""
         reactions = {run.recipe.on_nan, run.recipe.on_spike}
         self.continues_after_bad_step = bool(reactions & {"skip", "roll_back"})
-        """Whether training may continue after a bad step. All ranks must agree on it then."""
+        """Whether training may continue after a bad step. If True, all ranks agree on each
+        reaction."""
         self.accepts = self._accepts if "skip" in reactions else None
-        """Function that the engine asks before each update, or None if no update can be dropped."""
+        """Function that the engine calls before each update, or None if no update can be
+        dropped."""
 
     def restore(self, manifest: Manifest) -> None:
-        """Continues from the state that `manifest_fields` gave when a checkpoint was saved."""
+        """Restores the state that `manifest_fields` returned when a checkpoint was saved."""
         self.judge.recent = manifest.recent_losses
         self.skipped = manifest.skipped
 
@@ -135,11 +141,13 @@ class BadStepPolicy:
         return {"skipped": self.skipped, "recent_losses": self.judge.recent}
 
     def after_step(self, step: Step) -> None:
-        """Reacts to a bad step as the recipe says. Adds to its row `skipped`, the number of updates
-        that were dropped. All ranks must call it.
+        """Reacts to a bad step as the recipe says. All ranks must call it.
+
+        For a bad step, adds `skipped` to the step's row, the number of updates that were dropped.
 
         Raises:
-            RunError: the recipe says to stop, or there is no checkpoint to roll back to.
+            RunError: The recipe says to stop, there is no checkpoint to roll back to, or
+                MAX_BAD_STEPS steps in a row were bad.
         """
         loss = step.row["loss"]
         # If updates can be dropped, the ranks agreed on the verdict before the update.
@@ -165,7 +173,7 @@ class BadStepPolicy:
         self.notices.add("guard", f"step {step.number}: {problem}; {result}", step.number)
 
     def _roll_back(self, step: int) -> str:
-        """Loads the newest checkpoint. Returns what was done, for people."""
+        """Loads the newest checkpoint. Returns a description of the rollback for people."""
         self.checkpoints.finish()
         manifest = self.checkpoints.load_latest()
         if manifest is None:
@@ -187,10 +195,12 @@ class BadStepPolicy:
         return self.verdict[0] != "skip"
 
     def _agree(self, loss: float, grad_norm: float) -> tuple[Reaction, str]:
-        """Returns (reaction, problem), the strongest reaction of all ranks."""
+        """Returns (reaction, problem). If training may continue after a bad step, the reaction is
+        the strongest reaction of all ranks.
+        """
         reaction, problem = self.judge.judge(loss, grad_norm)
         if self.continues_after_bad_step:
-            # A fault may be seen by one rank alone.
+            # A fault may be local to one rank.
             strongest = torch.tensor([REACTIONS.index(reaction)])
             dist.all_reduce(strongest, dist.ReduceOp.MAX, group=self.group)
             reaction = REACTIONS[int(strongest)]

@@ -1,5 +1,5 @@
-"""What one replica reads: its part of each batch, ahead of the steps so that none waits for the
-data, and held-out sequences.
+"""Data that one replica reads: its part of each batch, read in advance so that no step waits for
+data, and sequences of the validation set.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,12 +13,15 @@ from kit.engines.engine import Engine
 from kit.run import Run
 
 AHEAD = 2
+"""Number of batches that are read in advance."""
 
 
 class Batches:
-    """One replica's part of a run's batches, the next `AHEAD` of them read while one is trained on.
+    """Reads one replica's part of a run's batches. The next AHEAD batches are read while the
+    replica trains on one batch.
 
-    For a GPU they lie in pinned memory, from which it fetches them without a wait.
+    For a GPU the batches are in pinned memory, from which the GPU copies them without a wait of the
+    host.
     """
 
     def __init__(self, run: Run, dataset: Dataset, data_rank: int, device: torch.device) -> None:
@@ -36,8 +39,10 @@ class Batches:
         self.coming: dict[int, Future[Tensor]] = {}
 
     def at(self, first: int) -> Tensor:
-        """Returns this replica's part of the global batch that starts at sample `first`, [S, T +
-        1], or raises what went wrong in reading it.
+        """Returns this replica's part of the global batch that starts at sample `first`, as S
+        sequences [S, T + 1].
+
+        Raises the error with which reading has failed.
         """
         size = self.plan.global_batch_size
         firsts = range(first, first + (1 + AHEAD) * size, size)
@@ -52,14 +57,15 @@ class Batches:
         return batch
 
     def validation_loss(self, engine: Engine) -> float:
-        """Returns the mean loss of the first held-out sequences, each counted once, whatever the
-        layout and batch.
+        """Returns the mean loss, in nats per token, of the first sequences of the validation set.
+        Each sequence counts once, whatever the layout and batch size.
         """
         plan = self.plan
         held_out = self.dataset.samples("validation", self.length, self.recipe.seed)
         count = min(self.recipe.validation_sequences, self.dataset.held_out_sequences(self.length))
-        # Micro-batches are always full, for shapes that were compiled: sequence 0 fills up the last
-        # ones, and what it adds is taken off again. NxD's pipeline takes whole batches only.
+        # Micro-batches are always full, since other shapes would be compiled again. Copies of
+        # sequence 0 fill the last micro-batches, and their loss is subtracted below. NxD's pipeline
+        # needs whole batches.
         unit = plan.data_parallel * plan.micro_batch_size
         if plan.capabilities.validates_whole_batches:
             unit = plan.global_batch_size

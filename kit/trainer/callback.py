@@ -12,20 +12,21 @@ class Step:
 
     number: int
     samples: int
-    """Samples of the run so far, with those of this step."""
+    """Samples of the run so far, this step included."""
     learning_rate: float
     start: float
     """Time at which the host began the step, by `time.perf_counter`."""
     data_s: float
-    """Seconds until the batch was there."""
+    """Seconds for which the host waited for the batch."""
     launch_s: float
     """Seconds until the launch returned. On a CPU the step is computed by then."""
     busy_s: float
     """Seconds of `launch_s` in which this thread computed or waited for a core."""
     begun: StepResult
-    """Loss and gradient norm, once the device has them."""
+    """Loss and gradient norm. Reading them waits for the device."""
     work_s: float | None = None
-    """Seconds that this rank worked without waiting for others, or None if unknown."""
+    """Seconds of this rank's own work, without waits for other ranks. On a GPU, seconds of the
+    newest speed probe. None if unknown."""
     row: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Row of the metrics. Empty until the step is finished."""
 
@@ -44,7 +45,7 @@ class Callback:
         """Called before the first step, when the engine has its weights."""
 
     def before_step(self, step: int) -> None:
-        """Called before a step is launched. A GPU may still work on the step before."""
+        """Called before a step is launched. A GPU may still work on the previous step."""
 
     def after_step(self, step: Step) -> None:
         """Called when the result of a step is known. May add to `step.row`."""

@@ -1,8 +1,8 @@
 """Saving and loading the checkpoints of a run while it trains.
 
 `kit.run.checkpoint` defines when a checkpoint is complete and how it is checked. All ranks save and
-load together. Writing happens in the background. A damaged checkpoint is set aside, never deleted,
-and the one before it is loaded.
+load together. Writing happens in the background. A damaged checkpoint is renamed, never deleted,
+and the previous checkpoint is loaded.
 """
 
 import time
@@ -38,7 +38,7 @@ class CheckpointManager:
         engine: engine whose weights and optimizer states are saved and loaded.
         group: group of all ranks, on the CPU.
         attempt: number of the attempt.
-        notices: where damaged and undeletable checkpoints are reported.
+        notices: receive reports of damaged checkpoints and of checkpoints that cannot be deleted.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class CheckpointManager:
         Args:
             step: steps of the run so far.
             samples: samples of the run so far.
-            fields: further fields of the manifest, of the policy for bad steps.
+            fields: fields of the manifest from the policy for bad steps.
 
         Raises:
-            CheckpointError: this or the previous checkpoint could not be written. Older ones are
-                intact.
+            CheckpointError: This or the previous checkpoint could not be written. Older checkpoints
+                are intact.
         """
         start = time.perf_counter()
         facts = {
@@ -79,13 +79,13 @@ class CheckpointManager:
         self.save_s += time.perf_counter() - start
 
     def load_latest(self) -> Manifest | None:
-        """Fills the engine from the newest checkpoint that all ranks can read. Returns its
-        manifest, or None if there are no checkpoints.
+        """Fills the engine from the newest checkpoint that all ranks can read. Returns the
+        checkpoint's manifest, or None if there are no checkpoints.
 
         Damaged checkpoints are reported and renamed, never deleted.
 
         Raises:
-            CheckpointError: there are checkpoints and all of them are damaged. Nothing is renamed.
+            CheckpointError: There are checkpoints and all of them are damaged. Nothing is renamed.
         """
         problems: dict[int, str] = {}
         for step in reversed(from_rank_0(self.run.checkpoints.steps, self.group)):
@@ -106,7 +106,9 @@ class CheckpointManager:
         return None
 
     def _set_aside(self, problems: dict[int, str], loaded: int) -> None:
-        """Renames damaged checkpoints and reports them. `problems` has an error message by step."""
+        """Renames damaged checkpoints and reports them. `problems` maps each step to an error
+        message.
+        """
         sentences = []
         for step, problem in problems.items():
             kept = self.run.checkpoints.set_aside(step, self.attempt)
@@ -128,7 +130,7 @@ class CheckpointManager:
         """Waits until the checkpoint that is being written, if any, is valid.
 
         Raises:
-            CheckpointError: it could not be written. Older ones are intact.
+            CheckpointError: The checkpoint could not be written. Older checkpoints are intact.
         """
         self.format.finish()
 
@@ -152,8 +154,8 @@ class CheckpointManager:
 
 
 def checkpoint_format(run: Run, engine: Engine, group: Any, *, attempt: int) -> CheckpointFormat:
-    """Returns the writer and reader of an engine's checkpoints: torch's distributed checkpoint, or
-    NxD's files.
+    """Returns the writer and reader of an engine's checkpoints, for torch's distributed checkpoint
+    or for NxD's files.
     """
     if isinstance(engine, PortableEngine):
         return PortableCheckpoints(run, engine, group, attempt=attempt)
@@ -163,10 +165,11 @@ def checkpoint_format(run: Run, engine: Engine, group: Any, *, attempt: int) -> 
 
 
 class PortableCheckpoints(CheckpointWriter):
-    """Checkpoints by torch's distributed checkpoint. Any layout and any portable engine reads them.
+    """Checkpoints in the format of torch's distributed checkpoint. Portable engines read them on
+    any layout.
 
     The state is copied while the next forward and backward pass run. The optimizer step waits until
-    it is copied.
+    the state is copied.
     """
 
     def __init__(self, run: Run, engine: PortableEngine, group: Any, *, attempt: int) -> None:
@@ -184,7 +187,7 @@ class PortableCheckpoints(CheckpointWriter):
     def save(self, facts: dict[str, Any]) -> None:
         """Begins to write. Returns as soon as training may continue.
 
-        `facts` are the manifest's fields other than attempt, time and files.
+        `facts` are the fields of the manifest other than attempt, time and files.
         """
         self.start(self.engine.state_dict(), facts)
 
@@ -192,8 +195,8 @@ class PortableCheckpoints(CheckpointWriter):
         """Fills the engine from the checkpoint of `step` and returns its manifest.
 
         Raises:
-            DamagedCheckpointError: the checkpoint is not as it was written. It is raised on all
-                ranks, and the state of the engine is undefined.
+            DamagedCheckpointError: The checkpoint has changed since it was written. The error is
+                raised on all ranks, and the state of the engine is undefined.
         """
         described = from_rank_0(lambda: self.checkpoints.describe(step), self.control)
         tensors = CheckpointTensors(self.checkpoints, described, self.spec)
@@ -212,7 +215,8 @@ def load_initial_weights(folder: str, spec: ModelSpec, engine: Engine) -> None:
     each tensor.
 
     Raises:
-        ConfigError, DataError, MissingPackageError: the folder does not hold this model.
+        ConfigError, DataError, MissingPackageError: The folder does not hold this model, or a
+            package to read the folder is missing.
     """
     # Imported here, since no other run needs the converters.
     from kit.interop.weights.hugging_face import hugging_face_weights

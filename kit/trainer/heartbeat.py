@@ -3,7 +3,7 @@ people who watch the run.
 
 Each rank has a file. In a run of more than MANY ranks, rank 0 gathers the heartbeats of all ranks
 every GATHER_EVERY_S, so that no file system gets many writes at once. The training thread only
-leaves values in memory. `kit.trainer.background` calls the methods that read or write files.
+stores values in memory. `kit.trainer.background` calls the methods that read or write files.
 """
 
 import os
@@ -34,7 +34,7 @@ from kit.trainer.callback import Step
 BEAT_EVERY_S = 1.0
 """Seconds between two heartbeats of a rank."""
 RECENT = 15
-"""Number of steps over which a heartbeat gives medians, since a single step says little on a busy
+"""Number of steps whose medians are in a heartbeat, since a single step says little on a busy
 machine."""
 
 
@@ -52,8 +52,8 @@ class Notices:
         """Notices that are not in the alerts and the history yet, oldest first."""
 
     def add(self, kind: str, notice: str, step: int) -> None:
-        """Prints a notice on rank 0. `write` adds it to the alerts and the history, and the next
-        heartbeat to the state.
+        """Prints a notice on rank 0. `write` adds the notice to the alerts and the history, and the
+        next heartbeat adds it to state.json.
         """
         if dist.get_rank() != 0:
             return
@@ -74,7 +74,7 @@ class Notices:
         """Writes the notices that were added since the last call.
 
         Raises:
-            OSError: not all could be written. The next call tries again.
+            OSError: Not all notices could be written. The next call tries again.
         """
         while self.unwritten:
             alert = self.unwritten[0]
@@ -86,14 +86,14 @@ class Notices:
 
 
 class Heartbeat:
-    """The heartbeat of a rank: what it did last.
+    """The heartbeat of a rank: the record of its last step.
 
     Args:
         home: the run directory.
         attempt: number of the attempt.
         group: group of all ranks, on the CPU.
         notices: notices of the attempt.
-        wake: begins the next background pass at once.
+        wake: function that begins the next background pass at once.
     """
 
     def __init__(
@@ -124,19 +124,20 @@ class Heartbeat:
         self.last = dict[str, Any]()
         """Fields of RankHeartbeat about the last step. Each step replaces the object."""
         self.written: dict[str, Any] = self.last
-        """The `last` that is in this rank's file."""
+        """Value of `last` that this rank's file contains."""
         self.recorded: dict[str, Any] = self.last
-        """The `last` that is in state.json."""
+        """Value of `last` that state.json contains."""
         self.final: dict[str, Any] | None = None
         """Fields of state.json at the end of training, until they are written."""
         self.must_answer = False
-        """Whether the watchdog wants a sign that this process still runs."""
+        """Whether the watchdog has requested a heartbeat, to see that this process still runs."""
         self.recent = deque[list[float | None]](maxlen=RECENT)
+        """Seconds of the last RECENT steps: the time of each of PARTS, and the rank's own time."""
         self.remembered: dict[int, float] | None = None
         """Time of each rank's heartbeat by its own clock, at the last `look_at_ranks`."""
 
     def after_step(self, step: Step) -> None:
-        """Keeps what the next heartbeat says about a step."""
+        """Stores the values of a step for the next heartbeat."""
         # Without the time of waiting for other ranks, the rank's own time is unknown.
         work_s = step.work_s if "waiting_s" in step.row else None
         self.recent.append([*map(step.row.get, PARTS), work_s])
@@ -148,7 +149,7 @@ class Heartbeat:
         }
 
     def end(self, state: JobState, reason: str, step: int) -> None:
-        """Has the last heartbeat of rank 0 record how training ended."""
+        """Stores how training ended. On rank 0 the next `write_state` records it."""
         if self.beat.rank == 0:
             self.final = {"state": state, "reason": reason, "step": step}
 
@@ -156,7 +157,7 @@ class Heartbeat:
         """Writes this rank's file, if there was a step since the last call.
 
         Raises:
-            JobError: the run directory is lost.
+            JobError: The run directory is lost.
         """
         last = self.last
         if last is not self.written and not self.is_gathered:
@@ -165,10 +166,11 @@ class Heartbeat:
             self.written = last
 
     def write_state(self) -> None:
-        """Writes state.json, for rank 0, if there was a step since the last call.
+        """Writes state.json if there was a step since the last call, or if training has ended.
+        Called on rank 0 only.
 
         Raises:
-            JobError: the run directory is lost, or belongs to a newer attempt.
+            JobError: The run directory is lost, or belongs to a newer attempt.
         """
         last = self.last
         final = self.final
@@ -185,22 +187,22 @@ class Heartbeat:
             self.final = None
 
     def answer(self) -> None:
-        """Has this rank's file say that the process still runs, while a step is late. Never waits,
-        since the watchdog calls it.
+        """Requests a heartbeat with the present time while a step is late. Never waits, since the
+        watchdog calls it.
         """
         self.must_answer = True
         self.wake()
 
     def write_answer(self) -> None:
-        """Writes this rank's file with the present time, if the watchdog wants it. Writes nothing
-        into a directory that has taken the place of the run directory.
+        """Writes this rank's file with the present time, if `answer` has requested it. Writes
+        nothing into a directory that has taken the place of the run directory.
         """
         if self.must_answer and not self.is_gathered and not self.home.why_lost():
             write_rank_heartbeat(self.directory, self._newest().replace(time=time.time()))
         self.must_answer = False
 
     def must_gather(self) -> bool:
-        """Returns whether all ranks have to call `gather` now. Rank 0 decides, for all of them."""
+        """Returns whether all ranks must call `gather` now. Only rank 0's result counts."""
         return self.is_gathered and time.monotonic() - self.gathered_at > GATHER_EVERY_S
 
     def gather(self) -> None:

@@ -1,4 +1,4 @@
-"""A researcher's own numbers of each step: a Python file with `on_step(state) -> dict[str,
+"""A researcher's own numbers of each step, from a Python file with `on_step(state) -> dict[str,
 float]`.
 """
 
@@ -23,34 +23,35 @@ from kit.trainer.heartbeat import Notices
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepState:
-    """What a hook may look at, once the step is done and the next has not begun; it may change
-    nothing.
-    """
+    """State of a step, which a hook may read but must not change. The next step has not begun."""
 
     step: int
-    tokens: int  # of the run so far
+    tokens: int  # tokens of the run so far
     loss: float  # nats per token
     grad_norm: float  # before clipping
     learning_rate: float
     rank: int
     num_ranks: int
-    parts: tuple[torch.nn.Module, ...]  # of engine native: what this rank holds, after the update
+    parts: tuple[torch.nn.Module, ...]  # this rank's modules after the update (engine native)
 
 
 class Hook(Callback):
-    """The copy of a hook in a run directory, on one rank.
+    """Calls the copy of a hook in a run directory, on one rank.
 
-    Every rank calls it after every step, so it may communicate; rank 0's numbers are recorded as
-    `hook/NAME`, with its own time, which no step's holds, as `hook/seconds`. An exception on any
-    rank, or what is no dict of numbers, turns it off on all for the rest of the attempt, with an
-    alert, and training goes on. Ranks that wait in a collective of the hook for one that failed
-    before it are ended by the watchdog.
+    Every rank calls the hook after every step, so the hook may communicate. Rank 0's numbers are
+    recorded as `hook/NAME`. The hook's own time is recorded as `hook/seconds` and is not part of
+    any step's time.
+
+    The hook is turned off on all ranks if it raises an exception on any rank, or returns anything
+    but a dict of numbers. It stays off for the rest of the attempt, an alert is added, and training
+    continues. If the hook fails on one rank before a collective, the other ranks wait in the
+    collective until the watchdog ends them.
 
     Raises:
-        ConfigError: the file is damaged or has no `on_step`.
+        ConfigError: The file is damaged or has no `on_step`.
     """
 
-    needs_each_result = True  # it sees the step's own weights
+    needs_each_result = True  # The hook reads the weights after the step.
 
     def __init__(self, run: Run, engine: Engine, group: Any, notices: Notices) -> None:
         self.run = run
@@ -59,7 +60,8 @@ class Hook(Callback):
         self.notices = notices
         self.file = run.directory / HOOK
         self.is_on = True
-        # Modules beside the user's own file can be imported. Last in sys.path, they shadow none.
+        # The hook can import modules beside the user's file. The folder is last in sys.path, so
+        # they shadow no other modules.
         if (folder := str(Path(str(run.recipe.hook)).parent)) not in sys.path:
             sys.path.append(folder)
         try:
@@ -70,7 +72,9 @@ class Hook(Callback):
             ) from error
 
     def after_step(self, step: Step) -> None:
-        """Adds the hook's numbers to the row, or turns it off on all ranks and says why."""
+        """Adds the hook's numbers to the row. If the hook fails, turns the hook off on all ranks
+        and reports the reason.
+        """
         if not self.is_on:
             return
         state = StepState(
@@ -103,7 +107,9 @@ class Hook(Callback):
         return {f"hook/{name}": value for name, value in found.items()} | {"hook/seconds": seconds}
 
     def _located(self, error: Exception) -> str:
-        """Returns file, line and error; of a line elsewhere the one in the file that led to it."""
+        """Returns a text with file, line and error. If the error was raised in another file, the
+        line is the hook's line that led to the error.
+        """
         calls = reversed(traceback.extract_tb(error.__traceback__))
         ours = next((call.lineno for call in calls if call.filename == str(self.file)), None)
         line = getattr(error, "lineno", None) or ours
@@ -112,7 +118,9 @@ class Hook(Callback):
 
 
 def _checked(numbers: Any) -> dict[str, float]:
-    """Returns numbers, tensors and NumPy's of one element too, as floats."""
+    """Returns the hook's numbers as floats. Tensors and NumPy arrays of one element count as
+    numbers.
+    """
     if not isinstance(numbers, dict):
         raise TypeError(
             f"on_step returned {type(numbers).__name__}, not a dict of numbers; {{}} says nothing"

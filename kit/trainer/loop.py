@@ -41,7 +41,8 @@ from kit.trainer.watchdog import Watchdog, patience_s
 REQUESTS_EVERY_S = 0.5
 """Seconds between two agreements of the ranks on requests to stop or to save."""
 REQUESTS_MAX_STEPS = 32
-"""Most steps between two such agreements, since any of the steps may be slow."""
+"""Largest number of steps between two agreements on requests, since any of the steps may be
+slow."""
 FLUSH_WAIT_S = 10.0
 """Longest wait, in seconds, for the metrics of the steps before a checkpoint."""
 END_WAIT_S = 60.0
@@ -53,7 +54,7 @@ ASYNCHRONOUS_DEVICES = ("cuda",)
 
 
 class Trainer:
-    """One rank of one attempt of a run."""
+    """Trains one rank in one attempt of a run."""
 
     def __init__(self, run: Run, *, attempt: int, device: torch.device) -> None:
         self.run = run
@@ -110,16 +111,16 @@ class Trainer:
             self.callbacks.append(Hook(run, self.engine, self.control, self.notices))
 
         self.step, self.samples = self._load_state()
-        """Steps and samples of the run so far, with those of launched steps."""
+        """Steps and samples of the run so far, launched steps included."""
         self.launched: deque[Step] = deque()
-        """Steps whose result was not read yet, oldest first."""
+        """Launched steps whose result was not read yet, oldest first."""
         self.max_unfinished = 0
-        """Steps that may be launched and not finished when the next one is launched."""
+        """Number of launched steps that may be unfinished when the next step is launched."""
         works_ahead = self.plan.capabilities.works_ahead and device.type in ASYNCHRONOUS_DEVICES
         if works_ahead and not self._needs_each_result():
             self.max_unfinished = 1
         self.rows: list[dict[str, Any]] = []
-        """Metrics of finished steps that the background does not have yet."""
+        """Metrics rows of finished steps that the background thread does not have yet."""
         self.finished_at = 0.0
         """Time at which the last step finished, by `time.perf_counter`."""
         self.next_agreement = 0
@@ -145,7 +146,9 @@ class Trainer:
         return manifest.step, manifest.samples
 
     def _needs_each_result(self) -> bool:
-        """Returns whether no step may be launched before the result of the one before is known."""
+        """Returns whether the result of each step must be known before the next step is
+        launched.
+        """
         if self.bad_steps.continues_after_bad_step:
             return True
         return any(callback.needs_each_result for callback in self.callbacks)
@@ -153,9 +156,9 @@ class Trainer:
     def train(self) -> str:
         """Trains until the recipe's last step or a request to stop. Returns why training ended.
 
-        On a GPU a step is launched before the result of the one before is read: at most
-        `max_unfinished` steps are without a result, and none when a checkpoint is saved or the
-        validation loss is computed.
+        On a GPU a step is launched before the result of the previous step is read. At most
+        `max_unfinished` steps are without a result. All results are read before a checkpoint is
+        saved or the validation loss is computed.
         """
         should_stop = False
         with self._last_rows_written():
@@ -183,14 +186,16 @@ class Trainer:
         return self._report_end()
 
     def _start(self) -> None:
-        """Starts the threads beside the loop."""
+        """Starts the background thread, the watchdog and the callbacks."""
         self._start_background()
         self.watchdog.start()
         for callback in self.callbacks:
             callback.on_start()
 
     def _launch_step(self) -> None:
-        """Launches one optimizer step on the next batch. A GPU works on it after the return."""
+        """Launches one optimizer step on the next batch. A GPU may still work on the step after the
+        return.
+        """
         start = time.perf_counter()
         learning_rate = self.recipe.learning_rate_at(self.step + 1)
         batch = self.batches.at(self.samples)
@@ -227,7 +232,7 @@ class Trainer:
             self.heartbeat.after_step(step)
 
     def _read_result(self) -> Step:
-        """Waits for the oldest launched step. Returns it with its row of the metrics, which is
+        """Waits for the oldest launched step. Returns the step with its metrics row. The row is
         recorded even if the reaction to the step ends the run.
         """
         step = self.launched.popleft()
@@ -239,7 +244,7 @@ class Trainer:
         loss, grad_norm = step.begun.read()
         previous_finished_at = self.finished_at
         self.finished_at = time.perf_counter()
-        # A step that was launched early waited until the device had finished the one before.
+        # A step that was launched early waited until the device had finished the previous step.
         begun_at = max(previous_finished_at, step.start)
         length = self.run.spec.sequence_length
         batch_size = self.plan.global_batch_size
@@ -262,7 +267,7 @@ class Trainer:
         return row
 
     def _agree_on_requests(self) -> tuple[bool, bool]:
-        """Returns (should stop, should save), the same on all ranks.
+        """Returns (should stop, should save), equal on all ranks.
 
         Rank 0 finds the requests and broadcasts them. It also chooses the number of steps until the
         next agreement, so that a request is honoured within about a second.
@@ -290,7 +295,9 @@ class Trainer:
         return bool(should_stop), bool(should_save)
 
     def _is_due(self, every: int | None, is_last: bool = False) -> bool:
-        """Returns whether something that happens `every` so many steps happens after this step."""
+        """Returns whether an action with a period of `every` steps happens after the last launched
+        step. If `every` is None, it never happens. If `is_last`, it always happens.
+        """
         if every is None:
             return False
         return is_last or self.step % every == 0
@@ -309,7 +316,7 @@ class Trainer:
         row["validation_s"] = round(time.perf_counter() - start, 6)
 
     def _write_rows(self) -> None:
-        """Hands the metrics of finished steps to the background."""
+        """Hands the metrics of finished steps to the background thread."""
         if self.rank == 0:
             self.metrics.add(self.rows)
         self.rows.clear()
@@ -326,7 +333,7 @@ class Trainer:
             self.checkpoints.save(self.step, self.samples, self.bad_steps.manifest_fields())
 
     def _end(self) -> None:
-        """Ends callbacks and threads, and waits for the last checkpoint."""
+        """Ends the callbacks and the watchdog, and waits for the last checkpoint."""
         for callback in self.callbacks:
             callback.on_end()
         self.watchdog.stop()
@@ -353,9 +360,10 @@ class Trainer:
         try:
             yield
         except Exception as error:
-            # If the run directory is lost, this is why the rest failed, on every rank.
+            # `check` raises if the run directory is lost, which then is the cause of this error on
+            # every rank.
             self.home.check()
-            # After a bad step the results of later steps mean nothing.
+            # After a bad step the results of later steps are useless.
             if not isinstance(error, RunError):
                 with contextlib.suppress(Exception):  # A failed device gives no more results.
                     while self.launched:
@@ -374,7 +382,7 @@ class Trainer:
             background.add(self.notices.write)
             background.add(self.requests.look)
             background.add(self.heartbeat.write_gathered)
-        if not self.heartbeat.is_gathered:  # Else most ranks have no such file, and need no thread.
+        if not self.heartbeat.is_gathered:  # Otherwise most ranks write no file and need no thread.
             background.add(self.heartbeat.write, beat_s)
             background.add(self.heartbeat.write_answer)
         if self.rank == 0:
@@ -395,8 +403,8 @@ class Trainer:
             )
 
     def _report_disk(self, problem: str) -> None:
-        """Reports that the file system fails under the monitoring files. Called in the
-        background.
+        """Reports an error of the file system with the monitoring files. Called in the background
+        thread.
         """
         if self.rank == 0:
             self.notices.add("disk", problem, self.step)

@@ -1,8 +1,8 @@
 """Records the steps `recipe.profile_steps` of the ranks `profile_ranks`.
 
-A rank leaves `rank_00000.trace.json.gz` in RUN/profile/step_N/ (Chrome's trace format, for
-ui.perfetto.dev) and, on a GPU, `rank_00000.memory.pickle` (for pytorch.org/memory_viz); N is the
-first step that was recorded.
+A rank writes `rank_00000.trace.json.gz` into RUN/profile/step_N/ (Chrome's trace format, for
+ui.perfetto.dev). On a GPU it also writes `rank_00000.memory.pickle` (for pytorch.org/memory_viz). N
+is the first recorded step.
 """
 
 import os
@@ -18,13 +18,13 @@ from kit.trainer.callback import Callback
 from kit.trainer.watchdog import Watchdog
 
 MEMORY_EVENTS = 200_000
-"""Allocations and releases that a memory snapshot keeps, the newest."""
+"""Number of the newest allocations and releases that a memory snapshot contains."""
 
 
 class Profiler(Callback):
     """The profiler of one rank.
 
-    All ranks begin and end together, so that none waits in mid-step.
+    All ranks begin and end together, so that no rank waits for another within a step.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Profiler(Callback):
         self.recording: torch.profiler.profile | None = None
 
     def needs_finished_steps(self, step: int) -> bool:
-        """Returns whether recording begins or ends before `step`. A run may resume among the steps
-        to record.
+        """Returns whether recording begins or ends before `step`. A run may resume in the middle of
+        the steps to record.
         """
         return self.is_on != (self.first <= step <= self.last)
 
     def before_step(self, step: int) -> None:
-        """Begins to record, or writes what was recorded until now."""
+        """Begins to record, or writes the recorded steps."""
         if self.needs_finished_steps(step):
             with self.watchdog.paused():
                 if self.is_on:
@@ -55,7 +55,7 @@ class Profiler(Callback):
                     self._begin(step)
 
     def on_end(self) -> None:
-        """Writes what was recorded until the last step."""
+        """Writes the steps that were recorded until the last step."""
         if self.is_on:
             with self.watchdog.paused():
                 self._end()
@@ -76,7 +76,7 @@ class Profiler(Callback):
         self.is_on = False
         try:
             self._write()
-        except (OSError, RuntimeError) as error:  # a full disk, which must not end training
+        except (OSError, RuntimeError) as error:  # A full disk must not end training.
             print(f"rank {self.rank}: its profile was not written: {error}", flush=True)
         dist.barrier(self.group)
 
@@ -84,7 +84,7 @@ class Profiler(Callback):
         if self.recording is None:
             return
         self.recording.stop()
-        self.folder.parent.mkdir(exist_ok=True)  # no parents: a run that is gone is not made again
+        self.folder.parent.mkdir(exist_ok=True)  # Never makes a removed run again.
         self.folder.mkdir(exist_ok=True)
         name = f"rank_{self.rank:05d}"
         self._replace(f"{name}.trace.json.gz", self.recording.export_chrome_trace)
@@ -92,9 +92,10 @@ class Profiler(Callback):
             self._replace(f"{name}.memory.pickle", lambda file: write_memory(Path(file)))
 
     def _replace(self, name: str, write: Callable[[str], object]) -> None:
-        """Replaces a file of the profile by what `write` writes to the path that it is given.
+        """Replaces the file `name` of the profile. `write` writes the content to the path that it
+        gets.
 
-        `write` gets a path with a random name, which is then renamed. So a link under `name`, which
+        The path has a random name, and the file is then renamed. So a link under `name`, which
         another user may have made, is replaced, and its target keeps its content.
         """
         part = self.folder / f".{os.urandom(4).hex()}.{name}"

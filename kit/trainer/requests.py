@@ -1,5 +1,5 @@
-"""Requests of people and of the supervisor. They are found in the background, and training acts on
-them at a step boundary.
+"""Requests of users and of the supervisor. The background thread finds them, and training acts on
+them between two steps.
 """
 
 from pathlib import Path
@@ -21,28 +21,30 @@ class Requests:
         self.found = set[Request]()
         """Requests that training has not acted on yet."""
         self.taken = dict[Request, int]()
-        """Step after which training acted on a request, until that is recorded."""
+        """Step after which training acted on each request, until `look` has recorded the step."""
 
     def look(self) -> None:
-        """Finds new requests, and records at which step training acted on earlier ones.
+        """Finds new requests, and records the steps at which training acted on earlier requests.
 
         Raises:
-            OSError: a file could not be read or written. The next call tries again.
+            OSError: A file could not be read or written. The next call tries again.
         """
         for request in REQUESTS:
             if request in self.taken:
                 note_step(self.directory, request, self.taken[request])
                 del self.taken[request]
-            # The record of one request must not be mistaken for that of the next.
+            # The record of one request must not be mistaken for the next request's record.
             if request in self.found or request in self.taken:
                 continue
             if take_request(self.directory, request):
                 self.found.add(request)
 
     def take(self, request: Request, step: int) -> bool:
-        """Returns whether there is such a request. The caller acts on it after `step`."""
+        """Returns whether there is a request of this kind. The caller acts on the request after
+        `step`.
+        """
         if request not in self.found:
             return False
-        self.taken[request] = step  # First, so that `look` never sees it in neither.
+        self.taken[request] = step  # Set first, so that `look` always finds the request.
         self.found.discard(request)
         return True

@@ -1,20 +1,23 @@
-"""What a loss spike is, and what a bad start: the rules of the guard that answers spikes, the
-alerts, and the figures.
+"""Rules for loss spikes and bad starts. The reaction to bad steps, the alerts and the figures use
+them.
 
-Another trainer's log may have one line for many steps; all its rows say the same, which counts once
-(`lines`).
+The log of another trainer may have one line for many steps. The rows of these steps repeat one
+loss, which counts once (`lines`).
 
-A loss stands out if it is above the median of the 40 finite losses before it by more than 12 of
-their median absolute deviations (8 standard deviations of Gaussian noise), and by more than 1.2 %.
-Median and deviation, unlike mean and variance, hold while up to half of those before are spikes
-themselves. The window is short because the loss falls: over 300 steps the fall itself makes the
-deviation, and in simulated training (a power law with 2 % noise) no spike of 15 standard deviations
-was found before step 1,000, where 40 steps find two in three at step 350 and all from 1,000 on.
-False alarms do not tell them apart: none in 200,000 steps of Gaussian noise, and with the heavy
-tails of Student's t of 5 degrees of freedom 18 and 12 in 100,000.
+A loss is a spike if it is above the median of the 40 finite losses before it by more than 12 times
+their median absolute deviation (8 standard deviations of Gaussian noise), and by more than 1.2 %.
+Unlike mean and variance, median and deviation stay useful while up to half of the 40 losses are
+spikes.
 
-Before there are 40 losses, only a start that goes wrong is told of (`bad_start`). The guard has no
-answer to it: no update of such a run is worth keeping. No torch.
+The window is short because the loss falls. Over 300 steps, the decrease of the loss dominates the
+deviation. In simulated training (a power law with 2 % noise), a window of 300 steps found no spike
+of 15 standard deviations before step 1,000. A window of 40 steps found two in three at step 350 and
+all from step 1,000 on. Both windows give similar numbers of false alarms: none in 200,000 steps of
+Gaussian noise. With the heavy tails of Student's t (5 degrees of freedom), 40 steps give 18 and 300
+steps give 12 false alarms in 100,000 steps.
+
+Before there are 40 losses, only a bad start is reported (`bad_start`). No reaction to a bad start
+exists, since no update of such a run is worth keeping. Imports no torch.
 """
 
 from collections.abc import Sequence
@@ -22,29 +25,31 @@ from collections.abc import Sequence
 import numpy as np
 
 MADS = 12.0
+"""Distance of a spike from the median, in median absolute deviations."""
 FLOOR = 1e-3
-"""Of the median: the least deviation, so that a loss that is almost constant is not judged by
-its last digits."""
+"""Smallest deviation, as a share of the median, so that a loss that is almost constant is not
+judged by its last digits."""
 WINDOW = 40
+"""Number of finite losses with which a loss is compared."""
 START_LINES, SETTLED = 10, 30
-"""Losses in a row that make a bad start; steps after which an untrained model should guess no
-worse than at random."""
+"""START_LINES is the number of losses in a row that make a bad start if all are too high. SETTLED
+is the number of steps after which an untrained model should guess no worse than at random."""
 
 
 def stands_out(loss: float, before: Sequence[float]) -> bool:
-    """Returns whether a loss is a spike beside the last `WINDOW` finite losses before it; False
-    beside fewer.
+    """Returns whether a loss is a spike, compared with the last WINDOW finite losses before it.
+    Returns False if there are fewer losses.
     """
     return bool(spikes(np.array([*before, loss]), start=len(before)))
 
 
 def spikes(losses: np.ndarray, start: int = 0) -> list[tuple[int, float]]:
-    """Returns (row, median before) of the losses from row `start` on that stand out; infinite
-    ones are none.
+    """Returns (row, median of the window before the row) for every loss spike from row `start` on.
+    Non-finite losses are ignored.
     """
     since = start
     while since and len(lines(losses[since:start])) < WINDOW:
-        since = max(0, 2 * since - start - WINDOW)  # twice as far back, and a little
+        since = max(0, 2 * since - start - WINDOW)  # twice as far back, plus WINDOW
     rows = since + lines(losses[since:])
     first = max(WINDOW, int(np.searchsorted(rows, start)))
     if first >= len(rows):
@@ -58,21 +63,22 @@ def spikes(losses: np.ndarray, start: int = 0) -> list[tuple[int, float]]:
 
 
 def lines(losses: np.ndarray) -> np.ndarray:
-    """Returns the rows whose loss is finite and says something new, which those of one line of a
-    log say once.
+    """Returns the rows whose loss is finite and differs from the previous finite loss. If a log has
+    one line for many steps, each line gives one row.
     """
     rows = np.flatnonzero(np.isfinite(losses))
     return rows[np.diff(losses[rows], prepend=np.nan) != 0]
 
 
 def bad_start(losses: np.ndarray, guess: float) -> int | None:
-    """Returns the first row at which ten of the first 40 losses in a row were too high; None where
-    none was.
+    """Returns the row at which START_LINES losses in a row were too high, among the first WINDOW
+    losses (`lines`). Returns None if there is no bad start.
 
-    Too high is 10 % above the larger of the first loss and `guess`, the ln(vocabulary) of guessing
-    at random, and for a model that was trained before, half as high again as its first. From step
-    30 on it is at the latest 1.5 times `guess`: weights may begin worse than that (60.7 of LUMI's
-    175B), but 20 steps take them there (10.8).
+    `guess` is ln(vocabulary), the loss of guessing at random. A loss is too high if it exceeds the
+    larger of the first loss and `guess` by 10 %. For a model that was trained before, a loss 50 %
+    above the first loss is too high. From row SETTLED on, a loss above 1.5 times `guess` is always
+    too high. Initial weights may give a higher loss (60.7 in LUMI's 175B run), but 20 steps bring
+    the loss below this limit (10.8).
     """
     for steps_a_line in (10, 10_000):
         rows = lines(losses[: WINDOW * steps_a_line])[:WINDOW]
@@ -88,5 +94,5 @@ def bad_start(losses: np.ndarray, guess: float) -> int | None:
 
 
 def _medians(lines: np.ndarray) -> np.ndarray:
-    ordered = np.sort(lines, axis=1)  # ten times as fast as numpy.median for lines this short
+    ordered = np.sort(lines, axis=1)  # Ten times as fast as numpy.median on short rows.
     return (ordered[:, WINDOW // 2 - 1] + ordered[:, WINDOW // 2]) / 2

@@ -1,5 +1,5 @@
-"""What a rank tells of itself beside its steps, without waiting for its device: its memory, its
-own work and speed; and Python's garbage.
+"""Measurements of a rank beside its steps, made without waiting for its device: its memory, own
+work and speed. Also controls Python's garbage collection.
 """
 
 import functools
@@ -17,27 +17,35 @@ from kit.config.plan import Plan
 from kit.trainer.callback import Step
 
 COLLECT_EVERY = 20
-"""Steps. The model's cycles hold no tensors; an eager step with selective recomputation leaves some
-200 objects a layer and micro-batch, so that later there would be millions. A save makes millions
-too, all of which stay."""
+"""Steps between two garbage collections. The model's reference cycles hold no tensors. An eager
+step with selective recomputation leaves some 200 objects per layer and micro-batch, so that rare
+collections would find millions. A save also makes millions of objects, which all stay."""
 PROBE_EVERY_S = 60.0
+"""Seconds between two speed probes of a GPU."""
 PROBE_SIZE, PROBE_PRODUCTS, PROBE_PARTS = 4096, 12, 5
-"""5 x 12 products of 0.14 TFLOP: some 15 ms on an H100, 50 ms on half an MI250X."""
+"""Rows of a probe's square matrices, products per timed part, and timed parts per probe. The 5 x 12
+products of 0.14 TFLOP take some 15 ms on an H100 and 50 ms on half an MI250X."""
 
 
 class Telemetry:
-    """Adds to each row the memory of this rank and, on a CPU, how long it waited for others."""
+    """Adds the memory of this rank to each row and, on a CPU, the seconds for which this rank
+    waited for others. On a GPU it measures the speed of matrix products.
+    """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.device = device
         self.probe = SpeedProbe(device) if device.type == "cuda" else None
-        self.collects = not plan.capabilities.runs_on_trainium  # whose cycles may hold tensors
+        self.collects = (
+            not plan.capabilities.runs_on_trainium
+        )  # On Trainium cycles may hold tensors.
 
     def after_step(self, step: Step) -> None:
-        """Looks at memory and work, and collects garbage when it is time."""
+        """Adds memory and waiting time to the row, sets the step's own work, and collects garbage
+        when it is due.
+        """
         step.row |= memory_row(self.device)
         if self.device.type == "cpu":
-            # This thread computes, and does not while it waits for other ranks.
+            # On a CPU this thread computes the step, except while it waits for other ranks.
             step.work_s = step.data_s + step.busy_s
             step.row["waiting_s"] = round(max(0.0, step.launch_s - step.busy_s), 6)
         elif self.probe:
@@ -47,17 +55,17 @@ class Telemetry:
 
 
 def collect_garbage(step: int) -> None:
-    """Collects new garbage at certain steps only, the same on all ranks, which else would wait for
-    each other's pauses; what is older is not looked at.
+    """Collects recent garbage at certain steps, which are equal on all ranks. If ranks collected at
+    different steps, they would wait for each other's pauses. Older objects are not searched.
     """
     if step % COLLECT_EVERY == 1:
-        gc.disable()  # again: loading a checkpoint turns it on
+        gc.disable()  # Repeated, since loading a checkpoint enables collection.
         gc.collect(1)
 
 
 def memory_row(device: torch.device) -> dict[str, Any]:
-    """Returns the columns of the metrics about memory: peaks of the device of this rank, on a CPU
-    the peak of its process. XLA does not report memory.
+    """Returns the metrics columns about memory: peaks in bytes on this rank's device or, on a CPU,
+    of its process. On a GPU also counts allocation retries. XLA does not report memory.
     """
     if device.type == "xla":
         return {"memory_bytes": None}
@@ -73,8 +81,8 @@ def memory_row(device: torch.device) -> dict[str, Any]:
 
 
 def busy_s() -> float:
-    """Returns the seconds in which this thread has computed or, where Linux tells, waited for a
-    core to compute on.
+    """Returns the seconds for which this thread has computed or, where Linux reports it, waited for
+    a core.
     """
     try:
         told = os.pread(_schedule(threading.get_native_id()), 64, 0)
@@ -85,21 +93,21 @@ def busy_s() -> float:
 
 @functools.cache
 def _schedule(thread: int) -> int:
-    """Returns the open file that tells how long a thread of this process was on a core, and in its
-    queue, in nanoseconds.
+    """Returns the descriptor of the open file with two times of a thread, in nanoseconds: on a
+    core, and in the queue of a core.
 
-    Each step asks twice, and to open it costs four times as much as to read it.
+    Each step reads the file twice. Opening costs four times as much as reading.
     """
     return os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
 
 
 class SpeedProbe:
-    """Times matrix products on this rank's GPU now and then: steps tell nothing, as all ranks
-    wait for the slowest.
+    """Measures the seconds of matrix products on this rank's GPU, every PROBE_EVERY_S. Step times
+    do not show the speed of one GPU, since all ranks wait for the slowest rank.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Of zeros a product takes less power, and hides a slow clock.
+        # Random values: a product of zeros needs less power, which would hide a slow clock.
         own = torch.Generator(device).manual_seed(0)
         self.matrix = torch.randn(
             PROBE_SIZE, PROBE_SIZE, generator=own, dtype=torch.float16, device=device
@@ -110,8 +118,8 @@ class SpeedProbe:
         self.seconds = None
 
     def look(self) -> float | None:
-        """Returns the seconds of the best part of the newest probe that has ended; launches
-        another if it is time.
+        """Returns the seconds of the fastest part of the newest finished probe, or None before the
+        first. Launches the next probe when it is due.
         """
         if self.marks and self.marks[-1].query():
             self.seconds = min(start.elapsed_time(end) for start, end in pairwise(self.marks)) / 1e3

@@ -1,9 +1,10 @@
-"""A watchdog in each rank: a step that never ends ends the attempt, so that a restart can begin.
+"""A watchdog in each rank. If a step never ends, the watchdog ends the attempt, so that a restart
+can begin.
 
-A rank that is frozen, or waits for one that is, holds up all others in their collectives, for as
-long as those have patience (ten minutes and more). Time is counted in ticks of this process, so
-neither a stepped clock nor a process that was frozen and thawed as a whole looks like a hang. A
-file system that hangs, which may be why, cannot hold it up: files are read and written by threads
+A rank that is frozen, or waits for a frozen rank, blocks all others in their collectives until the
+collectives time out (ten minutes and more). Time is counted in ticks of this process. So neither a
+changed clock nor a process that was frozen and thawed as a whole looks like a hang. A file system
+that hangs may cause the hang, but cannot block the watchdog. Files are read and written by threads
 for which the watchdog does not wait.
 """
 
@@ -23,28 +24,36 @@ from kit.torch_private import on_compile
 from kit.trainer.callback import Step
 
 TICK_S = 0.5
+"""Seconds between two checks of the watchdog."""
 STEPS, REMEMBERED = 10, 20
-"""A step may take this many times the longest of so many before it, however short the limit."""
+"""A step may take at least STEPS times the longest of the last REMEMBERED steps, even if the
+recipe's limit is shorter."""
 OTHERS_WAIT_S = 5.0
-"""Rank 0 tells of a hang; the others end so much later, which says that it was rank 0 itself. On a
-GPU rank 0 too lets the others dump their collectives first."""
+"""Seconds that ranks other than 0 wait after the limit before they end. Rank 0 reports a hang, so
+if another rank ends first, rank 0 itself hangs. On a GPU rank 0 waits, too, so that all ranks can
+dump their collectives first."""
 LOOK_SHARE = 0.75
-"""Share of the limit after which rank 0 remembers the heartbeats of all ranks. From half of the
-limit on, a rank that answers writes a heartbeat every TICK_S, so its heartbeat has changed when the
-limit is reached."""
+"""Share of the limit after which rank 0 remembers the heartbeats of all ranks. After half of the
+limit, a running rank writes a heartbeat every TICK_S, so its heartbeat has changed when the limit
+is reached."""
 DUMP_WAIT_S = 2.0
+"""Seconds that rank 0 waits after the limit on a GPU, until all ranks have dumped their
+collectives."""
 REPORT_WAIT_S = 15.0
+"""Longest wait, in seconds, for the report of a hang before the process ends."""
 MANY_LIMIT_S = 600.0
+"""Limit, in seconds, for a step in runs of more than MANY ranks whose recipe has the default
+limit."""
 
 
 def patience_s(recipe: Recipe, plan: Plan) -> float | None:
-    """Returns how long a step may take: as asked, but of many ranks and where nothing was asked,
-    MANY_LIMIT_S.
+    """Returns the seconds that a step may take, or None if there is no limit.
 
-    The file system of a large machine may fail over to another server, which takes two minutes, and
-    a restart of thousands of ranks costs more than a wait.
+    The limit is the recipe's `hung_after_s`. If this is the default and there are more than MANY
+    ranks, the limit is MANY_LIMIT_S. The file system of a large machine may fail over to another
+    server, which takes two minutes, and a restart of thousands of ranks costs more than a wait.
     """
-    # There any step may compile, for longer than anyone would wait for a hung rank.
+    # On Trainium any step may compile, which takes longer than any useful limit.
     if plan.capabilities.runs_on_trainium:
         return None
     is_asked = recipe.hung_after_s != Recipe.hung_after_s
@@ -52,17 +61,17 @@ def patience_s(recipe: Recipe, plan: Plan) -> float | None:
 
 
 class Watchdog:
-    """Watches the steps of this rank from a thread of its own.
+    """Watches the steps of this rank in a separate thread.
 
     Args:
-        limit_s: seconds without a step, at least; None: never.
-        rank: of this process.
-        alive: called each TICK_S while a step is late. It has this rank's heartbeat say that the
-            process still answers, and never waits for the file system.
+        limit_s: shortest limit for a step, in seconds. If None, steps are not watched.
+        rank: number of this rank.
+        alive: called each TICK_S while a step is late. It makes this rank's heartbeat report that
+            the process still runs, and never waits for the file system.
         look_at_ranks: remembers the heartbeats of all ranks, for `silent_ranks`.
         silent_ranks: returns the ranks whose heartbeat has not changed since `look_at_ranks`, or
             None if that is unknown.
-        dump: leaves what this process knows of its last collectives.
+        dump: writes this process's record of its last collectives.
     """
 
     def __init__(
@@ -89,14 +98,14 @@ class Watchdog:
         self.ended = threading.Event()
 
     def start(self) -> None:
-        """Starts to watch, and to listen to torch's compiler."""
+        """Starts the thread, and registers for events of torch's compiler."""
         on_compile(self.compile_begins, self.compile_ends)
         if self.limit_s is not None:
             threading.Thread(target=self._watch, args=(self.limit_s,), daemon=True).start()
 
     def after_step(self, step: Step) -> None:
-        """Begins to wait for the next step; the first is not waited for, and tells as little as
-        any that compiled.
+        """Begins to wait for the next step. The first step has no limit. The times of the first
+        step and of steps that compiled do not count for the limit of later steps.
         """
         if self.step == 0:
             gpu.shorten_timeouts(self.limit_s)
@@ -108,20 +117,20 @@ class Watchdog:
         self.has_compiled = False
 
     def compile_begins(self, *_: object) -> None:
-        """Until `compile_ends` nothing is late: torch may compile at any step, for a new shape,
-        say.
+        """Suspends the limit until `compile_ends`. torch may compile at any step, for example for a
+        new shape.
         """
         self.has_compiled = True
         self.pauses += 1
 
     def compile_ends(self, *_: object) -> None:
-        """Begins to wait anew."""
+        """Ends the suspension. The time without a step is counted from zero again."""
         self.pauses -= 1
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While this lasts nothing is late: a validation may compile, a checkpoint may wait for
-        its disk.
+        """Suspends the limit within the context. A validation may compile, and a checkpoint may
+        wait for its disk.
         """
         self.pauses += 1
         try:
@@ -154,7 +163,7 @@ class Watchdog:
             if self.silent_s > LOOK_SHARE * limit_s and self.rank == 0 and not looking:
                 looking = _start(self.look_at_ranks)
             if self.silent_s > limit_s and self.dump and not dumping:
-                dumping = _start(self.dump)  # all ranks, before the first of them ends the others
+                dumping = _start(self.dump)  # All ranks dump before the first rank ends the others.
             if self.silent_s > limit_s + end_wait_s:
                 _start(self._report_hang).join(REPORT_WAIT_S)
                 os._exit(1)
@@ -168,7 +177,7 @@ class Watchdog:
         elif silent is not None:
             who = f"all ranks answer; {who}"
         faulthandler.dump_traceback(all_threads=True)
-        # The last line of the log is what the supervisor gives as the reason.
+        # The supervisor reports the last line of the log as the reason.
         print(
             f"Hung: no step for {self.silent_s:.0f} s after step {self.step}: {who}.",
             file=sys.stderr,

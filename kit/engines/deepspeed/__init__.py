@@ -1,1 +1,1 @@
-"""The engine on DeepSpeed."""
+"""The engine that uses DeepSpeed."""

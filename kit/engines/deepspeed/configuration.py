@@ -1,6 +1,7 @@
-"""What a Plan is in the words of others: DeepSpeed's JSON and Megatron-DeepSpeed's command line.
+"""Configuration of a plan for other projects: DeepSpeed's JSON and Megatron-DeepSpeed's command
+line.
 
-No torch.
+Imports no torch.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 
 CONFIG_FILE = "deepspeed.json"
-"""Where `deepspeed_config` is written."""
+"""Name of the file in the run directory to which `deepspeed_config` is written."""
 LOSS_SCALING = {
     "loss_scale": 0,
     "initial_scale_power": 16,
@@ -19,17 +20,17 @@ LOSS_SCALING = {
     "hysteresis": 2,
     "min_loss_scale": 1,
 }
-"""DeepSpeed's defaults, written out to be seen: the loss is scaled by 2^16 at first; by half as
-much after a gradient overflowed for the second time, and such steps are skipped; by twice as much
-after 1000 steps without one."""
+"""Options of dynamic loss scaling in fp16. They are DeepSpeed's defaults, written out so that they
+are visible. The scale begins at 2^16. It is halved when a gradient has overflowed for the second
+time, and steps with an overflow are skipped. It is doubled after 1000 steps without an overflow."""
 
 
 def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    """Returns DeepSpeed's configuration of a plan: nothing in it is written by hand, so nothing can
-    disagree.
+    """Returns DeepSpeed's configuration of a plan. All values follow from plan and recipe, so they
+    cannot disagree.
 
-    The optimizer is torch's AdamW, given to DeepSpeed, whose own would be compiled when a job
-    starts.
+    The optimizer is torch's AdamW, which is passed to DeepSpeed. DeepSpeed's own AdamW would be
+    compiled when a job starts.
     """
     # At stage 0, DeepSpeed clips but does not report the norm, so the kit does both.
     clip = 0.0
@@ -41,7 +42,7 @@ def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
         "gradient_accumulation_steps": plan.num_microbatches,
         "gradient_clipping": clip,
         "zero_optimization": {"stage": plan.zero_stage},
-        "steps_per_print": None,  # the kit has metrics of its own
+        "steps_per_print": None,  # The kit writes its own metrics.
     }
     if plan.precision != "fp32":
         config[plan.precision] = {"enabled": True}
@@ -52,10 +53,12 @@ def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
 
 
 def check_batch(plan: Plan, reported: dict[str, int]) -> None:
-    """Raises ConfigError, naming both numbers, if an engine reports other batches than the plan's.
+    """Raises ConfigError if DeepSpeed reports batch sizes other than the plan's. The message names
+    both numbers.
 
-    Two sources for one number went unnoticed in a 175B run on Frontier: Megatron fed micro-batches
-    of 1, DeepSpeed's JSON said 4, and the printed TFLOP/s were four times the real ones.
+    In a 175B run on Frontier, two sources for one number disagreed and nobody noticed. Megatron
+    used micro-batches of 1, DeepSpeed's JSON said 4, and the printed TFLOP/s were four times the
+    real value.
     """
     for name, value in reported.items():
         wanted = getattr(plan, name)
@@ -69,12 +72,12 @@ def check_batch(plan: Plan, reported: dict[str, int]) -> None:
 
 
 def megatron_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[str]:
-    """Returns the arguments with which Megatron-DeepSpeed's `pretrain_gpt.py` trains the same model
-    by the same plan.
+    """Returns the command-line arguments with which Megatron-DeepSpeed's `pretrain_gpt.py` trains
+    the model by the plan.
 
     Raises:
-        ConfigError: the model is no GPT as the Frontier paper has them, or the plan is not
-            DeepSpeed's.
+        ConfigError: The model is not a GPT of the Frontier paper, the plan is for another engine,
+            or Megatron-DeepSpeed does not have the recipe's schedule.
 
     Source: the launch scripts of the Frontier paper's authors (github.com/olcf/ai-training-series
     and github.com/sajal-vt/Megatron-DeepSpeed-ORNL) and Megatron-DeepSpeed's

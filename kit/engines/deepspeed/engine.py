@@ -1,8 +1,8 @@
-"""The DeepSpeed engine: ZeRO 0-3 with data parallelism, or its PipelineModule; tensor parallelism
-in both.
+"""The DeepSpeed engine: data parallelism with ZeRO 0-3, or DeepSpeed's PipelineModule. Both can be
+combined with tensor parallelism.
 
-With tensor, pipeline and data parallelism and ZeRO 1 this is the Frontier paper's recipe (arXiv
-2312.12705).
+With tensor, pipeline and data parallelism and ZeRO 1 this is the recipe of the Frontier paper
+(arXiv 2312.12705).
 """
 
 from collections.abc import Callable
@@ -36,10 +36,11 @@ from kit.parallel.tensor import cross_entropy
 
 
 class DeepSpeedEngine(PortableEngine):
-    """This rank's part of one model in training, made by `build_engine`.
+    """The DeepSpeed engine on one rank. It trains this rank's part of a model. `build_engine` makes
+    it.
 
     Raises:
-        ConfigError: DeepSpeed would train on other batches than it says.
+        ConfigError: DeepSpeed would train on batch sizes other than the plan's.
     """
 
     def __init__(
@@ -86,10 +87,12 @@ class DeepSpeedEngine(PortableEngine):
         self.state = ShardedState(self.engine, self.optimizer)
 
     def _groups(self) -> SimpleNamespace | None:
-        """Returns Megatron's `mpu`, by which DeepSpeed asks for groups of ranks.
+        """Returns Megatron's `mpu`, an object from which DeepSpeed gets groups of ranks, or None if
+        DeepSpeed needs no `mpu`.
 
-        Only where matrices are shared, and the pipeline brings its own: a model parallel group of
-        one would make its bf16 optimizer add up the gradient norm over the replicas.
+        `mpu` is needed only with tensor parallelism and without a pipeline, since PipelineModule
+        has its own groups. With a model parallel group of one rank, DeepSpeed's bf16 optimizer
+        would sum the gradient norm over the replicas.
         """
         if self.tensor_group is None or self.pipeline_group is not None:
             return None
@@ -104,7 +107,7 @@ class DeepSpeedEngine(PortableEngine):
         )
 
     def parameters(self) -> list[Parameter]:
-        """Returns this rank's parameters, a tied one once."""
+        """Returns this rank's parameters. A tied parameter is listed once."""
         return list(self.module.parameters())
 
     # Steps ----------------------------------------------------------------------------------------
@@ -112,7 +115,7 @@ class DeepSpeedEngine(PortableEngine):
     def begin_step(
         self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
     ) -> StepResult:
-        """Returns the loss and the gradient norm before clipping, of the step that it makes.
+        """Runs one optimizer step. Returns its loss and its gradient norm before clipping.
 
         In fp16, a step whose gradients overflow changes no weight, and its norm is infinite.
         """
@@ -135,8 +138,9 @@ class DeepSpeedEngine(PortableEngine):
         return result
 
     def loss_scaling(self) -> dict[str, float]:
-        """Returns in fp16 what the next loss is scaled by and how many steps were skipped so
-        far, by its metrics.
+        """Returns metrics columns about loss scaling in fp16: `loss_scale`, the scale of the next
+        step's loss, and `skipped_steps`, the number of steps so far that overflowed. Empty in other
+        precisions.
         """
         if self.plan.precision != "fp16":
             return {}
@@ -164,13 +168,13 @@ class DeepSpeedEngine(PortableEngine):
         return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
 
     def _clip(self, *_: Any) -> None:
-        """Computes the gradient norm and clips by it, before a step at ZeRO stage 0, where
-        DeepSpeed tells no norm.
+        """Computes the gradient norm and clips the gradients before a step at ZeRO stage 0, at
+        which DeepSpeed does not report the norm.
         """
         total = torch.zeros((), device=self.device)
-        # Cut weights first: only of them does each tensor rank have squares of its own.
+        # Split weights first: only their squares are summed over the tensor ranks.
         for is_cut in (True, False):
-            # DeepSpeed marks the copy of a tied weight on the last stage.
+            # DeepSpeed marks the copy of a tied weight on the last stage, which is left out.
             own = [
                 p.grad
                 for name, p in self.named_parameters().items()
@@ -190,7 +194,7 @@ class DeepSpeedEngine(PortableEngine):
     # Checkpoints ----------------------------------------------------------------------------------
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Returns this rank's parameters by global name; a tied output goes by the embedding's
+        """Returns this rank's parameters by global name. A tied output weight has the embedding's
         name.
         """
         if self.pipeline_group is None:
@@ -207,8 +211,8 @@ class DeepSpeedEngine(PortableEngine):
         return self._gathered(of_all=False)
 
     def _gathered(self, of_all: bool) -> dict[str, Tensor]:
-        """Returns weights and moments by global name, gathered over the replicas: all of them, or
-        those that this replica saves. All replicas must call it.
+        """Returns weights and moments by global name, gathered over the replicas. If `of_all` is
+        False, only the tensors that this replica saves are returned. All replicas must call it.
         """
         state: dict[str, Tensor] = {}
         for number, (name, parameter) in enumerate(self.named_parameters().items()):
@@ -219,14 +223,16 @@ class DeepSpeedEngine(PortableEngine):
         return state
 
     def _whole(self, value: Tensor, name: str) -> Tensor:
-        """Returns a tensor that knows its place in the whole one, where tensor ranks share it."""
+        """Returns the value as a DTensor, which knows its place in the whole tensor, if tensor
+        ranks share the parameter. Otherwise returns the value itself.
+        """
         dim = split_dim(name)
         if self.tensor_mesh is None or dim is None:
             return value
         return DTensor.from_local(value, self.tensor_mesh, (Shard(dim),), run_check=False)
 
     def load(self, fill: Callable[[dict[str, Tensor]], None], *, num_updates: int) -> None:
-        """Replaces weights and AdamW moments, as `PortableEngine.load` says."""
+        """Replaces weights and AdamW moments, as described in `PortableEngine.load`."""
         self.state.allocate_moments(num_updates)
         tensors = self._gathered(of_all=True)
         fill(tensors)
@@ -236,8 +242,8 @@ class DeepSpeedEngine(PortableEngine):
 
 
 class ShardedState:
-    """Access to what the replicas of one engine of DeepSpeed's share, and to torch's AdamW that
-    it steps.
+    """Reads and writes weights and AdamW moments of a DeepSpeed engine, which ZeRO shards over the
+    replicas. `optimizer` is the AdamW of torch that DeepSpeed calls.
     """
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -246,10 +252,11 @@ class ShardedState:
         self.stage = engine.zero_optimization_stage()
 
     def read(self, parameter: Parameter) -> dict[str, Tensor]:
-        """Returns `weight` and, once there are any, the moments of a parameter: fp32, in its shape.
+        """Returns `weight` and, once they exist, the moments of a parameter, in fp32 and in the
+        parameter's shape.
 
-        All replicas must call it, in the same order. Below ZeRO 1 these are the tensors themselves,
-        else copies.
+        All replicas must call it, for all parameters in the same order. At ZeRO stage 0 the tensors
+        themselves are returned, at higher stages copies.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -266,13 +273,15 @@ class ShardedState:
 
     @torch.no_grad()
     def write(self, parameter: Parameter, values: dict[str, Tensor]) -> None:
-        """Takes over what `read` gives, from the same values on all replicas; all must call it,
-        in the same order.
+        """Replaces weight and moments of a parameter. `values` has the names and shapes that `read`
+        returns, and must be equal on all replicas.
+
+        All replicas must call it, for all parameters in the same order.
         """
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        # The weights that compute; where there are fp32 ones beside them, those follow.
+        # The weights used in the forward pass. Separate fp32 weights are replaced below.
         with deepspeed.zero.GatheredParameters(
             [parameter], modifier_rank=0, enabled=self.stage == 3
         ):
@@ -286,18 +295,16 @@ class ShardedState:
             safe_set_full_optimizer_state(parameter, values[name], name)
 
     def allocate_moments(self, step: int) -> None:
-        """Gives every weight the AdamW state that it has after `step` steps, with moments of
-        zero.
-        """
+        """Gives every weight the AdamW state of `step` steps, with moments of zero."""
         for flat in self._flat():
             self.optimizer.state[flat] = adamw_state(flat, step)
         if self.stage in (1, 2):
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()  # what its first step does
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()  # As in its first step.
 
     def _flat(self) -> list[Tensor]:
-        """Returns the tensors that AdamW steps: this replica's parts of the parameters, strung
-        together.
+        """Returns the tensors that AdamW updates: this replica's parts of the parameters, flattened
+        and joined.
         """
-        if self.stage == 3:  # only during a step does the optimizer hold them
+        if self.stage == 3:  # AdamW has these tensors only during a step.
             return self.engine.optimizer.fp32_partitioned_groups_flat
         return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]

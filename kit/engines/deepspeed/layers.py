@@ -1,5 +1,5 @@
-"""The decoder as DeepSpeed takes it: whole, or as a list of layers for its PipelineModule; cut
-for tensor ranks.
+"""The decoder for DeepSpeed: one module, or a list of layers for PipelineModule. The weights are
+split over the tensor ranks.
 """
 
 import functools
@@ -23,11 +23,10 @@ TOKENS = "embedding.tokens"
 
 
 class LayerBuilder:
-    """Makes the layers of one model, as one rank of `group` holds them, of those that share each
-    matrix.
+    """Builds the layers of a model for this rank of `group`, the ranks that share each matrix.
 
-    No group: one rank has it whole. No seed of the initial weights: they stay unset (a checkpoint
-    follows).
+    If `group` is None, this rank holds whole matrices. `seed` is the seed of the initial weights.
+    If `seed` is None, the weights stay unset until a checkpoint is loaded.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class LayerBuilder:
         return decoder
 
     def pipeline(self, loss: Callable[[Tensor, Tensor], Tensor]) -> PipelineModule:
-        """Returns this rank's stage: an equal share of the blocks; the embedding comes first,
-        norm and output last.
+        """Returns this rank's pipeline stage. Each stage has an equal share of the blocks. The
+        first stage also has the embedding, the last stage norm and output.
         """
         spec = self.spec
         plan = self.plan
@@ -79,19 +78,20 @@ class LayerBuilder:
         topology = PipeModelDataParallelTopology(
             num_pp=plan.pipeline_parallel, num_mp=plan.tensor_parallel, num_dp=plan.data_parallel
         )
-        # It makes 950 groups for 3,072 ranks; autograd must not see that it broadcasts the tied
-        # weight.
+        # PipelineModule makes 950 groups for 3,072 ranks. With `unbound_device`, NCCL connects each
+        # group at its first use. Autograd must not record the broadcast of the tied weight.
         with quiet(), unbound_device(), torch.no_grad():
             return PipelineModule(
                 layers, topology=topology, loss_fn=loss, partition_method="type:BlockLayer"
             )
 
     def fill(self, module: nn.Module) -> None:
-        """Cuts a meta module for this rank, gives it memory and, with a seed, its initial weights.
+        """Splits a meta module for this rank, allocates its memory and, if there is a seed, sets
+        its initial weights.
 
-        It must name its weights as the whole decoder does.
+        The module must name its weights as the whole decoder does.
         """
-        # A tied weight has two names, and is two once its layers are replaced.
+        # A tied weight has two names, and becomes two weights when its layers are replaced.
         named = module.named_parameters(remove_duplicate=False)
         whole_shapes = {name: parameter.shape for name, parameter in named}
         if self.group is not None:
@@ -99,8 +99,8 @@ class LayerBuilder:
         module.to_empty(device=self.device)
         for name, parameter in module.named_parameters():
             is_cut = self.group is not None and split_dim(name) is not None
-            # By these marks DeepSpeed knows what it must add up over the tensor ranks for the
-            # gradient norm.
+            # DeepSpeed reads these attributes for the gradient norm. If they are True, it sums the
+            # squares of the weight's gradient over the tensor ranks.
             for mark in ("model_parallel", "tensor_model_parallel"):
                 setattr(parameter, mark, is_cut)
             if self.seed is not None:
@@ -117,19 +117,22 @@ class LayerBuilder:
         return block(x_BTH, self.rotary())
 
     def _logits(self, tokens: "PipelineLayer", x_BTH: Tensor) -> Tensor:
-        """Returns logits of this rank's part of the vocabulary, by the embedding's weight."""
+        """Returns logits of this rank's part of the vocabulary, computed with the embedding's
+        weight.
+        """
         x_BTH = x_BTH if self.group is None else copy_to_ranks(x_BTH, self.group)
         return F.linear(x_BTH, tokens.get_parameter(f"{TOKENS}.weight"))
 
 
 class PipelineLayer(nn.Module):
-    """A part of the decoder that takes what the part before returns.
+    """One layer of the pipeline. Its input is the output of the previous layer.
 
     Args:
-        layers: of which it is one.
-        name: its global name, by which its weights have theirs.
-        build: makes its module.
-        run: returns what the module makes of its input; without it, the module is called.
+        layers: builder that sets the weights.
+        name: global name of the layer, the prefix of its weights' names.
+        build: function that makes the layer's module.
+        run: function that returns the layer's output from the module and the input. By default the
+            module is called.
     """
 
     def __init__(
@@ -155,7 +158,9 @@ class PipelineLayer(nn.Module):
 
 
 class BlockLayer(PipelineLayer):
-    """One transformer block, by which DeepSpeed counts equal shares."""
+    """One transformer block. DeepSpeed counts layers of this class to give all stages equal
+    shares.
+    """
 
 
 def _with_positions(positions: nn.Module, x_BTH: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Is there a DeepSpeed that the kit can drive? Looks at what is installed; it is not imported.
+"""Checks whether a supported DeepSpeed is installed. Does not import it.
 
-No torch.
+Imports no torch.
 """
 
 import importlib.metadata
@@ -8,13 +8,13 @@ import importlib.metadata
 from kit.errors import MissingPackageError, install_command
 
 SUPPORTED = "0.19"
-"""The engine reads and sets what DeepSpeed keeps to itself (fp32 weights, moments), which moves
-between versions."""
+"""Supported version of DeepSpeed. The engine reads and sets private attributes of DeepSpeed (fp32
+weights, moments), which change between versions."""
 
 
 class DeepSpeedError(MissingPackageError):
-    """DeepSpeed is of another version, or is installed but cannot be imported; the message says
-    which.
+    """DeepSpeed has an unsupported version, or is installed but cannot be imported. The message
+    says which.
     """
 
     def __init__(self, reason: str) -> None:
@@ -27,7 +27,7 @@ class DeepSpeedError(MissingPackageError):
 
 
 def require_deepspeed() -> None:
-    """Raises MissingPackageError unless DeepSpeed of a version that was tried is installed."""
+    """Raises MissingPackageError unless a supported version of DeepSpeed is installed."""
     try:
         version = importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,4 @@
-"""Starts DeepSpeed without its surprises: nothing is compiled, nothing waits for a lock, nothing
-is printed.
-"""
+"""Imports DeepSpeed so that it compiles nothing, waits for no lock and prints nothing."""
 
 import contextlib
 import io
@@ -14,37 +12,40 @@ import torch
 
 from kit.engines.deepspeed.package import DeepSpeedError
 
-# Of DeepSpeed 0.19.8 under torch 2.13; neither is about what the kit or its user does.
-# It calls torch's collectives by their old names.
 HARMLESS = {
     r".*all_gather_into_tensor. is deprecated": FutureWarning,
     r".*reduce_scatter_tensor. is deprecated": FutureWarning,
 }
+"""Categories of warnings that are suppressed, by pattern of the message. DeepSpeed 0.19.8 under
+torch 2.13 calls torch's collectives by deprecated names. Neither the kit nor its user causes the
+warnings."""
 
 
 def import_deepspeed(device: torch.device) -> Any:
-    """Returns the deepspeed package, set up for ranks on `device`; the process group must exist.
+    """Returns the deepspeed package, set up for ranks on `device`. The process group must exist.
 
     Raises:
-        DeepSpeedError: it cannot be imported.
+        DeepSpeedError: DeepSpeed cannot be imported.
 
-    On a CPU, DeepSpeed compiles a shared-memory collective when it starts: half a minute, a
-    compiler, and for ever if a killed job left its lock in TORCH_EXTENSIONS_DIR. Told that the
-    operation does not fit, it uses gloo. The table is set, not changed: reading it would try the
-    compiler on every operation that DeepSpeed has, and the kit uses none.
+    On a CPU, DeepSpeed compiles a shared-memory collective when it starts. This takes half a minute
+    and needs a compiler. The start never ends if a killed job left its lock in
+    TORCH_EXTENSIONS_DIR. If the operation is marked as incompatible, DeepSpeed uses gloo instead.
+    The whole table of compatible operations is replaced. Reading the table would test the compiler
+    for every operation of DeepSpeed, and the kit uses none of these operations.
     """
-    # Nothing of it is compiled, and an optimizer that ZeRO imports would load torch's compiler.
+    # The kit compiles nothing of DeepSpeed. Without this variable, an optimizer that ZeRO imports
+    # would load torch's compiler.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Else it warns that it found no accelerator.
+    # Without this variable DeepSpeed warns that it found no accelerator.
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    # DeepSpeed takes the local rank for the device, which is wrong where a launcher shows each rank
-    # one device only.
+    # DeepSpeed uses the local rank as the device's index. This is wrong if a launcher shows each
+    # rank only one device.
     os.environ["LOCAL_RANK"] = str(device.index or 0)
     try:
         import deepspeed
         import deepspeed.ops
         from deepspeed.utils import logger
-    except Exception as error:  # a library that does not fit torch raises what it likes
+    except Exception as error:  # A library that does not fit torch may raise any error.
         reason = f"it is installed but cannot be imported: {type(error).__name__}: {error}"
         raise DeepSpeedError(reason) from error
 
@@ -53,16 +54,16 @@ def import_deepspeed(device: torch.device) -> Any:
         warnings.filterwarnings("ignore", message, category)
     deepspeed.ops.__dict__["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     if device.type == "cpu":
-        # It refuses fp16 where that is slow; but torch computes it on every CPU, so that a plan can
-        # be tried.
+        # DeepSpeed refuses fp16 on CPUs on which it is slow. torch supports fp16 on every CPU, so
+        # that a plan can be tried.
         vars(deepspeed.get_accelerator())["is_fp16_supported"] = lambda: True
     return deepspeed
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps standard output clean while DeepSpeed builds: it prints layout and memory whatever
-    its log level.
+    """Discards standard output while DeepSpeed builds an engine, since it prints layout and memory
+    at every log level.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         yield

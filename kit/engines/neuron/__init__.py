@@ -1,1 +1,1 @@
-"""The engine on NeuronX Distributed."""
+"""The engine that uses NeuronX Distributed."""

@@ -1,10 +1,10 @@
-"""Every call of neuronx_distributed (NxD) and torch_xla that the kit makes; no other file imports
-them.
+"""All calls of neuronx_distributed (NxD) and torch_xla in the kit. No other file imports these
+packages.
 
-All arguments go by keyword: between NxD 0.9 and 0.17 parameters were inserted in the middle of
-several signatures, and `initialize_parallel_model` would now take a model's first positional
-argument for a switch; so the model comes as a function without arguments. `fuse_qkv`, whose default
-was flipped, is always given.
+All arguments are passed by keyword, since parameters were inserted in the middle of several
+signatures between NxD 0.9 and 0.17. `initialize_parallel_model` would now read a model's first
+positional argument as a switch, so it gets the model as a function without arguments. `fuse_qkv` is
+always passed, since its default was reversed.
 """
 
 import functools
@@ -21,12 +21,12 @@ from kit.errors import ConfigError
 
 
 def start_xla_process_group() -> torch.device:
-    """Joins the process group of backend `xla`, by the variables that torchrun sets, and returns
-    this rank's device.
+    """Joins the process group of backend `xla` with the variables that torchrun sets. Returns this
+    rank's device.
 
     Raises:
-        ConfigError: XLA sees another number of ranks than the group has, so its collectives would
-            not join them.
+        ConfigError: XLA sees a number of ranks other than the group's size, so XLA's collectives
+            would not connect all ranks.
     """
     require_nxd(here=True)
     import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
@@ -45,12 +45,12 @@ def start_xla_process_group() -> torch.device:
 
 
 class Nxd:
-    """The packages, imported; needs a process group.
+    """Imports NxD's packages and makes all calls to them. Needs a process group.
 
     Args:
-        sequence_parallel: whether layers hand on activations cut along the sequence, in the order
-            [T, B, H].
-        dtype: of the weights of layers.
+        sequence_parallel: whether activations between layers are split along the sequence, in the
+            order [T, B, H].
+        dtype: data type of the weights of layers.
     """
 
     def __init__(self, *, sequence_parallel: bool, dtype: torch.dtype) -> None:
@@ -79,14 +79,14 @@ class Nxd:
     # Building -------------------------------------------------------------------------------------
 
     def config(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns NxD's configuration; this also makes its groups of ranks: tensor ranks are
+        """Returns NxD's configuration. Also makes NxD's groups of ranks, in which tensor ranks are
         neighbours.
         """
         return self._nxd.neuronx_distributed_config(**arguments)
 
     def model(self, *, config: dict[str, Any], build: Callable[[], nn.Module]) -> Any:
-        """Returns NxD's wrapper of what `build` returns, cut for the pipeline, its weights on
-        this rank's device.
+        """Returns NxD's wrapper of the model that `build` returns. The model is split for the
+        pipeline, and its weights are on this rank's device.
         """
         return self._nxd.initialize_parallel_model(nxd_config=config, model_fn=build)
 
@@ -99,19 +99,19 @@ class Nxd:
         limit: float | None,
         **defaults: Any,
     ) -> Any:
-        """Returns NxD's wrapper of torch's AdamW, sharded over the replicas where the configuration
+        """Returns NxD's wrapper of torch's AdamW, sharded over the replicas if the configuration
         says so.
 
-        NxD adds up gradients over sequence parts and replicas, and then calls AdamW, which clips
-        here: NxD would add up the norm in the weights' bf16, which came out 5 % low, and count each
-        copy of a key/value head.
+        NxD sums gradients over sequence parts and replicas, and then calls AdamW. The kit clips the
+        gradients in this call, before AdamW's update. NxD would sum the norm in the weights' bf16,
+        which gave 5 % too little, and would count each copy of a key/value head.
 
         Args:
-            config: of `config`.
-            parameters: of this rank.
-            holders: of each parameter, the tensor ranks that hold the same part of it.
-            limit: of the gradient norm; None clips nothing.
-            defaults: of AdamW.
+            config: result of `Nxd.config`.
+            parameters: parameters of this rank.
+            holders: number of tensor ranks that hold equal parts, for each parameter.
+            limit: largest gradient norm. If None, gradients are not clipped.
+            defaults: options of AdamW.
         """
         groups = [
             self._state.get_tensor_model_parallel_group(),
@@ -121,7 +121,7 @@ class Nxd:
             groups.append(self._state.get_data_parallel_group())
 
         def adamw(parts: Any, **named: Any) -> torch.optim.Optimizer:
-            # Of the parameters, or of this replica's shards of them.
+            # `parts` are the parameters, or this replica's shards of the parameters.
             made = torch.optim.AdamW(parts, **named)
             made.register_step_pre_hook(lambda *_: self._clip(made, holders, limit, groups))
             return made
@@ -131,7 +131,7 @@ class Nxd:
         )
 
     def step(self, *, optimizer: Any) -> Tensor:
-        """Makes an optimizer step and returns the gradient norm before clipping, [1]."""
+        """Runs an optimizer step and returns the gradient norm before clipping, [1]."""
         optimizer.step()
         return self._norm
 
@@ -143,7 +143,9 @@ class Nxd:
         limit: float | None,
         groups: list,
     ) -> None:
-        """Scales gradients down to a norm over all ranks of `limit`; both are computed in fp32."""
+        """Scales gradients so that their norm over all ranks is at most `limit`. Norm and scaling
+        are computed in fp32.
+        """
         held = [p for group in adamw.param_groups for p in group["params"]]
         gradients = [
             (p.grad, ranks) for p, ranks in zip(held, holders, strict=True) if p.grad is not None
@@ -158,11 +160,11 @@ class Nxd:
         if limit is not None:
             factor = (limit / (self._norm + 1e-6)).clamp(max=1.0)
             for gradient, _ in gradients:
-                # Of one element, not a scalar, so that bf16 is multiplied in fp32.
+                # The factor has one dimension, so that bf16 gradients are multiplied in fp32.
                 gradient.mul_(factor)
 
     def tracing(self) -> list[Any]:
-        """Returns the modules whose functions NxD's tracer must not look into."""
+        """Returns the modules whose functions NxD's tracer must not trace into."""
         return [self._mappings]
 
     # Layers ---------------------------------------------------------------------------------------
@@ -170,13 +172,15 @@ class Nxd:
     def column(
         self, *, inputs: int, outputs: int, fused: int = 1, gathered: bool = False
     ) -> nn.Module:
-        """Returns a linear layer cut over its output features.
+        """Returns a linear layer that is split over its output features.
 
         Args:
-            inputs: features.
-            outputs: features over all ranks, of all matrices.
-            fused: matrices side by side in it; each rank holds its part of each.
-            gathered: its input is whole although activations are cut along the sequence.
+            inputs: number of input features.
+            outputs: number of output features over all ranks and all fused matrices.
+            fused: number of matrices side by side in the layer. Each rank holds its part of each
+                matrix.
+            gathered: whether the input is the whole sequence although activations are split along
+                the sequence.
         """
         sequence_parallel = self.sequence_parallel and not gathered
         layer = self._layers.ColumnParallelLinear(
@@ -190,15 +194,15 @@ class Nxd:
             sequence_parallel_enabled=sequence_parallel,
         )
         if not sequence_parallel:
-            # From 0.11 on NxD copies the gradient of a layer's input to this dtype, adds the copy
-            # up over the ranks, and hands on the gradient that it was copied from; in its own dtype
-            # there is no copy.
+            # From 0.11 on, NxD copies the gradient of a layer's input to this dtype and sums the
+            # copy over the ranks, but returns the original gradient. If the gradient already has
+            # this dtype, there is no copy.
             layer.reduce_dtype = self.dtype
         return layer
 
     def row(self, *, inputs: int, outputs: int) -> nn.Module:
-        """Returns a linear layer cut over its input features, which are this rank's part of a
-        column layer's output.
+        """Returns a linear layer that is split over its input features. Its input is this rank's
+        part of a column layer's output.
         """
         return self._layers.RowParallelLinear(
             input_size=inputs,
@@ -211,8 +215,9 @@ class Nxd:
         )
 
     def query_key_value(self, *, inputs: int, query: int, key: int, copies: int) -> nn.Module:
-        """Returns a layer with three outputs, whose key and value matrices are held by `copies`
-        times as many ranks.
+        """Returns a layer with three outputs: query, key and value. `query` and `key` are numbers
+        of features over all ranks. Each part of the key and value matrices is held by `copies`
+        ranks.
         """
         return self._qkv.GQAQKVColumnParallelLinear(
             input_size=inputs,
@@ -227,37 +232,37 @@ class Nxd:
         )
 
     def embedding(self, *, rows: int, features: int) -> nn.Module:
-        """Returns an embedding cut over the vocabulary; its output is whole."""
+        """Returns an embedding that is split over the vocabulary. Its output is not split."""
         return self._layers.ParallelEmbedding(
             num_embeddings=rows, embedding_dim=features, dtype=self.dtype, init_method=_leave
         )
 
     def initialise(self, module: nn.Module) -> None:
-        """Lets one of NxD's layers mark its weights as cut, by which the gradient norm counts them;
-        other modules pass.
+        """Makes an NxD layer mark its weights as split, as NxD's gradient norm requires. Other
+        modules are not changed.
 
-        It does so only when it initialises them, and not on the meta device, on which models are
-        built.
+        NxD's layers set the marks only when they initialise their weights, and not on the meta
+        device, on which models are built.
         """
         for name in ("init_weight_cpu", "initialize_weight_biases"):
             if hasattr(module, name):
                 getattr(module, name)()
 
     def cross_entropy(self, *, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns each token's negative log-likelihood in nats; logits, cut over the vocabulary,
-        are overwritten.
+        """Returns each token's negative log-likelihood in nats. `logits` are split over the
+        vocabulary, and are overwritten.
         """
         return self._losses.parallel_cross_entropy(vocab_parallel_logits=logits, target=targets)
 
     def cut_sequence(self, x_BTH: Tensor) -> Tensor:
-        """Returns this rank's part of the sequence, [T, B, H]."""
+        """Returns this rank's part of the sequence, in the order [T, B, H]."""
         return self._mappings.scatter_to_sequence_parallel_region(
             input_=x_BTH.transpose(0, 1).contiguous()
         )
 
     def whole_sequence(self, x_TBH: Tensor) -> Tensor:
-        """Returns the whole sequence, [B, T, H], for a layer that all tensor ranks compute alike or
-        that adds up itself.
+        """Returns the whole sequence, [B, T, H]. The next layer must be computed alike by all
+        tensor ranks, or must sum the gradients of its input itself.
         """
         whole_TBH = self._mappings.gather_from_sequence_parallel_region(
             input_=x_TBH, to_model_parallel=False
@@ -268,38 +273,38 @@ class Nxd:
 
     @functools.cached_property
     def data_rank(self) -> int:
-        """Which replica this rank belongs to."""
+        """Index of the replica that this rank belongs to."""
         return self._state.get_data_parallel_rank()
 
     @functools.cached_property
     def tensor_rank(self) -> int:
-        """Which part of each matrix this rank holds."""
+        """Index of the part of each matrix that this rank holds."""
         return self._state.get_tensor_model_parallel_rank()
 
     def sum_over_replicas(self, x: Tensor) -> Tensor:
-        """Returns x, changed in place to the sum over the replicas."""
+        """Sums `x` over the replicas in place. Returns `x`."""
         dist.all_reduce(x, group=self._state.get_data_parallel_group())
         return x
 
     # Steps and checkpoints ------------------------------------------------------------------------
 
     def mark_step(self) -> None:
-        """Ends a graph: what was recorded so far is compiled, if it is new, and runs.
+        """Ends a graph. The operations recorded so far are compiled, if the graph is new, and run.
 
-        Before it no single weight may be read: that is a graph of its own, and Torch-XLA 2.9 can
-        take one such graph for another (github.com/pytorch/xla/issues/8353).
+        No single weight may be read before this call. Reading a weight makes a separate graph, and
+        Torch-XLA 2.9 can confuse two of these graphs (github.com/pytorch/xla/issues/8353).
         """
         self._xm.mark_step()
 
     def save(
         self, *, folder: str, tag: str, model: Any, optimizer: Any, is_sharded: bool, content: dict
     ) -> None:
-        """Begins to write a checkpoint in the background; returns once all that it holds is copied.
-        All ranks call it.
+        """Begins to write a checkpoint in the background. Returns once all tensors are copied. All
+        ranks must call it.
 
-        NxD copies what is in device memory and lets its writer read the rest when it gets there.
-        AdamW counts its steps on the host, so on a slow disk the file told of later ones; hence
-        those tensors are copied here.
+        NxD copies tensors in device memory, but its writer reads tensors in host memory later.
+        AdamW counts its steps on the host, so on a slow disk the file could contain a later step.
+        Therefore tensors in host memory are copied first.
         """
         self._nxd.save_checkpoint(
             checkpoint_dir_str=folder,
@@ -312,30 +317,30 @@ class Nxd:
         )
 
     def finish_saving(self) -> None:
-        """Waits until the checkpoint is whole on all ranks, which all call it."""
+        """Waits until the checkpoint is complete on all ranks. All ranks must call it."""
         self._nxd.finalize_checkpoint()
 
     def load(self, *, folder: str, tag: str, model: Any, optimizer: Any | None) -> None:
-        """Fills model and optimizer from a checkpoint. All ranks call it.
+        """Fills model and optimizer from a checkpoint. All ranks must call it.
 
-        In two calls: the sharded optimizer takes its master weights from the model when it is
-        loaded, and since 0.17 one call loads it before the model.
+        NxD is called twice. When the sharded optimizer is loaded, it takes its master weights from
+        the model, and since 0.17 a single call loads the optimizer first.
         """
         self._nxd.load_checkpoint(path=folder, tag=tag, model=model)
         if optimizer is not None:
             self._nxd.load_checkpoint(path=folder, tag=tag, optimizer=optimizer)
-            optimizer.zero_grad()  # it leaves gradients of zero behind
+            optimizer.zero_grad()  # Loading leaves gradients of zero behind.
 
     def restart_master_weights(self, *, optimizer: Any) -> None:
-        """Makes the sharded optimizer anew from the model's weights, as HLAT does when there are
-        other replicas.
+        """Builds the sharded optimizer again from the model's weights. HLAT does this when the
+        number of replicas has changed.
         """
         optimizer.optimizer.init_zero()  # torch_xla's ZeroRedundancyOptimizer
 
 
 def _host_tensors_copied(state: Any) -> Any:
-    """Returns the same dictionaries and lists with copies of the tensors that are not on the
-    device.
+    """Returns the state, in which tensors in host memory are replaced by copies. Dictionaries and
+    lists are rebuilt.
     """
     if isinstance(state, dict):
         return {name: _host_tensors_copied(value) for name, value in state.items()}
@@ -345,4 +350,6 @@ def _host_tensors_copied(state: Any) -> Any:
 
 
 def _leave(weight: Tensor) -> None:
-    """Leaves a weight unset: the kit's initial weights do not depend on the layout, and follow."""
+    """Leaves a weight unset. The kit sets the initial weights later, so that they do not depend on
+    the layout.
+    """

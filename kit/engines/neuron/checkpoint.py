@@ -1,10 +1,10 @@
-"""Checkpoints of the Neuron engine: NxD's own files, sharded and written in the background, under
+"""Checkpoints of the Neuron engine: NxD's own files, sharded and written in the background, with
 the kit's manifest.
 
-`checkpoints/step_00000100/` is a tag of NxD: `model/` and `optim/` with one file per rank, `done`
-when whole. The kit adds its `manifest.json`, without which a checkpoint does not count, with a
-checksum of each file. HLAT saved with `use_xser`; these are the same tensors in plain files.
-`kit.interop.weights.neuron` reads both on any machine.
+`checkpoints/step_00000100/` is a tag of NxD. It contains `model/` and `optim/` with one file per
+rank, and `done` when NxD has finished. The kit adds `manifest.json` with a checksum of each file. A
+checkpoint without a manifest does not count. HLAT saved with `use_xser`. The kit saves the same
+tensors in plain files. `kit.interop.weights.neuron` reads both formats on any machine.
 """
 
 import time
@@ -24,8 +24,8 @@ from kit.run import Run
 from kit.run.checkpoint import Manifest, checksum
 
 SETTLE_STEPS = 10
-"""NxD tells nobody that its files are written; so, that many steps later, all ranks wait for
-those that are not."""
+"""Number of steps after which all ranks wait for files that are not written yet. NxD does not
+report when its files are written."""
 
 
 class NxdCheckpoints:
@@ -39,21 +39,23 @@ class NxdCheckpoints:
         self.engine = engine
         self.attempt = attempt
         self.recipe = run.recipe
-        self.pending: dict[str, Any] | None = None  # facts of what NxD writes
+        self.pending: dict[str, Any] | None = None  # manifest fields of what NxD writes
         self.steps_to_settle = 0
         self.completing: Future[None] | None = None
-        # To look at files behind training.
+        # Thread that reads files while training continues.
         self.thread = ThreadPoolExecutor(1)
         self.group = cpu_group("checkpoint")
 
     def save(self, facts: dict[str, Any]) -> None:
-        """Begins to write a checkpoint; returns as soon as training may go on."""
+        """Begins to write a checkpoint. Returns as soon as training may continue. `facts` are
+        fields of the manifest.
+        """
         self.finish()
         folder = self.checkpoints.path(facts["step"])
         if dist.get_rank() == 0:
             self.checkpoints.check_space(facts["spec"])
-            # NxD writes over an older attempt's files of the same step, which must not count until
-            # they are whole.
+            # NxD overwrites files of this step from an older attempt. The checkpoint must not count
+            # until NxD has finished.
             (folder / "manifest.json").unlink(missing_ok=True)
         self.engine.nxd.save(
             folder=str(folder.parent),
@@ -67,9 +69,9 @@ class NxdCheckpoints:
         self.steps_to_settle = SETTLE_STEPS
 
     def poll(self) -> None:
-        """Begins to complete the pending checkpoint once it has had time enough.
+        """Begins to complete the pending checkpoint SETTLE_STEPS steps after `save`.
 
-        Call it once a step.
+        Must be called once per step.
         """
         if self.pending is not None:
             self.steps_to_settle -= 1
@@ -79,7 +81,7 @@ class NxdCheckpoints:
             self.finish()
 
     def take_stall_s(self) -> float:
-        """Returns 0, since training waits for NxD within `save` only."""
+        """Returns 0 seconds, since training waits for NxD only within `save`."""
         return 0.0
 
     def finish(self) -> None:
@@ -103,15 +105,15 @@ class NxdCheckpoints:
             manifest = Manifest(
                 attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
             )
-            # All tensors are written: an error of the file system that passes must not lose them.
+            # All tensors are written. A temporary error of the file system must not lose them.
             retry_disk(lambda: self.checkpoints.complete(folder, manifest))
             self.checkpoints.prune(
                 keep_last=self.recipe.keep_last, keep_every=self.recipe.keep_every
             )
 
     def _files(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-        """Returns sizes and, on rank 0, checksums of what NxD has written, which each rank reads
-        its share of.
+        """Returns (sizes in bytes, checksums) of the files that NxD has written, by file name. Each
+        rank reads a share of the files. The checksums are empty on ranks other than 0.
         """
         files = from_rank_0(lambda: _sizes(folder), self.group)
         mine = {name: checksum(folder / name) for name in _share(files)}
@@ -122,14 +124,15 @@ class NxdCheckpoints:
     def load(self, step: int) -> Manifest:
         """Fills the engine from the checkpoint at `step` and returns its manifest.
 
-        With another number of replicas than it was written by, the weights alone are read where the
-        optimizer is sharded over the replicas: master weights start from them and AdamW's moments
-        from zero, as HLAT resumed.
+        If the optimizer is sharded over the replicas and their number has changed, only the weights
+        are read. Then master weights start from the weights and AdamW's moments from zero, as in
+        HLAT.
 
         Raises:
-            DamagedCheckpointError: its files are not as they were written.
-            CheckpointError: it was written by another engine or model, or on other tensor and
-                pipeline degrees.
+            DamagedCheckpointError: The files of the checkpoint have changed since they were
+                written.
+            CheckpointError: The checkpoint was written by another engine or model, or with another
+                ZeRO stage or other tensor and pipeline degrees.
         """
         manifest = from_rank_0(lambda: self.checkpoints.manifest(step), self.group)
         self.checkpoints.check_model(manifest, self.spec)
@@ -177,7 +180,7 @@ def _check_layout(saved: Plan, now: Plan, path: Path) -> None:
 
 
 def _share(files: dict[str, int]) -> list[str]:
-    """Returns the files that this rank looks at, so that all have about as many bytes."""
+    """Returns the files that this rank reads. All ranks read about equal numbers of bytes."""
     return sorted(files, key=lambda name: (-files[name], name))[
         dist.get_rank() :: dist.get_world_size()
     ]

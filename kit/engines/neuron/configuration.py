@@ -1,4 +1,5 @@
-"""What a Plan is in the words of NeuronX Distributed (NxD): HLAT's two recipes. No torch.
+"""Configuration of a plan for NeuronX Distributed (NxD), after HLAT's two recipes. Imports no
+torch.
 
 Source: the released training scripts of HLAT (github.com/awslabs/HLAT, 7b/ and 70b/), arXiv
 2404.10630 section VI.
@@ -13,30 +14,34 @@ from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 
 PROFILES = {0: "hlat-7b", 1: "hlat-70b"}
-"""The site's set of environment variables for a ZeRO stage, with what HLAT tuned for that
-recipe."""
+"""Name of the site's set of environment variables for each ZeRO stage. The set has the values that
+HLAT tuned for this stage's recipe."""
 CASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
-"""Variables by which HLAT's SDK 2.20 made bf16 of torch's floats. Torch-XLA has dropped them after
-2.7, so weights are made bf16 here, and the variables must be off where they still work. Source:
-"Migration From XLA_USE_BF16 / XLA_DOWNCAST_BF16", AWS Neuron documentation 2.28."""
+"""Variables with which HLAT's SDK 2.20 converted torch's floats to bf16. Torch-XLA removed them
+after 2.7, so the kit makes the weights bf16 itself. Versions that still read the variables must
+have them off. Source: "Migration From XLA_USE_BF16 / XLA_DOWNCAST_BF16", AWS Neuron documentation
+2.28."""
 ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
+"""Variable that turns on stochastic rounding to bf16."""
 COMPILER = "NEURON_CC_FLAGS"
+"""Variable with the flags of the compiler."""
 FIRST_GROUP_ALONE = "NEURON_EXPERIMENTAL_COMPRESS_RG"
-"""Makes NxD name the first tensor group alone and guess the others from it, as HLAT's 70B did. With
-four tensor ranks, which are not neighbours, it guesses wrong."""
+"""Variable that makes NxD name only its first tensor parallel group and guess the other groups from
+it, as in HLAT's 70B recipe. With four tensor ranks, which are not neighbours, the guess is
+wrong."""
 TRN1 = ("trn1", "trn1n", "inf2")
-"""Platforms on which NxD puts different key/value heads side by side, and copies of one head
+"""Platforms on which NxD places different key/value heads side by side, and copies of one head
 apart."""
 GROUPED = (*TRN1, "trn2")
-"""Platforms on which NxD initialises layers of grouped heads, copied or not
+"""Platforms on which NxD initialises layers of grouped heads, with or without copies of heads
 (modules/qkv_linear.py, 0.17 and 0.18)."""
 NO_CAST = "--auto-cast=none"
-"""Without it, the compiler makes bf16 of fp32 matrix products."""
+"""Compiler flag without which fp32 matrix products are computed in bf16."""
 
 
 def nxd_arguments(spec: ModelSpec, plan: Plan) -> dict[str, Any]:
-    """Returns the arguments of `neuronx_distributed_config` that are plain values; the engine
-    adds classes.
+    """Returns the arguments of `neuronx_distributed_config` that are plain values. The engine adds
+    arguments that are classes.
     """
     master = plan.zero_stage == 1
     pipeline = _pipeline(spec, plan) if plan.pipeline_parallel > 1 else None
@@ -46,15 +51,15 @@ def nxd_arguments(spec: ModelSpec, plan: Plan) -> dict[str, Any]:
         "sequence_parallel": plan.sequence_parallel,
         "optimizer_config": {
             "zero_one_enabled": master,
-            # The adapter clips, by a norm in fp32 that counts each weight once.
+            # The adapter clips, with a norm in fp32 that counts each weight once.
             "grad_clipping": False,
         },
-        # Written out, though NxD would derive them: its defaults have followed other keys from
-        # version to version.
+        # Set explicitly, since the keys from which NxD derives these values have changed between
+        # versions.
         "mixed_precision_config": {
             "use_master_weights": master,
             "use_fp32_grad_acc": master,
-            # HLAT: False, so that resuming lost what bf16 does not hold.
+            # HLAT: False, so that resuming lost the digits that bf16 does not hold.
             "use_master_weights_in_ckpt": master,
         },
         "pipeline_config": pipeline,
@@ -75,18 +80,18 @@ def _pipeline(spec: ModelSpec, plan: Plan) -> dict[str, Any]:
 
 
 def pipeline_cuts(spec: ModelSpec, plan: Plan) -> list[str]:
-    """Returns the last block of every pipeline stage but the last, in equal shares, as NxD names
-    them.
+    """Returns NxD's name of the last block of each pipeline stage except the last stage. All stages
+    have equal numbers of blocks.
     """
     share = spec.num_layers // plan.pipeline_parallel
     return [f"model.layers.{share * stage - 1}" for stage in range(1, plan.pipeline_parallel)]
 
 
 def needed_environment(plan: Plan, flags: str = "") -> dict[str, str]:
-    """Returns the variables without which the same calls compute in another precision, or over
-    other ranks.
+    """Returns the environment variables that the plan needs, by name. Without them NxD would
+    compute in another precision, or over other ranks.
 
-    To the compiler's `flags` one may be added.
+    `flags` are the compiler flags of the environment, to which one flag may be added.
     """
     needed = {ROUNDING: "0", **dict.fromkeys(CASTS, "0")}
     if plan.precision == "bf16" and plan.zero_stage == 0:
@@ -99,11 +104,11 @@ def needed_environment(plan: Plan, flags: str = "") -> dict[str, str]:
 
 
 def job_environment(plan: Plan, site: Site) -> dict[str, str]:
-    """Returns the variables that a job needs for the plan, and what HLAT tuned beside them, from
-    its site.
+    """Returns the environment variables of a job: those that the plan needs, and on a cluster those
+    that HLAT tuned, from the site's profile.
 
     Raises:
-        ConfigError: the site is a cluster without such a profile, so not one of Trainium.
+        ConfigError: The site is a cluster without this profile, so it has no Trainium devices.
     """
     if site.table is None:
         return needed_environment(plan)
@@ -112,10 +117,11 @@ def job_environment(plan: Plan, site: Site) -> dict[str, str]:
 
 
 def check_neuron_environment(plan: Plan, environment: Mapping[str, str]) -> None:
-    """Raises ConfigError, naming each, if variables of this process are not what the plan needs.
+    """Raises ConfigError if environment variables of this process are not what the plan needs. The
+    message names each variable.
 
-    HLAT saw pure bf16 without stochastic rounding diverge, and neither NxD nor a loss curve's first
-    steps would tell.
+    HLAT saw pure bf16 without stochastic rounding diverge. Neither NxD nor the first steps of a
+    loss curve would show this error.
     """
     needed = needed_environment(plan, environment.get(COMPILER, ""))
     wrong = [name for name, value in needed.items() if environment.get(name, "0") != value]
@@ -130,9 +136,10 @@ def check_neuron_environment(plan: Plan, environment: Mapping[str, str]) -> None
 
 
 def check_platform(plan: Plan, spec: ModelSpec, platform: str) -> None:
-    """Raises ConfigError if NxD does not lay out grouped key/value heads on this platform, or
-    copies them in another order than Trn1's, which `kit.engines.neuron.weights` lays out. The
-    platform is as torch_neuronx names it.
+    """Raises ConfigError if NxD does not support the model's grouped key/value heads on a platform,
+    or copies heads in an order other than Trn1's.
+
+    `kit.engines.neuron.weights` knows only the order of Trn1. `platform` is torch_neuronx's name.
     """
     if spec.num_kv_heads < spec.num_heads and platform not in GROUPED:
         raise ConfigError(

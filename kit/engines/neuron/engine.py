@@ -1,15 +1,17 @@
-"""The Neuron engine: HLAT's recipes (arXiv 2404.10630) through NeuronX Distributed (NxD), on AWS
+"""The Neuron engine: HLAT's recipes (arXiv 2404.10630) with NeuronX Distributed (NxD) on AWS
 Trainium.
 
-In bf16 with zero_stage 0, that of the 7B: pure bf16, rounded stochastically, plain data
-parallelism. With zero_stage 1, that of the 70B: fp32 master weights and fp32 gradient accumulation,
-sharded over the replicas, beside bf16 compute. Both with tensor parallelism (TP 8; TP 32 with every
-key/value head on 4 ranks, x PP 8) and weight decay on norms.
+bf16 with zero_stage 0 is the recipe of the 7B model: pure bf16 with stochastic rounding and plain
+data parallelism. bf16 with zero_stage 1 is the recipe of the 70B model: bf16 compute with fp32
+master weights and fp32 gradient accumulation, sharded over the replicas. Both recipes use tensor
+parallelism and weight decay on norms. The 7B recipe has TP 8, the 70B recipe TP 32 with every
+key/value head on 4 ranks, and PP 8.
 
-NxD training has reached the end of its life: stay on SDK 2.28 (requirements/trainium.txt) for it;
-`neuron_probe` names its successor. Nothing here has run on Trainium: the tests hold every call
-against the recorded signatures of NxD and train through a stand-in for it; `make test-nxd` trains,
-saves, resumes and imports on NxD's real source, on a CPU.
+NxD training has reached the end of its life. For this engine, stay on SDK 2.28
+(requirements/trainium.txt). `kit.engines.neuron.probe` names the successor. The engine has not run
+on Trainium. The tests compare every call with the recorded signatures of NxD and train with a
+stand-in for NxD. `make test-nxd` trains, saves, resumes and imports with NxD's real source, on a
+CPU.
 """
 
 import os
@@ -30,15 +32,17 @@ from kit.engines.neuron.weights import RankWeights
 from kit.run import Run
 
 COMPILED_STEPS = 4
-"""Of github.com/awslabs/HLAT: the first steps make other graphs than those that follow."""
+"""Number of steps whose graphs are recorded before training. The graphs of the first steps differ
+from the graphs of later steps. Source: github.com/awslabs/HLAT."""
 
 
 class NeuronEngine(Engine):
-    """This rank's part of one model, a Llama without biases, in training, made by
-    `build_engine`.
+    """The Neuron engine on one rank. It trains this rank's part of a Llama model without biases.
+    `build_engine` makes it.
 
     Raises:
-        ConfigError: the environment computes in another precision.
+        ConfigError: The environment would make NxD compute in another precision or over other
+            ranks, or the platform does not support the model's heads.
     """
 
     def __init__(
@@ -98,8 +102,8 @@ class NeuronEngine(Engine):
         return NxdLlama(self.spec, self.plan, self.weights, scale)
 
     def _fill(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Fills a module that NxD has just given memory to; 0.9 calls it with one argument,
-        later versions with two.
+        """Fills a module for which NxD has just allocated memory. NxD 0.9 calls this with one
+        argument, later versions with two.
         """
         self.nxd.initialise(module)
         self.weights.fill(module)
@@ -107,9 +111,9 @@ class NeuronEngine(Engine):
     def begin_step(
         self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
     ) -> StepResult:
-        """Returns the loss and the gradient norm before clipping, of the step that it makes.
+        """Runs one optimizer step. Returns its loss and its gradient norm before clipping.
 
-        Samples are always as many, and of the same length, since another shape is another graph to
+        The shape of `samples` must be equal in all steps, since another shape is another graph to
         compile.
         """
         result = StepResult(self.device)
@@ -133,7 +137,9 @@ class NeuronEngine(Engine):
         return float(loss)
 
     def _loss(self, samples: Tensor, forward: Callable[..., Tensor]) -> Tensor:
-        """Returns the mean loss over all replicas; a pipeline's forward takes all micro-batches."""
+        """Returns the mean loss over all replicas. In a pipeline, `forward` takes all micro-batches
+        at once.
+        """
         if self.is_pipelined:
             return forward(**_inputs(samples))
         loss = torch.zeros((), device=self.device)
@@ -148,12 +154,12 @@ def _inputs(samples: Tensor) -> dict[str, Tensor]:
 
 
 def record_graphs(run: Run, device: torch.device) -> str:
-    """Runs the steps of a run's compile phase on batches of zeros and returns a sentence; it trains
-    nothing, and writes nothing into the run directory.
+    """Runs the steps of a run's compile phase on batches of zeros. Returns a sentence for the log.
+    Trains nothing and writes nothing into the run directory.
 
-    In it, `neuron_parallel_compile` has graphs written out instead of executed, compiles them in
-    parallel and puts them into NEURON_COMPILE_CACHE_URL, where the run finds them. Graphs depend on
-    shapes alone, and losses are not computed here, so neither data nor checkpoint is read.
+    In this phase, `neuron_parallel_compile` has graphs written out instead of executed and compiles
+    them in parallel. It puts them into NEURON_COMPILE_CACHE_URL, where the run finds them. Graphs
+    depend on shapes alone and losses are not computed, so neither data nor checkpoint is read.
     """
     engine = NeuronEngine(run.spec, run.plan, run.recipe, device)
     sequences = run.plan.global_batch_size // run.plan.data_parallel

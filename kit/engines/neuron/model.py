@@ -1,10 +1,10 @@
-"""HLAT's Llama, of NxD's layers, under the names of its checkpoints (those of Hugging Face, with
-fused matrices).
+"""HLAT's Llama, made of NxD's layers. Weights have the names of HLAT's checkpoints, which are
+Hugging Face's names with fused matrices.
 
-Shape letters as in `kit.model`; under tensor parallelism N, K, F, V are this rank's part, and with
-sequence parallelism T is, in the order [T, B, H]. What tensor ranks hold is in
-`kit.engines.neuron.weights`. Source: github.com/awslabs/HLAT, 70b/modeling_llama_nxd.py, and arXiv
-2404.10630.
+Shape letters are those of `kit.model`. With tensor parallelism, N, K, F and V are this rank's part.
+With sequence parallelism, T is this rank's part, and the order is [T, B, H].
+`kit.engines.neuron.weights` defines what tensor ranks hold. Source: github.com/awslabs/HLAT,
+70b/modeling_llama_nxd.py, and arXiv 2404.10630.
 """
 
 import math
@@ -21,16 +21,16 @@ from kit.engines.neuron.weights import RankWeights
 from kit.model import rotary_table, rotate
 
 MASKED = -10_000.0
-"""Added where a token may not look: HLAT's number; minus infinity gives NaN in some of bf16's
-rounding."""
+"""Attention score of tokens that a token may not attend to. This is HLAT's number, since minus
+infinity gives NaN in some cases of bf16 rounding."""
 
 
 class NxdLlama(nn.Module):
-    """The whole model, as `initialize_parallel_model` takes it; tokens and targets in, mean loss in
-    nats out.
+    """The whole model for `initialize_parallel_model`. It maps tokens and targets to the mean loss
+    in nats.
 
-    The loss is multiplied by `loss_scale`: 1 / micro-batches where NxD does not divide by them
-    itself.
+    The loss is multiplied by `loss_scale`. The scale is 1 / number of micro-batches where NxD
+    itself does not divide by this number.
     """
 
     def __init__(
@@ -43,9 +43,10 @@ class NxdLlama(nn.Module):
         self.loss = NxdLoss(weights.nxd, loss_scale)
 
     def forward(self, input_ids: Tensor, labels: Tensor):
-        """Returns the loss; in a pipeline (loss, logits), as NxD's specification of outputs has it.
+        """Returns the loss. In a pipeline, returns (loss, logits), as NxD's specification of
+        outputs requires.
 
-        Both are [B, T]; labels are the next token of each.
+        Both inputs are [B, T]. `labels` are the next tokens.
         """
         logits_BTV = self.lm_head(self.model(input_ids))
         loss = self.loss(logits_BTV, labels)
@@ -59,8 +60,8 @@ class NxdStack(nn.Module):
         super().__init__()
         self.embed_tokens = weights.embedding("embedding.tokens.weight")
         self.enter = NxdTurn(weights.nxd, weights.nxd.cut_sequence)
-        # On the CPU: only its fp32 holds positions up to the thousands whatever is cast on the
-        # device.
+        # Computed on the CPU, where fp32 represents positions of several thousand exactly. On the
+        # device fp32 may be cast to bf16.
         rotary_2TD = rotary_table(spec, spec.sequence_length, torch.device("cpu"))
         self.layers = nn.ModuleList(
             NxdBlock(spec, plan, weights, f"layers.{i}", rotary_2TD) for i in range(spec.num_layers)
@@ -76,7 +77,9 @@ class NxdStack(nn.Module):
 
 
 class NxdTurn(nn.Module):
-    """Between whole activations [B, T, H] and those that blocks hand on, one way or the other."""
+    """Converts whole activations [B, T, H] into the activations that blocks exchange, or back.
+    Without sequence parallelism it changes nothing.
+    """
 
     def __init__(self, nxd: Nxd, turn: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -95,7 +98,7 @@ class NxdNorm(nn.Module):
         self.eps = spec.norm_eps
         self.statistics = statistics_dtype(plan)
         self.weight = nn.Parameter(torch.ones(spec.hidden_size, dtype=weight_dtype(plan)))
-        # By this mark NxD adds up over the tensor ranks what each saw of the sequence.
+        # Because of this attribute NxD sums the gradient over the parts of the sequence.
         self.weight.sequence_parallel_enabled = plan.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +109,9 @@ class NxdNorm(nn.Module):
 
 
 class NxdCoreAttention(nn.Module):
-    """softmax(Q K^T / sqrt(D)) V: what selective recomputation computes again."""
+    """softmax(Q K^T / sqrt(D)) V. Selective recomputation computes it again in the backward
+    pass.
+    """
 
     def __init__(self, plan: Plan) -> None:
         super().__init__()
@@ -121,7 +126,7 @@ class NxdCoreAttention(nn.Module):
 
 
 class NxdAttention(nn.Module):
-    """Causal self-attention; query, key and value from one layer."""
+    """Causal self-attention. One layer computes query, key and value."""
 
     def __init__(
         self,
@@ -156,14 +161,16 @@ class NxdAttention(nn.Module):
         return self.o_proj(y_BNTD.permute(order).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Returns [B, heads, T, D]; in and out of sequence parallel layers, T is whole."""
+        """Returns [B, heads, T, D]. T is the whole sequence, also with sequence parallelism, since
+        the layer before gathers the sequence.
+        """
         order = (1, 2, 0, 3) if self.nxd.sequence_parallel else (0, 2, 1, 3)
         return x.unflatten(-1, (-1, self.head_size)).permute(order)
 
 
 class NxdGate(nn.Module):
-    """silu(gate) * up: cheap, and as large as the widest activations, so selective recomputation
-    drops it too.
+    """silu(gate) * up. It is cheap to compute and as large as the widest activations, so selective
+    recomputation drops it, too.
     """
 
     def forward(self, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
@@ -171,7 +178,7 @@ class NxdGate(nn.Module):
 
 
 class NxdFeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up from one layer."""
+    """down(silu(gate(x)) * up(x)). One layer computes gate and up."""
 
     def __init__(self, weights: RankWeights, name: str) -> None:
         super().__init__()
@@ -185,7 +192,7 @@ class NxdFeedForward(nn.Module):
 
 
 class NxdBlock(nn.Module):
-    """One pre-norm transformer block, the unit of which pipeline stages are made."""
+    """One pre-norm transformer block. Pipeline stages are made of whole blocks."""
 
     def __init__(
         self,
@@ -211,7 +218,9 @@ class NxdBlock(nn.Module):
 
 
 class NxdLoss(nn.Module):
-    """Mean cross-entropy of logits cut over the vocabulary, in fp32 in both recipes."""
+    """Mean cross-entropy of logits that are split over the vocabulary. It is computed in fp32 in
+    both recipes.
+    """
 
     def __init__(self, nxd: Nxd, scale: float) -> None:
         super().__init__()
@@ -219,7 +228,7 @@ class NxdLoss(nn.Module):
         self.scale = scale
 
     def forward(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        logits_NV = logits_BTV.flatten(0, 1).to(torch.float32, copy=True)  # NxD changes it in place
+        logits_NV = logits_BTV.flatten(0, 1).to(torch.float32, copy=True)  # NxD overwrites it.
         return (
             self.nxd.cross_entropy(logits=logits_NV, targets=labels_BT.flatten()).mean()
             * self.scale
@@ -227,17 +236,18 @@ class NxdLoss(nn.Module):
 
 
 LEAVES = (NxdTurn, NxdNorm, NxdLoss)
-"""Besides blocks and NxD's own layers, what NxD's tracer takes as it is."""
+"""Modules that NxD's tracer does not trace into, besides blocks and NxD's own layers."""
 RECOMPUTED = {"none": (), "selective": (NxdCoreAttention, NxdGate), "full": (NxdBlock,)}
+"""Modules that are computed again in the backward pass, by `Plan.recompute`."""
 
 
 def weight_dtype(plan: Plan) -> torch.dtype:
-    """Returns what weights and matrix products are in."""
+    """Returns the data type of weights and matrix products."""
     return torch.bfloat16 if plan.precision == "bf16" else torch.float32
 
 
 def statistics_dtype(plan: Plan) -> torch.dtype:
-    """Returns what norms and softmax are computed in: fp32, as in HLAT's 70B, but for the pure
-    bf16 of its 7B.
+    """Returns the data type of norms and softmax. It is fp32, as in HLAT's 70B recipe, except in
+    the pure bf16 of its 7B recipe.
     """
     return torch.bfloat16 if plan.precision == "bf16" and plan.zero_stage == 0 else torch.float32

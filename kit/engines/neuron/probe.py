@@ -1,11 +1,12 @@
-"""Can NeuronX Distributed (NxD) train here? Looks at what is installed, and says what is missing
-and where it is.
+"""Checks whether NeuronX Distributed (NxD) can train on this machine. Reports which package is
+missing and where to get it.
 
-NxD training is at the end of its life: SDK 2.28 (PyTorch 2.9) is the last release that AWS tells
-its users to train with, and PyTorch/XLA training has not been supported since SDK 2.30. Its
-successor is PyTorch itself on Neuron, in public beta since SDK 2.33 for trn2 and trn3: a device and
-a process group called `neuron`, with DTensor, FSDP2 and pipelining, which the kit's native engine
-is made of. The kit does not start it yet: `native` knows CPUs and GPUs.
+NxD training is at the end of its life. SDK 2.28 (PyTorch 2.9) is the last release that AWS
+recommends for training, and PyTorch/XLA training has not been supported since SDK 2.30. Its
+successor is PyTorch itself on Neuron, in public beta since SDK 2.33 for trn2 and trn3. It has a
+device and a process group called `neuron`, and supports DTensor, FSDP2 and pipelining, on which the
+kit's native engine is based. The kit does not use it yet: engine `native` runs on CPUs and GPUs
+only.
 Source: release notes and "TorchNeuron" of the AWS Neuron documentation
 (awsdocs-neuron.readthedocs-hosted.com), 2025-12 to 2026-10.
 """
@@ -33,32 +34,34 @@ PACKAGES = {
     "torch-neuronx": "torch_neuronx",
     "torch-xla": "torch_xla",
 }
-"""What training imports, by the name under which it is installed."""
+"""Modules that training imports, by the name of the installed package."""
 NO_CODE = "is the public index's placeholder, which holds no code"
 PLACEHOLDERS = {"neuronx-distributed": "0.1", "torch-neuronx": "1.0"}
-"""Versions on the public index that install without an error and hold nothing; the real ones are
-in AWS's own index."""
+"""Versions on the public index that install without an error and contain no code. The real packages
+are in AWS's own index."""
 SUPPORTED = ("0.17", "0.18")
-"""SDK 2.28 and 2.29: the last with NxD training that run on a Python on which the kit runs."""
+"""Supported versions of neuronx-distributed, from SDK 2.28 and 2.29. These are the last SDKs with
+NxD training that run on a Python version of the kit."""
 ENGINE = "kit.engines.neuron.checkpoint"
-"""The module of the kit's own that imports all others of its engine: they too must fit the
-installed torch."""
+"""Module that imports all other modules of the Neuron engine. They must fit the installed torch,
+too."""
 IMPORT_LIMIT_S = 300.0
+"""Longest time, in seconds, that the import in a child process may take."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NeuronStatus:
-    """Whether NxD can train here."""
+    """Whether NxD can train on this machine, and the reason if it cannot."""
 
     state: State
     reason: str
-    """One sentence; empty where it works."""
+    """One sentence. Empty if NxD can train."""
     versions: dict[str, str]
-    """Of the packages that are installed."""
+    """Versions of the installed packages, by package name."""
 
     @property
     def message(self) -> str:
-        """The reason and what to do about it."""
+        """The reason why NxD cannot train, and what to do about it."""
         return (
             f"plan.engine 'neuron' needs neuronx-distributed {' or '.join(SUPPORTED)}:"
             f" {self.reason} On a Trainium host, in an environment of its own: {INSTALL} (it says"
@@ -68,15 +71,19 @@ class NeuronStatus:
 
 
 class NeuronError(MissingPackageError):
-    """NxD is absent, a placeholder, of the wrong version, or broken; the message says which."""
+    """NxD is absent, a placeholder, of an unsupported version, or broken. The message says
+    which.
+    """
 
     def __init__(self, status: NeuronStatus) -> None:
         ImportError.__init__(self, status.message)
 
 
 def require_nxd(*, here: bool = False) -> None:
-    """Raises NeuronError unless NxD can train; it is imported in another process, or `here`: by a
-    rank, which must not start a second process on its cores.
+    """Raises NeuronError unless NxD can train.
+
+    NxD is imported in a child process, or in this process if `here` is True. A rank passes `here`,
+    since it must not start a second process on its cores.
     """
     status = probe(here=here)
     if status.state != "ok":
@@ -84,8 +91,10 @@ def require_nxd(*, here: bool = False) -> None:
 
 
 def probe(*, here: bool = False) -> NeuronStatus:
-    """Returns what is installed and whether it can train; packages and engine are imported, in
-    another process unless `here`.
+    """Returns what is installed and whether it can train.
+
+    The packages and the engine are imported in a child process, or in this process if `here` is
+    True.
     """
     versions = dict[str, str]()
     for name in PACKAGES:
@@ -110,18 +119,20 @@ def has_device() -> bool:
 
 
 def _import_here() -> str:
-    """Returns what is wrong with an import, of its packages or the engine's own; "" if nothing."""
+    """Imports the packages and the kit's engine. Returns the error of the first failed import, or
+    "" if all succeed.
+    """
     for module in (*PACKAGES.values(), ENGINE):
         try:
             importlib.import_module(module)
-        except Exception as error:  # a library that does not fit torch raises what it likes
+        except Exception as error:  # A library that does not fit torch may raise any error.
             what = "the kit's engine " if module == ENGINE else ""
             return f"{what}cannot be imported: {type(error).__name__}: {error}"
     return ""
 
 
 def _judge(versions: dict[str, str]) -> tuple[State, str]:
-    """Returns what the names and versions alone tell."""
+    """Returns (state, reason), judged from names and versions of the installed packages alone."""
     for name, version in versions.items():
         if PLACEHOLDERS.get(name) == version.removesuffix(".post1"):
             return "placeholder", f"{name} {version} {NO_CODE}."
@@ -150,8 +161,8 @@ def _judge(versions: dict[str, str]) -> tuple[State, str]:
 
 
 def _import() -> str:
-    """Returns the result of `_import_here` in a child process. NxD takes the Neuron cores, and it
-    may crash.
+    """Runs `_import_here` in a child process and returns its result. A child is used because the
+    import takes the Neuron cores and may crash.
     """
     # Without the working directory, which is first in sys.path under `python -m`.
     folders = [part for part in sys.path if part and part != os.getcwd()]

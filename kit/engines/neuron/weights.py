@@ -1,8 +1,8 @@
-"""NxD's layers, and which part of which weight a tensor rank holds in each.
+"""NxD's layers, and the part of each weight that a tensor rank holds in them.
 
-NxD makes layers without memory and then asks, module by module, for their weights; so every module
-is marked with what it holds. The order of heads is Trn1's, which `kit.interop.weights.neuron` reads
-back.
+NxD makes layers without memory and later asks for the weights of one module after another. So every
+module is marked with functions that return its weights on this rank. The order of heads is Trn1's.
+`kit.interop.weights.neuron` reads checkpoints in this order.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from kit.model import Decoder, initial_weight
 
 
 class RankWeights:
-    """Makes layers of matrices by their names, marked with what this tensor rank holds, and fills
-    them; without a seed they stay unset.
+    """Makes layers from the names of their matrices, marks them with what this tensor rank holds,
+    and fills them. Without a seed the weights stay unset.
     """
 
     def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, *, seed: int | None) -> None:
@@ -32,18 +32,18 @@ class RankWeights:
             self.whole = dict(Decoder(spec).named_parameters())
 
     def whole_on_all(self, module: nn.Module, name: str) -> nn.Module:
-        """Returns a module of whose weight every rank has all."""
+        """Marks a module whose whole weight is on every rank. Returns the module."""
         return _marked(module, weight=lambda: self._initial(name))
 
     def embedding(self, name: str) -> nn.Module:
-        """Returns an embedding of which each rank has its rows."""
+        """Returns an embedding layer. Each rank holds a part of its rows."""
         rows, features = self.whole[name].shape
         layer = self.nxd.embedding(rows=rows, features=features)
         return _marked(layer, weight=lambda: self._cut(self._initial(name), 0))
 
     def column(self, *names: str, gathered: bool = False) -> nn.Module:
-        """Returns a layer of matrices of one shape: each rank has its rows of each, one matrix
-        below the other; `gathered` as of `Nxd.column`.
+        """Returns a column layer for matrices of equal shape. Each rank holds its rows of each
+        matrix, one matrix below the other. `gathered` has the meaning that it has in `Nxd.column`.
         """
         (outputs, inputs), count = self.whole[names[0]].shape, len(names)
         layer = self.nxd.column(
@@ -54,8 +54,8 @@ class RankWeights:
         )
 
     def row(self, name: str) -> nn.Module:
-        """Returns a layer of which each rank has its columns, those of the heads that it has
-        queries of.
+        """Returns a row layer. Each rank holds a part of its columns. In an attention output, the
+        columns belong to the rank's query heads.
         """
         outputs, inputs = self.whole[name].shape
 
@@ -68,8 +68,8 @@ class RankWeights:
         return _marked(self.nxd.row(inputs=inputs, outputs=outputs), weight=weight)
 
     def grouped(self, query: str, key: str, value: str) -> nn.Module:
-        """Returns a layer of which each rank has its query heads and the key/value heads that they
-        look at, of which others have copies.
+        """Returns a layer for query, key and value. Each rank holds its query heads and the
+        key/value heads to which they attend. Other ranks may hold copies of these key/value heads.
         """
         rows, inputs = self.whole[query].shape
         layer = self.nxd.query_key_value(
@@ -83,13 +83,17 @@ class RankWeights:
         )
 
     def holders(self, name: str) -> int:
-        """Returns how many tensor ranks hold the same part of a weight, by NxD's name of it."""
+        """Returns the number of tensor ranks that hold equal parts of a weight. `name` is NxD's
+        name of the weight.
+        """
         if name.endswith("norm.weight"):
             return self.ranks
         return self.copies if name.endswith((".weight_k", ".weight_v")) else 1
 
     def fill(self, module: nn.Module) -> None:
-        """Fills a module's own weights, if it has any."""
+        """Sets the initial weights of a marked module. Does nothing for other modules, or without a
+        seed.
+        """
         for name, value in getattr(module, "kit_weights", {}).items():
             if self.seed is not None:
                 getattr(module, name).data.copy_(value())
@@ -103,10 +107,11 @@ class RankWeights:
         return whole.chunk(self.ranks, dim)[self.rank]
 
     def _spread(self, whole: Tensor) -> Tensor:
-        """Returns query heads so ordered that each lies on a rank with its key/value head.
+        """Returns the query heads in an order in which each head is on a rank with its key/value
+        head.
 
-        Ranks hold key/value heads 0..k-1, then copies of them, c in all; slot i k + j gets block j
-        c + i of queries.
+        With k key/value heads and c copies of each, the ranks hold heads 0..k-1, then heads 0..k-1
+        again, c times in all. Position i k + j gets block j c + i of the query heads.
         """
         return (
             whole.unflatten(0, (self.spec.num_kv_heads, self.copies, -1))
