@@ -1,9 +1,11 @@
-"""Sites, jobs and schedulers. Standard library only, so that it starts at once anywhere."""
+"""Sites, jobs and schedulers. The package uses only the standard library, so that it starts fast
+on any machine with Python.
+"""
 
 import sys
 
-# `python -m MODULE` puts the working directory first on sys.path, where a user's token.py would be
-# imported in place of Python's. Last, it shadows no module. While Python imports the packages of
-# MODULE, "-m" is the first word.
+# `python -m MODULE` puts the working directory first on sys.path. Python would then import a user's
+# token.py in place of its own. As the last entry, the working directory shadows no module. While
+# Python imports the packages of MODULE, sys.argv[0] is "-m".
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
     sys.path.append(sys.path.pop(0))

@@ -45,9 +45,11 @@ FOLLOWS = "KIT_FOLLOWS"
 """Environment variable with value `JOB/ATTEMPT`: the job and attempt that this job replaces, and
 whose run directory it takes over."""
 USELESS_TO_RETRY = os.EX_CONFIG
-"""Exit code of a rank whose failure would come again: wrong input, a full disk."""
+"""Exit code of a failure that would occur again after a restart, such as wrong input or a full
+disk."""
 Files = Mapping[str, str | None]
-"""Texts by the name of their file in the run directory; None: the file is to go."""
+"""Text of each file, by the name of the file in the run directory. If the text is None, the file is
+removed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,27 +60,28 @@ class AttemptOutcome:
     reason: str
     """One line for people."""
     failing_rank: int | None = None
-    """Rank that failed first."""
+    """Rank that failed first. None if no rank has failed."""
     fate: Literal["end", "restart", "requeue", "taken"] = "end"
     """Decision: `end` the job, `restart` the ranks in this allocation, or `requeue` the job for
     another allocation. `taken` means that Slurm has requeued the job already, or that a newer
     attempt owns the run."""
     lost_node: str | None = None
-    """Node that no longer answers, or several nodes with commas between."""
+    """Node that no longer answers. Several nodes are separated by commas."""
 
 
 def claim_attempt(run_dir: Path) -> int:
-    """Makes the calling process the owner of the next attempt of a run directory, and returns its
-    number.
+    """Makes the calling process the owner of the next attempt of a run directory. Returns the
+    number of this attempt.
 
-    Requests to the attempt before are dropped. Left-overs of that attempt cannot write `state.json`
-    from now on.
+    Deletes the requests to the previous attempt. From now on, processes of the previous attempt
+    cannot write `state.json`.
 
     Raises:
-        JobError: a job is live in this directory.
+        JobError: A job is live in this directory, or the directory belongs to another user.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    # Before the lock is taken, since a running job needs the lock to write its heartbeat.
+    # The heartbeat is watched before the lock is taken, since a running job needs the lock to write
+    # its heartbeat.
     watch_silent([run_dir])
     with locked(run_dir):
         refuse_live(run_dir)
@@ -87,14 +90,14 @@ def claim_attempt(run_dir: Path) -> int:
 
 @contextlib.contextmanager
 def claimed(run_dir: Path, files: Files) -> Iterator[int]:
-    """Claims the next attempt for a block that starts its job, writes its files, and yields its
-    number.
+    """Claims the next attempt, writes `files`, and yields the number of the attempt to a block that
+    starts the job.
 
-    A block that raises has started nothing, so the directory is then put back as it was, requests
-    and all.
+    A block that raises an error has started no job. All files of the directory, requests included,
+    are then restored to their content before the call.
 
     Raises:
-        JobError: a job is live in this directory.
+        JobError: A job is live in this directory, or the directory belongs to another user.
     """
     with new_folders(run_dir, run_dir / "logs", run_dir / "control"):
         ours = ("state.json", "exit.json", "history.jsonl", ".state.lock", RESERVE)
@@ -110,7 +113,7 @@ def claimed(run_dir: Path, files: Files) -> Iterator[int]:
 
 
 def write_files(run_dir: Path, files: Files) -> None:
-    """Writes files of a run directory, or takes them away."""
+    """Writes `files` into a run directory. Removes each file whose text is None."""
     for name, text in files.items():
         if text is None:
             (run_dir / name).unlink(missing_ok=True)
@@ -120,8 +123,8 @@ def write_files(run_dir: Path, files: Files) -> None:
 
 @contextlib.contextmanager
 def new_folders(*folders: Path) -> Iterator[None]:
-    """Makes folders with their parents. If the block raises, removes the new folders that are
-    empty.
+    """Creates folders and their parents. If the block raises an error, removes the new folders that
+    are empty.
     """
     new = set[Path]()
     for folder in folders:
@@ -131,20 +134,21 @@ def new_folders(*folders: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
-        for path in sorted(new, reverse=True):  # deepest first
+        for path in sorted(new, reverse=True):  # Inner folders before outer folders.
             with contextlib.suppress(OSError):
                 path.rmdir()
         raise
 
 
 def refuse_live(run_dir: Path) -> None:
-    """Raises JobError if a run directory is somebody else's, or a job is live in it."""
+    """Raises JobError if a run directory belongs to another user, or if a job is live in it."""
     refuse_other_owner(run_dir, "start a job in it")
     watch_silent([run_dir])
     state = read_state(run_dir)
     status = read_status(run_dir, waits=False)
     scheduled = state is not None and state.scheduler_job is not None
-    # Out of reach: should it come back, it is fenced off.
+    # A stalled process that this host cannot examine does not block the run directory. If the
+    # process continues later, its writes are refused, since a newer attempt owns the directory.
     beyond_reach = status.state is JobState.STALLED and is_alive(state) is None and not scheduled
     if not status.state.is_final and not beyond_reach:
         raise JobError(
@@ -155,11 +159,11 @@ def refuse_live(run_dir: Path) -> None:
 
 
 def next_attempt(run_dir: Path, attempt: int, reason: str) -> int:
-    """Begins the attempt that follows one that has ended, under the same supervisor, and returns
-    its number.
+    """Begins the next attempt under the supervisor of `attempt`, which has ended. Returns the
+    number of the new attempt.
 
     Raises:
-        StaleAttemptError: somebody else has begun one.
+        StaleAttemptError: Another process has begun a newer attempt.
     """
     with locked(run_dir):
         refuse_stale(run_dir, attempt)
@@ -173,10 +177,10 @@ def next_attempt(run_dir: Path, attempt: int, reason: str) -> int:
 
 
 def hand_over(run_dir: Path, attempt: int, job: SchedulerJob) -> None:
-    """Records the scheduler's job in state.json, in place of the submitting process, which is about
-    to end.
+    """Records in state.json that the scheduler's job owns the attempt. Before this call, the owner
+    is the submitting process, which is about to end.
 
-    The job may have started before this is called: what it has recorded itself is kept.
+    The job may have started before this call. Fields that the job has written are kept.
     """
     with locked(run_dir):
         state = state_to_change(run_dir)
@@ -191,10 +195,11 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
     """Makes the calling process, a supervisor that the scheduler has started, the owner of an
     attempt.
 
-    Returns the number of the attempt: the queued one, or the next after a requeue or a restart.
+    Returns the number of the attempt. This is the queued attempt, or the next attempt after a
+    requeue or a restart.
 
     Raises:
-        JobError: the run directory belongs to another job, which has not ended.
+        JobError: The run directory belongs to another job, which has not ended.
     """
     with locked(run_dir):
         state = state_to_change(run_dir)
@@ -203,7 +208,7 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
         ours = (
             not (state and known) or known.id == job.id or follows == f"{known.id}/{state.attempt}"
         )
-        # Keep how the submitter reaches the scheduler.
+        # `config` says how the submitter reaches the scheduler. It must not be lost.
         job = job.replace(config=known.config) if known and ours else job
         here = {
             "state": JobState.STARTING,
@@ -225,14 +230,19 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
             )
         told = ours and is_stop_requested(run_dir)
         attempt = _begin(run_dir, **here)
-        if told:  # Slurm itself has requeued the job, before or after its trainer took the request
+        # Slurm itself requeued the job after a person had asked it to stop. `_begin` has deleted
+        # this request, whether or not the trainer had taken it, so it is written again.
+        if told:
             ask(run_dir, "stop")
         return attempt
 
 
 def record_end(home: RunDirectory, attempt: int, outcome: AttemptOutcome) -> None:
-    """Writes exit.json, then the final state. Tries again while the file system is in trouble. The
-    files of a newer attempt, or of another run, are left alone.
+    """Writes exit.json, then the final state. Retries after errors of the file system, as
+    `retry_disk` does.
+
+    The files of a newer attempt or of another run are not changed. If the end cannot be recorded,
+    prints the reason.
     """
     try:
         home.check()
@@ -242,13 +252,13 @@ def record_end(home: RunDirectory, attempt: int, outcome: AttemptOutcome) -> Non
 
 
 def write_end(run_dir: Path, attempt: int, outcome: AttemptOutcome) -> None:
-    """Writes how an attempt has ended, just now and on this host: exit.json, then the final state.
+    """Writes exit.json, then the final state, for an attempt that has just ended on this host.
 
-    The reason ends with the last line of the rank that failed first. On a full disk this takes the
-    room that the attempt has kept back for it, and says so in the reason.
+    The reason ends with the last line of the rank that failed first. If the disk is full, deletes
+    the file RESERVE to make room for the record. The reason then also says that the disk is full.
 
     Raises:
-        StaleAttemptError: a newer attempt owns the directory.
+        StaleAttemptError: A newer attempt owns the directory.
     """
     rank = outcome.failing_rank
     reason = outcome.reason
@@ -279,10 +289,10 @@ def _requests(run_dir: Path) -> list[Path]:
 
 
 def _contents(files: list[Path]) -> dict[Path, bytes]:
-    """Returns the content of each file that is there.
+    """Returns the content of each file that exists.
 
-    Links are left out. Another user may have made one to a private file of this user, whose content
-    would be written into the run directory when the files are put back.
+    Links are left out. A link that another user made may point to a private file of this user. Its
+    content would be written into the run directory when the files are restored.
     """
     found = {}
     for file in files:
@@ -292,8 +302,8 @@ def _contents(files: list[Path]) -> dict[Path, bytes]:
 
 
 def _put_back(run_dir: Path, before: dict[Path, bytes], written: list[Path], attempt: int) -> None:
-    """Gives files the content that they had, and removes those that were not there, with the
-    logs of an attempt.
+    """Restores the files in `before` to their content. Removes the other files in `written`, and
+    the logs of an attempt.
     """
     after = _contents(list(before))
     for file, content in before.items():
@@ -309,13 +319,14 @@ def _begin(run_dir: Path, **fields: Any) -> int:
     """Begins the next attempt with `fields` of `RunState`, and returns the number of the attempt.
 
     Raises:
-        JobError: another user has put a link in place of a folder of the run.
+        JobError: Another user has put a link in place of a folder of the run.
     """
     refuse_planted_links(run_dir)
     begun = RunState(attempt=last_attempt(run_dir) + 1, **fields)
-    # The control folder, so that `touch RUN/control/request_stop` works from the start.
+    # The control folder is created now, so that `touch RUN/control/request_stop` works from the
+    # start.
     with new_folders(log_path(run_dir, begun.attempt, 0).parent, run_dir / "control"):
-        # Which no file system makes smaller.
+        # Random bytes cannot be compressed, so the file takes its full size on every file system.
         write_atomic(run_dir / RESERVE, os.urandom(RESERVE_BYTES))
         for left_over in _requests(run_dir):
             left_over.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""The run directory of a process: whether it is still there, and how to work on it while its file
-system is in trouble.
+"""The run directory of a process: detects that the directory was deleted, moved or replaced, and
+repeats operations that an error of the file system has interrupted.
 
 Standard library only.
 """
@@ -24,14 +24,14 @@ Result = TypeVar("Result")
 
 
 class RunDirectory:
-    """The run directory of a process, told apart from every other that may come to lie at its
-    path.
+    """The run directory of a process. Its inode number distinguishes it from any other directory
+    that later gets its path.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        """Raises OSError unless there is such a directory."""
+        """Raises OSError if the directory does not exist."""
         self.run_dir = run_dir
-        # Kept open, so that the file system gives its number to no other directory.
+        # The directory stays open, so that the file system does not reuse its inode number.
         self.handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
         self.number = os.fstat(self.handle).st_ino
         self.marks = [
@@ -39,8 +39,8 @@ class RunDirectory:
         ]
 
     def why_lost(self) -> str | None:
-        """Returns what has become of the directory, or None while it is there; a file system in
-        trouble is no loss.
+        """Returns a message if the directory was deleted, renamed, replaced or emptied, otherwise
+        None. An error of the file system does not count as a loss of the directory.
         """
         if _is_gone(self.run_dir):
             return f"{self.run_dir} was deleted or renamed"
@@ -52,15 +52,15 @@ class RunDirectory:
         return None
 
     def check(self) -> None:
-        """Raises JobError unless the directory is there: whatever this process wrote now would
-        be lost or mislead.
+        """Raises JobError if the directory was lost. Files that this process wrote now would be
+        lost, too, or would mislead their readers.
         """
         if lost := self.why_lost():
             raise JobError(f"{lost}: nothing can be recorded any more, so this process ends.")
 
 
 def _is_gone(file: Path) -> bool:
-    # not by Path.exists, which from Python 3.14 on takes a file system in trouble for a loss
+    # Path.exists is not used: since Python 3.14 it returns False after an error of the file system.
     try:
         file.stat()
     except OSError as error:
@@ -69,13 +69,13 @@ def _is_gone(file: Path) -> bool:
 
 
 def retry_disk(action: Callable[[], Result], home: RunDirectory | None = None) -> Result:
-    """Returns what `action` returns. Calls it again, after each of RETRY_DELAYS_S, while it raises
-    OSError: a file system in trouble must not end a job of days.
+    """Returns the result of `action`. If `action` raises OSError, calls it again after each of
+    RETRY_DELAYS_S. A temporary error of the file system must not end a job that has run for days.
 
     `action` must tolerate that an earlier call has done a part of its work.
 
     Raises:
-        OSError: the last call has failed. There is no further call if the disk is full, the run
+        OSError: The last call has failed. There is no further call if the disk is full, the run
             directory `home` is lost, or one of END_SIGNALS is pending.
     """
     for delay_s in RETRY_DELAYS_S:

@@ -1,4 +1,4 @@
-"""What a reader sees of a record's fields: their meanings in `help`, and in a notebook's table."""
+"""Descriptions of the fields of records, as `help` and the tables of notebooks show them."""
 
 import dataclasses
 import html
@@ -13,23 +13,25 @@ LEFT = "style='text-align:left'"
 
 
 class WithFields:
-    """The docstring of a record: its own text, then type, default and meaning of each field.
+    """Descriptor for the docstring of a record: the text of the class, then the type, default and
+    meaning of each field.
 
-    It is put together when somebody reads it: half a millisecond a record, which no import spends.
+    The docstring is assembled when it is read, so that no import spends time on it. It takes half a
+    millisecond per record.
     """
 
     def __init__(self, text: str | None) -> None:
         self.text = text or ""
 
     def __get__(self, record: object, cls: type) -> str:
-        if "__match_args__" not in vars(cls):  # @dataclass, which is at work, looks for a docstring
+        if "__match_args__" not in vars(cls):  # @dataclass reads the docstring before fields exist.
             return self.text
         told = (_told(field) for field in dataclasses.fields(cls))
         return "\n".join([inspect.cleandoc(self.text), "", "Fields:", *told])
 
 
 def _told(field: dataclasses.Field) -> str:
-    """Returns a line of a docstring on a field, or several."""
+    """Returns the lines of a docstring that describe a field."""
     kind = re.sub(r"\b(?:\w+\.)+(?=\w)", "", inspect.formatannotation(field.type))
     default = "required"
     if field.default is not dataclasses.MISSING:

@@ -1,9 +1,9 @@
-"""The only ways in which files of a run are opened, appended to and replaced, whose it is, and what
-a full disk costs.
+"""Opens, appends to and replaces files of a run, finds the owner of a folder, and detects a full
+disk. All other modules open files of a run by functions of this module.
 
-A run may be a colleague's, or lie where colleagues write. Under the name of one of its files there
-may be a link to a file of the reader, a pipe that blocks for ever, or a device without end.
-Standard library only.
+A run may belong to a colleague, or be in a folder in which colleagues may write. In place of a file
+of the run they may have put a link to a private file of the reader, a pipe that blocks forever, or
+a device without end. Standard library only.
 """
 
 import contextlib
@@ -30,21 +30,24 @@ NO_RECORD = (
     errno.ENXIO,
     errno.EFBIG,
 )
-"""Error numbers of `read_small` that mean that there is no such record: the file is missing, or
-something else has its name. Any other error means that the file system is in trouble."""
+"""Error numbers of `read_small` that mean that there is no record: the file is missing, or a link,
+folder, pipe, device or too large file has its name. Any other error means that the file system
+fails."""
 RECORD_BYTES = 16 << 20
-"""More than any record takes; a file that grows with the run is read piece by piece."""
+"""Maximum bytes of a file that is read as a whole. No record is larger. Files that grow with the
+run are read in pieces."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 RESERVE, RESERVE_BYTES = ".reserve", 128 << 10
-"""What an attempt keeps back for the record of its end: 16 KB of a log, in JSON up to six times as
-many, and a few sentences. Where there is less room no attempt begins."""
+"""Name and bytes of the file by which an attempt reserves disk space for the record of its end. The
+record contains 16 KB of a log, up to six times as many bytes in JSON, and a few sentences. An
+attempt cannot begin on a disk with less free space."""
 
 
 def opened(file: Path, *, follows: bool = False) -> io.BufferedReader:
-    """Returns a stream that reads a file; `follows` takes a link too.
+    """Returns a stream that reads a file. With `follows`, the file may be a symbolic link.
 
     Raises:
-        OSError: it is not there, or is a link, a pipe or a device.
+        OSError: The file is missing, or is a link, a folder, a pipe or a device.
     """
     flags = os.O_RDONLY if follows else os.O_RDONLY | os.O_NOFOLLOW
     return os.fdopen(_regular(file, flags), "rb")
@@ -55,7 +58,7 @@ def file_size(file: Path, *, follows: bool = False) -> int:
     be a symbolic link.
 
     Raises:
-        OSError: the file is missing, or is a link, a folder, a pipe or a device.
+        OSError: The file is missing, or is a link, a folder, a pipe or a device.
     """
     about = os.stat(file, follow_symlinks=follows)
     if not stat.S_ISREG(about.st_mode):
@@ -65,10 +68,10 @@ def file_size(file: Path, *, follows: bool = False) -> int:
 
 def read_small(file: Path, *, limit_bytes: int = RECORD_BYTES, follows: bool = False) -> bytes:
     """Returns the content of a file of at most `limit_bytes` bytes. With `follows`, the file may be
-    a symbolic link. All files of other people that are read as a whole are read here.
+    a symbolic link. All files of other users that are read as a whole are read by this function.
 
     Raises:
-        OSError: as `opened`, or the file is larger than `limit_bytes`.
+        OSError: The file is missing, is not a plain file, or is larger than `limit_bytes`.
     """
     with opened(file, follows=follows) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -78,7 +81,7 @@ def read_small(file: Path, *, limit_bytes: int = RECORD_BYTES, follows: bool = F
                 f"has {size:,} bytes, more than the {limit_bytes:,} that are read of such a file",
                 str(file),
             )
-        return stream.read(size)  # for which as much memory is taken first
+        return stream.read(size)  # `read` allocates `size` bytes first.
 
 
 def appending(file: Path, *, mode: int = 0o666) -> io.FileIO:
@@ -86,7 +89,7 @@ def appending(file: Path, *, mode: int = 0o666) -> io.FileIO:
     permissions `mode`, less those that the umask removes.
 
     Raises:
-        OSError: the file is a link, a pipe or a device, or has further hard links, which may be in
+        OSError: The file is a link, a pipe or a device, or has further hard links, which may be in
             folders of other users.
     """
     handle = _regular(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, mode)
@@ -105,20 +108,21 @@ def lock_file(file: Path) -> io.FileIO:
     would thereby delay or block the owner's work.
 
     Raises:
-        OSError: as `appending`.
+        OSError: The file is a link, a pipe or a device, or has further hard links.
     """
     stream = appending(file, mode=0o600)
-    with contextlib.suppress(OSError):  # Older versions of the kit made it readable for others.
+    with contextlib.suppress(OSError):  # Older versions of the kit let other users read the file.
         if stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & 0o077:
             os.fchmod(stream.fileno(), 0o600)
     return stream
 
 
 def is_locked(file: io.FileIO | int, wait_s: float) -> bool:
-    """Returns whether this caller has the lock of an open file or folder now.
+    """Tries to lock an open file or folder for at most `wait_s` seconds. Returns whether the caller
+    has the lock now.
 
-    It waits for it so long at most. The lock falls with its process. True too where the file
-    system has no locks.
+    The kernel releases the lock when the process ends. Returns True also if the file system
+    supports no locks.
     """
     deadline = time.monotonic() + wait_s
     while True:
@@ -134,17 +138,18 @@ def is_locked(file: io.FileIO | int, wait_s: float) -> bool:
 
 
 def append_lines(file: Path, lines: bytes) -> None:
-    """Appends lines in one write, so that those of two writers never mix.
+    """Appends lines in one write, so that the lines of two writers never mix.
 
-    Raises OSError as `appending`.
+    Raises:
+        OSError: The file is a link, a pipe or a device, or has further hard links.
     """
     with appending(file) as stream:
         stream.write(line_break(stream) + lines)
 
 
 def line_break(stream: io.FileIO) -> bytes:
-    """Returns what must come before the next line of a file: a line break where its last line is
-    torn, or nothing.
+    """Returns the bytes to write before the next line of a file: a line break if the last line of
+    the file is torn, otherwise no bytes.
     """
     end = stream.seek(0, os.SEEK_END)
     return b"\n" if end and os.pread(stream.fileno(), 1, end - 1) != b"\n" else b""
@@ -165,7 +170,7 @@ def _regular(file: Path, flags: int, mode: int = 0o666) -> int:
 
 
 def write_atomic(file: Path, content: str | bytes) -> None:
-    """Replaces what a file holds in one step, as `replacement` does, by what is in memory."""
+    """Replaces the content of a file by atomic rename, as `replacement` does."""
     if isinstance(content, str):
         content = content.encode()
     with replacement(file) as stream:
@@ -174,17 +179,17 @@ def write_atomic(file: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def replacement(file: Path) -> Iterator[BinaryIO]:
-    """Yields a stream whose content replaces that of a file in one step at the end of the block, if
-    nothing fails.
+    """Yields a stream. At the end of the block, the content of the stream replaces the content of
+    `file` by atomic rename. If the block raises an error, `file` does not change.
 
-    A reader sees the old or the new content, never a part of it; who may read it is the umask's
-    choice, as for any file. The file's folder is made, but not those above: a run directory that
-    was deleted must not come back as a stub.
+    A reader sees the old or the new content, never a part of it. The umask decides who may read the
+    file, as for any new file. The folder of the file is created, but not the parents of the folder:
+    a deleted run directory must not reappear with a few files in it.
     """
     file.parent.mkdir(exist_ok=True)
     part = file.with_name(f".{file.name}.{os.urandom(4).hex()}")
     try:
-        with part.open("xb") as stream:  # not by `tempfile`, whose files are their owner's alone
+        with part.open("xb") as stream:  # Only the owner can read files of `tempfile`.
             yield stream
         part.replace(file)
     except BaseException:
@@ -193,8 +198,8 @@ def replacement(file: Path) -> Iterator[BinaryIO]:
 
 
 class Words(io.FileIO):
-    """An open file that drops what cannot be written, because the disk is full or the file system
-    is in trouble.
+    """An open file that discards output which cannot be written, since the disk is full or the file
+    system fails.
     """
 
     def write(self, words: Any, /) -> int:
@@ -204,17 +209,20 @@ class Words(io.FileIO):
 
 
 def outlive_log() -> None:
-    """Makes this process continue if what it prints cannot be written."""
+    """Replaces stdout and stderr, so that this process continues if its output cannot be
+    written.
+    """
     for name, number in (("stdout", 1), ("stderr", 2)):
-        words = Words(number, "w", closefd=False)  # as of python -u
+        words = Words(number, "w", closefd=False)  # Unbuffered, as with `python -u`.
         setattr(sys, name, io.TextIOWrapper(words, "utf-8", "backslashreplace", write_through=True))
 
 
 def why_full(folder: Path) -> str | None:
-    """Returns that the disk of a folder is full, in words, or None where it is not or nobody can
-    tell.
+    """Returns a message if the disk of a folder is full. Returns None if it is not full, or if its
+    free space is unknown.
 
-    With no room but what an attempt has given back at its end, and hardly more, it counts as full.
+    A disk with less than twice RESERVE_BYTES counts as full. An attempt that has ended on a full
+    disk may have freed RESERVE_BYTES.
     """
     with contextlib.suppress(OSError):
         if (free := shutil.disk_usage(folder).free) < 2 * RESERVE_BYTES:
@@ -222,8 +230,8 @@ def why_full(folder: Path) -> str | None:
 
 
 def other_owner(folder: Path) -> str | None:
-    """Returns by name whose a folder is, or None where it is this user's, or is not there: then
-    it can be made.
+    """Returns the login name of the owner of a folder. Returns None if the owner is this user, or
+    if the folder is missing, since this user may then create it.
     """
     try:
         owner = folder.stat().st_uid
@@ -235,7 +243,7 @@ def other_owner(folder: Path) -> str | None:
 
 
 def is_private(folder: Path) -> bool:
-    """Returns whether a path is a folder, no link, in which only this user may write."""
+    """Returns whether a path is a folder, not a link, in which only this user may write."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return not other_owner(folder) and not other_writers(folder)
@@ -272,6 +280,6 @@ def other_writers(folder: Path) -> str | None:
 
 
 def say(text: str) -> None:
-    """Prints a line for people, if anyone can still read it."""
+    """Prints a line. Ignores errors of the output stream, such as a closed pipe or a full disk."""
     with contextlib.suppress(OSError):
         print(text, flush=True)

@@ -6,12 +6,13 @@
     ranks/all.jsonl           heartbeats of more ranks, one line each, which rank 0 gathers every
                               GATHER_EVERY_S
 
-A file per rank and second is 15,000 metadata operations a second at 3,072 ranks, as many as a whole
-file system gives.
+With 3,072 ranks, one file per rank and second would cost 15,000 metadata operations per second.
+That is the capacity of a whole file system.
 
-A heartbeat bears the time of the machine that wrote it. The clock of the machine that reads it may
-be minutes ahead or behind. So a heartbeat that looks old is believed to be old only if it does not
-change while this process watches it, by its own monotonic clock. Standard library only.
+A heartbeat contains the time of the machine that wrote it. The clock of the machine that reads it
+may be minutes ahead or behind. A heartbeat that looks old therefore counts as old only if it does
+not change while this process watches it. The watch is timed by the monotonic clock of this process.
+Standard library only.
 """
 
 import contextlib
@@ -27,12 +28,12 @@ from cluster.record import Record, field_doc
 from cluster.state import JobState, RunState, read_state, update_state
 
 MANY = 64
-"""Ranks from which no rank has files of its own: neither its heartbeat nor, under Slurm, its
-log."""
+"""Largest number of ranks at which each rank has files of its own: its heartbeat and, under Slurm,
+its log."""
 GATHER_EVERY_S = 10.0
 PARTS = ("data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s")
-"""Of a step, columns of the metrics; a wait for other ranks or the network lies within the
-others."""
+"""Columns of the metrics with the seconds of the phases of a step. `waiting_s`, the wait for other
+ranks or the network, is contained in the other phases."""
 START_BEAT_S = 5.0
 """Seconds between two heartbeats of a supervisor whose ranks have taken no step yet."""
 WATCH_S = 5.0
@@ -41,7 +42,7 @@ every second, or every step if steps take longer."""
 WATCH_STEPS = 3.0
 """Minimum time, in steps of the run, for which a heartbeat that looks old is watched."""
 MAX_WATCH_S = 30.0
-"""Upper limit, in seconds, of the time that WATCH_STEPS gives."""
+"""Upper limit of the minimum time by WATCH_STEPS, in seconds."""
 WATCH_BEATS = 2.5
 """Minimum time before the first step for which a heartbeat that looks old is watched, in intervals
 of the supervisor's heartbeats (START_BEAT_S)."""
@@ -54,7 +55,7 @@ looks older is old by any clock."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankHeartbeat(Record):
-    """One rank's last step."""
+    """Heartbeat of one rank: its last finished step, with durations in seconds."""
 
     rank: int = field_doc("global rank")
     attempt: int = field_doc("attempt it belongs to")
@@ -74,23 +75,23 @@ class RankHeartbeat(Record):
 
     @property
     def line(self) -> bytes:
-        """As JSON, without a line break."""
+        """This heartbeat as JSON, without a line break."""
         return json.dumps(self.to_dict(), separators=(",", ":")).encode()
 
 
 def write_rank_heartbeat(run_dir: Path, beat: RankHeartbeat) -> None:
-    """Writes what a rank did last into its own file."""
+    """Writes the heartbeat of a rank into the file of this rank."""
     beat.write(run_dir / "ranks" / f"rank_{beat.rank:05d}.json")
 
 
 def write_all_heartbeats(run_dir: Path, lines: Iterable[bytes]) -> None:
-    """Writes the file of all ranks' heartbeats."""
+    """Writes the heartbeats of all ranks, one JSON line per rank, into `ranks/all.jsonl`."""
     write_atomic(run_dir / "ranks" / "all.jsonl", b"\n".join(lines) + b"\n")
 
 
 def read_rank_heartbeats(run_dir: Path, attempt: int) -> list[RankHeartbeat]:
-    """Returns the heartbeats of one attempt in rank order; a rank that has not written yet is
-    absent.
+    """Returns the heartbeats of one attempt in rank order. Ranks without a heartbeat in this
+    attempt are left out.
     """
     folder = run_dir / "ranks"
     lines = list[bytes]()
@@ -98,18 +99,18 @@ def read_rank_heartbeats(run_dir: Path, attempt: int) -> list[RankHeartbeat]:
         lines = read_small(folder / "all.jsonl").splitlines()
     gathered = [RankHeartbeat.parsed(line) for line in lines]
     beats = [beat for beat in gathered if beat and beat.attempt == attempt]
-    if not beats:  # Each rank has a file of its own.
+    if not beats:  # A run of few ranks has one file per rank.
         written = [RankHeartbeat.read_or_none(file) for file in folder.glob("rank_*.json")]
         beats = [beat for beat in written if beat and beat.attempt == attempt]
     return sorted(beats, key=lambda beat: beat.rank)
 
 
 class StartWatch:
-    """Writes heartbeats of an attempt until its first step, and for how many seconds the reason in
-    state.json has been the same.
+    """Writes heartbeats of an attempt until its first step, each with the seconds since the reason
+    in state.json has changed.
 
-    The supervisor calls `beat` in its loop. The seconds are counted by the clock of this process,
-    so readers need not compare two clocks.
+    The supervisor calls `beat` in its loop. The seconds are measured by the clock of the
+    supervisor, so that readers need not compare two clocks.
     """
 
     def __init__(self, run_dir: Path, attempt: int) -> None:
@@ -122,10 +123,10 @@ class StartWatch:
         """Whether the ranks have taken a step, or the attempt has ended."""
 
     def beat(self) -> None:
-        """Writes a heartbeat every START_BEAT_S.
+        """Writes a heartbeat if START_BEAT_S seconds have passed since the previous heartbeat.
 
         Raises:
-            StaleAttemptError: a newer attempt owns the directory.
+            StaleAttemptError: A newer attempt owns the directory.
         """
         now = time.monotonic()
         if self.is_over or now < self.due:
@@ -153,17 +154,20 @@ class StartWatch:
 
 @dataclasses.dataclass(frozen=True)
 class _Sighting:
-    """A heartbeat as this process knows it. All times are of this process's monotonic clock."""
+    """The newest heartbeat of a run, and when this process has read it. The three times are seconds
+    of the monotonic clock of this process.
+    """
 
     heartbeat: tuple[int, float | None]
-    """Attempt, and Unix time by the clock of the machine that wrote it."""
+    """(attempt, time): the number of the attempt, and the Unix time of the heartbeat by the clock
+    of the machine that wrote it."""
     found_at: float
-    """Time of the first look that found this heartbeat."""
+    """Time at which this process first read this heartbeat."""
     looked_at: float
-    """Time of the last look."""
+    """Time at which this process last read this heartbeat."""
     newer_than: float | None
-    """Time of the last look that still found the previous heartbeat. None if there was no such
-    look."""
+    """Time at which this process last read the previous heartbeat. None if it has read no previous
+    heartbeat."""
 
 
 _sightings: dict[Path, _Sighting] = {}
@@ -171,7 +175,9 @@ _lock = threading.Lock()
 
 
 def record_sighting(run_dir: Path, state: RunState) -> _Sighting:
-    """Records the heartbeat of a run, and returns when this process has found and last seen it."""
+    """Records that this process reads the heartbeat of a run now. Returns the times at which it
+    first and last read this heartbeat.
+    """
     heartbeat = (state.attempt, state.heartbeat)
     now = time.monotonic()
     with _lock:
@@ -195,11 +201,11 @@ def has_changed_since(run_dir: Path, state: RunState, moment: float) -> bool:
 
 
 def heartbeat_age_s(run_dir: Path, state: RunState, limit_s: float) -> float | None:
-    """Returns the seconds since the last heartbeat, None if there is none.
+    """Returns the seconds since the last heartbeat, or None if there is no heartbeat.
 
-    Returns more than `limit_s` only if the heartbeat is old whatever the clocks say: it did not
-    change while this process watched it for long enough (see `watch_heartbeats`), or it looks older
-    than MAX_SKEW_S.
+    Returns more than `limit_s` only if the heartbeat is old even if the clocks differ. Either the
+    heartbeat did not change while this process watched it (see `watch_heartbeats`), or it looks
+    older than MAX_SKEW_S.
     """
     if state.heartbeat is None:
         return None
@@ -211,8 +217,8 @@ def heartbeat_age_s(run_dir: Path, state: RunState, limit_s: float) -> float | N
 
 
 def watch_heartbeats(limits_s: dict[Path, float]) -> None:
-    """Watches the heartbeats of runs that look older than their limit, all at the same time, until
-    each has changed or was watched for long enough.
+    """Waits until each heartbeat that looks older than its limit has changed or was watched for
+    long enough. All heartbeats are watched at the same time.
 
     `limits_s` gives the limit in seconds by run directory.
     """
@@ -232,8 +238,8 @@ def _is_silent(run_dir: Path, limit_s: float) -> bool:
 
 
 def _is_tracked(sighting: _Sighting, limit_s: float) -> bool:
-    """Returns whether this process knows by its own clock when the heartbeat was written. It does
-    if at most `limit_s` before it found the heartbeat it had still seen the previous one.
+    """Returns whether this process knows by its own clock when the heartbeat was written. That is
+    the case if it read the previous heartbeat at most `limit_s` seconds before this heartbeat.
     """
     before = sighting.newer_than
     return before is not None and sighting.found_at - before <= limit_s

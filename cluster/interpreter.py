@@ -1,11 +1,11 @@
 """Command lines that start Python. All Python processes of `kit` and `cluster` are started by
 commands of this module.
 
-`python -m MODULE` and `python -c CODE` put the working directory first on `sys.path`. A user's file
-there that is named like a module (`token.py`, `random.py`, `torch.py`) then ends the process, or
-its code runs. All commands of this module therefore contain `-P`, which leaves the working
-directory out. PYTHONPATH stays in effect, since module systems and containers use it. Standard
-library only.
+`python -m MODULE` and `python -c CODE` put the working directory first on `sys.path`. If it
+contains a file that is named like a module (`token.py`, `random.py`, `torch.py`), Python imports
+this file, and the process fails or runs the user's code. All commands of this module therefore
+contain `-P`, which leaves the working directory out. PYTHONPATH stays in effect, since module
+systems and containers use it. Standard library only.
 """
 
 import sys
@@ -18,15 +18,15 @@ CONTAINER_PYTHON = "python3"
 
 
 def module_command(module: str, *words: str) -> tuple[str, ...]:
-    """Returns `PYTHON -P -m MODULE WORDS...`. Records contain commands in this form, which works on
-    every machine where the kit is installed. `from_source` returns a command that needs no
-    installation.
+    """Returns the command `PYTHON -P -m MODULE WORDS...`. Records contain commands in this form,
+    which works on every machine where the kit is installed. `from_source` returns a command that
+    needs no installation.
     """
     return (sys.executable, "-P", "-m", module, *words)
 
 
 def code_command(code: str, *words: str) -> tuple[str, ...]:
-    """Returns `PYTHON -P -c CODE WORDS...`."""
+    """Returns the command `PYTHON -P -c CODE WORDS...`."""
     return (sys.executable, "-P", "-c", code, *words)
 
 
@@ -44,17 +44,17 @@ def from_source(command: tuple[str, ...], source: Path | str = PACKAGE_ROOT) -> 
 def source_command(
     module: str, *words: str, python: str = sys.executable, source: Path | str = PACKAGE_ROOT
 ) -> tuple[str, ...]:
-    """Returns `PYTHON -P SOURCE/cluster/start.py MODULE WORDS...`, which runs a module of a source
-    tree.
+    """Returns the command `PYTHON -P SOURCE/cluster/start.py MODULE WORDS...`, which runs a module
+    of a source tree.
     """
     return (python, "-P", f"{source}/cluster/start.py", module, *words)
 
 
 def started_module(command: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Returns the module and the words after it of a command `PYTHON [-P] -m MODULE WORDS...`.
+    """Returns (module, words after the module) of a command `PYTHON [-P] -m MODULE WORDS...`.
 
     Raises:
-        ValueError: the command starts no module.
+        ValueError: The command contains no `-m`.
     """
     index = command.index("-m") + 1
     return command[index], command[index + 1 :]

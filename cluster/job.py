@@ -1,8 +1,8 @@
-"""JobSpec and Job: a job as a run directory, whatever scheduler runs it.
+"""`JobSpec` and `Job`: the description and the handle of a job, for every scheduler.
 
-A `Job` holds no connection and no state of its own. Everything is read from the run directory each
-time, so any process may attach to any job, and the job does not notice when they go. Standard
-library only.
+A `Job` keeps no connection and no state in memory. Each call reads the run directory, so any
+process may attach to any job. A job is not affected by the end of a process that has attached to
+it. Standard library only.
 """
 
 import codecs
@@ -51,14 +51,15 @@ from cluster.status import read_status as read_status
 
 CHUNK_BYTES = 2**20
 LOG_BYTES = 64 << 20
-"""Largest part of a log in bytes that `Job.logs` returns. Larger logs are read in pieces."""
+"""Maximum bytes of a log that `Job.logs` returns, counted from its end. `Job.read_logs` returns
+larger logs in pieces."""
 SET_BY_THE_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT"}
 
 positive_seconds = must(lambda value: value > 0, "Give seconds above 0.")
 
 
 def check_command_line(argv: tuple[str, ...], path: str) -> None:
-    """Raises ConfigError for no command, and for what looks like a secret in one."""
+    """Raises ConfigError if a command is empty, or if a word of it looks like a secret."""
     if not argv or not argv[0]:
         raise ConfigError(
             f"{path}: () is not allowed. Give the command of one rank, as a list of words."
@@ -72,7 +73,9 @@ def check_command_line(argv: tuple[str, ...], path: str) -> None:
 
 
 def check_for_ranks(variables: dict[str, str], path: str) -> None:
-    """Raises ConfigError as `check_environment`, and for what the launcher sets itself."""
+    """Raises ConfigError for a variable that `check_environment` refuses, or that the launcher sets
+    for each rank.
+    """
     check_environment(variables, path)
     if given := variables.keys() & SET_BY_THE_LAUNCHER:
         raise ConfigError(f"{path}.{min(given)}: the launcher sets it for each rank. Leave it out.")
@@ -80,8 +83,8 @@ def check_for_ranks(variables: dict[str, str], path: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSpec(Record):
-    """What to run: one command, started as several processes that find each other by environment
-    variables.
+    """Description of a job: one command, started as several processes that find each other by
+    environment variables.
     """
 
     name: str = field_doc("what queues and titles call the job", one_line)
@@ -138,15 +141,15 @@ class JobSpec(Record):
                 )
 
     def check_command(self) -> None:
-        """Raises ConfigError if this machine has no such command, or no such directory to start
-        it in.
+        """Raises ConfigError if the command or the working directory does not exist on this
+        machine.
         """
         if not Path(self.working_directory).is_dir():
             raise ConfigError(
                 f"job.working_directory: {self.working_directory!r} is not a directory. Create it"
                 " first."
             )
-        in_directory = "/" in self.argv[0]  # a name alone is looked up in PATH
+        in_directory = "/" in self.argv[0]  # A name without a slash is searched in PATH.
         command = (
             os.path.join(self.working_directory, self.argv[0]) if in_directory else self.argv[0]
         )
@@ -158,10 +161,10 @@ class JobSpec(Record):
 
 
 def _size_of(file: Path) -> int:
-    """Returns the size of a log in bytes, 0 if the log is missing.
+    """Returns the size of a log in bytes, or 0 if the log is missing.
 
     Raises:
-        JobError: the log cannot be read.
+        JobError: The log cannot be read.
     """
     try:
         with opened(file, follows=True) as stream:
@@ -177,7 +180,7 @@ def _pieces_of(file: Path, begin: int = 0) -> Iterator[str]:
     CHUNK_BYTES bytes. A log may be larger than the memory. Yields nothing if the log is missing.
 
     Raises:
-        JobError: the log cannot be read.
+        JobError: The log cannot be read.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     try:
@@ -195,11 +198,11 @@ def _pieces_of(file: Path, begin: int = 0) -> Iterator[str]:
 
 
 def _end_of(file: Path) -> str:
-    """Returns the text of a log. Of a log above LOG_BYTES, returns its last LOG_BYTES bytes, after
-    a line that says how much is left out.
+    """Returns the text of a log. For a log larger than LOG_BYTES, returns the last LOG_BYTES bytes,
+    after a line that says how many bytes are left out.
 
     Raises:
-        JobError: the log cannot be read.
+        JobError: The log cannot be read.
     """
     begin = max(0, _size_of(file) - LOG_BYTES)
     text = "".join(_pieces_of(file, begin))
@@ -209,17 +212,19 @@ def _end_of(file: Path) -> str:
 def log_file(
     run_dir: Path, attempt: int, rank: int, ranks_per_node: int, *, waits: bool = False
 ) -> Path:
-    """Returns the log that holds what a rank has printed.
+    """Returns the path of the log with the output of a rank.
 
-    A log on another machine is copied here. `waits` is whether to wait for its content.
+    A log on another machine is copied to this machine. With `waits`, the function waits until the
+    content was copied.
     """
     return mirror.fetch_log(run_dir, attempt, rank, ranks_per_node, waits)
 
 
 class Job(Owned):
-    """A submitted job: look at it, read its logs, end it.
+    """Handle of a submitted job: returns its status and its logs, sends requests to it and ends it.
 
-    Made by a launcher's `submit`, or by `Job.attach`.
+    `cluster.submission.submit` returns the handle of a new job. `Job.attach` returns the handle of
+    the job in a run directory.
     """
 
     def __init__(self, run_dir: Path, spec: JobSpec) -> None:
@@ -232,10 +237,10 @@ class Job(Owned):
 
     @classmethod
     def attach(cls, run_dir: str | os.PathLike[str]) -> Self:
-        """Returns the job of a run directory, running or ended.
+        """Returns the job of a run directory. The job may be running or ended.
 
         Raises:
-            JobError: no job was ever submitted there.
+            JobError: The directory has no job.json, so no job was ever submitted in it.
         """
         path = Path(run_dir).expanduser().absolute()
         if not (path / "job.json").is_file():
@@ -246,18 +251,18 @@ class Job(Owned):
         return cls(path, JobSpec.read(path / "job.json"))
 
     def status(self) -> JobStatus:
-        """Returns what the job does now, with the reason."""
+        """Returns the current status of the job, with the reason for its state."""
         return read_status(self.run_dir)
 
     @property
     def state(self) -> JobState:
-        """What the job does now, in one word."""
+        """Current state of the job."""
         return self.status().state
 
     @property
     def history(self) -> list[Event]:
-        """All changes of state so far, over all attempts, oldest first; the last one is how it
-        stands now.
+        """All changes of state, over all attempts, oldest first. The last event has the current
+        state.
         """
         events = read_history(self.run_dir)
         status = self.status()
@@ -269,14 +274,14 @@ class Job(Owned):
         return events
 
     def logs(self, rank: int = 0, attempt: int | None = None) -> str:
-        """Returns what a rank has printed in an attempt, by default the newest attempt. A log above
-        LOG_BYTES is returned without its beginning. `read_logs` reads all of it.
+        """Returns the output of a rank in an attempt, by default in the newest attempt. The
+        beginning of a log larger than LOG_BYTES is left out. `read_logs` returns complete logs.
 
         The text is empty before the first output. If the job has ended and the rank has printed
         nothing, returns the text of `find_logs`.
 
         Raises:
-            JobError: the rank or the attempt does not exist, or the log cannot be read.
+            JobError: The rank or the attempt does not exist, or the log cannot be read.
         """
         text = _end_of(self._log(rank, attempt))
         if not text and self.status().state.is_final:
@@ -284,12 +289,12 @@ class Job(Owned):
         return text
 
     def find_logs(self, rank: int = 0, attempt: int | None = None) -> tuple[str, str]:
-        """Returns (source, text): what a rank has printed, and the file or command that it is
-        from. If the rank has printed nothing, the text is the output of the batch script, the
-        supervisor or the pods. A text above LOG_BYTES lacks its beginning.
+        """Returns (source, text): the file or command from which the text is, and the output of a
+        rank. If the rank has printed nothing, the text is the output of the batch script, the
+        supervisor or the pods. The beginning of a text larger than LOG_BYTES is left out.
 
         Raises:
-            JobError: as `logs`.
+            JobError: The rank or the attempt does not exist, or the log cannot be read.
         """
         where, text = self._log_source(rank, attempt)
         if text is None:
@@ -297,11 +302,13 @@ class Job(Owned):
         return str(where), text
 
     def read_logs(self, rank: int = 0, attempt: int | None = None) -> tuple[str, Iterator[str]]:
-        """Returns (source, pieces of the text) of all that `find_logs` finds. A piece takes at most
-        CHUNK_BYTES bytes of memory, whatever the size of the log.
+        """Returns (source, pieces): the file or command that `find_logs` finds, and the pieces of
+        its complete text. Each piece has at most CHUNK_BYTES bytes, so that a log may be larger
+        than the memory.
 
         Raises:
-            JobError: as `logs`, also while the pieces are read.
+            JobError: The rank or the attempt does not exist, or the log cannot be read. The error
+                may also occur while the pieces are read.
         """
         where, text = self._log_source(rank, attempt)
         if text is None:
@@ -310,8 +317,9 @@ class Job(Owned):
         return str(where), iter(pieces)
 
     def _log_source(self, rank: int, attempt: int | None) -> tuple[Path | str, str | None]:
-        """Returns (file, None) for the log in which output is found, or (command, output of the
-        command), or (log of the rank, "") if there is no output.
+        """Returns (source, text) for the output of a rank. Returns (log, None) if a log has output,
+        (command, output) if a command of the scheduler has output, and (log of the rank, "") if
+        there is no output.
         """
         own = self._log(rank, attempt)
         if _size_of(own):
@@ -329,20 +337,23 @@ class Job(Owned):
         return own, ""
 
     def follow(self, rank: int = 0, poll_s: float = 0.2) -> Iterator[str]:
-        """Yields the lines that a rank prints in the newest attempt, old ones first, until that
-        attempt ends. A line above CHUNK_BYTES is yielded in parts.
+        """Yields the lines of a rank in the newest attempt, from the first line on, until this
+        attempt ends. Reads the log every `poll_s` seconds. A line longer than CHUNK_BYTES is
+        yielded in parts. If the rank has printed nothing, yields the lines of `find_logs` at the
+        end.
         """
         attempt = last_attempt(self.run_dir)
         position = 0
         line = b""
         file = self._log(rank, attempt)
         while True:
-            # Before reading, so that what was printed before the end is not missed.
+            # The status is read before the log. In the other order, lines that are printed just
+            # before the end would be missed.
             status = self.status()
             if file.exists():
                 with opened(file, follows=True) as stream:
                     stream.seek(position)
-                    while chunk := stream.read(CHUNK_BYTES):  # a log may be larger than memory
+                    while chunk := stream.read(CHUNK_BYTES):  # A log may be larger than the memory.
                         *lines, line = (line + chunk).split(b"\n")
                         if len(line) > CHUNK_BYTES:
                             lines.append(line)
@@ -358,11 +369,12 @@ class Job(Owned):
             time.sleep(poll_s)
 
     def wait(self, timeout_s: float | None = None, poll_s: float = 0.2) -> JobStatus:
-        """Returns the status once the job has ended and, here, its supervisor too. For scripts; it
-        blocks a notebook.
+        """Waits until the job has ended, and returns its status. Also waits for the end of its
+        supervisor, if this runs on this machine. The call is for scripts, since it blocks a
+        notebook.
 
         Raises:
-            TimeoutError: the job has not ended after `timeout_s`; it goes on.
+            TimeoutError: The job has not ended after `timeout_s` seconds. The job continues.
         """
         start = time.monotonic()
         while not (status := self.status()).state.is_final:
@@ -373,26 +385,27 @@ class Job(Owned):
                     f" `{kit_command('stop', self.run_dir)}`."
                 )
             time.sleep(poll_s)
-        # Its last word follows exit.json; then nobody writes here any more.
+        # The supervisor writes the final state after exit.json. After the end of the supervisor no
+        # process of the job writes into the run directory.
         while is_alive(read_state(self.run_dir)):
             time.sleep(0.01)
         return status
 
     def stop(self) -> None:
-        """Asks the trainer to save a checkpoint and end, at its next step boundary."""
+        """Asks the trainer to save a checkpoint at its next step boundary and then to end."""
         self._ask("stop")
 
     def checkpoint(self) -> None:
-        """Asks the trainer to save a checkpoint and go on, at its next step boundary."""
+        """Asks the trainer to save a checkpoint at its next step boundary and then to continue."""
         self._ask("checkpoint")
 
     def cancel(self) -> None:
-        """Ends the job without waiting for a step boundary: SIGTERM, then SIGKILL after the job's
-        grace time.
+        """Ends the job without waiting for a step boundary. Its ranks receive SIGTERM, and SIGKILL
+        after `JobSpec.grace_s` seconds.
 
         Raises:
-            JobError: the job runs where no signal of ours can reach it, or its scheduler refuses;
-                or the process or the scheduler's job that the directory names is not this run's.
+            JobError: This process can send no signal to the job, or its scheduler refuses. Or the
+                process or the scheduler's job that the run directory names belongs to another run.
         """
         self.check_writable("end it")
         if mirror.forward(self.run_dir, "cancel"):
@@ -405,8 +418,9 @@ class Job(Owned):
             poll.backend(job.scheduler).cancel(job, self.run_dir)
             poll.POLLER.forget(job)
             if status.state in (JobState.QUEUED, JobState.REQUEUED):
-                # No process of the job is there to say so, and the scheduler forgets. If it had
-                # just started, its supervisor, ended too, says so.
+                # A waiting job has no process that could record its end, and the scheduler forgets
+                # the job. If the job has just started, its supervisor receives the signal and
+                # records the end itself.
                 end = AttemptOutcome(128 + signal.SIGTERM, "cancelled while it waited")
                 with contextlib.suppress(StaleAttemptError):
                     write_end(self.run_dir, state.attempt, end)
@@ -431,12 +445,11 @@ class Job(Owned):
             ask(self.run_dir, request)
 
     def requeue(self) -> None:
-        """Starts the next attempt: of an ended job at once, of a running one after ending it as
-        `cancel` does.
+        """Starts the next attempt of the job. If the job runs, ends it first, as `cancel` does.
 
         Raises:
-            ConfigError: the job cannot be started again; nothing was ended.
-            JobError: the running attempt does not end, or the scheduler refuses.
+            ConfigError: The job cannot be started again. A running attempt was not ended.
+            JobError: The running attempt does not end, or the scheduler refuses.
         """
         self.check_writable("start it again")
         if mirror.forward(self.run_dir, "requeue"):

@@ -14,29 +14,32 @@ from cluster.state import find_log, log_path
 MESSAGE_MARK = "kit: "
 """Beginning of each line in which a script of the kit prints why it ends."""
 SUPERVISOR_LINE = re.compile(r"attempt \d{1,9} of .{1,4300} in job \S{1,99} on ")
-"""First line that the supervisor of a Slurm job prints in each attempt."""
+"""Pattern of the first line that the supervisor of a Slurm job prints in each attempt."""
 SLURM_REMARK = re.compile(r"(\d{1,9}: )?(srun|slurmstepd\S*): ")
-"""Beginning of a line that Slurm itself prints, with or without the task number of `--label`.
-Earlier output of the job explains more."""
+"""Pattern of the beginning of a line that Slurm itself prints, with or without the task number of
+`--label`. Earlier output of the job explains more."""
 EMPTY_REMARK = re.compile(r'Try "\S+ --help"|srun: (launch/\S+|Terminating|Job step aborted|Force)')
-"""Beginning of a line that srun prints after its error and that contains no reason."""
+"""Pattern of the beginning of a line that srun prints after its error. Such a line contains no
+reason."""
 ERROR_WORDS = re.compile(
     r"error|not ?found|no such|denied|cannot|can't|could not|unable|unknown|invalid|fail", re.I
 )
-"""Words by which a line counts as an error message."""
+"""Pattern of the words that mark a line as an error message."""
 CAUSE_LINES = 15
-"""Lines before a message of the kit's script in which the error of the failing command is sought.
-Lmod prints about ten after its error."""
+"""Number of lines before a message of the kit's script that are searched for the error of the
+failing command. Lmod prints about ten lines after its error."""
 UNRECORDED_END = re.compile(r"the end of attempt (\d+) \((.*)\) could not be recorded: .*")
-"""Line of a supervisor's log: number of an attempt whose end it could not record, and the reason of
-that end."""
+"""Pattern of a line in a supervisor's log about an attempt whose end could not be recorded. Groups:
+the number of the attempt, and the reason of its end."""
 LOG_TAIL_LINES = 30
 LOG_TAIL_BYTES = 16384
 NODE_TAIL_BYTES = 1 << 20
 
 
 def log_tail(file: Path) -> str:
-    """Returns the last lines of a log."""
+    """Returns the last LOG_TAIL_LINES lines of a log, of at most LOG_TAIL_BYTES bytes. Returns an
+    empty text if the log cannot be read.
+    """
     try:
         with opened(file) as stream:
             stream.seek(max(0, file.stat().st_size - LOG_TAIL_BYTES))
@@ -50,8 +53,8 @@ def last_words(text: str) -> str:
     """Returns one line that explains why a program ended, from the end of its log.
 
     The line is the last message of a script of the kit, followed by the error before the message.
-    If there is no message, it is the last line that Slurm itself did not print. If Slurm printed
-    all lines, it is the last one with a reason, or the last of all.
+    If there is no message, the line is the last line that Slurm itself did not print. If Slurm
+    printed all lines, the line is the last line that gives a reason, otherwise the last line.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for index in range(len(lines) - 1, -1, -1):
@@ -80,8 +83,8 @@ def unrecorded_end(log: Path, attempt: int) -> str | None:
 def keep_last_lines(
     run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node: int, script_log: Path
 ) -> None:
-    """Writes a log for a failed rank that has none, from its last lines in the log of its node. If
-    there is no such log, takes the lines from the log of the batch script.
+    """Writes the log of a failed rank that has no log, from the last lines of the rank in the log
+    of its node. If the node has no log, uses the log of the batch script.
 
     In these logs each line begins with the number of the task that printed it (`srun --label`).
     """
@@ -94,8 +97,8 @@ def keep_last_lines(
     with contextlib.suppress(OSError), opened(said) as stream:
         stream.seek(max(0, said.stat().st_size - NODE_TAIL_BYTES))
         text = stream.read(NODE_TAIL_BYTES)
-        # The label of srun, or nothing, comes before it: a search at each place of a long line
-        # would take time that grows with the square of its length.
+        # The pattern begins at the start of a line, with or without the label of srun. A search at
+        # each place of a long line would take time that grows with the square of its length.
         pattern = rf"(?m)^(?:\s*\d{{1,9}}: )?({SUPERVISOR_LINE.pattern})"
         attempts = list(re.finditer(pattern.encode(), text))
         begin = attempts[-1].start(1) if attempts else 0

@@ -1,8 +1,8 @@
-"""Whose a run is: everybody may read a run directory, and only its owner writes.
+"""Ownership of a run: every user may read a run directory, and only its owner may write to it.
 
-The owner of the folder decides, whatever its modes allow. Commands that write, submit, signal or
-ask call `refuse_other_owner` once, where they begin. Objects that hold a run directory answer for
-it: see `Owned`. Standard library only.
+The owner of a run is the owner of its folder, whatever the permissions of the folder allow.
+Commands that write, submit, send signals or leave requests call `refuse_other_owner` once, at their
+beginning. Classes of objects that hold a run directory derive from `Owned`. Standard library only.
 """
 
 from pathlib import Path
@@ -12,8 +12,10 @@ from cluster.state import JobError
 
 
 def refuse_other_owner(run_dir: Path, what: str) -> None:
-    """Raises JobError if a run directory, or a folder of runs, belongs to another user. Such a
-    folder is only read, whatever its modes allow.
+    """Raises JobError if a run directory, or a folder of runs, belongs to another user. `what`
+    completes "you may not" in the message.
+
+    A folder of another user is only read, whatever its permissions allow.
     """
     if owner := other_owner(run_dir):
         raise JobError(
@@ -32,14 +34,18 @@ class Owned:
 
     @property
     def other_owner(self) -> str | None:
-        """Name of the user to whom the run belongs, or None if that is this user."""
+        """Login name of the owner of the run, or None if this user is the owner."""
         return other_owner(self.owned_folder)
 
     @property
     def is_writable(self) -> bool:
-        """Whether the run is this user's. Of a run of another user, results are kept elsewhere."""
+        """Whether the run belongs to this user. Results about another user's run are stored outside
+        of its run directory.
+        """
         return self.other_owner is None
 
     def check_writable(self, what: str) -> None:
-        """Raises JobError if the run belongs to another user. `what` completes "you may not"."""
+        """Raises JobError if the run belongs to another user. `what` completes "you may not" in the
+        message.
+        """
         refuse_other_owner(self.owned_folder, what)

@@ -1,9 +1,10 @@
-"""One polite question to a scheduler for all jobs that this process looks at.
+"""Queries schedulers about jobs, rarely: one query covers all jobs that this process watches.
 
-However many runs a notebook shows and however often, a scheduler is asked at most once in
-`interval_s`, for all of them together, in the background; in between everyone gets the last answer.
-One that does not answer keeps nobody waiting for another. What it is asked, and told, goes by its
-own commands. Standard library only.
+A scheduler gets at most one query in `interval_s` seconds, however many runs a notebook shows and
+however often. The query runs in the background. Between two queries all callers get the last
+answer. A scheduler that does not answer does not delay the answers of other schedulers.
+
+All communication with a scheduler uses the commands of the scheduler. Standard library only.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ ANSWER_WAIT_S = 20.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerAnswer(Record):
-    """What a scheduler says about a job."""
+    """Answer of a scheduler about one job."""
 
     state: JobState | None = field_doc(
         "state in the words of JobState; none: the scheduler could not be asked"
@@ -42,12 +43,16 @@ class SchedulerAnswer(Record):
 
 
 class Poller:
-    """Asks schedulers about many jobs, seldom."""
+    """Queries schedulers about many jobs, at most once in `interval_s` seconds each, and stores
+    their answers.
+    """
 
     def __init__(
         self, ask: Callable[[list[SchedulerJob]], dict[str, SchedulerAnswer]] | None = None
     ) -> None:
-        """`ask` replaces the schedulers' own `query`; it takes jobs of one scheduler."""
+        """`ask` replaces the function `query` of the schedulers' packages. It takes jobs of one
+        scheduler and returns answers by job id.
+        """
         self.interval_s = INTERVAL_S
         self._ask = ask
         self._jobs: dict[tuple, tuple[SchedulerJob, float]] = {}
@@ -56,8 +61,8 @@ class Poller:
         self._lock = threading.Lock()
 
     def answer(self, job: SchedulerJob) -> SchedulerAnswer:
-        """Returns the last answer about a job; waits only for the first one, or for one that is
-        long out of date.
+        """Returns the last answer about a job. Waits for a new answer, at most ANSWER_WAIT_S, only
+        if there is no answer or if the last answer is older than three intervals.
         """
         key = _key(job)
         with self._lock:
@@ -82,12 +87,16 @@ class Poller:
         )
 
     def forget(self, job: SchedulerJob) -> None:
-        """Drops what is known of a job, because it was just changed: the next look asks again."""
+        """Deletes the last answer about a job that was just changed, so that the next call of
+        `answer` queries the scheduler.
+        """
         with self._lock:
             self._answers.pop(_key(job), None)
 
     def _refresh(self, scheduler: str, config: str | None) -> None:
-        """Asks one scheduler about all its jobs of interest."""
+        """Queries one scheduler about all of its jobs that were looked up in the last INTEREST_S
+        seconds.
+        """
         now = time.monotonic()
         with self._lock:
             self._jobs = {
@@ -96,13 +105,13 @@ class Poller:
             jobs = [job for key, (job, _) in self._jobs.items() if key[:2] == (scheduler, config)]
         try:
             answers = self._ask(jobs) if self._ask else backend(scheduler).query(jobs)
-        except Exception as error:  # whatever went wrong, the run directory still tells most of it
+        except Exception as error:  # The run directory contains most of the status even so.
             answers = {
                 job.id: SchedulerAnswer(state=None, reason=f"{scheduler} does not answer: {error}")
                 for job in jobs
             }
         with self._lock:
-            # What is said was true when it was asked; by now the job may have started.
+            # Each answer gets the time of the query. The job may have started after the query.
             for job in jobs:
                 if answer := answers.get(job.id):
                     self._answers[_key(job)] = answer.replace(time=min(answer.time, now))
@@ -117,10 +126,11 @@ def run_command(
     environment: dict[str, str] | None = None,
     cwd: Path | None = None,
 ) -> str:
-    """Returns what a scheduler's command prints when it is given a text on its standard input.
+    """Runs a command of a scheduler with `text` on its standard input. Returns its standard output.
 
     Raises:
-        JobError: it is not installed, with `advice`, is not done in time, or fails, with its words.
+        JobError: The command is not installed, runs longer than `timeout_s` seconds, or fails. The
+            message contains `advice` for a missing command, and the output of a failed command.
     """
     what = shlex.join(words[:2])
     try:
@@ -133,7 +143,7 @@ def run_command(
             timeout=timeout_s,
             env=environment,
             cwd=cwd,
-            start_new_session=True,  # Ctrl-C must not reach a submission that is half done
+            start_new_session=True,  # Ctrl-C must not interrupt a submission.
         )
     except FileNotFoundError as error:
         raise JobError(f"{words[0]} is not installed here. {advice}") from error
@@ -146,8 +156,8 @@ def run_command(
 
 
 def _end_of(text: str, length: int) -> str:
-    """Returns a text of at most `length` characters as it is, and the end of a longer text: banners
-    come first, the reason last.
+    """Returns a text of at most `length` characters unchanged. Returns the end of a longer text,
+    since banners come first and the reason comes last.
     """
     if len(text) <= length:
         return text
@@ -160,8 +170,8 @@ POLLER = Poller()
 
 
 def backend(scheduler: str) -> Any:
-    """Returns the package of a scheduler. Each has `check`, `texts`, `start` and `requeue`. All but
-    `cluster.local` also have `query`, `output` and `cancel`.
+    """Returns the package of a scheduler. Each package has the functions `check`, `texts`, `start`
+    and `requeue`. All packages but `cluster.local` also have `query`, `output` and `cancel`.
     """
     return import_module(f"cluster.{scheduler}")
 

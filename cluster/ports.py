@@ -19,7 +19,8 @@ TRIES = 100
 """Number of consecutive ports that `reserve_port` tries."""
 MAX_PORT = 65535
 BACKLOG = 4096
-"""Callers that the kernel lets wait for an answer. All nodes of a job call at the same time."""
+"""Maximum number of connections that the kernel queues until they are accepted. All nodes of a job
+connect at the same time."""
 ANSWERED_AT_ONCE = 256
 """Number of answered connections that `answering` keeps open, so that the caller closes first. The
 side that closes a connection first blocks its port for a minute."""
@@ -33,12 +34,12 @@ def reserve_port(preferred: int = 0, address: str = "") -> socket.socket:
     The search starts at `preferred` and tries the following ports. 0 stands for any free port. An
     empty address stands for all networks of this machine.
 
-    Until the socket is closed, the kernel gives the port to nobody else, and another caller of this
-    function does not find it free. A process that sets SO_REUSEADDR, as torch does, can listen
-    there.
+    Until the socket is closed, the kernel gives the port to no other program, and another call of
+    this function does not return it. A process that sets SO_REUSEADDR, as torch does, can listen on
+    the port.
 
     Raises:
-        OSError: no port is free among TRIES.
+        OSError: None of the TRIES ports is free.
     """
     port = preferred
     last_port = min(preferred + TRIES - 1, MAX_PORT) if preferred else 0
@@ -72,7 +73,7 @@ def answering(preferred: int, line: str) -> Iterator[int]:
     """Yields a free port. During the block, everyone who connects to the port receives `line`.
 
     Raises:
-        OSError: as `reserve_port`.
+        OSError: None of the TRIES ports is free.
     """
     with reserve_port(preferred) as listening:
         listening.listen(BACKLOG)

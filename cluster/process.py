@@ -1,11 +1,12 @@
-"""Identity of a process: who wrote this file, and is it still running?
+"""Identity of a process: which process wrote a file, and whether that process still runs.
 
-A pid alone is not enough: it is given to another process after the first has ended, and it means
-nothing on another host or after a reboot.
+A pid alone does not identify a process. The kernel reuses the pid after the process has ended, and
+the pid means nothing on another host or after a reboot.
 
-What a job has started is ended even when its supervisor is killed: the kernel kills a rank when its
-supervisor dies (PR_SET_PDEATHSIG), and what a rank itself has left behind becomes a child of the
-nearest subreaper above it, which kills its children until it has none. Standard library, Linux.
+All processes that a job has started end even if its supervisor is killed. The kernel kills a rank
+when its supervisor dies (PR_SET_PDEATHSIG). Orphans of a rank become children of the nearest
+subreaper among their ancestors, which kills its children until it has none. Standard library,
+Linux.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from pathlib import Path
 from cluster.record import Record, field_doc
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # Values in linux/prctl.h.
 KILL_WAIT_S = 10.0
 END_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 """Signals that end a supervisor."""
@@ -28,7 +29,7 @@ END_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Process(Record):
-    """One process, told apart from every other that had or will have its pid."""
+    """Identity of one process, distinct from all processes that had or will have its pid."""
 
     pid: int = field_doc("process id")
     start_ticks: int = field_doc("clock ticks from boot to its start: field 22 of /proc/PID/stat")
@@ -47,14 +48,14 @@ class Process(Record):
 
     @property
     def is_here(self) -> bool:
-        """Whether it ran on this host, so that `is_alive` can tell."""
+        """Whether the process was started on this host. Otherwise `is_alive` is always false."""
         return self.host == socket.gethostname()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still runs on this host.
+        """Whether the process still runs on this host.
 
-        A zombie does not: it has ended and only waits to be reaped.
+        A zombie does not count, since it has ended and only waits to be reaped.
         """
         if not self.is_here or self.boot_id != _boot_id():
             return False
@@ -62,8 +63,8 @@ class Process(Record):
         return stat is not None and int(stat[19]) == self.start_ticks and stat[0] not in "ZX"
 
     def names(self, folder: Path) -> bool:
-        """Returns whether its command line names a folder, as that of a supervisor names its run
-        directory.
+        """Returns whether the command line of the process contains a folder. The command line of a
+        supervisor contains its run directory.
         """
         try:
             words = Path(f"/proc/{self.pid}/cmdline").read_bytes().split(b"\0")
@@ -76,11 +77,12 @@ class Process(Record):
         )
 
     def send_signal(self, signal_number: int) -> bool:
-        """Sends a signal to this process and no other; returns whether it was alive.
+        """Sends a signal to this process and to no other process. Returns whether this process was
+        alive.
 
-        The number of a process that ends is given to another. A pidfd names one process for as long
-        as it is open, so it is opened first, and then it is checked that the process behind it is
-        still this one.
+        The kernel may give the pid of an ended process to another process. A pidfd refers to one
+        process as long as it is open. Therefore the pidfd is opened first, and then the identity of
+        its process is checked.
         """
         try:
             handle = os.pidfd_open(self.pid)
@@ -98,13 +100,15 @@ class Process(Record):
 
 
 def child_pids(pid: int) -> list[int]:
-    """Returns the processes of this host whose parent is `pid`, zombies included."""
+    """Returns the pids of the processes of this host whose parent is `pid`, including zombies."""
     candidates = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
     return [child for child in candidates if (stat := _stat(child)) and int(stat[1]) == pid]
 
 
 def become_rank(parent_pid: int) -> None:
-    """Runs in the child before its command: it dies with its parent, however that dies."""
+    """Prepares a child process before it executes its command. The kernel will kill the child when
+    its parent ends for any reason. Exits if the parent has ended already. Unblocks all signals.
+    """
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
@@ -112,18 +116,18 @@ def become_rank(parent_pid: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Makes descendants whose parents die children of this process, instead of the init process."""
+    """Makes this process, instead of the init process, the parent of its orphaned descendants."""
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants() -> None:
-    """Kills the children of this process, then those that they leave behind, until there are
-    none.
+    """Kills the children of this process, then the orphans that they leave, until this process has
+    no children. Gives up after KILL_WAIT_S seconds.
     """
     deadline = time.monotonic() + KILL_WAIT_S
     while (children := child_pids(os.getpid())) and time.monotonic() < deadline:
         for pid in children:
-            with contextlib.suppress(PermissionError):  # it became another user by setuid
+            with contextlib.suppress(PermissionError):  # The child runs as another user (setuid).
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
         with contextlib.suppress(ChildProcessError):
@@ -136,12 +140,12 @@ def _boot_id() -> str:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Returns the fields of /proc/PID/stat from the third (state) on, or None when there is no
-    such process.
+    """Returns the fields of /proc/PID/stat from the third field (state) on, or None if the process
+    does not exist.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    # The second field, the command's name, may hold spaces and brackets.
+    # The second field, the name of the command, may contain spaces and brackets.
     return text.rpartition(")")[2].split()

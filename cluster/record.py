@@ -1,8 +1,8 @@
 """Typed records: frozen dataclasses with a strict JSON round trip.
 
-Everything that is written into a run directory (spec, plan, site, job, recipe) is a `Record`.
-Reading one back checks every key and every value against the annotations, and an error names the
-dotted path of what is wrong. Standard library only.
+The descriptions of a run in its directory (spec, plan, site, job, recipe, state) are records. When
+a record is read, every key and every value is checked against the annotations. An error names the
+dotted path of the wrong key or value. Standard library only.
 """
 
 import dataclasses
@@ -22,19 +22,20 @@ from cluster.field_docs import WithFields, html_table
 from cluster.files import NO_RECORD, read_small, write_atomic
 
 LARGEST_FLOAT = 2**1023
-"""Whole numbers below it can be written as a float."""
+"""Limit below which the absolute value of a whole number can be converted to a float."""
 BITS = 63
-"""Of a whole number in a record: no count needs more, and NumPy takes no more."""
+"""Maximum number of bits of a whole number in a record. No count needs more, and NumPy accepts no
+more."""
 
 
 class ConfigError(ValueError):
-    """Something the user wrote is wrong: the message says what, the value, what is allowed, what
-    to do.
+    """A value that the user has given is wrong. The message names the field, the value, the allowed
+    values and what to do next.
     """
 
 
 class MissingError(ConfigError):
-    """Fields without a default are not given; `names` are their dotted paths."""
+    """Fields without a default are missing. `names` are their dotted paths."""
 
     def __init__(self, names: list[str], advice: str = "") -> None:
         super().__init__(f"{', '.join(names)}: missing. Add a value; there is no default.{advice}")
@@ -42,37 +43,41 @@ class MissingError(ConfigError):
 
 
 def counted(number: int, one: str, many: str = "") -> str:
-    """Returns "1 rank", "2 ranks"; `many` where it is not `one` with an s."""
+    """Returns a number with its noun, such as "1 rank" or "2 ranks". `one` is the singular. `many`
+    is the plural, by default the singular with an s.
+    """
     word = one if number == 1 else many or f"{one}s"
     return f"{number:,} {word}"
 
 
 def kit_command(*words: str | os.PathLike[str]) -> str:
-    """Returns a command of the kit that a message advises, ready to be pasted: `kit watch
-    'runs/a b'`.
+    """Returns a command of the kit for a message that advises it. The words are quoted for the
+    shell, as in `kit watch 'runs/a b'`.
     """
     return shlex.join(["kit", *(os.fspath(word) for word in words)])
 
 
 def config_folder() -> Path:
-    """Returns where this user's configuration of the kit is, or would be."""
+    """Returns the folder of this user's configuration of the kit. The folder may be missing."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "kit"
 
 
 Check = typing.Callable[[Any, str], object]
-"""Raises ConfigError for a value, which is never None, that the field of this dotted path may not
-have."""
+"""Function that takes a value, which is never None, and the dotted path of its field. It raises
+ConfigError if the field may not have this value."""
 
 
 def field_doc(text: str, *checks: Check, **kwargs: Any) -> Any:
-    """Returns a dataclass field that carries its one-line meaning, which `help` of its record and a
-    notebook's table show, and what its values must be.
+    """Returns a dataclass field with its one-line meaning and with checks of its values. `help` of
+    the record and the tables of notebooks show the meaning.
     """
     return dataclasses.field(metadata={"doc": text, "checks": checks}, **kwargs)
 
 
 def must(hold: typing.Callable[[Any], object], advice: str) -> Check:
-    """Returns a check that something holds of a value, or of each of a tuple."""
+    """Returns a check that `hold` is true for a value, or for each item of a tuple. `advice` ends
+    the error message.
+    """
 
     def check(value: Any, path: str) -> None:
         values = value if isinstance(value, tuple) else (value,)
@@ -91,14 +96,16 @@ one_line = must(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """Base of all frozen, keyword-only, JSON-round-trip records."""
+    """Base class of all records: frozen dataclasses with keyword-only fields that can be written as
+    JSON and read back.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.__doc__ = WithFields(cls.__dict__.get("__doc__"))  # pyright: ignore[reportAttributeAccessIssue]
 
     def __new__(cls, **given: Any) -> Self:
-        """Refuses unknown and missing fields by an error that names them."""
+        """Raises an error that names the unknown or the missing fields, if there are any."""
         _check_known(cls, given, path_name(cls))
         if missing := [name for name in _required(cls) if name not in given]:
             advice = f" Write {missing[0]}=...; help({cls.__name__}) says what each field means."
@@ -106,7 +113,7 @@ class Record:
         return super().__new__(cls)
 
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
-        """Returns what `__new__` is given when a record is copied or unpickled."""
+        """Returns the arguments that `__new__` gets when a record is copied or unpickled."""
         return (), vars(self)
 
     def __post_init__(self) -> None:
@@ -121,7 +128,7 @@ class Record:
                 check(value, path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain dicts, lists, numbers and strings (tuples become lists)."""
+        """Returns the fields as plain dicts, lists, numbers and strings. Tuples become lists."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     def to_json(self) -> str:
@@ -131,7 +138,7 @@ class Record:
         """Returns a copy with some fields changed.
 
         Raises:
-            ConfigError: a name is not a field, or a value is not of its type.
+            ConfigError: A name is not a field, or a value has the wrong type.
         """
         return type(self).from_dict(
             {**self.to_dict(), **{k: _plain(v) for k, v in changes.items()}}
@@ -147,8 +154,8 @@ class Record:
         """Returns the record that `data` describes.
 
         Raises:
-            ConfigError: unknown key, missing keys or a value of the wrong type, each named by its
-                dotted path.
+            ConfigError: A key is unknown, keys are missing, or a value has the wrong type. The
+                message names each by its dotted path.
         """
         path = path or path_name(cls)
         if not isinstance(data, dict):
@@ -161,7 +168,8 @@ class Record:
         required = _required(cls)
         values = dict(data)
         missing = [f"{path}.{name}" for name in required if name not in data]
-        # What is missing in records inside this one is told too; the rest is converted once, below.
+        # The error about missing keys also names the missing keys of nested records. Other values
+        # are converted only once, by `cls(**values)` below.
         for name, value in data.items():
             try:
                 if type(value) not in _as_they_are(hints[name]):
@@ -172,14 +180,18 @@ class Record:
             raise MissingError(missing)
         try:
             return cls(**values)
-        except ConfigError as error:  # which does not know where the record stands
+        except ConfigError as error:  # The error does not know the path of this record.
             raise ConfigError(
                 re.sub(rf"^{path_name(cls)}\b", lambda _: path, str(error))
             ) from error
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Returns the record that a JSON text describes; errors as `from_dict`."""
+        """Returns the record that a JSON text describes.
+
+        Raises:
+            ConfigError: The text is not valid JSON, or does not describe this record.
+        """
         return _from_json(cls, text)
 
     @classmethod
@@ -187,7 +199,7 @@ class Record:
         """Returns the record stored in a JSON file.
 
         Raises:
-            ConfigError: the file is missing or cannot be read, is no plain file, or does not
+            ConfigError: The file is missing, cannot be read, is not a plain file, or does not
                 describe this record.
         """
         try:
@@ -203,7 +215,9 @@ class Record:
 
     @classmethod
     def read_or_none(cls, file: Path) -> Self | None:
-        """Returns the record that a file holds, as `parsed`, or None."""
+        """Returns the record in a file, read as by `parsed`. Returns None if the file cannot be
+        read, or if it contains no such record.
+        """
         try:
             return cls.parsed(read_small(file))
         except OSError:
@@ -211,13 +225,14 @@ class Record:
 
     @classmethod
     def read_present(cls, file: Path) -> Self | None:
-        """Returns the record that a file holds, as `parsed`, or None if there is no such file.
+        """Returns the record in a file, read as by `parsed`. Returns None if the file is missing or
+        contains no such record.
 
-        Use it before the record is written again: `read_or_none` returns None for a file that
-        cannot be read just now, and its content would be lost.
+        A caller that will write the record again must use this method. `read_or_none` also returns
+        None for a file that temporarily cannot be read, and the content of the file would be lost.
 
         Raises:
-            OSError: the file system is in trouble.
+            OSError: The file system fails.
         """
         try:
             return cls.parsed(read_small(file))
@@ -228,8 +243,8 @@ class Record:
 
     @classmethod
     def parsed(cls, text: bytes) -> Self | None:
-        """Returns the record that a JSON text describes, without keys that it does not know, or
-        None if it describes none: torn, or not ours.
+        """Returns the record that a JSON text describes. Ignores unknown keys. Returns None if the
+        text is torn, or does not describe such a record.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         try:
@@ -248,19 +263,19 @@ class Record:
 
 @functools.lru_cache(64)
 def _from_json(cls: type[Record], text: str | bytes) -> Any:
-    """Returns the record of a text, the same one again for the same text: of a thousand runs many
-    share their site, their model or their plan.
+    """Returns the record that a text describes. Equal texts share one cached record, since many of
+    a thousand runs have an equal site, model or plan.
     """
     try:
         data = json.loads(text)
-    # No JSON, or a number of thousands of digits, or nested without end.
+    # The text is not JSON, has a number of thousands of digits, or is nested too deeply.
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path_name(cls)}: not valid JSON ({error}).") from error
     return cls.from_dict(data)
 
 
 def _check_known(cls: type[Record], given: dict[str, Any], path: str) -> None:
-    """Raises ConfigError for a key that is no field of a record."""
+    """Raises ConfigError for a key that is not a field of the record."""
     hints = _hints(cls)
     for key, value in given.items():
         if key not in hints:
@@ -280,15 +295,15 @@ def _required(cls: type[Record]) -> list[str]:
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    # Looked up once: a heartbeat is a record too, and a job writes one a second.
+    # Cached, because heartbeats are records and a job writes one heartbeat per second.
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
 def _as_they_are(hint: Any) -> frozenset[type]:
-    """Returns the types whose values an annotation takes without a look at them; most values of
-    most records.
+    """Returns the types of values that fit an annotation without a check or a conversion. Most
+    values of most records have such a type.
     """
     if hint in (bool, int, float, str, type(None)):
         return frozenset({hint})
@@ -306,17 +321,17 @@ def path_name(cls: type) -> str:
 
 
 def suggestion(name: str, allowed: typing.Iterable[str]) -> str:
-    """Returns the tail of an error message: the closest allowed name, then all of them."""
+    """Returns the end of an error message: the closest allowed name, then all allowed names."""
     names = sorted(allowed)
     return f"{did_you_mean(name, names)}Allowed: {', '.join(names)}."
 
 
 def did_you_mean(name: str, allowed: typing.Iterable[str]) -> str:
-    """Returns 'Did you mean NAME? ' with the closest allowed name, or an empty text if none is
+    """Returns 'Did you mean NAME? ' with the closest allowed name, or an empty text if no name is
     close.
 
-    A name with other numbers does not count as close: `llama3-70b` is no misspelling of
-    `llama3-8b`, nor `a100` of `h100`.
+    A name with different numbers does not count as close. `llama3-70b` is not a misspelling of
+    `llama3-8b`, and `a100` is not a misspelling of `h100`.
     """
     close = difflib.get_close_matches(name, allowed, n=1)
     if not close or _numbers(close[0]) != _numbers(name):
@@ -330,8 +345,8 @@ def _numbers(name: str) -> list[str]:
 
 
 def check_file_name(name: str, path: str) -> None:
-    """Raises ConfigError unless `name` is that of a file in the record's own folder; it may come
-    from a stranger.
+    """Raises ConfigError unless `name` is the plain name of a file in the folder of the record. The
+    record may come from an untrusted source.
     """
     if "\0" in name or name in ("", "..") or Path(name).name != name:
         raise ConfigError(
@@ -340,8 +355,8 @@ def check_file_name(name: str, path: str) -> None:
 
 
 def check_file_below(name: str, path: str) -> None:
-    """Raises ConfigError unless `name` is that of a file in the record's own folder or in one
-    inside it.
+    """Raises ConfigError unless `name` is the relative path of a file in the folder of the record
+    or in a folder below it.
     """
     for part in name.split("/"):
         check_file_name(part, path)
@@ -358,7 +373,9 @@ def _plain(value: Any) -> Any:
 
 
 def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat case per kind of annotation
-    """Returns `value` as the annotated type `hint`, or raises ConfigError naming `path`."""
+    """Returns `value` converted to the annotated type `hint`. Raises ConfigError, which names
+    `path`, if the value does not fit.
+    """
     size = value.bit_length() if isinstance(value, int) else 0
     is_large = size > BITS
     if hint is Any or (type(value) in _as_they_are(hint) and not is_large):
@@ -387,18 +404,19 @@ def _convert(value: Any, hint: Any, path: str) -> Any:  # noqa: C901 - one flat 
         return {key: _convert(item, args[1], f"{path}.{key}") for key, item in value.items()}
     if hint is float and type(value) is int and abs(value) < LARGEST_FLOAT:
         return float(value)
-    # such as a number of NumPy; True is an int to Python, but none here
+    # Subclasses of `hint`, such as NumPy's float64 for float, are accepted. True is an int in
+    # Python, but not in a record.
     if is_class and isinstance(value, hint) and type(value) is not bool and not is_large:
         return value
     expected = hint.__name__ if is_class else str(hint)
     limit = f" below 2^{BITS}" if is_large and hint is int else ""
-    # Python refuses to write thousands of digits
+    # Python raises an error when it formats an int of thousands of digits.
     got = f"of {size} bits" if is_large else shortened(repr(value), 200)
     raise ConfigError(f"{path}: expected {expected}{limit}, got {type(value).__name__} {got}.")
 
 
 def shortened(text: str, length: int) -> str:
-    """Returns a text as it is, or about `length` characters of it: cut between words, if it has
-    any, and marked.
+    """Returns a text of at most `length` characters unchanged. A longer text is cut after at most
+    `length` characters, between two words if possible, and ends with "…".
     """
     return text if len(text) <= length else f"{text[:length].rsplit(maxsplit=1)[0]} …"

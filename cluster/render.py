@@ -1,8 +1,8 @@
-"""render: what starts a job on a site, as text: shown to the user, kept in the run directory,
-submitted as it stands.
+"""Renders the scripts and manifests that start a job on a site, and checks that the job fits the
+site. The texts are shown to the user, stored in the run directory and submitted unchanged.
 
-Everything that a user or a job can name reaches a script quoted, so that no name, path or value can
-run as a command. Standard library only.
+Every name, path and value from a user or a job is quoted in a script, so that none of them can run
+as a command. Standard library only.
 """
 
 import shlex
@@ -16,31 +16,36 @@ from cluster.scheduler import EDIT, Slurm
 from cluster.site import Site
 
 MANY_NODES, STORM_NODES = 16, 64
-"""Nodes from which a start out of the shared file system is warned of, and refused. 64 nodes of
-Frontier took 500 s to import (github.com/glotzerlab/software, pull request 335)."""
+"""Numbers of nodes above which a start from the shared file system causes a warning, and above
+which it is refused. The imports on 64 nodes of Frontier took 500 s (github.com/glotzerlab/software,
+pull request 335)."""
 SIGNAL_EARLY_S = 60
-"""So much earlier than asked for, at most, does Slurm send a signal before the time limit
+"""Maximum seconds by which Slurm sends the signal before the time limit too early
 (`sbatch --signal`)."""
 CONTAINERS = ("apptainer", "singularity", "shifter", "podman-hpc", "enroot")
 
 
 def render(job: JobSpec, site: Site) -> str:
-    """Returns the text that starts `job` on `site`, the last of its scripts: shell, or manifests
-    under Kubernetes.
+    """Returns the text that starts `job` on `site`: the last of its `scripts`. The text is a shell
+    script, or consists of manifests for Kubernetes.
 
     Raises:
-        ConfigError: the job does not fit the site, or holds what no script should, such as a
-            secret.
+        ConfigError: The job does not fit the site, or contains a value that no script may contain,
+            such as a secret.
     """
     return list(scripts(job, site).values())[-1]
 
 
 def scripts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns all texts of a job by file name, in order of submission; each waits for the success
-    of the one before.
+    """Returns all scripts of a job by file name, in order of submission. The job of each script
+    waits for the success of the previous job.
 
-    Most sites have one. A site that compiles ahead has `compile.sh` before it, Kubernetes what a
-    pod runs. Raises as `render`.
+    Most sites need one script. A site that compiles before the run has `compile.sh` before it.
+    Kubernetes has `run.sh`, the script of a pod, before `submit.json`. Only `submit.json`, which
+    contains `run.sh`, is submitted.
+
+    Raises:
+        ConfigError: The job does not fit the site, or contains a value that no script may contain.
     """
     check_fit(job, site)
     if site.login:
@@ -49,9 +54,11 @@ def scripts(job: JobSpec, site: Site) -> dict[str, str]:
 
 
 def check_fit(job: JobSpec, site: Site) -> None:
-    """Raises ConfigError: too many ranks a node, or more nodes than the site gives."""
+    """Raises ConfigError if a node gets more ranks than it has devices, or if the job has more
+    nodes than the site allows. Under Slurm also checks the path of the run directory.
+    """
     if site.scheduler == "local":
-        return  # a laptop may run more ranks than it has cores
+        return  # A laptop may run more ranks than it has cores.
     per_node = job.num_processes // job.num_nodes
     if per_node > site.devices_per_node:
         held = counted(site.devices_per_node, "device")
@@ -61,7 +68,7 @@ def check_fit(job: JobSpec, site: Site) -> None:
             f" num_nodes={nodes_for(job.num_processes, site)}."
         )
     if site.scheduler == "slurm":
-        # seen: the job ends as FAILED 0:53 without a log.
+        # Observed: a job with such a path ends as FAILED 0:53 without a log.
         if "%" in job.run_dir or "\\" in job.run_dir:
             raise ConfigError(
                 f"job.run_dir: {job.run_dir!r} holds % or \\, which Slurm reads as patterns in the"
@@ -78,10 +85,11 @@ def check_fit(job: JobSpec, site: Site) -> None:
 
 
 def nodes_for(num_processes: int, site: Site) -> int:
-    """Returns how many nodes of the site give so many ranks one device each.
+    """Returns the number of nodes of the site that have one device for each rank.
 
     Raises:
-        ConfigError: the last node would be partly used, which no launcher can spread evenly.
+        ConfigError: The last node would be used in part. No launcher can then spread the ranks
+            evenly.
     """
     devices = site.devices_per_node
     nodes, rest = divmod(num_processes, devices)
@@ -95,8 +103,8 @@ def nodes_for(num_processes: int, site: Site) -> int:
 
 
 def check_submittable(site: Site) -> None:
-    """Raises ConfigError, naming the fields, if some still say EDIT that only the user can fill
-    in.
+    """Raises ConfigError if fields of the site file still contain EDIT, since only the user knows
+    their values. The message names the fields.
     """
     if fields := to_fill_in(site):
         where = "in the site file"
@@ -109,8 +117,9 @@ def check_submittable(site: Site) -> None:
 
 
 def import_storm(job: JobSpec, site: Site, python: str | None = None) -> str | None:
-    """Returns what to do about ranks that would all read the environment of a Python, this one,
-    from a shared disk.
+    """Returns a warning, with advice, if all ranks would read one Python environment from the
+    shared file system. Otherwise returns None. `python` is the interpreter of the environment, by
+    default the interpreter of this process.
     """
     if not reads_shared_disk(slurm_table(site)) or Path(job.argv[0]).name in CONTAINERS:
         return None
@@ -133,8 +142,8 @@ def import_storm(job: JobSpec, site: Site, python: str | None = None) -> str | N
 
 
 def reads_shared_disk(slurm: Slurm) -> bool:
-    """Returns whether the ranks of a site share one Python environment: not packed for each
-    node, not in containers.
+    """Returns whether all ranks read one Python environment from the shared file system. False if
+    the environment is packed for each node, or if the ranks run in containers.
     """
     options = (*slurm.srun_options, *slurm.sbatch_options)
     in_container = slurm.is_in_container or any(
@@ -144,8 +153,8 @@ def reads_shared_disk(slurm: Slurm) -> bool:
 
 
 def to_fill_in(site: Site) -> list[str]:
-    """Returns the fields of a site file that only the user can fill in and that still say EDIT,
-    if within a path.
+    """Returns the dotted paths of the fields whose value, or a part of whose path, is still EDIT.
+    Only the user can fill in these fields.
     """
     unused = {"slurm", "kubernetes"} - {site.scheduler}
     values = {key: value for key, value in site.to_dict().items() if key not in unused}
@@ -153,8 +162,8 @@ def to_fill_in(site: Site) -> list[str]:
 
 
 def warnings(job: JobSpec, site: Site, python: str | None = None) -> list[str]:
-    """Returns what is allowed but worth a second look, one line each; `python` runs the job, by
-    default this one.
+    """Returns warnings about settings that are allowed but probably unwanted, one line each.
+    `python` is the interpreter that runs the job, by default the interpreter of this process.
     """
     devices = job.num_nodes * site.devices_per_node
     found = []
@@ -183,7 +192,7 @@ def slurm_table(site: Site) -> Slurm:
     """Returns the `[slurm]` table of a site.
 
     Raises:
-        ConfigError: the site has no such table, since a packaged file may serve estimates only. Or
+        ConfigError: The site has no such table, since a packaged file may serve estimates only. Or
             the launcher cannot start ranks in the site's container.
     """
     if site.slurm is None:
@@ -210,7 +219,8 @@ def _time_warnings(job: JobSpec, slurm: Slurm, name: str) -> list[str]:
             " in time and comes back."
         )
     limit_s = slurm.limit_s(job.num_nodes, job.time_limit_s)
-    # What Slurm signals as it starts a job may be lost: the batch shell is not there yet.
+    # A signal that Slurm sends while it starts a job may be lost, since the batch shell does not
+    # run yet.
     if limit_s is not None and limit_s <= slurm.stop_before_end_s + SIGNAL_EARLY_S:
         found.append(
             f"the limit of {limit_s:g} s is used up by the {slurm.stop_before_end_s} s before the"
@@ -225,7 +235,7 @@ def _hours(seconds: float) -> str:
 
 
 def _places(value: object, place: str = "") -> list[tuple[str, object]]:
-    """Returns every value inside nested tables with its dotted path."""
+    """Returns (dotted path, value) for every value inside nested tables."""
     if not isinstance(value, dict):
         return [(place, value)]
     places = []

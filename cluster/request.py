@@ -1,8 +1,8 @@
 """The devices, CPUs and memory per node that a job requests from its scheduler.
 
-A site file need not repeat under `[slurm]` or `[kubernetes]` what `devices_per_node` and `device`
-already give. This module derives the missing values from the ranks of the job and lists the derived
-values. Thereby no script requests a node without its GPUs. Standard library only.
+A site file need not repeat the values of `devices_per_node` and `device` under `[slurm]` or
+`[kubernetes]`. This module derives the missing values from the ranks of the job and lists the
+derived values. No script can then request a node without its GPUs. Standard library only.
 """
 
 import dataclasses
@@ -16,17 +16,17 @@ from cluster.scheduler import Kubernetes, Slurm
 from cluster.site import Device, Site
 
 GPU_REQUEST = re.compile(r"--(?:gpus(?:-[a-z-]+)?(?:=.*)?|(?:gres|tres-[a-z-]+)=.*gpu.*)")
-"""Options of sbatch that request GPUs."""
+"""Pattern of options of sbatch that request GPUs."""
 CPU_LAYOUT = re.compile(
     r"--(?:hint|threads-per-core|cores-per-socket|cpu-bind|cpus-per-[a-z]+|extra-node-info)\b.*"
 )
-"""Options that exclude some of the CPUs that Slurm reports for a node, or that bind tasks to
+"""Pattern of options that exclude some CPUs that Slurm reports for a node, or bind tasks to
 CPUs."""
 CPUS_VARIABLE = "KIT_CPUS_PER_TASK"
 """Environment variable of the batch script: CPUs of each task, counted when the job starts."""
 CHIP_CORES = {"trn1": 2}
-"""NeuronCores of one Trainium chip by generation. Not given for trn2, where the number depends on
-the setting of the Neuron runtime."""
+"""NeuronCores per Trainium chip, by generation. There is no entry for trn2, whose number depends on
+the settings of the Neuron runtime."""
 KUBERNETES_DEVICES = {
     "NVIDIA": "nvidia.com/gpu",
     "AMD Instinct": "amd.com/gpu",
@@ -38,7 +38,7 @@ define these resources."""
 NEURON_DEVICE = "aws.amazon.com/neuron"
 """Kubernetes resource for one Trainium chip, defined by AWS's device plugin."""
 DEVICE_RESOURCE = re.compile(r"gpu|mig-|neuron|gaudi|tpu|/xe$|/i915$")
-"""Part of the names of Kubernetes resources that are devices."""
+"""Pattern of a part of the names of Kubernetes resources that are devices."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,10 @@ class SlurmRequest:
     """The site's `[slurm]` table with the job's values in `gpus_per_node`, `cpus_per_task` and
     `sbatch_options`."""
     counts_cpus: bool
-    """Whether the batch script divides the CPUs of a node by its tasks."""
+    """Whether the batch script computes the CPUs of each task: the CPUs of a node divided by its
+    tasks."""
     derived: tuple[str, ...]
-    """Requested values that the site file does not give, one line each."""
+    """Texts about the requested values that the site file does not give, one line each."""
 
 
 def slurm_request(job: JobSpec, site: Site) -> SlurmRequest:
@@ -59,7 +60,7 @@ def slurm_request(job: JobSpec, site: Site) -> SlurmRequest:
     missing values derived from the ranks of a node.
 
     Raises:
-        ConfigError: the site has no `[slurm]` table, the ranks of a node would start without their
+        ConfigError: The site has no `[slurm]` table, the ranks of a node would start without their
             GPUs, or the kit does not know how to request the site's devices.
     """
     table = slurm_table(site)
@@ -116,7 +117,7 @@ def cpu_request(job: JobSpec, site: Site) -> SlurmRequest:
     cores of a node divided by its devices, otherwise one. No GPU is requested.
 
     Raises:
-        ConfigError: the site has no `[slurm]` table.
+        ConfigError: The site has no `[slurm]` table.
     """
     table = slurm_table(site)
     per_process = table.cpus_per_task or 1
@@ -151,11 +152,11 @@ def cpu_request(job: JobSpec, site: Site) -> SlurmRequest:
 def kubernetes_resources(
     job: JobSpec, table: Kubernetes, site: Site
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Returns (resources of a pod, derived resources). The derived resources are those that the
-    site file does not give, one line each.
+    """Returns (resources of a pod, lines about derived resources). The site file does not give the
+    derived resources. Each has one line.
 
     Raises:
-        ConfigError: the ranks of a pod would start without their devices, or the kit does not know
+        ConfigError: The ranks of a pod would start without their devices, or the kit does not know
             how to request the site's devices.
     """
     resources = dict(table.resources)
@@ -174,11 +175,12 @@ def kubernetes_resources(
 
 
 def derived(job: JobSpec, site: Site) -> tuple[str, ...]:
-    """Returns the resources that a job requests and that the site file does not give, one line
-    each.
+    """Returns one line about each resource that a job requests and that the site file does not
+    give.
 
     Raises:
-        ConfigError: as `slurm_request` and `kubernetes_resources`.
+        ConfigError: The ranks of a node would start without their devices, or the kit does not know
+            how to request the devices. Or a site with Slurm has no `[slurm]` table.
     """
     if site.scheduler == "slurm":
         return slurm_request(job, site).derived
@@ -242,7 +244,9 @@ def _gpus_per_node(
 
 
 def _split_gpus(text: str) -> tuple[str, int]:
-    """Returns (type or an empty text, number) of "8", "a100:4" and "a100"."""
+    """Returns (type, number) of GPUs for a text like "8", "a100:4" or "a100". The type may be
+    empty, and the default of the number is 1.
+    """
     kind, _, last = text.rpartition(":")
     if last.isdigit():
         return kind, int(last)
@@ -303,7 +307,7 @@ def _check_quantity(resources: dict[str, str], names: list[str], site: Site, ran
 def _kubernetes_device(device: Device, site: Site, ranks: int) -> tuple[str, int]:
     """Returns (name, quantity) of the Kubernetes resource that gives a pod its devices."""
     if device.trainium in CHIP_CORES:
-        # All chips of the instance: a pod with some of them could not use its network adapters.
+        # A pod with only some chips of the instance could not use its network adapters.
         return NEURON_DEVICE, math.ceil(site.devices_per_node / CHIP_CORES[device.trainium])
     for word, name in KUBERNETES_DEVICES.items():
         if word in device.name:

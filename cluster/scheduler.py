@@ -1,9 +1,8 @@
-"""What a site file says about its scheduler: the tables `[slurm]` and `[kubernetes]`, and what may
-stand in them.
+"""The tables `[slurm]` and `[kubernetes]` of a site file, and the checks of their values.
 
-Words that go into directives are plain words, so that no site file can break a script. Values of
-environment variables may hold anything: they are quoted. Lines under `setup` and `task_setup` are
-shell and are used as they stand. Standard library only.
+Values for directives of a script may contain only plain words, so that no site file can break a
+script. Values of environment variables may contain any text, since they are quoted. Lines under
+`setup` and `task_setup` are shell code and are used unchanged. Standard library only.
 """
 
 import dataclasses
@@ -16,7 +15,7 @@ from typing import Any, Literal
 from cluster.record import ConfigError, Record, field_doc, from_one, must
 
 EDIT = "EDIT"
-"""Stands in a site file where only the user knows the value, such as the account."""
+"""Placeholder in a site file for a value that only the user knows, such as the account."""
 
 SECRET_WORDS = "KEY|TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?"
 SECRET_NAME = re.compile(
@@ -55,18 +54,19 @@ SECRET_VALUE = re.compile(
 variables and commands, such as `--token $TOKEN`, do not match."""
 NODE_VARIABLES = ("USER", "SLURM_JOB_ID", "SLURMD_NODENAME", "TMPDIR")
 ASSIGNMENT = re.compile(r"""(?<![\w-])([A-Za-z_]\w*)=["']?([^\s"'$`;&|)]+)""")
-"""In a line of shell; not of what a command or another variable gives, which stands elsewhere."""
+"""Pattern of NAME=value in a line of shell. It does not match a value that a command or another
+variable gives, since that value is not in the line."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SET_BY_THE_KIT = (
     "array chdir container error export export-file get-user-env gid input job-name no-requeue"
     " nodes ntasks ntasks-per-node open-mode output requeue signal uid wrap"
 ).split()
-"""Options of sbatch that the script has, or that would make another job of it: who and what
-runs, where it writes."""
+"""Options of sbatch that a site file may not give. The script of the kit sets some of them. The
+others would change the user, the command or the output files of the job."""
 
 
 def check_environment(variables: dict[str, str], path: str) -> None:
-    """Raises ConfigError for a name that no shell can export, and for what sounds like a secret."""
+    """Raises ConfigError for a variable that no shell can export, or that looks like a secret."""
     for name, value in variables.items():
         if not VARIABLE.fullmatch(name):
             raise ConfigError(
@@ -83,16 +83,16 @@ def check_environment(variables: dict[str, str], path: str) -> None:
 
 
 def looks_secret(name: str, value: str) -> bool:
-    """Returns whether a variable sounds like a secret by its name, or its value has the shape of
-    one.
+    """Returns whether a variable probably contains a secret, judged by its name or by the format of
+    its value.
     """
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).upper()
     return bool(SECRET_NAME.search(f"{words}={value}") or SECRET_VALUE.search(value))
 
 
 def check_lines(lines: tuple[str, ...], path: str) -> None:
-    """Raises ConfigError for a line of shell that holds what looks like a secret; the message
-    does not repeat it.
+    """Raises ConfigError for a line of shell that contains a probable secret. The message does not
+    repeat the secret.
     """
     for number, line in enumerate(lines):
         if SECRET_VALUE.search(line) or any(
@@ -106,28 +106,36 @@ def check_lines(lines: tuple[str, ...], path: str) -> None:
 
 
 def check_profiles(profiles: dict[str, dict[str, str]], path: str) -> None:
-    """Raises ConfigError as `check_environment`, for named sets of variables."""
+    """Raises ConfigError for a variable of a profile that `check_environment` refuses. A profile is
+    a named set of variables.
+    """
     for name, variables in profiles.items():
         check_environment(variables, f"{path}.{name}")
 
 
 def check_references(secrets: dict[str, str], path: str) -> None:
-    """Raises ConfigError for what does not name a variable and a key of a Kubernetes Secret."""
+    """Raises ConfigError for a wrong name of a variable, or for a reference to a Kubernetes Secret
+    that is not 'name/key'.
+    """
     for name, reference in secrets.items():
         if not VARIABLE.fullmatch(name) or not REFERENCE.fullmatch(reference):
             raise ConfigError(f"{path}.{name}: {reference!r} is not allowed. Give 'name/key'.")
 
 
 def is_given_to_sbatch(option: str) -> bool:
-    """Returns whether it is one whole option of sbatch that the kit leaves to its user."""
-    # sbatch takes the first letters of a name for the whole
+    """Returns whether a text is one option of sbatch, `--name` or `--name=value`, that the user may
+    set. Options in SET_BY_THE_KIT and their abbreviations are not.
+    """
+    # sbatch accepts the first letters of an option in place of its name.
     name = option.removeprefix("--").partition("=")[0]
     whole = OPTION.fullmatch(option) and option.startswith("--")
     return bool(whole) and not any(known.startswith(name) for known in SET_BY_THE_KIT)
 
 
 def is_path_on_nodes(text: str) -> bool:
-    """Returns whether it is an absolute path that names no variable but those of each node."""
+    """Returns whether a text is an absolute path without variables other than NODE_VARIABLES, which
+    each node sets.
+    """
     known = all(name in NODE_VARIABLES for name in re.findall(r"\$\{?(\w+)", text))
     return known and text.startswith(("/", "$")) and text.isprintable()
 
@@ -157,7 +165,7 @@ a_label = must(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Walltime(Record):
-    """The longest job that a number of nodes may ask for."""
+    """Maximum run time of jobs, for a range of numbers of nodes."""
 
     max_nodes: int | None = field_doc(
         "holds for jobs of up to so many nodes; none: for all larger ones", from_one, default=None
@@ -169,7 +177,7 @@ class Walltime(Record):
 
 
 def check_sizes(walltime: tuple[Walltime, ...], path: str) -> None:
-    """Raises ConfigError unless each bin is for larger jobs than the one before."""
+    """Raises ConfigError unless `max_nodes` rises from each entry to the next."""
     sizes = [size.max_nodes or math.inf for size in walltime]
     if sizes != sorted(set(sizes)):
         raise ConfigError(f"{path}: max_nodes must rise from bin to bin, got {sizes}.")
@@ -177,8 +185,8 @@ def check_sizes(walltime: tuple[Walltime, ...], path: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Broadcast(Record):
-    """Copies a packed Python environment to a disk of each node, so that ranks do not all read
-    the shared one.
+    """Copy of a packed Python environment to a disk of each node, so that the ranks do not all read
+    the environment on the shared file system.
     """
 
     directory: str = field_doc(
@@ -191,7 +199,7 @@ class Broadcast(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compilation(Record):
-    """A job of its own that compiles ahead, and the cache that it leaves for the run."""
+    """A separate job that compiles before the run, and the cache that it writes for the run."""
 
     command: tuple[str, ...] = field_doc(
         "words put before the command of the compile job", check_lines
@@ -207,7 +215,7 @@ class Compilation(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerTable(Record):
-    """What the tables of all schedulers say alike."""
+    """Fields that the tables of all schedulers have in common."""
 
     environment: dict[str, str] = field_doc(
         "variables set for every rank", check_environment, default_factory=dict
@@ -236,7 +244,7 @@ SBATCH_KEYS = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slurm(SchedulerTable):
-    """The `[slurm]` table: how jobs are asked for and how ranks are started."""
+    """The `[slurm]` table: how jobs are submitted and how their ranks are started."""
 
     account: str | None = field_doc(
         "account that pays; none where the cluster does not ask", a_word, default=None
@@ -358,7 +366,9 @@ class Slurm(SchedulerTable):
         return f"Give it as an option of sbatch: sbatch_options = [{json.dumps(option)}]."
 
     def max_seconds(self, num_nodes: int) -> float | None:
-        """Returns how long a job of so many nodes may run, or None where the site does not say."""
+        """Returns the maximum run time in seconds of a job with `num_nodes` nodes, or None if the
+        site file gives no limit.
+        """
         fitting = (
             size for size in self.walltime if size.max_nodes is None or num_nodes <= size.max_nodes
         )
@@ -366,7 +376,9 @@ class Slurm(SchedulerTable):
         return size.max_hours * 3600 if size else None
 
     def limit_s(self, num_nodes: int, asked_s: float | None) -> float | None:
-        """Returns the time limit to ask for: what the job wants, as far as the site gives it."""
+        """Returns the time limit to request in seconds: the smaller of `asked_s` and the limit of
+        the site. Returns None if there is neither.
+        """
         return min(
             (limit for limit in (asked_s, self.max_seconds(num_nodes)) if limit is not None),
             default=None,
@@ -385,19 +397,21 @@ class Slurm(SchedulerTable):
 
     @property
     def has_own_environment(self) -> bool:
-        """Whether each node has a Python environment of its own, unpacked from an archive."""
+        """Whether each node gets a copy of the Python environment, unpacked from an archive."""
         return self.broadcast is not None and self.broadcast.archive is not None
 
     @property
     def largest_job(self) -> int | None:
-        """Most nodes that one job may have, or None where the site does not say."""
+        """Maximum number of nodes of one job, or None if the site file gives no limit."""
         bins = self.walltime[-1].max_nodes if self.walltime else None
         return min((limit for limit in (self.max_nodes, bins) if limit is not None), default=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kubernetes(SchedulerTable):
-    """The `[kubernetes]` table: what a pod, which is one node of a job, is given."""
+    """The `[kubernetes]` table: image, resources and settings of a pod. Each pod is one node of a
+    job.
+    """
 
     namespace: str = field_doc("where jobs are made", a_label, default="default")
     image: str = field_doc("container image with the kit installed")
@@ -438,11 +452,11 @@ class Kubernetes(SchedulerTable):
 
 
 def quote(text: str) -> str:
-    """Returns a shell word that stands for exactly this text, on one line and without characters
-    that deceive a reader.
+    """Returns a shell word whose value is exactly this text. The word is on one line and contains
+    no characters that could deceive a reader.
 
-    Bytes are written as such, since bash knows code points only in some locales; and sbatch refuses
-    line ends of DOS.
+    Unprintable characters are written as escaped bytes, since bash supports escaped code points
+    only in some locales. They cannot remain in a script: sbatch refuses DOS line ends, for example.
     """
     if text.isprintable():
         return shlex.quote(text)

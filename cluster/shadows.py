@@ -1,5 +1,5 @@
-"""Finds shadowed modules: modules of this Python environment in whose place Python imports modules
-from folders of the user.
+"""Finds shadowed modules. A module of this Python environment is shadowed if Python imports a
+module with an equal name from a folder of the user instead.
 
 PYTHONPATH, which module systems set, comes before the standard library and before the installed
 packages. The user site (~/.local) comes before the packages of a conda environment. An old
@@ -20,7 +20,7 @@ NOT_LOOKED_FOR = {"kit", "cluster", "tests", "setup", "sitecustomize", "usercust
 """Modules that are not reported, since no program imports them by mistake. Several packages install
 a module `tests`."""
 MOST_NAMED = 5
-"""Most shadowed modules of one folder that `summary` names."""
+"""Maximum number of shadowed modules per folder that `summary` names."""
 
 
 class Shadow:
@@ -50,8 +50,9 @@ def find_shadows() -> list[Shadow]:
 
 
 def find_in_working_directory() -> list[Shadow]:
-    """Returns the files of the working directory that are named like modules. Notebooks and
-    programs that are started there import them. Processes that the kit starts do not.
+    """Returns the files of the working directory that have the names of modules. Notebooks and
+    programs that are started in this directory import these files. Processes that the kit starts do
+    not import them.
     """
     folder = os.getcwd()
     hidden = {*sys.stdlib_module_names} | modules_in_environment()
@@ -59,7 +60,9 @@ def find_in_working_directory() -> list[Shadow]:
 
 
 def summary(shadows: list[Shadow]) -> str:
-    """Returns one line per folder, with the names of the modules in it that shadow others."""
+    """Returns one line per folder, with the names of the modules in the folder that shadow modules
+    of the environment.
+    """
     lines = []
     for folder, cause in dict.fromkeys((shadow.folder, shadow.cause) for shadow in shadows):
         names = [shadow.name for shadow in shadows if shadow.folder == folder]
@@ -71,7 +74,9 @@ def summary(shadows: list[Shadow]) -> str:
 
 
 def explain(error: BaseException) -> None:
-    """Adds a note on shadowed modules to an error. Python prints the note after the traceback."""
+    """Adds a note to an error if there are shadowed modules. Python prints the note after the
+    traceback.
+    """
     shadows = find_shadows()
     folder = os.getcwd()
     if folder != SOURCE and ("" in sys.path or folder in sys.path):
@@ -93,7 +98,7 @@ def python_path() -> list[str]:
 
 
 def user_site() -> str | None:
-    """Returns the folder of the user site if it is in use, None otherwise."""
+    """Returns the folder of the user site (~/.local) if Python imports from it, otherwise None."""
     site = sys.modules.get("site")
     folder = getattr(site, "USER_SITE", None)
     if folder and getattr(site, "ENABLE_USER_SITE", False) and folder in sys.path:

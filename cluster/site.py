@@ -1,7 +1,8 @@
-"""Site: the hardware and scheduler facts of one machine, each number with its source and error bar.
+"""`Site`: the hardware and scheduler facts of one machine, each number with its source and its
+error.
 
-Planner, launcher and MFU read the same file, so a peak or a memory size exists once. Standard
-library only.
+The planner, the launcher and the MFU computation read one site file, so that a peak or a memory
+size is given only once. Standard library only.
 """
 
 import dataclasses
@@ -27,9 +28,11 @@ from cluster.scheduler import Kubernetes, SchedulerTable, Slurm
 SITES = Path(__file__).parent / "sites"
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 MAX_PEAK_FLOPS_PER_S = 1e17
-"""Per device; fifty times the fastest accelerator sold, so anything above is a wrong unit."""
+"""Upper limit of a believable peak of one device, in FLOP/s. It is fifty times the peak of the
+fastest accelerator sold, so that a larger value has a wrong unit."""
 LEAST_PEAK_FLOPS_PER_S = 1e12
-"""Per accelerator; a number below is in TFLOP/s. So is one below 1e6 of a CPU core."""
+"""Lower limit of a believable peak of one accelerator, in FLOP/s. A smaller value is in TFLOP/s by
+mistake. For a CPU core the limit is 1e6."""
 
 
 EXAMPLE_FACT = 'memory_bytes = { value = 85899345920, source = "data sheet, 80 GiB" }'
@@ -37,7 +40,7 @@ EXAMPLE_FACT = 'memory_bytes = { value = 85899345920, source = "data sheet, 80 G
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fact(Record):
-    """One number, where it comes from, and how far it may be off."""
+    """One number with its source and its relative error."""
 
     value: float = field_doc(
         "in the unit of the field's name",
@@ -55,11 +58,11 @@ class Fact(Record):
 
     @classmethod
     def from_dict(cls, data: Any, path: str = "") -> Self:
-        """Returns the number that a table describes.
+        """Returns the number that a table of a site file describes.
 
         Raises:
             MissingError: `data` is a number without a source.
-            ConfigError: as `Record.from_dict`.
+            ConfigError: A key is unknown, keys are missing, or a value has the wrong type.
         """
         if isinstance(data, int | float) and not isinstance(data, bool):
             raise MissingError([f"{path}.source"])
@@ -71,13 +74,15 @@ class Fact(Record):
 
 
 def check_dtype(dtype: str, path: str) -> None:
-    """Raises ConfigError for what is none of `DTYPES`."""
+    """Raises ConfigError if `dtype` is not one of `DTYPES`."""
     if dtype not in DTYPES:
         raise ConfigError(f"{path}: {dtype!r} is not a known dtype. {suggestion(dtype, DTYPES)}")
 
 
 def check_rates(rates: dict[str, Fact], path: str) -> None:
-    """Raises ConfigError for a rate of a dtype that is not known, or that no device reaches."""
+    """Raises ConfigError for a rate of an unknown dtype, or for a rate above any possible
+    device.
+    """
     for dtype, fact in rates.items():
         check_dtype(dtype, path)
         if fact.value > MAX_PEAK_FLOPS_PER_S:
@@ -93,7 +98,7 @@ GPU_NAMES = ("NVIDIA", "AMD Instinct", "GPU")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device(Record):
-    """What one process computes on: a GCD, a NeuronCore, a CPU core."""
+    """The device of one rank: a GPU, a GCD, a NeuronCore or a CPU core."""
 
     name: str = field_doc("vendor's name, and which part of it counts as one device")
     memory_bytes: Fact | None = field_doc("memory of one device", default=None)
@@ -124,7 +129,9 @@ class Device(Record):
 
     @property
     def is_gpu(self) -> bool:
-        """Whether torch drives it by CUDA or ROCm, or would by XPU; told by the vendor's name."""
+        """Whether the device is a GPU for which torch uses CUDA, ROCm or XPU, judged by its
+        name.
+        """
         return any(name in self.name for name in GPU_NAMES)
 
     @property
@@ -140,8 +147,8 @@ class Device(Record):
 
     @property
     def trainium(self) -> str | None:
-        """Its generation of AWS Trainium, as AWS's tools name it (trn1, trn2), told by the
-        vendor's name; or None.
+        """Generation of AWS Trainium as AWS's tools name it (trn1, trn2), judged by the name of the
+        device. None for other devices.
         """
         found = re.search(r"\b(?:Trainium|trn) ?(\d*)", self.name, re.IGNORECASE)
         return f"trn{found[1] or 1}" if found else None
@@ -149,7 +156,7 @@ class Device(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IntraNodeLink(Record):
-    """Bandwidth inside a node, for groups of devices up to a size."""
+    """Bandwidth inside a node, for groups of at most `num_devices` devices."""
 
     num_devices: int = field_doc("largest group of neighbouring devices that this bandwidth serves")
     bytes_per_s: Fact = field_doc("bandwidth of one device, one direction")
@@ -157,7 +164,9 @@ class IntraNodeLink(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links(Record):
-    """What joins devices; a bandwidth that is not known is left out."""
+    """Bandwidths of the links between devices, and topology of the network between nodes. An
+    unknown value is left out.
+    """
 
     intra_node: tuple[IntraNodeLink, ...] = field_doc("in a node, smallest group first", default=())
     inter_node_bytes_per_s: Fact | None = field_doc(
@@ -172,8 +181,8 @@ class Links(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Storage(Record):
-    """The shared file system of a site; what is not known, or depends on what was ordered, is
-    left out.
+    """The shared file system of a site. A value is left out if it is unknown, or if it depends on
+    what the customer has ordered.
     """
 
     write_bytes_per_s: Fact | None = field_doc("by all nodes together", default=None)
@@ -189,7 +198,7 @@ absolute = must(lambda path: path.startswith("/"), "Give an absolute path there.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class There(Record):
-    """The other side of a login node: what runs the kit there."""
+    """Python environment, run folder and source of the kit on the other side of a login node."""
 
     python: str = field_doc("Python there, of an environment with the kit's packages", absolute)
     folder: str = field_doc(
@@ -221,9 +230,10 @@ class Site(Record):
         >>> print(site.device.peak_flops_per_s["bf16"].value)
         191500000000000.0
 
-    `Site.names()` lists the packaged sites. For a cluster of your own write a .toml file with
-    `base = "frontier"` and what differs; `kit site init mine.toml` writes it from what Slurm says.
-    Next: `kit.launch(..., site="mine.toml")`, or `kit plan MODEL --site mine.toml`.
+    `Site.names()` lists the packaged sites. For your own cluster, write a .toml file with
+    `base = "frontier"` and the values that differ. `kit site init mine.toml` writes such a file
+    from what Slurm reports. Then use `kit.launch(..., site="mine.toml")`, or
+    `kit plan MODEL --site mine.toml`.
     """
 
     name: str = field_doc("as in Site.load(name)", one_line)
@@ -274,12 +284,13 @@ class Site(Record):
     def load(cls, name_or_path: str | os.PathLike[str]) -> Self:
         """Returns a packaged site by name, or the site described by a `.toml` file.
 
-        A file with a line `base = "frontier"` gives only what differs from that site, such as the
-        account. On a local site, the number of devices and their memory are this machine's, unless
-        the file gives them.
+        A file with a line `base = "frontier"` gives only the values that differ from this base,
+        such as the account. If a file for a local site does not give the number of devices or their
+        memory, the values of this machine are used.
 
         Raises:
-            ConfigError: no such site or file, not TOML, or a key or value that is not allowed.
+            ConfigError: The site or the file does not exist, the file is not TOML, or a key or a
+                value is not allowed.
         """
         file, data = _read_toml(os.fspath(name_or_path))
         try:
@@ -293,10 +304,10 @@ class Site(Record):
             raise ConfigError(f"{file.name}: {error}") from error
 
     def peak_flops_per_s(self, dtype: str) -> float | None:
-        """Returns the dense peak of one device in FLOP/s, or None when it is not known.
+        """Returns the dense peak of one device in FLOP/s, or None if it is unknown.
 
         Raises:
-            ConfigError: the dtype is none of `DTYPES`.
+            ConfigError: The dtype is not one of `DTYPES`.
         """
         check_dtype(dtype, "dtype")
         fact = self.device.peak_flops_per_s.get(dtype)
@@ -304,14 +315,16 @@ class Site(Record):
 
     @property
     def table(self) -> SchedulerTable | None:
-        """What the site says about its scheduler, if anything."""
+        """The table `[slurm]` or `[kubernetes]` for the scheduler of the site. None if there is no
+        such table.
+        """
         return {"slurm": self.slurm, "kubernetes": self.kubernetes}.get(self.scheduler)
 
     def profile(self, name: str) -> dict[str, str]:
         """Returns a named set of environment variables of this site, for `JobSpec.environment`.
 
         Raises:
-            ConfigError: the site's table of its scheduler has no such profile.
+            ConfigError: The table of the site's scheduler has no profile of this name.
         """
         profiles = self.table.profiles if self.table else {}
         if name not in profiles:
@@ -323,11 +336,11 @@ class Site(Record):
     def with_measured_peak(
         self, dtype: str, value: float, source: str, error: float | None = None
     ) -> Self:
-        """Returns a copy whose peak for `dtype` is `value` FLOP/s per device ± `error`, measured as
-        `source` says.
+        """Returns a copy of the site with a measured peak for `dtype`: `value` FLOP/s per device,
+        with the relative half-width `error`. `source` describes the measurement.
 
         Raises:
-            ConfigError: the value is not a believable peak of one device.
+            ConfigError: The value is not a believable peak of one device.
         """
         peaks = {
             **self.device.peak_flops_per_s,
@@ -359,7 +372,9 @@ class Site(Record):
 
 
 def _with_this_machine(data: dict) -> dict:
-    """Returns `data` of a local site completed by the cores and the memory of this machine."""
+    """Returns the `data` of a site. Missing values of a local site, the number of devices and their
+    memory, are taken from this machine.
+    """
     if data.get("scheduler") != "local" or not isinstance(data.get("device"), dict):
         return data
     cores = os.cpu_count() or 1
@@ -372,7 +387,9 @@ def _with_this_machine(data: dict) -> dict:
 
 
 def _read_toml(name: str) -> tuple[Path, dict]:
-    """Returns the file of a site and its content, laid over that of its base."""
+    """Returns (file, content) of a site. The content has the values of the base for keys that the
+    file does not give.
+    """
     import tomllib
 
     file = Path(name).expanduser() if name.endswith(".toml") else SITES / f"{name}.toml"
@@ -388,7 +405,7 @@ def _read_toml(name: str) -> tuple[Path, dict]:
             f" {Site.names()}."
         )
         raise ConfigError(message) from error
-    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, or nested without end
+    except (ValueError, RecursionError) as error:  # Not TOML, not UTF-8, or nested too deeply.
         raise ConfigError(f"site: {name}: not valid TOML ({error}).") from error
     base = data.get("base")
     if base is None:
@@ -402,8 +419,8 @@ def _read_toml(name: str) -> tuple[Path, dict]:
 
 
 def _check_tables_are_used(file: Path, data: dict, scheduler: str) -> None:
-    """Raises ConfigError if a site file has the table of another scheduler than that of its base
-    and does not name a scheduler, such as `[slurm]` with the base `laptop`.
+    """Raises ConfigError if a site file names no scheduler but has the table of a scheduler that
+    its base does not use, such as `[slurm]` with the base `laptop`.
     """
     if "scheduler" in data:
         return
@@ -417,8 +434,8 @@ def _check_tables_are_used(file: Path, data: dict, scheduler: str) -> None:
 
 
 def _laid_over(base: dict, data: dict) -> dict:
-    """Returns `base` with the keys of `data` in place of its own; tables are joined, all else is
-    replaced.
+    """Returns a copy of `base` with the values of `data`. Tables are merged key by key. All other
+    values of `base` are replaced.
     """
     joined = dict(base)
     for key, value in data.items():

@@ -1,10 +1,10 @@
 """Turns the shell lines of a site file (`setup`, `task_setup`) into a part of a script. A line that
 fails ends the script. Standard library only.
 
-A line fails under the conditions of `set -e`: a command that decides an `if` or a `while`, or that
-stands before `||`, may fail. Single commands inside a sourced file or a function may fail, too:
-only the exit status of the line counts. In one respect the conditions are stricter. A line with
-`&&` also fails if the part before `&&` fails, unless the line contains a test, as in
+A line fails under the conditions of `set -e`. A command that decides an `if` or a `while`, or that
+comes before `||`, may fail. A single command inside a sourced file or a function may fail, too,
+since only the exit status of the line counts. One condition is stricter than under `set -e`. A line
+with `&&` also fails if the part before `&&` fails, unless the line contains a test, as in
 `[ -d FOLDER ] && ...`.
 """
 
@@ -18,7 +18,7 @@ from cluster.record import ConfigError, shortened
 from cluster.scheduler import quote
 
 TEST = re.compile(r"(^|[\s;&|(])(\[{1,2}|\(\(|!|test|grep|command|type|which|hash)\s")
-"""Pattern of a command that tests a condition. Its failure is no error."""
+"""Pattern of a command that tests a condition. A failure of such a command is not an error."""
 
 
 def checked_lines(lines: tuple[str, ...], name: str, exit_code: int = 1) -> list[str]:
@@ -28,7 +28,7 @@ def checked_lines(lines: tuple[str, ...], name: str, exit_code: int = 1) -> list
     `name` is the field of the site file, such as `site.slurm.setup`.
 
     Raises:
-        ConfigError: bash cannot read the lines.
+        ConfigError: Bash cannot parse the lines.
     """
     if not lines:
         return []
@@ -64,7 +64,7 @@ def complete_commands(lines: tuple[str, ...], name: str) -> tuple[str, ...]:
     joined.
 
     Raises:
-        ConfigError: bash cannot read the lines.
+        ConfigError: Bash cannot parse the lines.
     """
     commands: list[str] = []
     part: list[str] = []

@@ -1,12 +1,13 @@
-"""Runs a module of the source tree that this file lies in.
+"""Runs a module of the source tree that contains this file.
 
     python -P SOURCE/cluster/start.py MODULE WORDS...
 
-does what `python -m MODULE WORDS...` does, but not in two respects. The working directory is not on
-`sys.path`, so a `token.py` or `torch.py` that a user keeps there is not imported. `kit` and
-`cluster` come from SOURCE, whether or not they are installed and whatever else lies in SOURCE.
+does what `python -m MODULE WORDS...` does, with two differences. The working directory is not on
+`sys.path`, so that a user's `token.py` or `torch.py` in it is not imported. `kit` and `cluster` are
+imported from SOURCE, whether or not they are installed. No other package in SOURCE is preferred to
+an installed package.
 
-Only modules that are part of the interpreter itself are imported here.
+This file imports only modules that are part of the interpreter itself.
 """
 
 import os
@@ -29,9 +30,9 @@ class FinderInSource:
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        del sys.path[0]  # the folder of this file
+        del sys.path[0]  # The folder of this file.
     sys.meta_path.insert(0, FinderInSource)
-    # For processes that multiprocessing spawns, which get sys.path and not sys.meta_path.
+    # Processes that multiprocessing spawns get sys.path, but not sys.meta_path.
     sys.path.append(SOURCE)
     del sys.argv[0]
     try:

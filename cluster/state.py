@@ -1,23 +1,23 @@
-"""The files by which a run directory tells what its job does, and the only functions that write
-them.
+"""The files of a run directory that describe the state of its job, and the only functions that
+write these files.
 
-    state.json                state, attempt, step, heartbeat, identity of the process that answers
-                              for the job
-    exit.json                 how an attempt ended: return code, reason, first failing rank and its
-                              last words
+    state.json                state, attempt, step, heartbeat, identity of the process that is
+                              responsible for the job
+    exit.json                 how an attempt ended: return code, reason, first failing rank and the
+                              last lines of its log
     ranks/                    heartbeats: `cluster.heartbeats`
-    control/request_stop      a request to the trainer (also request_checkpoint); `touch` makes one
-                              as well
+    control/request_stop      a request to the trainer (also request_checkpoint). `touch` can create
+                              it, too
     control/taken_stop        when the trainer of this attempt took its last request (also
                               taken_checkpoint)
-    logs/attempt_01/          rank_00000.log, and in jobs of many ranks node_0.log for all but the
-                              first and those that failed
+    logs/attempt_01/          rank_00000.log, rank_00001.log, ... In jobs of many ranks only rank 0
+                              and failed ranks have such a log. Other ranks share node_0.log, ...
     history.jsonl             one line per change of state, append only
-    .reserve                  the room that an attempt keeps back for the record of its end
+    .reserve                  disk space that an attempt reserves for the record of its end
 
-Every other file is replaced by atomic rename. Readers return None for a file that is missing, torn,
-or not ours, and ignore keys that a newer version may have added. A writer of an older attempt is
-refused: see `update_state`. Standard library only.
+All files but the logs and the history are replaced by atomic rename. Readers return None for a file
+that is missing, torn, or was written by another program. They ignore keys that a newer version may
+have added. Writers of an older attempt get an error: see `update_state`. Standard library only.
 """
 
 import contextlib
@@ -63,17 +63,17 @@ Request = Literal["stop", "checkpoint"]
 
 
 class JobError(RuntimeError):
-    """A job cannot be started, reached or ended as asked."""
+    """A job cannot be started, reached or ended."""
 
 
 class StaleAttemptError(JobError):
-    """The run directory belongs to a newer attempt; this process is a left-over of an older one
-    and must end.
+    """The run directory belongs to a newer attempt. This process belongs to an older attempt and
+    must end.
     """
 
 
 class JobState(enum.StrEnum):
-    """What a job does, in words that fit every scheduler."""
+    """State of a job, in terms that fit every scheduler."""
 
     QUEUED = "queued"
     CONFIGURING = "configuring"
@@ -87,7 +87,7 @@ class JobState(enum.StrEnum):
     FAILED = "failed"
     LOST = "lost"
     IMPORTED = "imported"
-    """The record of another trainer's log: no job of ours, here and now or ever."""
+    """The run was imported from the log of another trainer. It never has a job of the kit."""
 
     @property
     def is_final(self) -> bool:
@@ -96,15 +96,15 @@ class JobState(enum.StrEnum):
 
 
 GIVEN_UP = (JobState.PREEMPTED, JobState.REQUEUED)
-"""States between two attempts: the older one may do no more."""
+"""States between two attempts. Processes of the older attempt may not change the state back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerJob(Record):
-    """The name under which a scheduler knows a job."""
+    """Identification of a job in its scheduler."""
 
     scheduler: Literal["slurm", "kubernetes"] = field_doc("scheduler that started it")
-    # It becomes a word of a command, and must not be taken for an option.
+    # The id becomes an argument of commands, which must not read it as an option.
     id: str = field_doc(
         "the job's number or name there",
         must(
@@ -119,7 +119,7 @@ class SchedulerJob(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttemptState(Record):
-    """What an attempt does."""
+    """State of an attempt."""
 
     state: JobState = field_doc("state in the words of JobState")
     attempt: int = field_doc("counts the starts of this run directory from 1")
@@ -129,8 +129,8 @@ class AttemptState(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunState(AttemptState):
-    """state.json: what the job last said about itself; `read_status` tells whether it is still
-    true.
+    """Content of state.json: the state that the job has last reported. `read_status` returns
+    whether the report is still true.
     """
 
     heartbeat: float | None = field_doc("unix time of the last sign of life", default=None)
@@ -153,7 +153,7 @@ class RunState(AttemptState):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event(AttemptState):
-    """A line of history.jsonl: the job changed its state."""
+    """A line of history.jsonl: a change of the job's state."""
 
     time: float = field_doc("unix time")
     job_id: str | None = field_doc("the scheduler's number", default=None)
@@ -165,7 +165,7 @@ class Event(AttemptState):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExitReport(Record):
-    """exit.json: how an attempt ended."""
+    """Content of exit.json: how an attempt ended."""
 
     attempt: int = field_doc("which attempt ended")
     rc: int = field_doc(
@@ -180,8 +180,8 @@ class ExitReport(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedRequest(Record):
-    """control/request_stop, control/request_checkpoint: a request that the trainer has not taken
-    yet.
+    """Content of control/request_stop or control/request_checkpoint: a request that the trainer has
+    not taken yet.
     """
 
     asked_at: float = field_doc("unix time of the request")
@@ -193,8 +193,8 @@ class AskedRequest(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TakenRequest(AskedRequest):
-    """control/taken_stop, control/taken_checkpoint: the last request of this attempt that the
-    trainer has taken.
+    """Content of control/taken_stop or control/taken_checkpoint: the last request of this attempt
+    that the trainer has taken.
     """
 
     taken_at: float = field_doc("unix time at which the trainer read it")
@@ -202,40 +202,43 @@ class TakenRequest(AskedRequest):
 
 
 def read_state(run_dir: Path) -> RunState | None:
-    """Returns what state.json says, or None when it is missing or damaged, or cannot be read."""
+    """Returns the content of state.json, or None if it is missing, damaged or cannot be read."""
     return RunState.read_or_none(run_dir / "state.json")
 
 
 def state_to_change(run_dir: Path) -> RunState | None:
-    """Returns what state.json says, for a writer, or None when it is missing or damaged.
+    """Returns the content of state.json for a caller that will write the file again. Returns None
+    if the file is missing or damaged.
 
     Raises:
-        OSError: the file system is in trouble. The file may hold fields that must not be lost.
+        OSError: The file system fails. The file may contain fields that must not be lost.
     """
     return RunState.read_present(run_dir / "state.json")
 
 
 def read_exit(run_dir: Path) -> ExitReport | None:
-    """Returns what exit.json says, of whichever attempt ended last, or None."""
+    """Returns the content of exit.json, which describes the attempt that ended last. Returns None
+    if the file is missing, damaged or cannot be read.
+    """
     return ExitReport.read_or_none(run_dir / "exit.json")
 
 
 def update_state(
     run_dir: Path, *, attempt: int, lost_node: str | None = None, **changes: Any
 ) -> RunState:
-    """Changes some fields of state.json and returns the new content; the first update of an attempt
-    starts afresh.
+    """Changes fields of state.json and returns the new content. The first update of an attempt
+    resets all other fields to their defaults.
 
-    The attempt is that of the caller (`KIT_ATTEMPT` in the environment of a rank), `changes` are
-    fields of `RunState`; `lost_node`, for the history, is the node that no longer answers. A new
-    state without a reason has none: the old reason was that of the old state.
+    `attempt` is the attempt of the caller (`KIT_ATTEMPT` in the environment of a rank). `changes`
+    are fields of `RunState`. `lost_node` is the node that no longer answers, for the history. If
+    the state changes and no reason is given, the reason becomes empty, since the old reason
+    explained the old state.
 
     Raises:
-        StaleAttemptError: a newer attempt owns the directory, or the caller's attempt was given up
-            and waits to be followed by one. The caller is a left-over and must end, writing
-            nothing.
-        ConfigError: a field is unknown or has a value of the wrong type.
-        OSError: state.json could not be read or written. It is as it was.
+        StaleAttemptError: A newer attempt owns the directory, or the caller's attempt was given up
+            and a newer attempt will follow. The caller must end without writing anything.
+        ConfigError: A field is unknown or has a value of the wrong type.
+        OSError: The file state.json could not be read or written. It is unchanged.
     """
     with locked(run_dir):
         refuse_stale(run_dir, attempt)
@@ -260,8 +263,8 @@ def update_state(
 
 
 def record_event(run_dir: Path, state: RunState, lost_node: str | None = None) -> None:
-    """Appends a line to history.jsonl: what the job does now. If that fails, because the disk is
-    full or the file system is in trouble, prints a warning, since state.json says it too.
+    """Appends the current state of the job to history.jsonl. If the disk is full or the file system
+    fails, prints a warning instead of an error, since state.json contains the state, too.
     """
     event = Event(
         time=time.time(),
@@ -298,7 +301,7 @@ def history_to_judge(run_dir: Path) -> list[Event]:
     """Returns all changes of state, oldest first, for a decision about the job.
 
     Raises:
-        OSError: the file system is in trouble, so the file may hold more.
+        OSError: The file system fails, so the file may contain more events.
     """
     try:
         lines = read_small(run_dir / "history.jsonl").splitlines()
@@ -314,7 +317,7 @@ def write_exit(run_dir: Path, report: ExitReport) -> None:
     """Writes exit.json.
 
     Raises:
-        StaleAttemptError: a newer attempt owns the directory.
+        StaleAttemptError: A newer attempt owns the directory.
     """
     with locked(run_dir):
         refuse_stale(run_dir, report.attempt)
@@ -322,10 +325,11 @@ def write_exit(run_dir: Path, report: ExitReport) -> None:
 
 
 def last_attempt(run_dir: Path) -> int:
-    """Returns the number of the newest attempt that left a trace (state, exit, logs), or 0.
+    """Returns the number of the newest attempt found in state.json, exit.json or the names of logs,
+    or 0.
 
     Raises:
-        OSError: the file system is in trouble.
+        OSError: The file system fails.
     """
     report = ExitReport.read_present(run_dir / "exit.json")
     found = [record.attempt for record in (state_to_change(run_dir), report) if record]
@@ -334,21 +338,24 @@ def last_attempt(run_dir: Path) -> int:
 
 
 def log_path(run_dir: Path, attempt: int, rank: int) -> Path:
-    """Returns where the standard output and error of a rank go, if it has a log of its own."""
+    """Returns the path of a rank's own log, with its standard output and error. In jobs of many
+    ranks, most ranks write to the log of their node instead.
+    """
     return run_dir / "logs" / f"attempt_{attempt:02d}" / f"rank_{rank:05d}.log"
 
 
 def rank_logs(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> tuple[Path, Path]:
-    """Returns the logs that may hold what a rank has said: its own, and that of its node."""
+    """Returns (log of the rank, log of its node). Either may contain the output of the rank."""
     own = log_path(run_dir, attempt, rank)
     return own, own.with_name(f"node_{rank // ranks_per_node}.log")
 
 
 def script_logs(run_dir: Path, state: RunState) -> list[Path]:
-    """Returns the files in which those processes of an attempt write that start its ranks.
+    """Returns the logs of the processes that start the ranks of an attempt.
 
-    They are the batch script of Slurm with the supervisor in it, or the supervisor on this machine;
-    then the script that compiled ahead. Under Kubernetes there is none: the pods have it.
+    Under Slurm these are the log of the batch script, which also runs the supervisor, and the log
+    of the script that compiles before the run. On this machine it is the log of the supervisor.
+    Under Kubernetes there are no such files, since the output is in the logs of the pods.
     """
     job = state.scheduler_job
     logs = run_dir / "logs"
@@ -360,28 +367,30 @@ def script_logs(run_dir: Path, state: RunState) -> list[Path]:
             if file.name <= f"attempt_{state.attempt:02d}_supervisor.log"
         ]
         return started[-1:]
-    if job.scheduler == "slurm" and job.id.isdigit():  # An id that somebody planted may be a path.
+    if job.scheduler == "slurm" and job.id.isdigit():  # An id from another user may be a path.
         return [logs / f"slurm-{job.id}.log", compile_log(run_dir, state.attempt)]
     return []
 
 
 def compile_log(run_dir: Path, attempt: int) -> Path:
-    """Returns where the job writes that compiles ahead for an attempt."""
+    """Returns the path of the log of the job that compiles before an attempt."""
     return run_dir / "logs" / f"attempt_{attempt:02d}_compile.log"
 
 
 def find_log(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> Path:
-    """Returns the log that holds what a rank has said."""
+    """Returns the log that contains the output of a rank: the log of the rank or the log of its
+    node. Returns the path of the log of the rank if neither log has content.
+    """
     logs = rank_logs(run_dir, attempt, rank, ranks_per_node)
     return next((file for file in logs if file.exists() and file.stat().st_size), logs[0])
 
 
 def ask(run_dir: Path, request: Request, *, by_person: bool = True) -> None:
-    """Leaves a request for the trainer, which reads it at a step boundary; a person's replaces a
-    supervisor's.
+    """Writes a request to the trainer, which reads it at a step boundary. The request of a person
+    replaces a waiting request of the supervisor.
 
     Raises:
-        JobError: as `refuse_planted_links`.
+        JobError: Another user has put a link in place of a folder of the run.
     """
     refuse_planted_links(run_dir)
     AskedRequest(asked_at=time.time(), by_person=by_person).write(
@@ -390,24 +399,24 @@ def ask(run_dir: Path, request: Request, *, by_person: bool = True) -> None:
 
 
 def read_asked(run_dir: Path, request: Request) -> AskedRequest | None:
-    """Returns a request that the trainer has not taken yet, or None if there is none, or if it
-    cannot be read just now.
+    """Returns a request that the trainer has not taken yet. Returns None if there is no request, or
+    if the file cannot be read now.
     """
     file = run_dir / "control" / f"request_{request}"
     try:
         changed = file.stat().st_mtime
-        # A file that `touch` made describes no request, and is one.
+        # A file that `touch` made is empty and counts as a request.
         return AskedRequest.read_present(file) or AskedRequest(asked_at=changed)
     except OSError:
         return None
 
 
 def take_request(run_dir: Path, request: Request, *, step: int | None = None) -> bool:
-    """Returns whether a request was waiting, and takes it: writes taken_REQUEST and removes the
-    request. For rank 0 of the trainer.
+    """Takes a waiting request: writes taken_REQUEST and removes the request. Returns whether there
+    was a request. Only rank 0 of the trainer calls this function.
 
     Raises:
-        OSError: the disk is full or the file system is in trouble. The request is still waiting.
+        OSError: The disk is full or the file system fails. The request is still waiting.
     """
     asked = read_asked(run_dir, request)
     if asked is None:
@@ -424,7 +433,7 @@ def note_step(run_dir: Path, request: Request, step: int) -> None:
     """Records in taken_REQUEST after which optimizer step the trainer acts on the request.
 
     Raises:
-        OSError: the file could not be read or written.
+        OSError: The file could not be read or written.
     """
     file = run_dir / "control" / f"taken_{request}"
     taken = TakenRequest.read_present(file)
@@ -433,13 +442,13 @@ def note_step(run_dir: Path, request: Request, step: int) -> None:
 
 
 def read_taken(run_dir: Path, request: Request) -> TakenRequest | None:
-    """Returns when the trainer of this attempt last took such a request, or None."""
+    """Returns the last request of this kind that the trainer of this attempt has taken, or None."""
     return TakenRequest.read_or_none(run_dir / "control" / f"taken_{request}")
 
 
 def is_stop_requested(run_dir: Path) -> bool:
-    """Returns whether a person asked the newest attempt to stop, whether or not its trainer has
-    taken that yet.
+    """Returns whether a person asked the newest attempt to stop. The trainer may have taken the
+    request already.
     """
     requests = (read_asked(run_dir, "stop"), read_taken(run_dir, "stop"))
     return any(request is not None and request.by_person for request in requests)
@@ -447,11 +456,13 @@ def is_stop_requested(run_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Lets one writer at a time change state.json, exit.json or the attempt number.
+    """Locks a run directory during the block, so that one writer at a time changes state.json,
+    exit.json or the attempt number.
 
-    After LOCK_WAIT_S, or where the file system has no locks, the work is done without it: each file
-    is still replaced as a whole, and a frozen process must not hold up a training run. It keeps a
-    file that is no longer there, so that those who come next wait for each other, not for it.
+    If the lock is not free after LOCK_WAIT_S seconds, or if the file system supports no locks, the
+    block runs without the lock. Each file is still replaced atomically, and a frozen process must
+    not block a training run. The lock file of a frozen process is deleted. Later writers then lock
+    a new file and do not wait for the frozen process.
     """
     with lock_file(run_dir / ".state.lock") as stream:
         if not is_locked(stream, LOCK_WAIT_S) and os.fstat(stream.fileno()).st_nlink:
@@ -460,11 +471,11 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def refuse_planted_links(run_dir: Path) -> None:
-    """Raises JobError if one of a run's FOLDERS, or a folder in one of them, is a link that neither
-    this user nor root made.
+    """Raises JobError if one of a run's FOLDERS, or a folder in one of FOLDERS, is a link that
+    another user made. Links of this user and of root are allowed.
 
-    Files would be written and deleted in the folder to which it points. A link of the user, such as
-    one from `checkpoints` to a larger disk, is followed.
+    Files would be written and deleted in the folder to which the link points. A link of this user,
+    such as a link from `checkpoints` to a larger disk, is followed.
     """
     for name in FOLDERS:
         folder = run_dir / name
@@ -496,7 +507,7 @@ def refuse_planted_link(folder: Path) -> None:
 
 def refuse_stale(run_dir: Path, attempt: int) -> None:
     """Raises StaleAttemptError if a newer attempt owns a run directory, or OSError if the file
-    system is in trouble.
+    system fails.
     """
     state = state_to_change(run_dir)
     owner = state.attempt if state else last_attempt(run_dir)

@@ -1,6 +1,6 @@
 """Status of a job: `read_status` combines the files of its run, its process and its scheduler.
 
-These sources are asked in order. A source decides only if the sources before it do not:
+The sources are read in this order. A source decides only if no earlier source has decided:
 
     exit.json of the newest attempt     the job is done or has failed
     the scheduler                       the job waits, or has ended, or is being ended
@@ -39,14 +39,14 @@ from cluster.state import (
 STALLED_AFTER_S = 60.0
 STALLED_AFTER_STEPS = 10
 STALLED_START_S = 1800.0
-"""Seconds without a heartbeat before the first step, where no supervisor writes one: imports,
-rendezvous and compilation take long on a large machine."""
+"""Seconds without a heartbeat after which a job counts as stalled before its first step, if no
+supervisor writes heartbeats. Imports, rendezvous and compilation take long on a large machine."""
 WAITING = (JobState.QUEUED, JobState.REQUEUED, JobState.CONFIGURING)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobStatus(AttemptState):
-    """What a job does now, and why we think so."""
+    """Current status of a job, with the reason for its state."""
 
     heartbeat_age_s: float | None = field_doc("seconds since the last sign of life", default=None)
     exit_code: int | None = field_doc("exit code of a job that has ended", default=None)
@@ -64,18 +64,20 @@ class JobStatus(AttemptState):
 
     @property
     def age_s(self) -> float | None:
-        """Seconds since the machine that runs the job said this, or None if it is this machine."""
+        """Seconds since the machine that runs the job reported this status. None if the job runs on
+        this machine.
+        """
         return None if self.heard_at is None else max(0.0, time.time() - self.heard_at)
 
     @property
     def age(self) -> str | None:
-        """The same for people."""
+        """Age of this status as a text for people. None if the job runs on this machine."""
         return None if self.age_s is None else mirror.age_text(self.age_s)
 
     @property
     def late_age(self) -> str | None:
-        """Age of this status for people, if the machine that runs the job should have said more
-        since. None if it is fresh.
+        """Age of this status as a text for people, if a newer report of the machine that runs the
+        job is overdue. None if the status is fresh.
         """
         return self.age if self.age_s is not None and self.age_s > mirror.LATE_S else None
 
@@ -89,8 +91,8 @@ class _Verdict(NamedTuple):
 
 
 def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
-    """Returns the status of a job as far as this host can know it. The field `reason` says if it
-    cannot.
+    """Returns the status of a job as far as this host can determine it. The field `reason` says so
+    if this host cannot.
 
     The first call of a process for a job whose heartbeat looks old takes some seconds: the
     heartbeat is watched, since the clock of this host may be wrong. If `waits` is false, such a job
@@ -101,7 +103,8 @@ def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
     state, answer = _read_sources(run_dir, waits)
     alive = is_alive(state)
     attempt = state.attempt if state else last_attempt(run_dir)
-    # Read after the process and the scheduler were asked: a process writes its report, then ends.
+    # The report is read after the queries about the process and to the scheduler, since a process
+    # writes its report before it ends.
     report = _exit_report(run_dir, attempt)
     age_s = None
     if state is not None and state.state is not JobState.IMPORTED:
@@ -133,8 +136,8 @@ def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
 
 
 def _mirrored_status(run: mirror.MirroredRun) -> JobStatus:
-    """Returns the status that the other machine reported last, and how old it is unless it is
-    fresh.
+    """Returns the status that the other machine has reported last. The reason contains the age of
+    the report unless the report is fresh.
     """
     seen = run.refresh()
     if not seen.time:
@@ -175,8 +178,8 @@ def _read_sources(
 
 
 def watch_silent(run_dirs: Iterable[Path]) -> None:
-    """Watches the heartbeats of many jobs that look stalled at the same time, so that `read_status`
-    waits for none of them.
+    """Watches, all at the same time, the heartbeats of those jobs that look stalled. Later calls of
+    `read_status` for these jobs do not wait.
     """
     limits_s = {}
     for run_dir in run_dirs:
@@ -203,7 +206,7 @@ def _depends_on_heartbeat(
 
 
 def _exit_report(run_dir: Path, attempt: int) -> ExitReport | None:
-    """Returns how an attempt has ended, or None while it has left no report."""
+    """Returns the exit report of an attempt, or None if the attempt has written no report."""
     report = read_exit(run_dir)
     if report is not None and report.attempt == attempt:
         return report
@@ -211,8 +214,8 @@ def _exit_report(run_dir: Path, attempt: int) -> ExitReport | None:
 
 
 def is_alive(state: RunState | None) -> bool | None:
-    """Returns whether the process that answers for the job runs, or None when this host cannot
-    know.
+    """Returns whether the process that is responsible for the job runs. Returns None if this host
+    cannot know that.
     """
     if state is None or state.process is None or not state.process.is_here:
         return None
@@ -236,7 +239,7 @@ def _by_scheduler(
 ) -> _Verdict:
     """Returns the verdict on a job that a scheduler runs and that has left no exit report."""
     by_heartbeat = _by_heartbeat(run_dir, state, age_s)
-    # After a crash the controller may have forgotten a job that goes on.
+    # After a crash, the controller of Slurm may not know a job that still runs.
     has_recent_heartbeat = (age_s or 0.0) <= _stalled_after_s(state)
     is_forgotten = answer.state is JobState.LOST and state.state is JobState.RUNNING
     if answer.state is None or (is_forgotten and has_recent_heartbeat):
@@ -248,11 +251,12 @@ def _by_scheduler(
         return _Verdict(answer.state, reason, answer.exit_code)
 
     if answer.state in WAITING:
-        # The job has started since the scheduler was asked.
+        # The job has started after the query to the scheduler.
         if heartbeats.has_changed_since(run_dir, state, answer.time):
             return by_heartbeat
         return _while_waiting(state, answer)
-    if state.state in GIVEN_UP:  # Slurm takes its time, above all for a node that does not answer.
+    # Slurm ends a job with a delay, which is long if a node does not answer.
+    if state.state in GIVEN_UP:
         return _Verdict(state.state, _between_attempts(state, answer))
     if answer.state in (JobState.STOPPING, JobState.STALLED):
         return _Verdict(answer.state, f"{answer.reason}; {by_heartbeat.reason}")
@@ -299,9 +303,11 @@ def _with_full_disk(run_dir: Path, verdict: _Verdict) -> str:
 
 
 def _why_lost(run_dir: Path, state: RunState) -> str:
-    """Returns why a job without exit report is lost, whose process on this host is gone."""
-    # The supervisor may have written the end to its log only, because the run directory had been
-    # moved away and has come back since.
+    """Returns the reason for the loss of a job whose process on this host has ended without an exit
+    report.
+    """
+    # The supervisor may have written the end only to its log, if the run directory was moved away
+    # at that time and moved back later.
     for file in script_logs(run_dir, state):
         if reason := unrecorded_end(file, state.attempt):
             return f"{reason}. This is recorded in {file.relative_to(run_dir)} only"
@@ -314,10 +320,10 @@ def _why_lost(run_dir: Path, state: RunState) -> str:
 
 
 def _with_last_words(run_dir: Path, state: RunState, reason: str) -> str:
-    """Returns a reason with what the log of the script or supervisor says about its end."""
+    """Returns a reason, followed by the explanation in the log of the script or the supervisor."""
     for file in script_logs(run_dir, state):
         said = last_words(log_tail(file))
-        # A compile job names the task that failed. Each task has a log.
+        # The log of a compile job names the failed task. Each task has its own log.
         task = re.search(r"tasks? (\d+)\S*: (Exited|Out Of|Killed|Segm)", said)
         if task and file == compile_log(run_dir, state.attempt):
             own = run_dir / "logs" / f"compile_rank_{int(task[1]):05d}.log"
@@ -328,17 +334,19 @@ def _with_last_words(run_dir: Path, state: RunState, reason: str) -> str:
 
 
 def _by_heartbeat(run_dir: Path, state: RunState, age_s: float | None) -> _Verdict:
-    """Returns the verdict on a job that has not ended, as far as we know."""
+    """Returns the verdict on a job that has probably not ended, from its state.json, its heartbeat
+    and its requests.
+    """
     seen = "no heartbeat yet"
     if age_s is not None:
         seen = f"last heartbeat {age_s:.0f} s ago"
     stop_asked = read_asked(run_dir, "stop")
     if stop_asked is not None:
-        # A time of day, since the request may bear the time of another machine's clock.
+        # The text has the time of day, not an age, since another machine may have set this time.
         asked_at = time.strftime("%H:%M:%S", time.localtime(stop_asked.asked_at))
         return _Verdict(JobState.STOPPING, f"asked to stop at {asked_at}; {seen}")
     limit_s = _stalled_after_s(state)
-    is_saving = state.state is JobState.STOPPING  # The last checkpoint takes its time.
+    is_saving = state.state is JobState.STOPPING  # The last checkpoint may take long.
     if age_s is not None and not is_saving and age_s > limit_s:
         reason = f"{seen} while {state.state}; stalled after {limit_s:.0f} s"
         return _Verdict(JobState.STALLED, reason)
@@ -354,7 +362,7 @@ def _by_heartbeat(run_dir: Path, state: RunState, age_s: float | None) -> _Verdi
 
 def _stalled_after_s(state: RunState) -> float:
     """Returns the age of a heartbeat, in seconds, from which a job counts as stalled."""
-    # Only a supervisor that waits for the first step writes `starting_s`, with a heartbeat.
+    # A supervisor that waits for the first step writes `starting_s`, and a heartbeat with it.
     if state.state is JobState.STARTING and state.starting_s is not None:
         return STALLED_AFTER_S
     if state.state in (JobState.QUEUED, JobState.CONFIGURING, JobState.STARTING):

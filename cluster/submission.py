@@ -1,6 +1,7 @@
-"""Sends a job to where its site says: this machine, Slurm or Kubernetes. Standard library only.
+"""Submits a job to the scheduler of its site: this machine, Slurm or Kubernetes. Standard library
+only.
 
-`prepare_job` checks a job and returns all that its submission needs. `submit_prepared` submits it.
+`prepare_job` checks a job and returns a `PreparedJob`, which `submit_prepared` submits.
 """
 
 import contextlib
@@ -21,25 +22,25 @@ from cluster.state import JobError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparedJob:
-    """A job with everything that its submission writes and sends."""
+    """A job with its site and with all files that its submission writes and sends."""
 
     job: JobSpec
     site: Site
     scripts: Mapping[str, str]
-    """Scripts by file name, in order of submission. Empty behind a login node, where the kit on the
-    other side writes them."""
+    """Scripts by file name, in order of submission. Empty for a job behind a login node, since the
+    kit on the other side writes the scripts."""
     files: Files
     """Files of the caller, which are written before job.json, site.json and the scripts."""
 
 
 def prepare_job(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob:
-    """Returns a checked job with everything that its submission needs. Writes nothing.
+    """Returns a checked job with all files that its submission needs. Writes nothing.
 
     A job behind a login node is checked on the other side, as part of its submission.
 
     Raises:
-        ConfigError: the job cannot run there.
-        JobError: the run directory belongs to another user.
+        ConfigError: The job cannot run on the site.
+        JobError: The run directory belongs to another user.
     """
     check_startable(job, site)
     prepared = draft_job(job, site, files)
@@ -49,11 +50,11 @@ def prepare_job(job: JobSpec, site: Site, files: Files | None = None) -> Prepare
 
 
 def check_startable(job: JobSpec, site: Site) -> None:
-    """Raises an error if the run directory or the site of a job forbids to start it.
+    """Checks whether the run directory and the site of a job allow its start.
 
     Raises:
-        ConfigError: the site file is not filled in, or the job does not fit the site.
-        JobError: the run directory belongs to another user.
+        ConfigError: The site file is not filled in, or the job does not fit the site.
+        JobError: The run directory belongs to another user.
     """
     refuse_other_owner(Path(job.run_dir), "start a job in it")
     if site.login is None:
@@ -62,36 +63,38 @@ def check_startable(job: JobSpec, site: Site) -> None:
 
 
 def draft_job(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob:
-    """Returns what `prepare_job` returns, for a job that may lack something: fields of its site may
-    still say EDIT, and its scheduler may be missing on this machine.
+    """Returns a job with all files that its submission would need, although it may not be ready for
+    submission. Fields of its site may still be EDIT, and its scheduler may be missing on this
+    machine.
 
     Raises:
-        ConfigError: the job does not fit the site.
+        ConfigError: The job does not fit the site.
     """
     texts = scripts(job, site) if site.login is None else {}
     return PreparedJob(job=job, site=site, scripts=texts, files=dict(files or {}))
 
 
 def submit_prepared(prepared: PreparedJob) -> Job:
-    """Starts a job that `prepare_job` has checked and returns its handle. Ctrl-C waits until that
-    is done.
+    """Submits a job that `prepare_job` has checked, and returns its handle. Ctrl-C takes effect
+    only after the submission.
 
     Writes to the run directory before the job is submitted, in this order:
 
-    1. The folders `logs`, `control` and `logs/attempt_NN`, and `.reserve`, the room that a full
-       disk leaves for the end of the job. Requests to earlier attempts are deleted.
-    2. `state.json` of the next attempt, which is queued, and its line in `history.jsonl`. From now
-       on no other job can start in the directory.
+    1. The folders `logs`, `control` and `logs/attempt_NN`, and `.reserve`, which reserves disk
+       space for the record of the job's end. Requests to earlier attempts are deleted.
+    2. `state.json` of the next attempt, with the state `queued`, and its line in `history.jsonl`.
+       From now on no other job can start in the directory.
     3. The files of the caller. Files with the value None are removed.
     4. `job.json`, `site.json` if it was not among the files of the caller, and the scripts.
 
-    After that the scheduler gets the job, and `state.json` gets the number of the job.
+    Then the job is submitted to the scheduler, and its number is written into `state.json`.
 
-    Behind a login node the kit on the other side does this. The directory here becomes a mirror.
+    For a job behind a login node, the kit on the other side does all this. The local run directory
+    becomes a mirror.
 
     Raises:
-        JobError: a job is live in this run directory, or the scheduler refuses, with its words.
-            The run directory is as it was before.
+        JobError: A job is live in this run directory, or the scheduler refuses the job. The message
+            contains the scheduler's error. The files of the run directory are restored.
     """
     job = prepared.job
     site = prepared.site
@@ -116,20 +119,23 @@ def submit_prepared(prepared: PreparedJob) -> Job:
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     """Checks a job, starts it on its site and returns its handle.
 
-    The job inherits the environment of the caller, so secrets are exported there and never written.
+    The job inherits the environment of the caller. Secrets are therefore exported in this
+    environment and never written to a file.
 
     Raises:
-        As `prepare_job` and `submit_prepared`. In each case the run directory is as it was before.
+        ConfigError: The job cannot run on the site.
+        JobError: The run directory belongs to another user, a job is live in it, or the scheduler
+            refuses the job. The files of the run directory are restored.
     """
     return submit_prepared(prepare_job(job, site, files))
 
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Lets Ctrl-C wait for the end of the block: of a job that is half submitted nobody could
-    say whether it runs.
+    """Delays Ctrl-C until the end of the block. After an interrupted submission it would be unknown
+    whether the job runs.
     """
-    # Only there does Python look at signals.
+    # Python handles signals only in the main thread.
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,13 +1,13 @@
-"""The supervisor of a job: starts the ranks, watches them, decides what follows the end of an
-attempt, and records it.
+"""The supervisor of a job: starts the ranks, monitors them, decides what follows the end of an
+attempt, and records the end of the job.
 
-`Supervisor.run` is the loop that serves every launcher. The subclasses in
-`cluster.local.supervisor` and `cluster.slurm.supervisor` implement what differs: how ranks are
-started, observed and ended, whether their nodes still answer, and how the job gets other nodes.
+`Supervisor.run` is the loop for every launcher. The subclasses in `cluster.local.supervisor` and
+`cluster.slurm.supervisor` implement the differences: how ranks are started, observed and ended,
+whether their nodes still answer, and how the job gets other nodes.
 
-What ends an attempt, and what follows (`AttemptOutcome.fate`):
+Causes of the end of an attempt, each with the decision that follows (`AttemptOutcome.fate`):
 
-    all ranks ended well                             end: the job is done
+    all ranks ended with code 0                      end: the job is done
     a rank failed before the job's first step        end: the job has failed
     a rank was killed, or failed after a step        restart: the next attempt starts here
     a rank failed and a node no longer answers       requeue: the job gets other nodes
@@ -15,8 +15,8 @@ What ends an attempt, and what follows (`AttemptOutcome.fate`):
     the run directory was deleted                    end: nothing can be recorded
     a newer attempt owns the run directory           taken: nothing is recorded
 
-A job is given up after `JobSpec.max_restarts` starts in a row without a new step. Standard library,
-Linux.
+A job is given up after more than `JobSpec.max_restarts` starts in a row without a new step.
+Standard library, Linux.
 """
 
 import abc
@@ -48,28 +48,32 @@ from cluster.state import (
 )
 
 LOOK_EVERY_S = 1.0
-"""Seconds between two looks at the ranks and the run directory while no signal arrives."""
+"""Seconds between two checks of the ranks and the run directory while no signal arrives."""
 CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
 def become_supervisor(signals: Iterable[signal.Signals]) -> None:
-    """Prepares this process: orphans of its ranks become its children, it outlives its log, and
-    `signals` wait until `Supervisor.watch` receives them.
+    """Prepares this process for the work of a supervisor. Orphans of its ranks become its children,
+    and it continues if its log cannot be written. `signals` are blocked, so that they stay pending
+    until `Supervisor.watch` receives them.
     """
     become_subreaper()
     outlive_log()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    # If the caller ignored it, no exit code could be read.
+    # While SIGCHLD is ignored, as a caller may have set it, no exit code of a rank can be read.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 class Supervisor(abc.ABC):
-    """Runs the attempts of a job, beginning with one that this process owns."""
+    """Base class of supervisors: runs the attempts of a job, beginning with the attempt that this
+    process owns.
+    """
 
     signals: frozenset[signal.Signals]
     """Signals for which `watch` waits. They are blocked: see `become_supervisor`."""
     fate_after_disk_error: Literal["restart", "requeue"]
-    """Fate of a job that has taken steps, after an error of the file system that may pass."""
+    """Fate of a job that has taken steps, after an error of the file system that may be
+    temporary."""
 
     def __init__(self, home: RunDirectory, spec: JobSpec, attempt: int) -> None:
         self.home = home
@@ -77,12 +81,15 @@ class Supervisor(abc.ABC):
         self.spec = spec
         self.attempt = attempt
         self.stop_reason: str | None = None
-        """Reason for which this supervisor has asked the trainer to save and stop."""
+        """Reason for which this supervisor has asked the trainer to save and stop. None if it has
+        not asked."""
         self.deadline = float("inf")
-        """Time of the monotonic clock at which the attempt is ended."""
+        """Time of the monotonic clock, in seconds, at which the attempt is ended."""
 
     def run(self) -> int:
-        """Runs attempts until the job has ended or goes on elsewhere. Returns its exit code."""
+        """Runs attempts until the job has ended or continues in another allocation. Returns the
+        exit code of this job.
+        """
         while True:
             outcome = self.decide(self.run_ranks())
             say(self.summary(outcome))
@@ -99,12 +106,14 @@ class Supervisor(abc.ABC):
             return outcome.rc
         try:
             return self.leave(outcome)
-        except StaleAttemptError as error:  # The job goes on already.
+        except StaleAttemptError as error:  # A newer attempt of the job has begun already.
             say(str(error))
             return 1
 
     def run_ranks(self) -> AttemptOutcome:
-        """Runs all ranks of an attempt to their end. No rank that can be reached is left."""
+        """Runs all ranks of an attempt until the attempt ends, then ends all ranks that can be
+        reached. Returns the outcome of the attempt.
+        """
         try:
             outcome = self.start_ranks() or self.watch()
         except Exception as error:
@@ -115,8 +124,8 @@ class Supervisor(abc.ABC):
         return outcome
 
     def watch(self) -> AttemptOutcome:
-        """Waits until the attempt ends: see `look`, the time limit is reached, or the run directory
-        is lost.
+        """Waits until the attempt ends, and returns its outcome. The attempt ends if `look` returns
+        an outcome, if the time limit is reached, or if the run directory is lost.
         """
         start = StartWatch(self.run_dir, self.attempt)
         while True:
@@ -135,8 +144,8 @@ class Supervisor(abc.ABC):
                 return AttemptOutcome(1, lost)
 
     def decide(self, outcome: AttemptOutcome) -> AttemptOutcome:
-        """Returns an outcome with the fate of the job: where the next attempt starts, or the end
-        instead of a start that would lead nowhere.
+        """Returns an outcome with the final fate of the job: where the next attempt starts, or that
+        the job ends because another start would be useless.
         """
         try:
             outcome = self.choose_nodes(outcome)
@@ -145,14 +154,14 @@ class Supervisor(abc.ABC):
         return limit_retries(outcome, self.home, self.spec.max_restarts)
 
     def summary(self, outcome: AttemptOutcome) -> str:
-        """Returns the line about the end of the attempt in the log of this process."""
+        """Returns a line for the log of this process about the end of the attempt."""
         return f"attempt {self.attempt}: {outcome.reason}: {outcome.fate}"
 
     def after_error(self, error: Exception) -> AttemptOutcome:
         """Returns the outcome of an attempt that an error in this process has ended.
 
-        An error of the file system may pass. The job ends nevertheless if it has taken no step,
-        since its configuration may be wrong.
+        An error of the file system may be temporary, so the job continues. It ends if it has taken
+        no step yet, since its configuration may be wrong.
         """
         if isinstance(error, StaleAttemptError):
             return AttemptOutcome(1, str(error), fate="taken")
@@ -163,7 +172,9 @@ class Supervisor(abc.ABC):
         return outcome
 
     def after_failed_begin(self, outcome: AttemptOutcome, error: Exception) -> AttemptOutcome:
-        """Returns the outcome of an attempt that no other can follow here because of `error`."""
+        """Returns the outcome of an attempt if `error` has prevented the next attempt in this
+        allocation.
+        """
         fate = self.after_error(error).fate
         if fate == "restart":
             fate = "end"
@@ -177,8 +188,8 @@ class Supervisor(abc.ABC):
         return self.stopped() or AttemptOutcome(0, f"{who} ended with code 0")
 
     def stopped(self) -> AttemptOutcome | None:
-        """Returns the outcome of an attempt whose trainer was asked to save and stop and has done
-        so, or None.
+        """Returns the outcome of an attempt whose trainer has saved and stopped on request. Returns
+        None if the trainer has not stopped on request.
         """
         state = retry_disk(lambda: state_to_change(self.run_dir), self.home)
         if state is None or state.state is not JobState.STOPPING:
@@ -189,14 +200,14 @@ class Supervisor(abc.ABC):
 
     @abc.abstractmethod
     def start_ranks(self) -> AttemptOutcome | None:
-        """Starts all ranks of the attempt. Returns an outcome instead if they must not be
-        started.
+        """Starts all ranks of the attempt and returns None. If the ranks must not be started,
+        returns an outcome instead.
         """
 
     @abc.abstractmethod
     def look(self, signal_number: int | None) -> AttemptOutcome | None:
-        """Returns the outcome if the attempt ends now, or None. `signal_number` is the signal that
-        this process has just received, if any.
+        """Checks the ranks. Returns the outcome if the attempt ends now, otherwise None.
+        `signal_number` is the signal that this process has just received, or None.
         """
 
     @abc.abstractmethod
@@ -205,17 +216,19 @@ class Supervisor(abc.ABC):
 
     @abc.abstractmethod
     def begin_next(self, reason: str) -> int:
-        """Begins the attempt that follows one which ended for `reason`. Returns its number.
+        """Begins the next attempt after an attempt that ended for `reason`. Returns the number of
+        the next attempt.
 
         Raises:
-            StaleAttemptError: another process has begun a newer attempt.
-            JobError: the run directory belongs to another job.
-            OSError: as `retry_disk`.
+            StaleAttemptError: Another process has begun a newer attempt.
+            JobError: The run directory belongs to another job.
+            OSError: The file system fails, or the disk is full.
         """
 
     def choose_nodes(self, outcome: AttemptOutcome) -> AttemptOutcome:
-        """Returns the outcome, with a start on other nodes instead of one here if a node does not
-        answer or if the job must leave its nodes. On one machine there are no others.
+        """Returns the outcome, with a changed fate if the next attempt must start on other nodes. A
+        subclass does this if a node does not answer or if the job must leave its nodes. On one
+        machine there are no other nodes.
         """
         return outcome
 
@@ -224,15 +237,17 @@ class Supervisor(abc.ABC):
         of this job.
 
         Raises:
-            StaleAttemptError: a newer attempt owns the directory. No job was requeued or submitted.
+            StaleAttemptError: A newer attempt owns the directory. No job was requeued or submitted.
         """
         return outcome.rc
 
 
 def cause_order(code: int) -> tuple[bool, bool]:
-    """Sorts the codes of ranks that failed at once by what explains the others.
+    """Returns a sort key for the exit code of a rank. Among ranks that failed at the same time, the
+    smallest key belongs to the most probable cause.
 
-    What cannot pass comes first, then a crash; an error for a lost peer is a consequence.
+    USELESS_TO_RETRY comes first, then a crash by a signal. Other codes may be consequences, since
+    a rank also fails after the loss of another rank.
     """
     return code != USELESS_TO_RETRY, -code not in CRASHES
 
@@ -240,10 +255,11 @@ def cause_order(code: int) -> tuple[bool, bool]:
 def rank_failure(
     home: RunDirectory, attempt: int, rank: int, code: int, who: str
 ) -> AttemptOutcome:
-    """Returns the outcome of an attempt in which a rank has failed. `who` names the rank.
+    """Returns the outcome of an attempt in which a rank has failed. `code` is the return code of
+    the rank, and `who` its name in the reason.
 
     The ranks are started again if the rank was killed, if the job has already taken a step, or if
-    another program used the port at which the ranks meet: the next start uses another port.
+    another program used the rendezvous port. The next start uses another port.
     """
     words, rc = end_of(code)
     outcome = AttemptOutcome(rc, f"{who} {words}", rank)
@@ -266,7 +282,12 @@ def has_taken_steps(home: RunDirectory) -> bool:
 
 
 def limit_retries(outcome: AttemptOutcome, home: RunDirectory, max_restarts: int) -> AttemptOutcome:
-    """Returns an outcome, with an end instead of a start that would lead nowhere."""
+    """Returns the outcome, with the fate `end` instead of a start that would be useless.
+
+    A start is useless if the run directory was lost, if a stop was requested, or if too many starts
+    in a row have taken no new step. The starts are not counted after the loss of a node. If
+    `max_restarts` is 0, the fate `restart` also becomes `end`.
+    """
     run_dir = home.run_dir
     reason = outcome.reason
     if lost := home.why_lost():
@@ -285,10 +306,11 @@ def limit_retries(outcome: AttemptOutcome, home: RunDirectory, max_restarts: int
 
 
 def furthest_steps(run_dir: Path) -> dict[int, int]:
-    """Returns the last step of each attempt of a run, 0 for an attempt that took no step.
+    """Returns the last step of each attempt of a run by attempt number, 0 for an attempt that took
+    no step.
 
     Raises:
-        OSError: the file system is in trouble.
+        OSError: The file system fails.
     """
     furthest: dict[int, int] = {}
     state = state_to_change(run_dir)
@@ -298,8 +320,8 @@ def furthest_steps(run_dir: Path) -> dict[int, int]:
 
 
 def fruitless_starts(run_dir: Path) -> int:
-    """Returns how many of the newest attempts took no step that none had taken before. Attempts
-    that a lost node ended are not counted, since no program of the job is at fault.
+    """Returns the number of attempts, since the last attempt with a new step, that took no new
+    step. Attempts that a lost node ended are not counted, since no program of the job is at fault.
     """
     lost = {event.attempt for event in history_to_judge(run_dir) if event.lost_node}
     fruitless = best = 0
@@ -313,7 +335,7 @@ def fruitless_starts(run_dir: Path) -> int:
 
 
 def _fruitless_starts(home: RunDirectory) -> int:
-    """Returns `fruitless_starts`, or 0 if the files cannot be read."""
+    """Returns the result of `fruitless_starts`, or 0 if the files of the run cannot be read."""
     try:
         return retry_disk(lambda: fruitless_starts(home.run_dir), home)
     except OSError as error:
@@ -322,8 +344,8 @@ def _fruitless_starts(home: RunDirectory) -> int:
 
 
 def end_of(code: int) -> tuple[str, int]:
-    """Returns how a process of this return code ended, in words, and its code as of a shell: 128
-    + n for signal n.
+    """Returns (text, exit code) for the return code of a process. The text says how the process
+    ended. The exit code is as in a shell: 128 + n for signal n.
     """
     if code >= 0:
         return f"ended with code {code}", code

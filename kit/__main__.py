@@ -1,4 +1,4 @@
-"""The command line, as `kit` and as `python -m kit`; its commands are in `kit.cli`."""
+"""Entry point of the command line, for `kit` and `python -m kit`. Its commands are in `kit.cli`."""
 
 import gc
 import io
@@ -6,19 +6,21 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line; a character that the terminal lacks is printed by its number."""
+    """Runs the command line. A character that the terminal cannot show is printed as an escape
+    sequence with its number.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        # here, since Ctrl-C may come while a third of a second is spent on imports.
+        # The import is inside `try`, since it takes a third of a second, in which Ctrl-C may come.
         from kit.cli.app import (
             run,
         )
 
         run()
     except KeyboardInterrupt:
-        sys.exit(130)  # as of a shell: 128 + SIGINT
+        sys.exit(130)  # As in a shell: 128 + SIGINT.
     except ImportError as error:
         sys.exit(broken_environment(error))
     except Exception as error:
@@ -29,16 +31,18 @@ def main() -> None:
         sys.stderr = PlainStream(sys.stderr)  # Python prints the error after this function.
         raise
     finally:
-        # else Python, before it ends, looks for cycles in all of torch: the user would wait 0.9 s
+        # At its end, Python would otherwise search all objects of torch for cycles for 0.9 s.
         gc.freeze()
 
 
 def broken_environment(error: ImportError) -> int:
-    """Reports that the packages of the command line cannot be imported, and which modules of the
-    user's environment may be the reason. For `kit doctor` this is the whole report.
+    """Prints that the packages of the command line cannot be imported, and which modules from
+    folders of the user may be the reason. `kit doctor` prints nothing more in this case. Returns
+    the exit code 1.
 
     Raises:
-        ImportError: again, if no module is shadowed, since its traceback is then of use.
+        ImportError: No module is shadowed. `error` is raised again, since its traceback is useful.
+            For `kit doctor` it is not raised.
     """
     from cluster.shadows import find_shadows, summary
 

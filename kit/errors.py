@@ -1,6 +1,6 @@
 """The kit's typed errors.
 
-Each message says what, the value, what is allowed, and what to do next.
+Each message says what is wrong, the value, the allowed values, and what to do next.
 """
 
 import contextlib
@@ -24,18 +24,21 @@ __all__ = [
     "needed",
 ]
 CHECKOUT = Path(__file__).parents[1] / "pyproject.toml"
-"""File beside the packages of a checkout. Installed packages have none."""
+"""File beside the packages `kit` and `cluster` in a checkout. It does not exist beside installed
+packages."""
 
 
 def check_known(what: str, name: str, known: Iterable[str]) -> None:
-    """Raises ConfigError for an unknown name. The message suggests the closest known name."""
+    """Raises ConfigError if `name` is not in `known`. The message suggests the closest known
+    name. `what` describes the value in the message.
+    """
     if name not in known:
         raise ConfigError(f"{what}: {name!r} is unknown. {suggestion(name, known)}")
 
 
 def install_command(extra: str = "") -> str:
-    """Returns the command that installs the kit with an extra: in its checkout if there is one,
-    else from its wheel.
+    """Returns the command that installs the kit with an extra, from its checkout if there is one,
+    otherwise from its wheel.
     """
     extras = f"[{extra}]" if extra else ""
     if CHECKOUT.exists():
@@ -44,7 +47,7 @@ def install_command(extra: str = "") -> str:
 
 
 class RunError(RuntimeError):
-    """A run directory cannot be used as asked: it is live, absent, or was made by another
+    """A run directory cannot be used: its job is live, it is missing, or it was made with another
     configuration.
     """
 
@@ -80,7 +83,7 @@ def needed(package: str, extra: str, purpose: str) -> Iterator[None]:
     install the package.
 
     Raises:
-        MissingPackageError: an import inside has raised ImportError.
+        MissingPackageError: An import inside the context has raised ImportError.
     """
     try:
         yield

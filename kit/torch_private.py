@@ -1,7 +1,7 @@
-"""Names that torch keeps to itself and the kit cannot do without, each used here and nowhere else.
+"""The private names of torch that the kit needs. No other module uses private names of torch.
 
-Any release may change them: `tests/test_torch_private.py` calls each of them, on every supported
-release by `make test-torch`.
+Any release of torch may change private names. Therefore `tests/test_torch_private.py` calls each of
+them, and `make test-torch` runs this test on every supported release.
 """
 
 import datetime
@@ -18,41 +18,51 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 StorageInfo = _StorageInfo
-"""Where a checkpoint's description says that a tensor lies: it stands in each `.metadata`."""
+"""Class of the entries in a checkpoint's `.metadata` that give the file, the offset and the bytes
+of a tensor."""
 ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
-"""What `scaled_dot_product_attention` calls, as selective recomputation sees it."""
+"""Operators that `scaled_dot_product_attention` calls. Selective recomputation recognises attention
+by these operators."""
 TENSOR_PARALLEL_SUMS = {
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 }
-"""What a DTensor's sums over ranks call, as selective recomputation sees them."""
+"""Operators that a DTensor calls for sums over ranks. Selective recomputation recognises the sums
+by these operators."""
 
 
 def document_attention() -> Any:
-    """Returns what `varlen_attn` calls; not in torch 2.9, the last for Trainium."""
+    """Returns the operator that `varlen_attn` calls. Torch 2.9, the last release for Trainium, does
+    not have it.
+    """
     return torch.ops.torch_attn._varlen_attn.default
 
 
 def attention_choice(query: Tensor, key: Tensor) -> int:
-    """Returns which kernel, of `torch.nn.attention.SDPBackend`, causal attention would call."""
+    """Returns the number of the kernel, a value of `torch.nn.attention.SDPBackend`, that torch
+    chooses for causal attention with these tensors.
+    """
     shared = query.shape != key.shape
     return torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=shared)  # pyright: ignore
 
 
 def multiply(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiplies tensors in place, all by one kernel where the device has one for it."""
+    """Multiplies tensors in place by `factor`. One kernel multiplies all tensors if the device has
+    such a kernel.
+    """
     torch._foreach_mul_(tensors, factor)  # pyright: ignore
 
 
 def local_part(weight: Tensor, target: DTensor) -> Tensor:
-    """Returns the part of a whole weight that this rank's part of `target` stands for, a view.
+    """Returns the part of the full `weight` that corresponds to this rank's shard of `target`. The
+    part is a view.
 
-    `distribute_tensor` would copy the whole weight to the device first.
+    `distribute_tensor` is not used, since it would first copy the full weight to the device.
     """
     shape, offset = compute_local_shape_and_global_offset(
         target.shape, target.device_mesh, target.placements
@@ -61,11 +71,11 @@ def local_part(weight: Tensor, target: DTensor) -> Tensor:
 
 
 def reusable_stager(options: StagingOptions) -> DefaultStager:
-    """Returns a stager that copies any number of states, one after the other, to the same memory.
+    """Returns a stager that copies any number of states, one after the other, into one buffer.
 
-    Torch 2.11 and 2.12 close the inner stager after its first copy. That clears a table without
-    which the next copy fails (KeyError: <class 'type'>), so the inner stager gets a `close` without
-    effect.
+    Torch 2.11 and 2.12 close the inner stager after its first copy. `close` clears a table without
+    which the next copy fails (KeyError: <class 'type'>). The inner stager therefore gets a `close`
+    without effect.
     """
     stager = DefaultStager(options)
     stager._state_dict_stager.close = lambda: None
@@ -73,13 +83,13 @@ def reusable_stager(options: StagingOptions) -> DefaultStager:
 
 
 def default_store() -> Any:
-    """Returns the store in which the ranks of the process group met."""
+    """Returns the store that the ranks of the default process group used for their rendezvous."""
     return dist.distributed_c10d._get_default_store()
 
 
 def fake_store() -> Any:
-    """Returns the store of a process group that has one member here and any number elsewhere; with
-    it comes the backend `fake`.
+    """Returns a store for a simulated process group, in which this process is the only real rank.
+    The import also registers the backend `fake`.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -87,9 +97,9 @@ def fake_store() -> Any:
 
 
 def set_cuda_timeouts(timeout: datetime.timedelta) -> None:
-    """Sets how long collectives on GPUs may take, in all groups.
+    """Sets the timeout of collectives on GPUs in all process groups.
 
-    `init_process_group` takes a limit for their whole life only.
+    The timeout that `init_process_group` takes holds for the whole life of a group.
     """
     cuda = torch.device("cuda")
     for group in dist.distributed_c10d._world.pg_map:
@@ -98,8 +108,8 @@ def set_cuda_timeouts(timeout: datetime.timedelta) -> None:
 
 
 def nccl_trace() -> bytes:
-    """Returns NCCL's last collectives as `torchfrtrace` reads them; empty in a torch without
-    NCCL.
+    """Returns the last collectives of NCCL in the format that `torchfrtrace` reads. Returns empty
+    bytes if torch was built without NCCL.
     """
     from torch._C import _distributed_c10d
 
@@ -107,7 +117,7 @@ def nccl_trace() -> bytes:
 
 
 def on_compile(begins: Callable[..., None], ends: Callable[..., None]) -> None:
-    """Has functions called whenever torch.compile begins and ends to compile."""
+    """Registers functions that torch calls whenever torch.compile begins and ends a compilation."""
     from torch._dynamo.callback import on_compile_end, on_compile_start
 
     on_compile_start(begins)
@@ -115,11 +125,13 @@ def on_compile(begins: Callable[..., None], ends: Callable[..., None]) -> None:
 
 
 def record_memory(max_entries: int) -> None:
-    """Begins to record the newest allocations and releases of memory on this GPU."""
+    """Starts to record the last `max_entries` allocations and releases of memory on this GPU."""
     torch.cuda.memory._record_memory_history(max_entries=max_entries)
 
 
 def write_memory(file: Path) -> None:
-    """Writes what `record_memory` has recorded, for pytorch.org/memory_viz, and ends it."""
+    """Writes the events that `record_memory` has recorded, in the format of
+    pytorch.org/memory_viz. Then ends the recording.
+    """
     torch.cuda.memory._dump_snapshot(str(file))
     torch.cuda.memory._record_memory_history(enabled=None)
