@@ -1,5 +1,5 @@
-"""Scores of a checkpoint by lm-eval's own tasks: benchmarks from a local mirror, and held-out
-text of the corpus.
+"""Scores a checkpoint on lm-eval's own tasks: benchmarks from a local mirror, and the validation
+text of the run's data set.
 """
 
 from kit.evaluate.benchmarks import BENCHMARKS, SUITES, Options, eval_arguments

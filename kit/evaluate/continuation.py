@@ -1,6 +1,4 @@
-"""What a model writes: a prompt continued by a run's checkpoint or a Hugging Face folder, token
-by token.
-"""
+"""Continues a prompt token by token, with a run's checkpoint or a Hugging Face folder."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -14,8 +12,8 @@ from kit.run import Run
 
 
 def continue_text(source: Run | str | Path, prompt: str = "", **options: Any) -> str:
-    """Returns what a model writes after a prompt: the first text of `continued_texts`, with its
-    options and errors.
+    """Returns one continuation of a prompt, the first text of `continued_texts`. For options and
+    errors, see `continued_texts`.
     """
     return next(continued_texts(source, prompt, **options))
 
@@ -36,21 +34,22 @@ def continued_texts(
     device: str = "cpu",
     tell: Callable[[str], object] = lambda text: None,
 ) -> Iterator[str]:
-    """Yields `num_texts` texts that a model writes after a prompt. Each has up to `num_tokens`
-    tokens, and fewer if the model ends it. Text number i, from 0, is drawn with seed `seed` + i.
+    """Yields `num_texts` continuations of a prompt, each of up to `num_tokens` tokens. A text is
+    shorter if the model ends it. Text number i, from 0, is drawn with seed `seed` + i.
 
-    The source is a run, of which `step` names the checkpoint (by default the newest), or a Hugging
-    Face folder with any decoder that transformers loads. With a temperature above 0 each token is
-    drawn from the `top_k` most likely tokens (0: from all), and of these from the fewest that
-    together have probability `top_p`. At temperature 0 each token is the most likely one.
-    `repetition_penalty` divides the scores of tokens that are in the text already. `tell` is called
-    with each piece of text as soon as it is written, in whole words. The whole model is on one
-    device.
+    The source is a run, or a Hugging Face folder with any decoder that transformers loads. `step`
+    selects the checkpoint of a run, by default the newest. The whole model is on one device.
+
+    At temperature 0, each token is the most likely token. At a higher temperature, each token is
+    drawn from the `top_k` most likely tokens (0: from all tokens). Of these, only the fewest tokens
+    with a total probability of at least `top_p` are used. `repetition_penalty` divides the positive
+    logits of tokens that are already in the text, and multiplies their negative logits. `tell` is
+    called with each piece of text, in whole words, as soon as the piece is written.
 
     Raises:
-        ConfigError: an option is out of its range, or prompt and tokens are longer than the model's
-            sequences.
-        CheckpointError, RunError, DataError: the model or its tokenizer cannot be read.
+        ConfigError: An option is out of its range, or prompt and new tokens are longer than the
+            model's sequences.
+        CheckpointError, RunError, DataError: The model or its tokenizer cannot be read.
     """
     if num_tokens < 1 or temperature < 0 or not 0 < top_p <= 1:
         raise ConfigError(
@@ -64,7 +63,8 @@ def continued_texts(
         )
     if dtype != "auto":
         precision_of_dtype(dtype)
-    with _folder(source, step) as folder:  # what is refused is refused before seconds of imports
+    # A wrong source is refused before the imports, which take seconds.
+    with _folder(source, step) as folder:
         import torch
         from transformers import TextStreamer
 
@@ -96,7 +96,7 @@ def continued_texts(
         )
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     if temperature == 0:
-        # None replaces what the folder's generation config says.
+        # None overrides the values of the folder's generation config.
         sampling = dict.fromkeys(sampling)
     gpus = [place] if place.type == "cuda" else []
     tokens_1T = torch.tensor([tokens], device=place)
@@ -142,10 +142,10 @@ def _folder(
 
 
 def _open_run(directory: Path) -> Run:
-    """Returns the run of a directory.
+    """Opens the run of a directory.
 
     Raises:
-        RunError: the directory is no run. The error says what it holds instead.
+        RunError: The directory is not a run. The message says what the directory holds instead.
     """
     if not (directory / "spec.json").exists():
         raise not_a_model(directory)
@@ -153,5 +153,5 @@ def _open_run(directory: Path) -> Run:
 
 
 def is_hugging_face_folder(path: Path) -> bool:
-    """Returns whether a path is a folder with a `config.json`, and no run directory."""
+    """Returns whether a path is a folder with a `config.json`, but not a run directory."""
     return (path / "config.json").is_file() and not (path / "spec.json").exists()

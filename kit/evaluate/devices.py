@@ -1,6 +1,6 @@
 """Distribution of the weights of a scored model over the devices of a site.
 
-No torch, no lm-eval.
+Imports neither torch nor lm-eval.
 """
 
 import dataclasses
@@ -12,20 +12,20 @@ from kit.evaluate.benchmarks import Options
 from kit.interop.weights.hugging_face_config import config_of
 
 PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of one weight, by precision."""
+"""Bytes per weight, by precision."""
 HEADROOM = 1.2
-"""Memory that scoring needs, as a multiple of the weights. The rest holds activations, logits, keys
-and values."""
+"""Memory that scoring needs, as a multiple of the weights' memory. The excess holds activations,
+logits, keys and values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceLayout:
-    """Processes that score a model, one per device: `replicas` groups of `shards` processes, which
-    share the weights.
+    """Layout of the processes that score a model, one process per device: `replicas` groups of
+    `shards` processes. The processes of a group share the weights.
 
     The shards of a Llama on one node are tensor-parallel ranks. All other shards use FSDP: each
-    holds its part of the weights, gathers a layer when it computes it, and computes what the others
-    compute.
+    process holds its part of the weights, and gathers a layer when it computes the layer. Every
+    process of the group does the whole computation.
     """
 
     shards: int = 1
@@ -34,7 +34,7 @@ class DeviceLayout:
 
     @property
     def num_devices(self) -> int:
-        """Number of processes."""
+        """Number of devices, which is also the number of processes."""
         return self.shards * self.replicas
 
     def __str__(self) -> str:
@@ -43,16 +43,16 @@ class DeviceLayout:
 
 
 def layout(spec: ModelSpec, site: Site, options: Options, ranks: int = 1) -> DeviceLayout:
-    """Returns how the devices share a model.
+    """Returns the distribution of a model over devices.
 
-    The weights are split over as few devices as they need. All other devices are replicas, which
-    share out the items. The number of devices is `options.devices`. If None, it is the number of
-    `ranks` of the job that scores, or outside such a job the smallest number that holds the
-    weights.
+    The weights are split over as few devices as possible. The other devices hold replicas, and the
+    items are divided among the replicas. The number of devices is `options.devices`. If None, it is
+    the number of `ranks` of the job that scores. Outside a job, it is the smallest number of
+    devices that holds the weights.
 
     Raises:
-        ConfigError: transformers has no such model, or the devices cannot share it, do not hold it,
-            or are not as many as the processes that were started.
+        ConfigError: transformers has no such model, the devices cannot share or hold the model, or
+            the number of devices differs from the number of started processes.
     """
     config_of(spec)
     wanted = options.devices
@@ -97,7 +97,7 @@ def _tensor_ranks_divide(spec: ModelSpec, ranks: int) -> bool:
 
 
 def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> DeviceLayout | None:
-    """Returns the layout with the most replicas that fits; None if there is none."""
+    """Returns the layout with the most replicas that fits, or None if no layout fits."""
     node = site.devices_per_node
     is_local = site.scheduler == "local"
     if devices > node and devices % node and not is_local:
@@ -118,7 +118,7 @@ def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> DeviceL
             continue
         share = 1 / shards
         if not is_tensor and shards > 1:
-            # FSDP has two gathered layers beside its part: one that computes, and the next.
+            # Besides its part, FSDP holds two gathered layers: the computing layer and the next.
             share += 2 / spec.num_layers
         if needed * share <= memory:
             return DeviceLayout(shards=shards, replicas=devices // shards, is_tensor=is_tensor)

@@ -1,4 +1,6 @@
-"""One multiple-choice item taken apart: the prompt, and what the model thinks of each choice."""
+"""Shows one multiple-choice item: the prompt, and the log-likelihood that a model gives each
+choice.
+"""
 
 import dataclasses
 import html
@@ -17,24 +19,24 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChoiceScore:
-    """What a model thinks of one choice."""
+    """Score that a model gives one choice of an item."""
 
     text: str
     num_tokens: int
-    log_likelihood: float  # nats, of the choice after the prompt
+    log_likelihood: float  # log p(choice | prompt), in nats
     right: bool
 
     @property
     def per_character(self) -> float:
-        """What `acc_norm` compares: nats over the characters of the choice, as the task writes
-        it.
+        """Log-likelihood in nats, divided by the number of characters of the choice as the task
+        writes it. `acc_norm` compares this value.
         """
         return self.log_likelihood / len(self.text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ItemScore(Shown):
-    """One item: its prompt, and its choices in the order of the data set."""
+    """One item: its prompt, and the scores of its choices in the order of the data set."""
 
     task: str
     prompt: str
@@ -42,16 +44,20 @@ class ItemScore(Shown):
 
     @property
     def chosen(self) -> ChoiceScore:
-        """What `acc` takes for the model's answer: the most likely choice."""
+        """Choice that is the model's answer for `acc`: the choice with the largest
+        log-likelihood.
+        """
         return max(self.choices, key=lambda choice: choice.log_likelihood)
 
     @property
     def chosen_norm(self) -> ChoiceScore:
-        """What `acc_norm` takes: the most likely choice for its length."""
+        """Choice that is the model's answer for `acc_norm`: the choice with the largest
+        log-likelihood per character.
+        """
         return max(self.choices, key=lambda choice: choice.per_character)
 
     def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
-        """Returns title, rows and notes of the table that shows its choices."""
+        """Returns (title, rows, notes) of the table of choices."""
         takers = {"acc": self.chosen, "acc_norm": self.chosen_norm}
         rows = []
         for choice in self.choices:
@@ -69,7 +75,7 @@ class ItemScore(Shown):
         return f"what the model thinks of each choice ({self.task})", rows, ()
 
     def to_text(self) -> str:
-        """Returns prompt and table for a terminal."""
+        """Returns prompt and table as text for a terminal."""
         return f"{self.prompt}\n\n{super().to_text()}"
 
     def _repr_html_(self) -> str:
@@ -87,14 +93,14 @@ def explain_item(
     shots: int | None = None,
     task_data: Path | None = None,
 ) -> ItemScore:
-    """Returns how a model answers one item, through the harness's own prompt.
+    """Returns the scores that a model gives the choices of one item, with the harness's own prompt.
 
-    The task is a multiple-choice benchmark, the index that of an item in its scored split; the rest
-    is as in `evaluate_model` and `Options`.
+    `task` is a multiple-choice benchmark. `index` is the number of an item in its scored split,
+    from 0. The other arguments are those of `evaluate_model` and `Options`.
 
     Raises:
-        ConfigError: the task is unknown or not multiple-choice, or has no such item.
-        DataError: its data is not to be had.
+        ConfigError: The task is unknown or not multiple-choice, or has no such item.
+        DataError: The task's data is not available.
     """
     from kit.evaluate.loading import decoder_lm
     from kit.evaluate.tasks import load_task, quiet_harness

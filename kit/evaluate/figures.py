@@ -1,5 +1,5 @@
-"""Figures of a report: its scores beside reference models and chance, and what an accuracy is
-known to.
+"""Figures of a report: scores beside reference models and chance, and the confidence interval of an
+accuracy.
 """
 
 from typing import Any
@@ -12,10 +12,11 @@ from kit.show.theme import BLUE, GREEN, GREY, VERMILION
 
 
 def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[Any, Rows]:
-    """Returns a figure of a report: bits per byte beside reference models, accuracies beside
-    chance; and its table.
+    """Returns (figure, table rows) of a report.
 
-    Beside an accuracy stand the bits per byte of the right answers, where the report has them.
+    The left panel shows the bits per byte of the validation text, beside the values of reference
+    models in `bits_per_byte`. The right panel shows accuracies beside chance. The label of an
+    accuracy includes the bits per byte of the right answers, if the report has them.
 
     The report has the task `heldout` and any number of multiple-choice tasks.
     """
@@ -63,11 +64,12 @@ def score_figure(report: EvalReport, bits_per_byte: dict[str, float]) -> tuple[A
 
 
 def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tuple[Any, Rows]:
-    """Returns a figure of the 95 % interval of an accuracy against the number of items it was
-    measured on; its table.
+    """Returns (figure, table rows) for the 95 % interval of an accuracy against the number of
+    scored items.
 
-    The interval is Wilson's; the standard error of a share p of n independent items is sqrt(p (1 -
-    p) / (n - 1)), the harness's formula. `marks` are numbers of items to mark, with their names.
+    The interval is Wilson's. For a share p of n independent items, the standard error is sqrt(p (1
+    - p) / (n - 1)), the harness's formula. `marks` has names for the numbers of items that are
+    marked.
     """
     items = np.geomspace(20, 1.2 * max(marks), 200)
     low, high = 100 * np.array([wilson(accuracy, n) for n in items]).T

@@ -1,5 +1,5 @@
-"""Scores each new checkpoint of a run while it trains: in this process, or each as a job of its
-own.
+"""Scores each new checkpoint of a run while the run trains, in this process or in one job per
+checkpoint.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from kit.run.checkpoint import refuse_elsewhere
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Followed(Record):
-    """What became of one checkpoint."""
+    """Result of scoring one checkpoint of a run."""
 
     step: int = field_doc("optimizer step of the checkpoint")
     scored: bool = field_doc("whether its scores are in eval/")
@@ -37,7 +37,7 @@ class Followed(Record):
     said: str = field_doc("scores, or why there are none")
 
     def line(self) -> str:
-        """One line for a terminal."""
+        """Returns the result as one line for a terminal."""
         text = f"step {self.step:,}: {self.said}"
         return f"{text}  ({self.seconds:.1f} s)" if self.scored else text
 
@@ -51,25 +51,28 @@ def follow_run(
     idle: Callable[[float], None] = time.sleep,
     **options: Any,
 ) -> Iterator[Followed]:
-    """Yields each checkpoint of a run once it is scored, and returns when the run's job has ended
-    and all are.
+    """Scores each checkpoint of a run and yields its result. Returns when the run's job has ended
+    and all checkpoints are done.
 
-    Checkpoints that have these scores already are passed over, so it may be ended and started
-    again; what could not be scored is then tried again if its benchmark's data has come. A
-    checkpoint that the run deletes before its turn is reported as such: keep more of them
-    (`recipe.keep_last`, `keep_every`).
+    Checkpoints that already have the requested scores are skipped, so the function can be stopped
+    and called again. A task that could not be scored is then tried again if more files of its
+    benchmark's data exist. If the run deletes a checkpoint before it is scored, the result says so.
+    `recipe.keep_last` and `keep_every` keep more checkpoints.
 
     Args:
-        run: at any time of its life. Only `eval/` is written.
+        run: the run, before, during or after its training. Only `eval/` in its directory is
+            written.
         tasks: as in `evaluate`.
-        submit: score each checkpoint in a job of the run's site, recorded in `eval/jobs/step_N/`.
-        poll_s: time between two looks.
-        idle: waits between two looks; a KeyboardInterrupt raised by it ends the following in good
-            order.
+        submit: whether each checkpoint is scored in a job of the run's site, recorded in
+            `eval/jobs/step_N/`. If False, this process scores.
+        poll_s: seconds between two searches for new checkpoints and ended jobs.
+        idle: function that waits the given number of seconds. If it raises KeyboardInterrupt, this
+            function returns normally.
         options: see `Options`.
 
     Raises:
-        ConfigError, MissingPackageError: the request is wrong; found before the first checkpoint.
+        ConfigError, MissingPackageError: The request is wrong. This is checked before the first
+            checkpoint is scored.
     """
     run = Run.open(run) if isinstance(run, str | Path) else run
     there = kit_command("eval", run.directory, "--follow", "--submit")
@@ -84,7 +87,8 @@ def follow_run(
     pending: dict[int, Job] = {}
     try:
         while True:
-            # Asked before the list of checkpoints, so that the last checkpoint is not missed.
+            # The job is polled before checkpoints are listed. In the other order, a checkpoint
+            # written between the two could be missed.
             has_ended = _has_ended(run)
             for step in sorted({*run.checkpoints.steps()} - done - {*pending}):
                 if has_scores(run, step, requests, chosen):
@@ -101,7 +105,8 @@ def follow_run(
             ended = [step for step, job in pending.items() if job.status().state.is_final]
             for step in ended:
                 job = pending.pop(step)
-                # A live job of another request is waited for. The next round submits this request.
+                # A job with other arguments was live when this request was to be submitted. The
+                # next round submits this request.
                 if job.spec.argv == eval_job(run, step, arguments, num_devices).argv:
                     done.add(step)
                     yield _result(run, step, job, requests, chosen)
@@ -123,10 +128,9 @@ def _score(run: Run, step: int, tasks: Sequence[str] | str, options: Options) ->
 
 
 def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Options) -> bool:
-    """Returns whether everything asked for is there, or was tried and could not be scored.
+    """Returns whether each request has a valid score, or was tried and could not be scored.
 
-    A score is there if all that defines it is the same: checkpoint, tokenizer, harness, data, and
-    how it was asked.
+    A score is valid if checkpoint, tokenizer, harness, data and settings have not changed since.
     """
     try:
         report = EvalReport.read(report_file(run, step))
@@ -144,17 +148,17 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
         if any(score.answers(request, options.seed, options.precision) for score in current):
             continue
         tried = unscored.get(request.key)
-        # More files of the task's data have come since, so that it can be tried again.
+        # If there are more files of the task's data than before, the task can be tried again.
         if tried is None or num_files(tried.task, options.task_data) > tried.num_files:
             return False
     return True
 
 
 def _is_current(score: TaskScore, corpus: Path, options: Options) -> bool:
-    """Returns whether a score was made with the installed harness and with the data of now."""
+    """Returns whether a score was made with the installed harness and the present data."""
     if score.harness_version != importlib.metadata.version("lm_eval"):
         return False
-    # The mirror has a part of this benchmark. With `download` the hub can be asked for the whole.
+    # The mirror has a part of this benchmark. With `download`, the hub provides all items.
     if options.download and score.partial and score.limit is None:
         return False
     folders = {"corpus": corpus, "folder": options.task_data, "definition": Path("/")}
@@ -181,7 +185,7 @@ def _result(
 
 
 def _said(report: EvalReport) -> str:
-    """Returns the headline of each task, or why no task has a score."""
+    """Returns the headline of each task as text, or the reasons why no task has a score."""
     words = []
     for score in report.scores:
         partial = ", partial" if score.partial else ""

@@ -1,4 +1,4 @@
-"""Scores a model on a task of lm-eval, through the harness's own code."""
+"""Scores a model on a task of lm-eval, with the harness's own code."""
 
 import contextlib
 import importlib.metadata
@@ -37,14 +37,14 @@ def score_task(
         lm: the model.
         loaded: the task. With a limit the first items of each task are scored, as in lm-eval. A
             limit below 1 is a fraction of the items of each task, rounded up.
-        seed: seed of sampled texts, which depend on the batch size, too.
-        scorer: a `CodeScorer`, for a task that runs what the model writes.
+        seed: seed of sampled texts, which also depend on the batch size.
+        scorer: a `CodeScorer`, for a task that runs the code that the model writes.
         samples: folder into which each item's prompts, answers and metrics are written, as
             `samples_TASK.jsonl`. If None, they are not kept.
 
     Raises:
-        ConfigError: the task runs code and there is no scorer for it, or a chat template is wanted
-            and the tokenizer has none.
+        ConfigError: The task runs code and `scorer` is None, or the request needs a chat template
+            that the tokenizer does not have.
     """
     import torch
     from lm_eval.evaluator import evaluate
@@ -62,7 +62,7 @@ def score_task(
             "apply_chat_template: the tokenizer has no chat template, as base models have none."
             " Leave it out, or add one (chat_template.jinja) to the folder."
         )
-    documents = {}  # the items of each task that are scored
+    documents = {}  # scored items of each task
     total_items = 0
     for leaf, task in loaded.leaves.items():
         items = list(task.eval_docs)
@@ -84,7 +84,7 @@ def score_task(
         found: Any = evaluate(
             lm,
             loaded.definition,
-            limit=request.limit,  # pyright: ignore[reportArgumentType]  # a fraction, too
+            limit=request.limit,  # pyright: ignore[reportArgumentType]  # may be a fraction
             log_samples=samples is not None,
             apply_chat_template=request.apply_chat_template,
             fewshot_as_multiturn=request.apply_chat_template,
@@ -133,8 +133,8 @@ def score_task(
 
 
 def _full_items(loaded: LoadedTask) -> int | None:
-    """Returns the number of items of the whole split if the mirror holds a part of it, else
-    None.
+    """Returns the number of items of the whole split if the mirror holds only a part of the split,
+    else None.
     """
     origins = {source.origin for source in loaded.data}
     if loaded.request.task not in BENCHMARKS or "definition" in origins or "mirror" not in origins:
@@ -143,7 +143,7 @@ def _full_items(loaded: LoadedTask) -> int | None:
 
 
 def _notes(lm: "PackedLM", loaded: LoadedTask, scorer: Any) -> list[str]:
-    """Returns how programs were isolated, and why requests were not packed."""
+    """Returns notes on how programs were isolated, and on why requests were not packed."""
     notes = []
     if loaded.runs_code and scorer.isolation:
         notes.append(scorer.isolation)
@@ -157,10 +157,11 @@ def _notes(lm: "PackedLM", loaded: LoadedTask, scorer: Any) -> list[str]:
 
 
 def write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> None:
-    """Writes lm-eval's record of each item as one line of JSON, into `samples_TASK.jsonl`.
+    """Writes lm-eval's record of each item as one line of JSON, into `samples_TASK.jsonl` in
+    `folder`.
 
     Raises:
-        JobError: the folder is a link that another user made.
+        JobError: The folder is a symbolic link that another user made.
     """
     from lm_eval.utils import handle_non_serializable
 
@@ -172,7 +173,7 @@ def write_samples(folder: Path, samples: dict[str, list[dict[str, Any]]]) -> Non
 
 
 def num_scored(size: int, limit: int | float) -> int:
-    """Returns the number of items that lm-eval scores of a task of `size` items under a limit."""
+    """Returns the number of items that lm-eval scores in a task of `size` items under a limit."""
     if limit < 1:
         return math.ceil(limit * size)
     return min(int(limit), size)
@@ -181,10 +182,13 @@ def num_scored(size: int, limit: int | float) -> int:
 def _metrics(
     found: dict[str, Any], sizes: dict[str, int], equal: set[str], log_errors: dict[str, float]
 ) -> tuple[Metric, ...]:
-    """Returns the numbers of a task or a group; the harness keys them `<metric>,<filter>`.
+    """Returns the metrics of a task or a group.
 
-    `sizes` are the items of each task, `equal` the metrics for which the tasks of the group have
-    equal weights, `log_errors` the result of `log_stderrs`.
+    Args:
+        found: numbers of the harness, by `<metric>,<filter>`.
+        sizes: number of scored items of each task.
+        equal: metrics for which the tasks of the group have equal weights.
+        log_errors: result of `log_stderrs`.
     """
     metrics = []
     for key, value in found.items():
@@ -205,12 +209,12 @@ def _metrics(
 
 
 def log_stderrs(task: Any) -> dict[str, float]:
-    """Returns, for each perplexity of a task that the harness has just scored, the standard error
-    of the mean log-likelihood in nats.
+    """Returns the standard error of the mean log-likelihood in nats, for each perplexity of a task.
+    The harness must have scored the task just before.
 
-    Keys are the harness's: `<metric>,<filter>`. The harness's own error of a perplexity is the
-    standard deviation of bootstrap samples. A few unlikely items can make it larger than the
-    perplexity itself.
+    Keys are the harness's `<metric>,<filter>`. The harness's own error of a perplexity is the
+    standard deviation of bootstrap samples. A few unlikely items can make this error larger than
+    the perplexity itself.
     """
     names = [
         name
@@ -237,12 +241,13 @@ def log_stderrs(task: Any) -> dict[str, float]:
 
 
 def _effective_items(sizes: dict[str, int], share: float, stderr: float | None) -> float:
-    """Returns the number of items with equal weights whose share would vary as much as this mean of
-    the shares of tasks.
+    """Returns the effective number of items of an accuracy that is a mean over tasks with equal
+    weights. An accuracy over this number of equally weighted items would have an equal variance.
 
-    Its variance is the larger one of two: if all tasks had the mean's share, and that of the
-    harness's error. A few items that all are right would have no variance. Source: L. Kish, "Survey
-    Sampling", 1965, on effective sample sizes.
+    The variance of the mean is the larger of two estimates. The first assumes that all tasks have
+    the mean's share of right items. The second is the square of the harness's standard error, which
+    is 0 if all of a few items are right. Source: L. Kish, "Survey Sampling", 1965, on effective
+    sample sizes.
     """
     items = len(sizes) ** 2 / sum(1 / number for number in sizes.values())
     if stderr and 0 < share < 1:
@@ -251,8 +256,10 @@ def _effective_items(sizes: dict[str, int], share: float, stderr: float | None) 
 
 
 def _chance(leaves: dict[str, Any], items: dict[str, list[Any]], equal: set[str]) -> float | None:
-    """Returns the expected accuracy of guessing on the items of each task, or None where it cannot
-    be known.
+    """Returns the expected accuracy of guessing on the scored items, or None if it is unknown.
+
+    `items` has the scored items of each task. If `equal` is not empty, the tasks have equal
+    weights.
     """
     if not all(_has_one_answer(task) for task in leaves.values()):
         return None
@@ -265,20 +272,25 @@ def _chance(leaves: dict[str, Any], items: dict[str, list[Any]], equal: set[str]
 
 
 def _has_one_answer(task: Any) -> bool:
-    """Returns whether a task asks to choose, and does not judge that by a program of its own."""
+    """Returns whether each item of a task has one right choice, and the task does not judge answers
+    by its own Python function.
+    """
     is_choice = task.OUTPUT_TYPE == "multiple_choice" and not task.multiple_target
     return is_choice and not callable(task.config.process_results)
 
 
 def answer_bits(tasks: Iterable[Any]) -> tuple[Metric, ...]:
-    """Returns the metric of multiple-choice tasks that the harness has just scored, over all their
-    items; or nothing.
+    """Returns the metric ANSWER_BITS over all items of multiple-choice tasks, or () if no item has
+    a right answer. The harness must have scored the tasks just before.
 
-    -log2 p(right answer | prompt) over the answer's bytes in UTF-8, without what the task puts
-    between prompt and answer; of several right answers the most likely; then the mean over the
-    items. Source: `bpb` of OLMo's olmo/eval/downstream.py (github.com/allenai/OLMo), which Bhagia
-    et al. 2024 (arXiv 2412.04403) predict accuracy from. A task that judges answers by a program of
-    its own does not say which is right.
+    An item has -log2 p(right answer | prompt) divided by the UTF-8 bytes of the answer. The
+    delimiter between prompt and answer is not counted in the bytes. If several answers are right,
+    the smallest value counts. The metric is the mean over the items. Source: `bpb` of OLMo's
+    olmo/eval/downstream.py (github.com/allenai/OLMo), from which Bhagia et al. 2024 (arXiv
+    2412.04403) predict accuracy.
+
+    A task that judges answers by its own Python function is left out, because it does not say which
+    answer is right.
     """
     items = []
     for task in tasks:
@@ -293,15 +305,15 @@ def answer_bits(tasks: Iterable[Any]) -> tuple[Metric, ...]:
 
 def _task_bits(task: Any) -> list[float]:
     """Returns the bits per byte of the right answer, for each item of a multiple-choice task that
-    has one.
+    has a right answer. Returns [] for other tasks.
     """
     if task.OUTPUT_TYPE != "multiple_choice" or callable(task.config.process_results):
         return []
     found = []
     for requests in _requests_by_item(task).values():
         document = requests[0].doc
-        # As in the harness: if the choices are different prompts, the text of the prompt says which
-        # one is right.
+        # As in the harness: if the choices are different prompts (`multiple_input`), `doc_to_text`
+        # returns the right choice.
         right = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
         if not isinstance(right, list):
             right = [right]
@@ -319,7 +331,9 @@ def _task_bits(task: Any) -> list[float]:
 
 
 def _requests_by_item(task: Any) -> dict[int, list[Any]]:
-    """Returns the requests that the harness has made for each item of a task."""
+    """Returns the requests that the harness has made for each item of a task, by the item's
+    number.
+    """
     by_item: dict[int, list[Any]] = {}
     for request in task.instances:
         by_item.setdefault(request.doc_id, []).append(request)

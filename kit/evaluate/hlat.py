@@ -1,6 +1,6 @@
-"""HLAT's tables (and SmolLM2's scores) as published, and our own scores beside them.
+"""HLAT's published tables, SmolLM2's published scores, and own scores beside them.
 
-No torch, no lm-eval.
+Imports neither torch nor lm-eval.
 """
 
 import dataclasses
@@ -20,12 +20,13 @@ MEASURED_HERE = (
     " at temperature 0.1 and the others at 0.8, top-p 0.95; a GSM8K answer counts where it follows"
     " the words of the solved examples (strict-match). HLAT does not state either.",
 )
-"""How own rows are to be read, and where they follow the published ones."""
+"""Notes on the rows that are measured here: their intervals, and the published scores whose
+settings they use."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedTable(Shown, Record):
-    """One table, as printed by its source."""
+    """One table as printed in its source."""
 
     title: str = field_doc("what it shows")
     source: str = field_doc("paper and number")
@@ -36,7 +37,7 @@ class PublishedTable(Shown, Record):
     )
 
     def texts(self) -> list[dict[str, str]]:
-        """Returns the rows as text; an empty cell is empty in the paper."""
+        """Returns the rows as text. A cell that is empty in the paper is empty."""
         return [
             {
                 "model": row["model"],
@@ -47,7 +48,7 @@ class PublishedTable(Shown, Record):
         ]
 
     def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
-        """Returns title, rows and notes of the table that shows it."""
+        """Returns (title, rows, notes) of the published table."""
         return f"{self.title} ({self.source})", self.texts(), self.notes
 
 
@@ -65,11 +66,11 @@ TABLES = {name: PublishedTable.from_dict(table, name) for name, table in _DATA.i
 
 
 def published_table(name: str) -> PublishedTable:
-    """Returns a table of the paper, I, II, IV or V; or `SmolLM2`, what others measured of that
-    model.
+    """Returns a table of the HLAT paper (I, II, IV or V), or `SmolLM2`: scores of that model that
+    others measured.
 
     Raises:
-        ConfigError: there is no such table here.
+        ConfigError: The table is unknown.
     """
     check_known("table", name, TABLES)
     return TABLES[name]
@@ -77,35 +78,40 @@ def published_table(name: str) -> PublishedTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison(Shown):
-    """Own scores, in per cent, above the published rows of a table."""
+    """Own scores in per cent, above the published rows of a table."""
 
     published: PublishedTable
     own: tuple[dict[str, str], ...]
     notes: tuple[str, ...]
 
     def texts(self) -> list[dict[str, str]]:
-        """Returns the rows as text, the own ones first; `made` says which are measured here."""
+        """Returns the rows as text, own rows first. The column `made` says which rows are measured
+        here.
+        """
         published = [{"made": "published", **row} for row in self.published.texts()]
         return [{"made": "measured here", **row} for row in self.own] + published
 
     def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
-        """Returns title, rows and notes of the table that shows it."""
+        """Returns (title, rows, notes) of the comparison."""
         title = f"{self.published.title}, %: measured here, and {self.published.source}"
         return title, self.texts(), (*self.notes, *self.published.notes)
 
 
 def compare(reports: EvalReport | Sequence[EvalReport], table: str = "II") -> Comparison:
-    """Returns own scores beside a table of the paper.
+    """Returns own scores beside a table of the HLAT paper.
 
-    A column is the mean over its data sets, all of them scored whole, in the paper's shots. Its 95
-    % interval is that of a mean of independent scores, from the distances of their own ends (Zou
-    and Donner, "Construction of confidence limits about effect measures", Statistics in Medicine
-    27, 2008), so that it holds at 0 and 100 too. A column that is not complete stays empty, and a
-    note says what is missing: a part of the items is no result. No average over columns is made,
-    since the paper does not state its rule.
+    A column is the mean over its data sets. Every data set must be scored completely, with the
+    paper's number of shots. Otherwise the column stays empty and a note says what is missing,
+    because a score of a part of the items is not a result.
+
+    The 95 % interval of a column is that of a mean of independent scores. It is computed from the
+    distances between each score and the ends of its interval, so it is valid at 0 and 100, too.
+    Source: Zou and Donner, "Construction of confidence limits about effect measures", Statistics in
+    Medicine 27, 2008. No average over columns is computed, because the paper does not state its
+    rule.
 
     Raises:
-        ConfigError: the table is not II or V.
+        ConfigError: The table is not II or V.
     """
     if table not in ("II", "V"):
         raise ConfigError(f"table: {table!r} cannot be compared with. Allowed: 'II', 'V'.")
@@ -127,14 +133,16 @@ def compare(reports: EvalReport | Sequence[EvalReport], table: str = "II") -> Co
 
 
 def _cell(report: EvalReport, column: str) -> tuple[str, list[str]]:
-    """Returns a column's own score as text, and what is missing for it."""
+    """Returns (own score of a column as text, reasons for missing scores). The text is empty if
+    scores are missing.
+    """
     found: dict[tuple, Metric] = {}
     missing: dict[tuple, list[str]] = {}
     for request in SUITES["hlat"]:
         if request.column != column:
             continue
         known = BENCHMARKS[request.task]
-        # Tasks over the same data are alternatives: the first one counts.
+        # Tasks on equal data are alternatives. The first task with a score counts.
         data = (known.repository, known.configs)
         scores = [score for score in report.scores if score.key == request.key]
         if scores and not scores[0].partial:
@@ -156,7 +164,7 @@ def _cell(report: EvalReport, column: str) -> tuple[str, list[str]]:
 
 
 def _mean(metrics: list[Metric]) -> str:
-    """Returns the mean of scores with its interval, in per cent."""
+    """Returns the mean of scores and its 95 % interval as text, in per cent."""
     mean = sum(metric.value for metric in metrics) / len(metrics)
     down = math.hypot(*(metric.value - (metric.low or 0) for metric in metrics)) / len(metrics)
     up = math.hypot(*((metric.high or 0) - metric.value for metric in metrics)) / len(metrics)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder loaded as lm-eval's model: on one device, or shared out to several
+"""Loads a Hugging Face folder as lm-eval's model, on one device or divided between several
 processes by transformers.
 """
 
@@ -42,28 +42,28 @@ from kit.parallel.groups import final_barrier
 from kit.run import Run
 
 EXPORTED: dict[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Names of precisions in transformers."""
+"""Names of precisions in transformers, by their names in the kit."""
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Options of transformers' loaders: nothing is downloaded, and no code of a folder is executed."""
+"""Options of transformers' loaders. Nothing is downloaded, and no code of a folder is executed."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 """Files by which a folder with a tokenizer is recognised."""
 WHOLE = "free_full_weight"
 FSDP_PLANS = {"gpt2": {"transformer.h.*": WHOLE, "transformer.wte": WHOLE}}
-"""Which modules' weights are gathered while they compute, of models for which transformers has no
-plan."""
+"""FSDP plans for model types that have no plan in transformers: the modules whose full weights are
+gathered while the module computes."""
 
 
 @contextlib.contextmanager
 def joined(layout: DeviceLayout, device: str | None = None) -> Iterator[torch.device]:
-    """Joins the processes of a layout to one group within the context, and yields the device of
-    this process.
+    """Joins the processes of a layout in one process group within the context, and yields the
+    device of this process.
 
-    `device` is torch's name of the device that the user chose. If None, a GPU is used where there
-    is one.
+    `device` is torch's name of the device that the user chose. If None, a GPU is used if there is
+    one.
 
     Raises:
-        ConfigError: this machine has no such device, or a device is given although several
-            processes score, each on its own device.
+        ConfigError: This machine has no such device, or a device is given although several
+            processes score, each on a different device.
     """
     if layout.num_devices == 1:
         if device is None:
@@ -88,7 +88,7 @@ def named_device(name: str) -> torch.device:
     """Returns a device of this machine by torch's name.
 
     Raises:
-        ConfigError: the name is unknown, or this machine has no such device.
+        ConfigError: The name is unknown, or this machine has no such device.
     """
     try:
         device = torch.device(name)
@@ -110,7 +110,7 @@ def is_first() -> bool:
 
 @contextlib.contextmanager
 def first_alone() -> Iterator[None]:
-    """Lets the first of several processes go through the block before all others."""
+    """Runs the block in the first of several processes, and then in all other processes."""
     if not is_first():
         dist.barrier()
     yield
@@ -120,15 +120,16 @@ def first_alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def checkpoint_folder(run: Run, step: int, precision: str = "fp32") -> Iterator[Path]:
-    """Within the context, a checkpoint is a Hugging Face folder, of which it gives the path.
+    """Exports a checkpoint as a Hugging Face folder within the context, and yields the path of the
+    folder.
 
-    It lies in the run's `eval/`, or this user's cache if the run is somebody else's, named by the
-    checkpoint's manifest and the precision. One that was there before, such as of an evaluation
-    that was killed, is used and kept.
+    The folder is in the run's `eval/`, or in this user's cache if the run belongs to another user.
+    Its name has the hash of the checkpoint's manifest and the precision. If the folder exists
+    already, for example because an evaluation was killed, it is used and not deleted.
 
     Raises:
         ConfigError: transformers has no such model.
-        CheckpointError: there is no complete checkpoint of that step, or it is damaged.
+        CheckpointError: There is no complete checkpoint of that step, or it is damaged.
     """
     digest = file_sha256(run.checkpoints.path(step) / "manifest.json")[:16]
     home = run.directory / "eval" if run.is_writable else user_cache("exported")
@@ -148,9 +149,9 @@ def load_config(folder: str | Path) -> Any:
     """Returns the configuration of a folder's decoder, as transformers reads it.
 
     Raises:
-        ConfigError: the model needs Python code of its own, or transformers has no decoder of that
+        ConfigError: The model needs its own Python code, or transformers has no decoder of that
             type.
-        DataError: the configuration is damaged.
+        DataError: The configuration is damaged.
     """
     file = Path(folder) / "config.json"
     try:
@@ -206,8 +207,8 @@ def load_folder_tokenizer(folder: str | Path) -> Any:
     """Returns the tokenizer of a folder as transformers loads it.
 
     Raises:
-        ConfigError: it needs Python code of its own.
-        DataError: there is none, or it is damaged.
+        ConfigError: The tokenizer needs its own Python code.
+        DataError: The tokenizer is missing or damaged.
     """
     try:
         return AutoTokenizer.from_pretrained(folder, **OFFLINE)
@@ -228,17 +229,18 @@ def load_folder_tokenizer(folder: str | Path) -> Any:
 
 def load_causal_model(folder: str | Path, precision: str = "fp32", **split: Any) -> tuple[Any, Any]:
     """Returns (causal model in evaluation mode, tokenizer) of a folder. Nothing is downloaded, and
-    no code of the folder is executed.
+    no code of the folder is executed. `split` has options of `from_pretrained` that divide the
+    model between processes.
 
     Raises:
-        ConfigError: as `load_config`.
-        DataError: a weight is missing or has another shape, the format of the weights is
+        ConfigError: See `load_config`.
+        DataError: A weight is missing or has another shape, the format of the weights is
             unsupported, or there is no tokenizer.
     """
     load_config(folder)
     check_safetensors(Path(folder))
     tokenizer = load_folder_tokenizer(folder)
-    tokenizer.model_max_length = 2**30  # longer texts are cut by the caller
+    tokenizer.model_max_length = 2**30  # The caller truncates longer texts.
     try:
         with _quiet_transformers():
             model, found = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
@@ -259,7 +261,9 @@ def load_causal_model(folder: str | Path, precision: str = "fp32", **split: Any)
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Within the context, transformers prints no progress bars and no table of missing weights."""
+    """Silences the progress bars of transformers and its table of missing weights within the
+    context.
+    """
     logging = transformers.utils.logging
     level = logging.get_verbosity()
     had_bars = logging.is_progress_bar_enabled()
@@ -274,8 +278,8 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def tokenizer_sha256(folder: Path, tokenizer: Any) -> str:
-    """Returns the SHA-256 of a folder's tokenizer file. Where there is none, it is the hash of the
-    tokenizer that transformers loaded.
+    """Returns the SHA-256 of a folder's tokenizer file. If there is no such file, it is the hash of
+    the tokenizer that transformers loaded.
     """
     for name in ("tokenizer.json", "tokenizer.model"):
         if (folder / name).is_file():
@@ -287,14 +291,14 @@ def tokenizer_sha256(folder: Path, tokenizer: Any) -> str:
 
 def sequence_length(config: Any, tokenizer: Any) -> int:
     """Returns the longest input of a model in tokens, by the rule of `HFLM`: the length in its
-    configuration, else the tokenizer's `model_max_length`, else 2,048.
+    configuration, or else the tokenizer's `model_max_length`, or else 2,048.
     """
     return resolve_max_length(config, tokenizer)
 
 
 def config_length(config: Any) -> int | None:
-    """Returns the longest sequence in tokens that a configuration states, or None if it states
-    none, as the configurations of Mamba and Bloom.
+    """Returns the longest sequence in tokens that a configuration states, or None if it states no
+    length, as for Mamba and Bloom.
     """
     config = config.get_text_config()
     for name in ("n_positions", "max_position_embeddings", "n_ctx", "max_seq_len"):
@@ -322,10 +326,12 @@ def load_lm(
     """Returns lm-eval's model of a folder, for inputs of up to `length` tokens. If None, `length`
     is the longest input of the model.
 
-    If several processes score, all must call it, within `joined`.
+    If several processes score, all must call this function, within `joined`.
 
     Raises:
-        ConfigError, DataError: as `load_causal_model`.
+        ConfigError: The model is no decoder of transformers, or the batch size is `auto` although
+            several processes score.
+        DataError: See `load_causal_model`.
     """
     split = {}
     replicas = None
@@ -353,7 +359,7 @@ def load_lm(
     if length is None:
         length = sequence_length(model.config, load_folder_tokenizer(folder))
     if split:
-        with torch.no_grad():  # FSDP takes what is called first for its root
+        with torch.no_grad():  # FSDP's root is the module that is called first.
             model(torch.zeros(1, 1, dtype=torch.long, device=device))
     else:
         model.to(device)
@@ -371,10 +377,11 @@ def load_lm(
 def decoder_lm(
     decoder: Decoder, tokenizer: Tokenizer, length: int, options: Options, device: str
 ) -> PackedLM:
-    """Returns lm-eval's model of a decoder in memory, by way of a folder that does not stay.
+    """Returns lm-eval's model of a decoder in memory. The decoder is exported to a temporary
+    folder, which is then loaded.
 
     Raises:
-        ConfigError: tokenizer or length do not fit the model, or transformers has no such model.
+        ConfigError: Tokenizer or length do not fit the model, or transformers has no such model.
     """
     spec = decoder.spec
     dtype = next(decoder.parameters()).dtype

@@ -1,15 +1,16 @@
-"""lm-eval's own `HFLM`, with what several requests begin with computed once.
+"""lm-eval's own `HFLM`, but tokens with which several requests begin are computed once.
 
-Packing is used for architectures for which its scores were compared with those of `HFLM`
-(`PACKED_TYPES`). All other models are scored by `HFLM`'s own method.
+Packing is used for the architectures in `PACKED_TYPES`, for which the scores with packing were
+compared with those of `HFLM`. All other models are scored by `HFLM`'s own method.
 
-The answers to one question share the question, the questions of one task their solved examples. A
-row holds prefix trees in preorder: each node is a token, its position the depth, and it may look at
-its ancestors only. In preorder the descendants of node j are the nodes from j up to an end_j, so
-node i may look at j where j <= i < end_j: that is all the attention mask needs.
+The answers to one question share the question. The questions of one task share their solved
+examples. A row holds several prefix trees in preorder. Each node is a token. Its position is its
+depth, and it attends to its ancestors only. In preorder, the descendants of node j are the nodes
+from j up to an index end_j. So node i attends to node j if j <= i < end_j, and the attention mask
+needs nothing more.
 
-Shape letters: B rows, T nodes of a row, N places whose next token is asked for, H hidden, V
-vocabulary. Needs torch, transformers and lm-eval at import.
+Shape letters: B rows, T nodes of a row, N nodes whose next token is scored, H hidden size, V
+vocabulary size. Imports torch, transformers and lm-eval.
 """
 
 import collections
@@ -32,21 +33,22 @@ from tqdm import tqdm
 from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import DTYPES
 
-HFLM: Any = huggingface.HFLM  # the harness registers it by a decorator without types
+HFLM: Any = huggingface.HFLM  # The harness registers HFLM by a decorator without types.
 Tokens = tuple[int, ...]
-"""Input of the model: the tokens of one request, without the last."""
+"""Input of the model: the tokens of one request without the last token."""
 
 PART = 1024
-"""Requests that are encoded and scored at once: the prompts of MMLU, encoded together, would be
-many gigabytes."""
+"""Number of requests that are encoded and scored at once. All prompts of MMLU, encoded together,
+would take many gigabytes."""
 LOGITS = 2**23
-"""Logits that exist at once: 32 MiB in fp32. Without a bound they would be most of the memory."""
+"""Largest number of logits in memory at once, 32 MiB in fp32. Without a limit, logits would take
+most of the memory."""
 OPEN = 2**31
-"""End of descendants that may still come: the end of the row."""
+"""End index of a node that may still get descendants. It stands for the end of the row."""
 SHORTEST_ROW = 256
-"""Tokens up to which a row is filled whatever the sequences, so that short ones make few rows.
-Attention in such a row costs little beside matrix products: 4 T h FLOPs a token and block against
-24 h^2, with h in the hundreds or more."""
+"""Length in tokens up to which a row is filled in any case, so that short sequences make few rows.
+Attention in such rows costs little compared with matrix products: 4 T h FLOPs per token and block,
+against 24 h^2. T is the length of the row, h the hidden size, which is in the hundreds or more."""
 PACKED_TYPES = (
     "gpt2",
     "gpt_neox",
@@ -65,25 +67,31 @@ PACKED_TYPES = (
     "stablelm",
     "starcoder2",
 )
-"""`model_type` of the architectures that can be packed: `tests/evaluate/test_families.py` compares
-each with `HFLM`. Packing needs an attention mask and position ids per token, and logits that are
-the output projection of the last hidden state. Gemma 2 and Granite scale their logits, Bloom takes
-no such mask, Mamba has a state in place of attention."""
+"""`model_type` of the architectures that can be packed. `tests/evaluate/test_families.py` compares
+each architecture with `HFLM`.
+
+Packing needs an attention mask and position ids per token. It also needs logits that are the output
+projection of the last hidden state. Gemma 2 and Granite scale their logits, Bloom takes no such
+mask, and Mamba has a state in place of attention."""
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary scalings that do not depend on the length of the input."""
 SEQUENCES_PER_ROW = 3
-"""A row of long sequences may be so many times as long as the last of them: room for what they
-do not share."""
+"""Largest length of a row that is longer than SHORTEST_ROW, as a multiple of the length of its last
+sequence. It leaves room for the tokens that the sequences do not share."""
 
 
 @dataclasses.dataclass
 class PackedRow:
-    """Prefix trees, side by side."""
+    """Several prefix trees, one after another in one sequence of nodes."""
 
-    tokens: list[int] = dataclasses.field(default_factory=list)  # of the nodes, in preorder
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    """Token of each node, in preorder."""
     depths: list[int] = dataclasses.field(default_factory=list)
-    ends: list[int] = dataclasses.field(default_factory=list)  # of each node's descendants
-    paths: dict[Tokens, list[int]] = dataclasses.field(default_factory=dict)  # nodes of each
+    """Depth of each node in its tree, from 0. It is the position of the token."""
+    ends: list[int] = dataclasses.field(default_factory=list)
+    """Index after the last descendant of each node, or OPEN."""
+    paths: dict[Tokens, list[int]] = dataclasses.field(default_factory=dict)
+    """Nodes of each sequence, from its first token to its last."""
 
 
 def can_pack(config: Any, max_length: int) -> bool:
@@ -104,24 +112,26 @@ def can_pack(config: Any, max_length: int) -> bool:
 
 
 class PackedLM(HFLM):
-    """Scores as `HFLM` does, faster where requests are short or begin alike; texts are HFLM's own.
+    """Scores as `HFLM` does, but faster if requests are short or begin with the same tokens. `HFLM`
+    itself generates texts.
 
     Attributes:
         packs: whether requests are packed. If False, `HFLM` scores them, `batch_size` sequences in
             a forward pass.
-        sequences: `batch_size` as a number, None if `batch_tokens` counts.
+        sequences: `batch_size` as a number, or None if `batch_tokens` limits the batch.
 
     Args:
         model, tokenizer: as transformers loads them.
         max_length: the longest input, in tokens.
-        batch_tokens: tokens in one forward pass, padding included (at least one sequence is always
-            run).
-        batch_size: as `HFLM`'s: sequences in one forward pass, or `auto` for as many as the
-            device's memory holds. A packed forward pass has as many tokens as these sequences at
-            their longest. If None, `batch_tokens` counts, and a model that is not packed is scored
-            and writes one sequence at a time, `HFLM`'s default.
-        replicas: processes that hold the same weights. All must make the same calls. Packed
-            requests and generated texts are divided among them, and each gets all results.
+        batch_tokens: tokens in one forward pass, padding included. At least one sequence is always
+            run.
+        batch_size: sequences in one forward pass, or `auto` for as many as the device's memory
+            holds, as in `HFLM`. A packed forward pass then has up to `batch_size` times
+            `max_length` tokens. If None, `batch_tokens` limits the batch. Without packing, None
+            stands for one sequence at a time, `HFLM`'s default.
+        replicas: process group of the processes that hold copies of the same weights. All must make
+            the same calls. Packed requests and generated texts are divided among them, and each
+            process gets all results.
     """
 
     def __init__(
@@ -134,15 +144,15 @@ class PackedLM(HFLM):
         batch_size: int | str | None = None,
         replicas: dist.ProcessGroup | None = None,
     ) -> None:
-        # Each method that uses `batch_size_per_gpu`, the batch size of `HFLM`, sets it before.
+        # `batch_size_per_gpu` is the batch size of `HFLM`. Each method that uses it sets it first.
         super().__init__(model, tokenizer=tokenizer, max_length=max_length, softmax_dtype="float32")
         self.packs = can_pack(model.config, max_length)
         dtype = str(model.dtype).removeprefix("torch.")
         self.precision = DTYPES.get(dtype, dtype)
         if batch_size is None and not self.packs:
-            batch_size = 1  # the default of HFLM
+            batch_size = 1  # HFLM's default
         if str(batch_size).startswith("auto"):
-            # HFLM announces the size on standard output, where a report may be expected.
+            # HFLM prints the size to standard output, which may be reserved for a report.
             with contextlib.redirect_stdout(sys.stderr):
                 batch_size = self._detect_batch_size()
         self.sequences = None
@@ -152,22 +162,22 @@ class PackedLM(HFLM):
             self.batch_tokens = self.sequences * max_length
         self.replicas = replicas
         self.num_replicas = 1
-        self.mine = slice(None)  # share of this process in the packed batches and prompts
+        self.mine = slice(None)  # packed batches and prompts that this process computes
         if replicas is not None:
             self.num_replicas = dist.get_world_size(replicas)
             self.mine = slice(dist.get_rank(replicas), None, self.num_replicas)
-        self.num_truncated = 0  # prompts cut so far
+        self.num_truncated = 0  # prompts truncated so far
 
     # Scoring --------------------------------------------------------------------------------------
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Returns for each (context, continuation) its log-likelihood in nats, and whether it is
-        the greedy choice.
+        """Returns (log-likelihood in nats, whether it is the greedy choice) of the continuation,
+        for each request (context, continuation).
 
         Raises:
-            DataError: a continuation has no token.
+            DataError: A continuation has no token.
         """
         score = super().loglikelihood
         found = []
@@ -180,7 +190,7 @@ class PackedLM(HFLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Returns the log-likelihood of each text in nats, from its first token to its last."""
-        self.batch_size_per_gpu = PART  # windows that HFLM hands over to be packed at once
+        self.batch_size_per_gpu = PART  # windows per call of `_loglikelihood_tokens`
         return super().loglikelihood_rolling(requests, disable_tqdm=not sys.stderr.isatty())
 
     @torch.no_grad()
@@ -193,17 +203,18 @@ class PackedLM(HFLM):
             self.num_truncated += len(context) + len(continuation) - 1 > self.max_length
         if not self.packs:
             return self._plain_loglikelihoods(requests)
-        # Equal inputs, such as those of one-token answers to one question, are one sequence.
+        # Requests with equal inputs share one sequence, such as one-token answers to a question.
         asked: dict[Tokens, list[tuple[int, list[int]]]] = collections.defaultdict(list)
         for index, (_, context, continuation) in enumerate(requests):
             tokens = context + continuation
-            # Where HFLM refuses a continuation that is longer than the model, it is scored window
-            # by window, as a long document is.
+            # HFLM refuses a continuation that is longer than `max_length`. Here, such continuations
+            # are scored window by window, as long documents are.
             for start in range(0, len(continuation), self.max_length):
                 target = continuation[start : start + self.max_length]
-                end = len(context) + start + len(target) - 1  # of what predicts the last of them
+                # The input ends before the last token of the target.
+                end = len(context) + start + len(target) - 1
                 asked[tuple(tokens[max(0, end - self.max_length) : end])].append((index, target))
-        # Of each request: log-likelihood, and how many tokens are not the most likely ones.
+        # Columns for each request: log-likelihood, number of tokens that are not the most likely.
         totals = torch.zeros(len(requests), 2, dtype=torch.float64, device=self.device)
         rows = pack(asked, longest=min(self.batch_tokens, self.max_length))
         for batch in list(batches(rows, self.batch_tokens))[self.mine]:
@@ -213,8 +224,8 @@ class PackedLM(HFLM):
         return [(value, misses == 0) for value, misses in totals.tolist()]
 
     def _plain_loglikelihoods(self, requests: Any) -> list[tuple[float, bool]]:
-        """Returns `HFLM`'s own results. A continuation longer than the model, which `HFLM` refuses,
-        is scored in windows.
+        """Returns the results of `HFLM`'s own method. `HFLM` refuses a continuation that is longer
+        than `max_length`, so such continuations are scored in windows.
         """
         windows = []
         owners = []
@@ -233,9 +244,11 @@ class PackedLM(HFLM):
         return list(zip(totals, is_greedy, strict=True))
 
     def _score(self, rows: list[PackedRow], asked: dict[Tokens, list], totals: Tensor) -> None:
-        """Adds what the tokens asked for in these rows contribute."""
+        """Adds the scores of the tokens in `rows` to `totals`. `asked` has (index of a request, its
+        scored tokens), for each sequence.
+        """
         tokens_BT, depths_BT, mask_B1TT = tensors(rows, self.device)
-        # Of each token asked for: the node that predicts it, the token, and its request.
+        # One entry per scored token: node that predicts it, token, index of its request.
         wanted = []
         for number, row in enumerate(rows):
             first = number * tokens_BT.shape[1]
@@ -254,7 +267,7 @@ class PackedLM(HFLM):
             logits_NV = self.model.get_output_embeddings()(x_NH[start : start + chunk]).float()
             n = which[here] - start
             chosen = token[here]
-            # Not logsumexp: on a large vocabulary its rounding differs from this, which is HFLM's.
+            # log_softmax, as in HFLM. On a large vocabulary, logsumexp is rounded differently.
             value = logits_NV.log_softmax(-1)[n, chosen]
             missed = logits_NV.argmax(-1)[n] != chosen
             found = torch.stack((value.double(), missed.double()), dim=1)
@@ -263,11 +276,11 @@ class PackedLM(HFLM):
     # Generation -----------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Returns `HFLM`'s continuation of each request.
+        """Returns `HFLM`'s continuation of each prompt.
 
         Raises:
-            ConfigError: a task asks for more tokens than the model has room for.
-            DataError: a prompt has no token.
+            ConfigError: A task requests so many new tokens that no room is left for a prompt.
+            DataError: A prompt has no token.
         """
         for request in requests:
             prompt, options = request.arguments
@@ -284,7 +297,7 @@ class PackedLM(HFLM):
                     "generation: a prompt has no token. Use a task that asks something."
                 )
             self.num_truncated += len(tokens) > self.max_length - new
-        # Keys and values of this many sequences of the longest length are in memory.
+        # Keys and values of this many sequences of `max_length` tokens are in memory.
         self.batch_size_per_gpu = self.sequences or max(1, self.batch_tokens // self.max_length)
         texts = super().generate_until(requests[self.mine], disable_tqdm=not sys.stderr.isatty())
         if self.num_replicas == 1:
@@ -297,17 +310,18 @@ class PackedLM(HFLM):
         return found
 
     def _model_generate(self, *args: Any, **options: Any) -> Tensor:
-        # Processes that share weights have the same prompts; other replicas end when they do.
+        # Processes that share weights have equal prompts, so they end together. Replicas need not
+        # wait for each other.
         return super()._model_generate(*args, **options, synced_gpus=False)
 
 
 def pack(sequences: Iterable[Tokens], longest: int) -> list[PackedRow]:
-    """Returns rows with all sequences, each of at most `longest` tokens unless a single sequence is
-    longer.
+    """Returns rows that hold all sequences. A row has at most `longest` tokens, unless a single
+    sequence is longer.
     """
     rows: list[PackedRow] = []
     before: Tokens = ()
-    path: list[int] = []  # nodes of the sequence before
+    path: list[int] = []  # nodes of the previous sequence
     for sequence in sorted(sequences):
         shared = len(os.path.commonprefix([before, sequence]))
         limit = min(longest, max(SHORTEST_ROW, SEQUENCES_PER_ROW * len(sequence)))
@@ -329,8 +343,8 @@ def pack(sequences: Iterable[Tokens], longest: int) -> list[PackedRow]:
 
 
 def batches(rows: list[PackedRow], batch_tokens: int) -> Iterator[list[PackedRow]]:
-    """Yields the rows by falling length, as many at a time as `batch_tokens` holds when padded
-    to the longest.
+    """Yields batches of rows, the longest rows first. A batch has as many rows as `batch_tokens`
+    holds when all rows are padded to the longest row.
     """
     left = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
     while left:
@@ -340,8 +354,8 @@ def batches(rows: list[PackedRow], batch_tokens: int) -> Iterator[list[PackedRow
 
 
 def tensors(rows: list[PackedRow], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns tokens_BT and their positions, padded on the right, and which of them each may look
-    at, as mask_B1TT.
+    """Returns (tokens_BT, positions_BT, mask_B1TT) of rows, padded on the right. mask[b, 0, i, j]
+    is True if node i attends to node j.
     """
 
     def padded(values: Iterable[list[int]], fill: int = 0) -> Tensor:
@@ -349,7 +363,7 @@ def tensors(rows: list[PackedRow], device: torch.device) -> tuple[Tensor, Tensor
 
     tokens_BT = padded(row.tokens for row in rows)
     nodes_T = torch.arange(tokens_BT.shape[1], device=device)
-    # Padding looks at padding: a token that may look at nothing would be a NaN.
+    # Padding attends to padding: a token that attends to nothing would give NaN.
     ends_BT = padded((row.ends for row in rows), fill=OPEN)
     mask_BTT = (nodes_T <= nodes_T[:, None]) & (nodes_T[:, None] < ends_BT[:, None])
     return tokens_BT, padded(row.depths for row in rows), mask_BTT[:, None]

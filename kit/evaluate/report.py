@@ -1,6 +1,6 @@
-"""EvalReport: the scores of one checkpoint, and everything needed to judge them.
+"""EvalReport: the scores of one checkpoint, and the facts that are needed to judge them.
 
-No torch, no lm-eval.
+Imports neither torch nor lm-eval.
 """
 
 import dataclasses
@@ -17,30 +17,33 @@ from kit.show.table import Table
 from kit.show.theme import MUTED
 
 Z_95 = 1.96
-"""Standard deviations to each side of 95 % of a normal distribution."""
+"""Half-width of the 95 % interval of a normal distribution, in standard deviations."""
 ANSWER_BITS = "answer_bits_per_byte"
-"""Of the right answer of a multiple-choice task, see `kit.evaluate.harness.answer_bits`."""
+"""Name of the metric of `kit.evaluate.harness.answer_bits`: bits per byte of the right answers of a
+multiple-choice task."""
 HEADLINE = ("acc_norm", "acc", "bits_per_byte")
-"""The metric that stands for a task: the first of these that it has, or else its first."""
+"""Metrics that can represent a task, in order of preference. A task without any of these metrics is
+represented by its first metric."""
 BITS_PER_BYTE = "bits_per_byte"
-"""End of the name of each metric that is a mean of bits per byte."""
+"""Suffix of the name of each metric that is a mean of bits per byte."""
 SHARES = ("acc", "exact_match", "pct_stereotype", "pass@")
-"""How the names of metrics begin that are shares of the items."""
+"""Prefixes of the names of metrics that are shares of the items."""
 
 
 MANY_NOTES = 5
-"""More are folded below a table."""
+"""Largest number of notes that are shown open below a table in a notebook. More notes are
+folded."""
 
 
 class Shown:
-    """What is shown as a table: text in a terminal, HTML in a notebook."""
+    """Base class of objects that are shown as a table: text in a terminal, HTML in a notebook."""
 
     def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
-        """Returns its title, rows with the same keys, and notes."""
+        """Returns (title, rows, notes). All rows have the same keys."""
         raise NotImplementedError
 
     def to_text(self) -> str:
-        """Returns it for a terminal, as wide as that is: rows below the title, above the notes."""
+        """Returns title, table and notes as text, in the width of the terminal."""
         title, rows, notes = self.table()
         if not rows:
             return terminal.as_text(title, "(no scores)", *notes)
@@ -61,7 +64,7 @@ class Shown:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ItemSource(Record):
-    """Where the items of a task came from."""
+    """Source of the items of a task."""
 
     origin: Literal["folder", "mirror", "hub", "corpus", "definition"] = field_doc(
         "`hub` includes the hub's cache on this machine; `definition` is the user's own definition"
@@ -75,7 +78,7 @@ class ItemSource(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metric(Record):
-    """One number of a task."""
+    """Value of one metric of a task."""
 
     name: str = field_doc("name of the number, as the harness calls it")
     value: float = field_doc("the number: a fraction for accuracies, bits for bits_per_byte")
@@ -97,17 +100,17 @@ class Metric(Record):
         *,
         log_stderr: float | None = None,
     ) -> Self:
-        """Returns a metric with its 95 % interval, which holds if the `num_items` are a random
-        draw and have equal weights.
+        """Returns a metric with its 95 % interval. The interval is valid if the `num_items` items
+        are a random sample and have equal weights.
 
-        A share of the items has Wilson's interval, which is valid at 0 and 1 too. It is too wide
-        where an item counts in part, as in pass@k of several samples. A perplexity has the interval
-        of `perplexity_interval`. All other metrics have 1.96 standard errors to each side, or no
-        interval without a standard error. Bits per byte are never negative, so their interval ends
-        at 0.
+        A share of the items has Wilson's interval, which is valid at 0 and 1, too. The interval is
+        too wide if items count in part, as in pass@k of several samples. A perplexity has the
+        interval of `perplexity_interval`. Every other metric has 1.96 standard errors to each side,
+        or no interval if it has no standard error. Bits per byte are never negative, so their
+        interval ends at 0.
 
-        `log_stderr` is the standard error of the mean negative log-likelihood, whose exponential a
-        perplexity is. If None, it is derived from `stderr`.
+        `log_stderr` is the standard error of the mean negative log-likelihood, in nats. A
+        perplexity is the exponential of this mean. If None, `log_stderr` is derived from `stderr`.
         """
         low = high = None
         if name.startswith(SHARES) and 0 <= value <= 1 and num_items:
@@ -125,24 +128,27 @@ class Metric(Record):
         return cls(name=name, value=value, stderr=stderr, low=low, high=high)
 
     def interval(self, digits: int = 4) -> str:
-        """Returns `0.0000 to 0.4345`, or nothing where there is no interval."""
+        """Returns the interval as text, such as `0.0000 to 0.4345`, or "" if there is no
+        interval.
+        """
         if self.low is None or self.high is None:
             return ""
         return f"{self.low:.{digits}f} to {self.high:.{digits}f}"
 
     def text(self, digits: int = 3) -> str:
-        """Returns `0.000 (0.000 to 0.434)`."""
+        """Returns value and interval as text, such as `0.000 (0.000 to 0.434)`."""
         value = f"{self.value:.{digits}f}"
         interval = self.interval(digits)
         return f"{value} ({interval})" if interval else value
 
 
 def perplexity_interval(perplexity: float, log_stderr: float) -> tuple[float | None, float | None]:
-    """Returns (low, high) of a perplexity's 95 % interval, which is never negative.
+    """Returns (low, high), the 95 % interval of a perplexity, or (None, None) if an end is too
+    large for a float.
 
-    The perplexity is the exponential of a mean. The interval is the exponential of the mean's
-    interval, 1.96 standard errors (`log_stderr`, in nats) to each side. Returns (None, None) where
-    the error is too large for a number.
+    The perplexity is the exponential of a mean. Its interval is the exponential of the mean's
+    interval, which has 1.96 standard errors (`log_stderr`, in nats) to each side. So the interval
+    is never negative.
     """
     try:
         factor = math.exp(Z_95 * log_stderr)
@@ -154,8 +160,9 @@ def perplexity_interval(perplexity: float, log_stderr: float) -> tuple[float | N
 
 
 def wilson(share: float, num_items: float) -> tuple[float, float]:
-    """Returns the 95 % interval of a share: those true shares that are within 1.96 of their own
-    standard errors of it.
+    """Returns (low, high), Wilson's 95 % interval of a measured share. A true share is in the
+    interval if it is at most 1.96 standard errors from the measured share. The standard error is
+    that of the true share.
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", J.
     Amer. Statist. Assoc. 22, 1927.
@@ -210,33 +217,37 @@ class TaskScore(TaskSettings):
 
     @property
     def question(self) -> Question:
-        """`TaskRequest.key` that this is the answer to."""
+        """Key of the request that this score answers (`TaskRequest.key`). It has the requested
+        number of shots, not the number that was used.
+        """
         return self.task, self.shots_asked, *self.key[2:]
 
     def answers(self, request: TaskRequest, seed: int, precision: str) -> bool:
-        """Returns whether scoring `request` again with that seed and precision would ask nothing
+        """Returns whether scoring `request` again with this seed and precision would give nothing
         new.
 
-        A score of all items is better than one of a part, and is kept in its place.
+        A score of all items also answers a request for a part of the items, because it is better.
         """
         if request.key not in (self.key, self.question) or self.precision != precision:
             return False
         if self.limit is not None and (self.limit != request.limit or not self.has_first_items):
             return False
         if self.seed is None and self.num_fewshot:
-            # Reports that record no seed drew their solved examples with this one.
+            # Older reports have no seed. Their solved examples were drawn with the default seed.
             return seed == DEFAULT_SEED
         return self.seed in (None, seed)
 
     @property
     def partial(self) -> bool:
-        """True for a part of the items: a progress signal, not a result."""
+        """Whether only a part of the items was scored. A partial score is a progress signal, not a
+        result.
+        """
         return self.num_items < self.total_items
 
     @property
     def coverage(self) -> str:
-        """`partial: 200 of 1,838 items`, or `1,838 items`; then how many prompts were cut, if
-        any.
+        """Scored items as text, such as `partial: 200 of 1,838 items` or `1,838 items`, with the
+        number of truncated prompts if there are any.
         """
         text = f"{self.total_items:,} items"
         if self.partial:
@@ -247,15 +258,15 @@ class TaskScore(TaskSettings):
 
     @property
     def headline(self) -> Metric:
-        """The metric that stands for the task."""
+        """Metric that represents the task, see HEADLINE."""
         by_name = {metric.name: metric for metric in self.metrics}
         return next((by_name[name] for name in HEADLINE if name in by_name), self.metrics[0])
 
     def metric(self, name: str) -> Metric:
-        """Returns one metric.
+        """Returns the metric `name`.
 
         Raises:
-            KeyError: the task does not have it.
+            KeyError: The task does not have the metric.
         """
         return _named(self.task, "metric", name, {metric.name: metric for metric in self.metrics})
 
@@ -298,10 +309,11 @@ class EvalReport(Shown, Record):
     )
 
     def __getitem__(self, task: str) -> TaskScore:
-        """Returns the scores of one task.
+        """Returns the scores of one task, the first scores if the report has the task several
+        times.
 
         Raises:
-            KeyError: the report does not have it.
+            KeyError: The report does not have the task.
         """
         return _named(
             "The report", "task", task, {score.task: score for score in reversed(self.scores)}
@@ -314,12 +326,10 @@ class EvalReport(Shown, Record):
         return self.replace(unscored=(*self.unscored, result))
 
     def merged(self, other: Self) -> Self:
-        """Returns this report with the scores of `other`, which win where question and precision
-        are the same.
+        """Returns `other` with the scores and the unscored tasks of this report added.
 
-        Costs add up.
-
-        A partial score never takes the place of a complete one.
+        If both reports have a score of equal key and precision, the score of `other` is preferred.
+        A partial score never replaces a complete score. The seconds of both reports are added.
         """
         scores = {(score.key, score.precision): score for score in self.scores}
         for score in other.scores:
@@ -336,7 +346,9 @@ class EvalReport(Shown, Record):
         )
 
     def answering(self, requests: Sequence[TaskRequest], seed: int, precision: str) -> Self:
-        """Returns the part of this report that answers these requests."""
+        """Returns this report with only the scores and unscored tasks that answer the given
+        requests.
+        """
         scores = []
         for score in self.scores:
             if any(score.answers(request, seed, precision) for request in requests):
@@ -346,7 +358,7 @@ class EvalReport(Shown, Record):
         return dataclasses.replace(self, scores=tuple(scores), unscored=tuple(unscored))
 
     def write_merged(self, file: Path) -> None:
-        """Writes the report; scores of other tasks that `file` already holds are kept.
+        """Writes the report to `file`. Scores of other tasks in an existing `file` are kept.
 
         Raises:
             ConfigError: `file` exists and is not a report.
@@ -361,13 +373,15 @@ class EvalReport(Shown, Record):
 
     @property
     def notes(self) -> list[str]:
-        """What could not be scored and why, and what else has to be known to judge a score."""
+        """Notes of the report: tasks that could not be scored, with reasons, and the notes of
+        scores.
+        """
         unscored = [f"not scored: {item}: {item.reason}" for item in self.unscored]
         return unscored + [f"{score.task}: {score.note}" for score in self.scores if score.note]
 
     @property
     def title(self) -> str:
-        """Model, step and training tokens."""
+        """Model, step and training tokens, as text."""
         parts = [self.name]
         if self.step is not None:
             parts.append(f"step {self.step:,}")
@@ -376,7 +390,7 @@ class EvalReport(Shown, Record):
         return ", ".join(part for part in parts if part)
 
     def table(self) -> tuple[str, Sequence[dict[str, str]], Sequence[str]]:
-        """Returns title, rows and notes of the table that shows it."""
+        """Returns (title, rows, notes) of the report's table."""
         return self.title, self.rows(), self.notes
 
 
@@ -387,7 +401,9 @@ def _named(owner: str, kind: str, name: str, found: dict[str, Any]) -> Any:
 
 
 def _data(sources: tuple[ItemSource, ...]) -> str:
-    """Returns the files of a score, or for many of them their folder and number."""
+    """Returns the files of a score as text. More than four files are summarized by folder and
+    number.
+    """
     if len(sources) > 4:
         folder = Path(*Path(sources[0].path).parts[:2])
         return f"{sources[0].origin}:{folder}, {len(sources)} files"

@@ -1,14 +1,14 @@
-"""Runs a program that nobody has read in an isolated process, and scores programs of a model so.
+"""Runs untrusted programs in an isolated process, and scores the programs that a model writes.
 
 The process has limits on time, memory, files and forks, an empty temporary directory and no
-environment. Linux namespaces give it a file tree of its own (Python and the system's libraries,
-read-only), no network, and no other process in sight. Programs that try what could be reached
-nevertheless: `ProgramSandbox.missing`. On a machine that allows no namespaces the caller has to
-accept a process with the limits only.
+environment variables. In Linux namespaces, the process sees only the files of Python and of the
+system's libraries, read-only. It has no network and sees no other process. `ProgramSandbox.missing`
+lists what a program can reach nevertheless: test programs try to reach it. On a machine that allows
+no namespaces, the caller must accept a process with the limits only.
 
-The isolation does not stop a program that was made to attack this harness: the program may look for
-the secret that marks a passed test. The scores of models that were not trained against the harness
-are not affected.
+The isolation does not stop a program that was made to attack this harness. For example, the program
+may look for the secret that marks a passed test. The scores of models that were not trained against
+the harness are not affected.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits(Record):
-    """What one program may use.
+    """Resource limits of one program.
 
-    HumanEval's own harness gives 3 s (github.com/openai/human-eval, execution.py).
+    HumanEval's own harness allows 3 s (github.com/openai/human-eval, execution.py).
     """
 
     cpu_s: int = field_doc("seconds of processor time", default=3)
@@ -50,7 +50,7 @@ class Limits(Record):
     file_bytes: int = field_doc("bytes of the largest file", default=1 * MIB)
 
     def resources(self) -> dict[str, int]:
-        """Returns the limits by their names in the module `resource`."""
+        """Returns each limit by its name in Python's module `resource`."""
         return {
             "RLIMIT_CPU": self.cpu_s,
             "RLIMIT_AS": self.memory_bytes,
@@ -63,10 +63,10 @@ class Limits(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramOutcome:
-    """How a program ended."""
+    """Outcome of one program."""
 
     passed: bool
-    reason: str  # passed, error: TYPE, timeout, or how the process ended
+    reason: str  # passed, error: TYPE, timeout, exit CODE, or killed by SIGNAL
 
 
 SETUP = """
@@ -98,13 +98,14 @@ pivot_root . old
 cd /work
 exec "$@"
 """  # noqa: E501
-"""In new namespaces: a file tree with read-only copies of the folders given, and nothing else,
-becomes the root.
+"""Shell script that runs in new namespaces. It makes a new root file tree from read-only copies
+(bind mounts) of the given folders, and executes a command there. Arguments: the new root, Python,
+the folders, `--`, the command.
 
-What is mounted below such a folder is read-only too: mount_setattr (system call 442, from Linux
-5.12) with MOUNT_ATTR_RDONLY and _NOSUID for the whole tree (AT_RECURSIVE). Where it is lacking, a
-folder with mounts below it cannot be given. The command `umount` reads /proc, which is not there;
-hence the system call, with MNT_DETACH."""
+Mounts below a given folder become read-only, too. The script calls mount_setattr (system call 442,
+from Linux 5.12) with MOUNT_ATTR_RDONLY and MOUNT_ATTR_NOSUID for the whole tree (AT_RECURSIVE). On
+an older kernel, the script fails for a folder with mounts below it. The old root is removed by the
+system call umount2 with MNT_DETACH: the command `umount` reads /proc, which the new tree lacks."""
 
 DROP = [
     "setpriv",
@@ -115,24 +116,27 @@ DROP = [
 ]
 NAMESPACES = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
 TOOLS = ("unshare", "setpriv", "mount", "pivot_root")
-"""Programs of util-linux that make the namespaces."""
+"""Programs of util-linux that create the namespaces."""
 
 
 class ProgramSandbox:
-    """Runs programs in Linux namespaces of their own.
+    """Runs programs in new Linux namespaces.
 
     Attributes:
-        limits: what a program may use.
-        is_isolated: whether programs run in namespaces. If False, this machine allows none, and
-            programs run in processes with `limits` only.
-        missing: what a program can reach, such as "files". Empty if nothing.
+        limits: resource limits of one program.
+        is_isolated: whether programs run in namespaces. If False, this machine allows no
+            namespaces, and programs run in processes with `limits` only.
+        missing: resources that a program can reach although it should not, such as "files". Empty
+            if there are none.
 
     Args:
-        limits: what a program may use, by default `Limits()`.
-        require: whether files, network, other processes and forks must all be out of reach.
+        limits: resource limits of one program, by default `Limits()`.
+        require: whether to refuse a machine on which a program can reach files, the network, other
+            processes or forks.
 
     Raises:
-        ConfigError: something is within reach although `require` is set, or no program runs here.
+        ConfigError: A program can reach one of these resources although `require` is set, or no
+            program runs on this machine.
     """
 
     def __init__(self, limits: Limits | None = None, *, require: bool = True) -> None:
@@ -155,14 +159,16 @@ class ProgramSandbox:
 
     @property
     def isolation(self) -> str:
-        """One line for a report: what held the programs, and what they could have reached."""
+        """Line for a report: how the programs were isolated, and which resources they could have
+        reached.
+        """
         held = "namespaces of their own" if self.is_isolated else "limited processes"
         return f"programs ran in {held}; within their reach: {', '.join(self.missing) or 'nothing'}"
 
     def run(self, program: str, test: str = "") -> ProgramOutcome:
-        """Returns how `program`, then `test` in the same namespace, end.
+        """Runs `program`, then `test` with the same global variables, and returns the outcome.
 
-        Only reaching the end of `test` passes.
+        A program passes only if `test` runs to its end.
         """
         secret = secrets.token_hex(16).encode()
         request = {"limits": self.limits.resources(), "program": program, "test": test}
@@ -180,7 +186,7 @@ class ProgramSandbox:
                     descriptors = (result_end.fileno(), secret_end.fileno())
                     ended = self._wait(stdin, folder, descriptors)
                 os.set_blocking(result.fileno(), False)
-                # None: a process that escaped the kill still holds the other end.
+                # None means that a process escaped the kill and has the other end open.
                 found = result.read(4096) or b""
         if found == secret and ended == "exit 0":
             return ProgramOutcome(passed=True, reason="passed")
@@ -189,9 +195,12 @@ class ProgramSandbox:
         return ProgramOutcome(passed=False, reason=ended)
 
     def _wait(self, stdin: IO[bytes], folder: str, descriptors: tuple[int, int]) -> str:
-        """Returns how the process of a program ended."""
+        """Runs the process of a program. Returns how it ended: `exit CODE`, `killed by SIGNAL` or
+        `timeout`.
+        """
         environment = {}
-        if self.is_isolated:  # for the shell of SETUP, not for the program
+        if self.is_isolated:
+            # PATH is for the shell of SETUP. The program starts without environment (`env -i`).
             environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
         process = subprocess.Popen(
             self._command(folder, descriptors),
@@ -218,7 +227,8 @@ class ProgramSandbox:
     def _command(self, folder: str, descriptors: tuple[int, int]) -> list[str]:
         python = [_interpreter(), "-I", "-S", "-B", "-c", self._child, *map(str, descriptors)]
         if not self.is_isolated:
-            # A shell between, so that a program that kills its parent does not kill us.
+            # The parent of the program is a shell. A program that kills its parent kills only that
+            # shell, not this process.
             return ["/bin/sh", "-c", '"$@"; exit $?', "sh", *python]
         shown = [
             path for path in ("/usr", "/bin", "/lib", "/lib32", "/lib64") if os.path.lexists(path)
@@ -226,8 +236,8 @@ class ProgramSandbox:
         prefix = Path(sys.base_prefix).resolve()
         if not prefix.is_relative_to("/usr"):
             shown.append(str(prefix))
-        # A user namespace lets other users than root make the other namespaces. Root needs none,
-        # and runs the program as nobody.
+        # Users other than root need a user namespace to create the other namespaces. Root needs no
+        # user namespace, and runs the program as the user nobody.
         user_namespace = ["--user", "--map-root-user"]
         become = []
         if os.geteuid() == 0:
@@ -237,7 +247,9 @@ class ProgramSandbox:
         return [*NAMESPACES, *user_namespace, *setup, *DROP, *become, "env", "-i", *python]
 
     def _reachable(self) -> list[str]:
-        """Returns what a program could reach, found out by programs that try."""
+        """Returns the names of the resources that a program can reach. A small program tries each
+        resource.
+        """
         with socket.create_server(("127.0.0.1", 0)) as server:
             attempts = {
                 "files": "open('/etc/passwd').read()",
@@ -252,13 +264,13 @@ class ProgramSandbox:
 
 
 def _pipe() -> tuple[IO[bytes], IO[bytes]]:
-    """Returns the ends of a pipe for reading and for writing, unbuffered."""
+    """Returns (read end, write end) of a pipe, both unbuffered."""
     read, write = os.pipe()
     return open(read, "rb", buffering=0), open(write, "wb", buffering=0)
 
 
 def _interpreter() -> str:
-    """Returns the Python outside of any virtual environment."""
+    """Returns the path of the Python interpreter outside of any virtual environment."""
     folder = Path(sys.base_prefix).resolve() / "bin"
     for name in (f"python3.{sys.version_info.minor}", "python3"):
         if (folder / name).exists():
@@ -272,14 +284,15 @@ REPORTED_K = (1, 10, 100)
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Returns the probability that at least one of k programs, drawn from these without
-    replacement, passes.
+    """Returns the probability that at least one of k programs passes. The k programs are drawn
+    without replacement from `num_samples` programs, of which `num_passed` pass.
 
-    1 - C(n - c, k) / C(n, k): the unbiased estimator of Chen et al., "Evaluating Large Language
-    Models Trained on Code", arXiv 2107.03374, equation 1.
+    With n = `num_samples` and c = `num_passed`, it is 1 - C(n - c, k) / C(n, k): the unbiased
+    estimator of Chen et al., "Evaluating Large Language Models Trained on Code", arXiv 2107.03374,
+    equation 1.
 
     Raises:
-        ValueError: k is not in 1..n, or c not in 0..n.
+        ValueError: k is not in 1..n, or c is not in 0..n.
     """
     if not (1 <= k <= num_samples and 0 <= num_passed <= num_samples):
         raise ValueError(f"pass@{k} of {num_passed} in {num_samples} programs is not defined.")
@@ -287,13 +300,15 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
 
 
 class CodeScorer:
-    """Runs each program with its test, and reports pass@1, and pass@10 and pass@100 where there are
-    as many programs: stands in for the hub's `code_eval` in HumanEval's task.
+    """Runs each program with its test and computes pass@1, pass@10 and pass@100. Replaces the hub's
+    `code_eval` in HumanEval's task. pass@k is left out if a problem has fewer than k programs.
     """
 
     def __init__(self, sandbox: ProgramSandbox | None) -> None:
-        """Of several processes that make the same calls, all but one have no sandbox: they run
-        nothing and report zeros.
+        """Takes the sandbox in which the programs run.
+
+        If several processes make the same calls, only one of them has a sandbox. The other
+        processes pass None, run no programs and report zeros.
         """
         self._sandbox = sandbox
         self.isolation = sandbox.isolation if sandbox else ""
@@ -301,10 +316,12 @@ class CodeScorer:
     def compute(
         self, *, references: Sequence[str], predictions: Sequence[Sequence[str]], k: Any = None
     ) -> tuple[dict[str, float], list[list[ProgramOutcome]]]:
-        """Returns pass@k averaged over the problems, and how each program ended.
+        """Returns (pass@k averaged over the problems, by name; outcome of each program, by
+        problem).
 
-        `references` are the tests of the problems, `predictions` the programs for each. Which k are
-        reported follows from the number of programs, not from what the harness asks for.
+        `references` has the test of each problem, `predictions` the programs of each problem. `k`,
+        which the harness asks for, is ignored: the reported values of k follow from the number of
+        programs.
         """
         outcomes = [
             self._run_all(programs, test)
@@ -324,8 +341,9 @@ class CodeScorer:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the context, the harness's HumanEval task is scored by this object."""
-        # The task's module keeps its scorer in a variable, and lm-eval has no option for another.
+        """Makes this object the scorer of the harness's HumanEval task within the context."""
+        # The task's module keeps its scorer in a variable, and lm-eval has no option for
+        # another scorer.
         with patch.object(sys.modules["lm_eval.tasks.humaneval.utils"], "compute_", self):
             yield
 
@@ -333,7 +351,7 @@ class CodeScorer:
         sandbox = self._sandbox
         if sandbox is None:
             return [ProgramOutcome(passed=False, reason="not run here")] * len(programs)
-        # A small model often writes the same program again.
+        # Equal programs run once: a small model often writes a program several times.
         distinct = list(dict.fromkeys(programs))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             outcomes = pool.map(lambda program: sandbox.run(program, test), distinct)

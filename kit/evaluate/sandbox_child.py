@@ -1,10 +1,13 @@
-"""What the isolated process runs: limits itself, then a program and its test. Standard library
-only, never imported.
+"""Script of the isolated process: limits its own resources, then runs a program and its test.
 
-Arguments: the file descriptor of the result, and that of a secret. Standard input: a JSON object
-with `limits`, `program` and `test`. The result is the secret, read only after the last line of the
-test, or `error: <type>`; a program that ends the process, or writes what a result looks like, has
-not read the secret.
+Imports the standard library only. The file is passed to `python -c` as text and is never imported.
+
+Arguments: the file descriptor for the result, and the file descriptor from which a secret is read.
+Standard input: a JSON object with `limits`, `program` and `test`.
+
+The result is the secret, or `error: TYPE` after an exception. The secret is read only after the
+last line of the test. A program that ends the process, or writes text that looks like a result, has
+not read the secret and does not pass.
 """
 
 import ctypes
@@ -15,8 +18,8 @@ import struct
 import sys
 
 UNSHARE = {"x86_64": (0xC000003E, 272), "aarch64": (0xC00000B7, 97)}
-"""The kernel's name for a machine (linux/audit.h), and its number of the system call that makes
-namespaces."""
+"""(Architecture number of linux/audit.h, number of the system call `unshare`), by machine name.
+`unshare` creates namespaces."""
 
 
 def main() -> None:
@@ -26,7 +29,7 @@ def main() -> None:
     write = os.write
     read = os.read
     leave = os._exit
-    # The program may replace the functions of these names.
+    # Bound to local names here, because the program may replace the functions in their modules.
     build = compile
     run = exec
     request = json.load(sys.stdin)
@@ -43,20 +46,21 @@ def main() -> None:
     try:
         run(build(request["program"], "program", "exec"), names)
         run(build(request["test"], "test", "exec"), names)
-    # SystemExit and KeyboardInterrupt too: the test did not reach its end.
+    # Includes SystemExit and KeyboardInterrupt: the test did not reach its end.
     except BaseException as error:
         write(result, f"error: {type(error).__name__}"[:80].encode())
         leave(1)
     write(result, read(secret, 64))
-    leave(0)  # without what the program registered for the exit of Python
+    leave(0)  # os._exit skips the exit handlers that the program registered.
 
 
 def forbid_namespaces() -> None:
-    """Has Linux refuse new namespaces to this process, where it knows how: they open much of the
-    kernel to a program.
+    """Makes Linux refuse new namespaces to this process, on the machines in UNSHARE. Namespaces
+    give a program access to much of the kernel.
 
-    A filter of system calls (linux/seccomp.h, linux/filter.h); those of another machine's numbers
-    are refused too. A clone with namespaces is a fork, of which none is allowed.
+    Installs a filter of system calls (linux/seccomp.h, linux/filter.h). The filter also refuses
+    system calls that are numbered as on another machine. `clone` with namespaces needs no rule: it
+    is a fork, and the limits allow no forks.
     """
     if sys.platform != "linux" or (machine := os.uname().machine) not in UNSHARE:
         return
@@ -72,7 +76,7 @@ def forbid_namespaces() -> None:
         (at_least, 2, 0, 1 << 30),
         (equal, 1, 0, unshare),
     ]
-    steps += [(end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x00050001)]  # allowed; EPERM
+    steps += [(end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x00050001)]  # Results: allowed, and EPERM.
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     told = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))
     prctl = ctypes.CDLL(None).prctl

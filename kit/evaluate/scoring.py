@@ -1,8 +1,8 @@
-"""A run's checkpoint, a Hugging Face folder or a decoder, scored and kept as a report.
+"""Scores a run's checkpoint, a Hugging Face folder or a decoder, and keeps the scores as a report.
 
-The way of a score: `evaluate` exports the checkpoint to a Hugging Face folder and loads it as the
-model of lm-eval (`kit.evaluate.loading`). `score_tasks` loads each task (`kit.evaluate.tasks`), has
-lm-eval score it (`kit.evaluate.harness`), and merges the score into the report
+Steps: `evaluate` exports the checkpoint to a Hugging Face folder and loads it as the model of
+lm-eval (`kit.evaluate.loading`). `score_tasks` loads each task (`kit.evaluate.tasks`). lm-eval
+scores the task (`kit.evaluate.harness`), and the score is merged into the report
 (`kit.evaluate.report`).
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kit.model import Decoder
 
 DEFAULT_TASKS = ("piqa", "arc_easy")
-"""Tasks that are scored for a folder by default."""
+"""Tasks that `evaluate_folder` scores by default."""
 
 
 def evaluate(
@@ -48,23 +48,24 @@ def evaluate(
     Args:
         run: the run, or its directory.
         step: step of the checkpoint, by default the newest.
-        tasks: a list of names, or one word, the name of a suite. The names are those of lm-eval's
-            tasks, groups or tags (`BENCHMARKS` has those whose data the kit brings), or `heldout`,
-            the held-out text of the run's data set. The report lists the tasks of a suite that
-            could not be scored, with the reason.
+        tasks: a list of task names, or one word, the name of a suite. Task names are those of
+            lm-eval's tasks, groups or tags, or `heldout`. `BENCHMARKS` has the tasks whose data the
+            kit provides. `heldout` is the validation text of the run's data set. The report lists
+            the tasks of a suite that could not be scored, with the reason.
         options: see `Options`.
 
-    A model that needs several devices, or is given several, is scored in a job of the run's site.
-    This function returns when the job has ended. Each process of the job calls this function, too,
+    If the model needs or is given several devices, it is scored in a job of the run's site. This
+    function then returns when the job has ended. Each process of the job calls this function, too,
     with torch's environment variables WORLD_SIZE and RANK.
 
     Raises:
-        CheckpointError: the run has no complete checkpoint of that step, or it is damaged.
-        RunError, JobError: the job could not be started, or did not come to its end.
-        ConfigError: the file's other scores were made with another tokenizer, or the file is
+        CheckpointError: The run has no complete checkpoint of that step, or the checkpoint is
+            damaged.
+        RunError, JobError: The job could not be started, or did not reach its end.
+        ConfigError: The file's other scores were made with another tokenizer, or the file is
             damaged or cannot be written.
-        RunError: the directory is not a run.
-        DataError, MissingPackageError: as `evaluate_model`.
+        RunError: The directory is not a run.
+        DataError, MissingPackageError: See `evaluate_model`.
     """
     chosen = Options.of(options)
     tasks = absolute_files(tasks)
@@ -82,8 +83,8 @@ def evaluate(
         attempt=checkpoint.attempt,
         tokenizer_sha256=dataset.info.tokenizer_sha256,
     )
-    # The scores of another user's run are returned, but not kept. Of several ranks the first keeps
-    # them.
+    # The scores of another user's run are returned, but not kept. If there are several ranks, only
+    # the first rank keeps scores.
     file = None
     if not run.other_owner and os.environ.get("RANK", "0") == "0":
         file = report_file(run, checkpoint.step)
@@ -99,7 +100,7 @@ def evaluate(
         scored = EvalReport.read(report_file(run, checkpoint.step))
         return scored.answering(asked, chosen.seed, chosen.precision)
 
-    # Imported here, because it takes seconds: a wrong request is refused before.
+    # Imported late, because the import takes seconds. A wrong request is refused before it.
     from kit.evaluate.loading import checkpoint_folder, joined, load_lm
 
     start = time.perf_counter()
@@ -130,15 +131,16 @@ def evaluate_folder(
     """Scores the model of a Hugging Face folder, any decoder that transformers loads. Nothing is
     written into the folder.
 
-    Tasks and options are as in `evaluate`, but `heldout` belongs to a run. With `dtype="auto"` the
-    weights have the precision in which they were saved. The report is kept in `out`, by default
-    `report_beside`, with its scores of other tasks.
+    Tasks and options are as in `evaluate`, except that `heldout` needs a run. With `dtype="auto"`
+    the weights have the precision in which they were saved. The report is written to `out`, by
+    default `report_beside(folder)`. Scores of other tasks in that file are kept.
 
     Raises:
-        ConfigError: transformers has no such decoder, or it needs Python code of its own, or the
-            report cannot be written to `out`, or `out` holds scores of other weights or another
-            tokenizer. All this is checked before the first task is scored.
-        DataError: the folder cannot be read, or has no tokenizer.
+        ConfigError: transformers has no such decoder, or the decoder needs its own Python code. The
+            error is also raised if the report cannot be written to `out`, or if `out` holds scores
+            of other weights or another tokenizer. All this is checked before the first task is
+            scored.
+        DataError: The folder cannot be read, or has no tokenizer.
     """
     from kit.evaluate.loading import joined, load_config, load_lm, precision_of, tokenizer_sha256
 
@@ -186,16 +188,16 @@ def evaluate_model(
     device: str = "cpu",
     **options: Any,
 ) -> EvalReport:
-    """Returns the scores of a whole decoder on `device`, and which tasks of a suite could not be
-    scored, and why.
+    """Returns a report with the scores of a decoder. For a suite, the report lists the tasks that
+    could not be scored, with the reasons. The whole decoder must be on `device`.
 
-    `sequence_length` is the longest input of the model, in tokens; `heldout` the data set whose
-    held-out text the task of that name scores. Tasks and options are as in `evaluate`.
+    `sequence_length` is the longest input of the model, in tokens. `heldout` is the data set whose
+    validation text the task `heldout` scores. Tasks and options are as in `evaluate`.
 
     Raises:
-        ConfigError: a task is unknown, or tokenizer or sequence length do not fit the model.
-        DataError: data is missing or damaged, or there are fewer solved examples than shots. In a
-            suite such a task is listed in the report instead.
+        ConfigError: A task is unknown, or tokenizer or sequence length do not fit the model.
+        DataError: Data is missing or damaged, or there are fewer solved examples than shots. In a
+            suite, the report lists the task instead.
         MissingPackageError: lm-eval is not installed.
     """
     from kit.evaluate.loading import decoder_lm
@@ -229,19 +231,19 @@ def score_tasks(
 
     Args:
         lm: the model.
-        requests: the tasks, without what `options` change.
+        requests: the tasks, before `options` change their settings.
         options: how the tasks are scored. With `log_samples` the items are written into
             `samples_folder` of `file`.
-        report: the model, without scores.
-        heldout: data set whose held-out text is scored.
+        report: report that describes the model, without scores.
+        heldout: data set whose validation text is scored.
         file: file into which each score is merged as soon as it is known. Its scores of other tasks
             stay. If None, no file is written.
-        skip: whether the report lists a task that cannot be scored with the reason. If False, the
-            error is raised.
-        start: time at which the evaluation began, by `time.perf_counter`.
+        skip: whether a task that cannot be scored is listed in the report, with the reason. If
+            False, the error is raised.
+        start: start time of the evaluation, by `time.perf_counter`.
 
     Raises:
-        ConfigError, DataError: a task cannot be scored, and `skip` is False.
+        ConfigError, DataError: A task cannot be scored, and `skip` is False.
     """
     from kit.evaluate.harness import score_task
     from kit.evaluate.loading import first_alone, is_first
@@ -258,8 +260,8 @@ def score_tasks(
     samples = None
     if options.log_samples and file is not None:
         samples = samples_folder(file)
-    # All tasks are loaded before the first is scored, so that an error comes before hours of work.
-    with first_alone():  # The other ranks find the data that the first has fetched.
+    # All tasks are loaded before the first task is scored, because scoring may take hours.
+    with first_alone():  # The other ranks then find the data that the first rank has fetched.
         loaded = _load_tasks(requests, options, heldout, skip)
     whole = report
     for task in loaded:
@@ -284,7 +286,9 @@ def score_tasks(
 def _load_tasks(
     requests: Sequence[TaskRequest], options: Options, heldout: Dataset | None, skip: bool
 ) -> list[LoadedTask | Unscored]:
-    """Returns each task with its data, and with `skip` the reason why a task has none."""
+    """Returns each task with its data. With `skip`, a task that cannot be loaded is an `Unscored`
+    with the reason.
+    """
     if options.download:
         build_mirror(wheel_in(options.task_data).parent)
     loaded: list[LoadedTask | Unscored] = []
@@ -324,12 +328,13 @@ def _unscored(request: TaskRequest, error: Exception, options: Options) -> Unsco
 def check_request(
     tasks: Sequence[str] | str, include_path: Path | None = None
 ) -> tuple[TaskRequest, ...]:
-    """Returns what to score, without repeats: the tasks of a suite, or the named ones.
+    """Returns a request for each task to score, without repeats: the tasks of a suite, or the named
+    tasks.
 
-    Definitions in `include_path` are known beside lm-eval's.
+    Definitions in `include_path` are known in addition to lm-eval's.
 
     Raises:
-        ConfigError: no task, an unknown task, an unknown suite, or two definitions of one name.
+        ConfigError: No task is given, a task or suite is unknown, or a task has two definitions.
         MissingPackageError: lm-eval is not installed.
     """
     if not tasks:
@@ -355,8 +360,8 @@ def check_request(
 
 
 def absolute_files(tasks: Sequence[str] | str) -> Sequence[str] | str:
-    """Returns the names of tasks, or of a suite, with absolute paths of definition files: jobs
-    start in another directory.
+    """Returns the names of tasks, or of a suite, with absolute paths of definition files. Jobs
+    start in another directory, in which relative paths would be wrong.
     """
     if isinstance(tasks, str):
         return tasks
@@ -372,25 +377,23 @@ def absolute_files(tasks: Sequence[str] | str) -> Sequence[str] | str:
 
 
 def report_file(run: Run, step: int) -> Path:
-    """Returns where the scores of a checkpoint are kept."""
+    """Returns the path of the file with the scores of a checkpoint."""
     return run.directory / "eval" / f"step_{step:08d}.json"
 
 
 def report_beside(folder: Path) -> Path:
-    """Returns where the scores of a folder are kept unless its user says otherwise:
-    `FOLDER.eval.json` beside it.
-    """
+    """Returns the default path of the report on a folder: `FOLDER.eval.json` beside it."""
     return folder.resolve().with_name(f"{folder.resolve().name}.eval.json")
 
 
 def samples_folder(file: Path) -> Path:
-    """Returns the folder for the records of a report's items: `X.samples` beside `X.json`."""
+    """Returns the folder for the item records of a report: `X.samples` beside `X.json`."""
     return file.with_name(f"{file.name.removesuffix('.json')}.samples")
 
 
 def check_keepable(file: Path) -> None:
-    """Raises ConfigError for a file that no report can be written to, before work that may take
-    hours.
+    """Raises ConfigError if no report can be written to a file. This is checked before scoring,
+    which may take hours.
     """
     there = next(folder for folder in file.absolute().parents if folder.exists())
     if file.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
@@ -401,8 +404,8 @@ def check_keepable(file: Path) -> None:
 
 
 def _check_same_model(file: Path, report: EvalReport) -> None:
-    """Refuses to add to scores of another model, and renames those of a checkpoint of another
-    attempt.
+    """Raises ConfigError if a report file holds scores of other weights or another tokenizer. If
+    its scores are of a checkpoint of another attempt, renames the file.
     """
     if not file.exists():
         return
@@ -413,13 +416,13 @@ def _check_same_model(file: Path, report: EvalReport) -> None:
                 f"{file}: its scores are of {what} that {report.name} does not have now. Restore"
                 " the weights, or the data set that a run was trained on; or move the file away."
             )
-    # Another attempt has replaced the checkpoint since: these scores are of other weights.
+    # Another attempt has replaced the checkpoint since, so the scores are of other weights.
     if before.attempt not in (None, report.attempt):
         file.rename(file.with_name(f"attempt_{before.attempt:02d}.{file.name}"))
 
 
 def _refuse_job_of_other_owner(run: Run) -> None:
-    """Raises ConfigError if the run is another user's: the site file of the run would decide which
+    """Raises ConfigError if the run belongs to another user. The run's site file would decide which
     commands a job executes.
     """
     if not run.other_owner:

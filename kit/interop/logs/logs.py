@@ -1,7 +1,8 @@
-"""A log becomes steps: `Parser` applies the patterns of a format to each line of a growing file.
+"""Converts a log to steps: `Parser` applies the patterns of a format to each line of a growing
+file.
 
-Speeds are taken from clocks alone. A log's own TFLOP/s and samples/s rest on a batch size that the
-engine may not have run, so they are kept for comparison only.
+Speeds are computed from clocks only. A log's own TFLOP/s and samples/s depend on a batch size that
+the engine may not have run, so they are used only for comparison.
 """
 
 import contextlib
@@ -19,32 +20,33 @@ from kit.interop.logs.numbers import UnsureStepError, parse_value
 from kit.run.tail import Tail
 
 LONGEST_LINE = 8 << 10
-"""Largest length of a line in bytes. Longer lines are left out: none is about a step, and a pattern
-could take for ever."""
+"""Largest length of a line in bytes. Longer lines are left out: they are not about a step, and a
+pattern could take very long on them."""
 DISORDER_S = 60.0
-"""Largest time in seconds by which lines of several ranks are assumed to be out of order."""
+"""Largest time in seconds by which lines of several ranks are assumed to be out of order. A time
+stamp that goes back further means that the clock was set back."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 RANK = re.compile(r"\[rank(\d+)\]")
 EXPERTS = re.compile(
     r"(?i)(?:load|expert)[_ ]balancing[_ ]loss|router[_ /]z[_ ]?loss|\baux[_ ]loss"
 )
-"""Names of losses that trainers print only for mixtures of experts."""
+"""Pattern of the names of losses that trainers print only for mixtures of experts."""
 
 Step = dict[str, float]
-"""Values of a line about the optimizer steps up to `step`, by name. Without an `attempt`, the line
-is about the validation loss of a step alone."""
+"""Values of a line about the optimizer steps up to `step`, by name. A line without an `attempt` is
+about a validation loss only."""
 
 
 def is_training(step: Step) -> bool:
-    """Returns whether a line is about training, not about a validation loss alone."""
+    """Returns whether a line is about training, and not only about a validation loss."""
     return "attempt" in step
 
 
 class LogLines(Tail):
-    """The lines of a growing log, each of which is read once.
+    """Reads the lines of a growing log, each line once.
 
     Attributes:
-        lines: Number of lines that were read, without blank ones.
+        lines: Number of lines that were read, without blank lines.
         changed: Unix time of the log's last change.
     """
 
@@ -56,7 +58,9 @@ class LogLines(Tail):
         self.changed = 0.0
 
     def new(self) -> Iterator[str]:
-        """Yields the new lines. The last one may lack its end, if it is a complete progress bar."""
+        """Yields the new lines. The last line may lack its end, if it is a complete progress
+        bar.
+        """
         while text := self.new_lines():
             for line in text.splitlines():
                 self.lines += bool(line)
@@ -71,16 +75,16 @@ class LogLines(Tail):
 
 
 class Parser(LogLines):
-    """The steps of a growing log in one format.
+    """Reads the steps of a growing log in one format.
 
     Attributes:
         settings: Settings of the trainer that the log prints, by their names in Megatron.
         skipped_lines: Number of torn lines about steps.
         attempt: Number of times that the trainer was started.
         done: Whether the log says that training has ended.
-        has_local_times: Whether there were time stamps without a zone.
-        unsure: A reason for each line that is left out because its step is unknown.
-        experts: Name of a loss of mixtures of experts in a line about a step, or "".
+        has_local_times: Whether time stamps without a zone were read.
+        unsure: Reason for each line that is left out because its step is unknown.
+        experts: Name of a loss in a line about a step that only mixtures of experts have, or "".
         epochs: Printed epoch of each line, if the lines of the format have no step.
     """
 
@@ -104,22 +108,23 @@ class Parser(LogLines):
         self.experts = ""
         self.epochs = list[str]()
         self._open = ""
-        """Lines of a text that is not closed yet."""
+        """Lines of a text that spans several lines and is not complete yet."""
         self._block = Texts()
-        """Values gathered of a step that is printed on several lines."""
+        """Values gathered for a step that is printed on several lines."""
         self._block_line = ""
-        """First line of this step."""
+        """First line of the step in `_block`."""
         self._before = Texts()
-        """Values of the line before."""
+        """Values of the previous line, as text."""
         self._seen = dict[int, int]()
-        """Hash of the printed values of each step of this attempt."""
+        """Hash of the printed values, by step of this attempt."""
         self._newest = 0
         self._restarted = False
         """Whether the trainer was started since the last step."""
         self._validation_losses = dict[int, float]()
-        """Losses of steps that have not been printed yet."""
+        """Validation losses that have not been yielded, by step. They wait for the line of their
+        step."""
         self._rank: str | None = None
-        """The rank whose lines are read."""
+        """Rank whose lines are read. Lines of other ranks are ignored."""
         self._last_stamp = -math.inf
 
     def steps(self) -> Iterator[Step]:
@@ -130,11 +135,13 @@ class Parser(LogLines):
         """
         for line in self.new():
             yield from self._guarded(self._read(line))
-        if "loss" in self._block:  # No line of another step has ended the last step.
+        if "loss" in self._block:  # The last step is not ended by a line of another step.
             yield from self._guarded(self._end_block())
 
     def _guarded(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """Yields the steps of a line. If the line cannot be read, counts it."""
+        """Yields the steps of a line. If the line cannot be read, counts it in `unsure` or
+        `skipped_lines`.
+        """
         try:
             yield from steps
         except UnsureStepError as error:
@@ -175,13 +182,14 @@ class Parser(LogLines):
                 yield from self._step(line, self._texts(found))
 
     def _read_settings(self, line: str) -> None:
-        """Keeps what a line prints of the trainer, and of the next step."""
+        """Stores the settings that a line prints, and the values of the next step."""
         for pattern in self.form.settings:
             found = re.search(pattern, line)
             if found is None:
                 continue
             texts = {name: text.strip() for name, text in found.groupdict().items() if text}
-            if "memory_mib" in texts:  # of one rank
+            # A line has the memory of one rank. The largest memory of all ranks counts.
+            if "memory_mib" in texts:
                 most = self.settings.get("memory_mib", "0")
                 texts["memory_mib"] = max(texts["memory_mib"], most, key=float)
             if "value" in texts:
@@ -210,8 +218,8 @@ class Parser(LogLines):
         return texts
 
     def _gather(self, line: str, is_about_step: bool) -> Iterator[Step]:
-        """Adds the values of a line to the step of the lines before. If the line begins another
-        step, yields the step before.
+        """Adds the values of a line to the current step. If the line begins another step, yields
+        the step before.
         """
         matches = self.form.matches(line) if is_about_step else []
         for found in matches:
@@ -235,13 +243,13 @@ class Parser(LogLines):
             yield from self._step(self._block_line, texts)
 
     def _step(self, line: str, texts: Texts) -> Iterator[Step]:
-        """Yields the step of a line, unless it was printed again, and the validation losses that
-        wait for the step.
+        """Yields the step of a line, and the validation losses that wait for the step. A line that
+        was printed again yields no step, but may yield a new validation loss.
 
         Raises:
             ValueError: The line is torn, or its step is unknown.
         """
-        if texts.get("step") == "":  # The line ends no optimizer step.
+        if texts.get("step") == "":  # The line does not end an optimizer step.
             self._before = texts
             return
         values = self._values(texts)
@@ -291,8 +299,8 @@ class Parser(LogLines):
         return values
 
     def _time(self, texts: Texts) -> Step:
-        """Returns the Unix time of a step, as a time and as a clock, if the line has a time stamp
-        as in ISO 8601.
+        """Returns the Unix time of a step as `time` and as `clock_s`. The result is {} if the line
+        has no time stamp as in ISO 8601.
         """
         self.settings.pop("time", None)
         try:
@@ -302,8 +310,8 @@ class Parser(LogLines):
         if when.tzinfo is None:
             self.has_local_times = True
             when = when.replace(tzinfo=self.zone)
-            # Where clocks are set back, an hour comes twice. A time that goes back is in the
-            # second hour.
+            # When clocks are set back, one hour occurs twice. A time stamp that goes back is in
+            # the second hour.
             goes_back = when.timestamp() < self._last_stamp - DISORDER_S
             when = when.replace(fold=int(goes_back))
         self._last_stamp = when.timestamp()

@@ -1,43 +1,45 @@
-"""Numbers as logs print them: with suffixes, units, or too few digits."""
+"""Parses numbers as logs print them: with suffixes, with units, or with too few digits."""
 
 import re
 
 SUFFIXED = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s?([^\d\s]*)")
-"""A number, and the suffix or unit behind it."""
+"""Pattern of a number (group 1) and the suffix or unit after it (group 2)."""
 FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "%": 0.01}
 """Factor by which a suffix multiplies the number before it."""
 SECONDS_OF = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
-"""Length of a unit of time in seconds."""
+"""Seconds in one unit of time, by the unit's name in logs."""
 RATES = ("it/s", "steps/s", "step/s")
-"""Units of a speed in steps per second."""
+"""Units of a speed, all in steps per second."""
 UNITS = {
     "step_time_ms": ("step_time_s", 1000.0),
     "memory_gib": ("memory_bytes", 2.0**-30),
     "memory_mib": ("memory_bytes", 2.0**-20),
     "tflops": ("flops_per_s", 1e-12),
 }
-"""Groups in other units than their values: (value, number of the group's units in one unit of the
-value)."""
+"""Groups whose unit differs from the unit of their value, such as `step_time_ms`: (name of the
+value, number of the group's units in one unit of the value)."""
 COUNTS = frozenset(
     "step total_steps samples consumed_samples consumed_tokens sequence_length".split()
 )
-"""Whole-number values that are used only if the log prints all their digits."""
+"""Names of whole-number values that are used only if the log prints all their digits."""
 WHOLE = COUNTS | {"memory_bytes", "skipped_steps", "nan_steps"}
-"""Values that are whole numbers."""
+"""Names of values that are whole numbers."""
 BOUNDED = WHOLE | {"step_time_s"}
-"""Values that are ignored below 0 or from 2**63 on."""
+"""Names of values that are ignored if they are negative, or 2**63 or more."""
 
 
 class UnsureStepError(ValueError):
-    """The step of a line is unknown: too few digits are printed, or another number contradicts."""
+    """The step of a line is unknown: too few digits are printed, or another number contradicts the
+    step.
+    """
 
 
 def parse_number(text: str | None, unit: str = "") -> float | None:
-    """Returns the number that a word of a log stands for, or None if it stands for none: `1,234`,
-    `2.1e+4`, `3.4M`, `12.3%`.
+    """Returns the number in a word of a log, such as `1,234`, `2.1e+4`, `3.4M` or `12.3%`, or None
+    if the word is not a number.
 
     With `unit`, "s" or "ms", the word is a time in this or another unit, or a rate: `850ms`,
-    `1.2s/it`, `3.1it/s`. The result is a time in `unit`.
+    `1.2s/it`, `3.1it/s`. The result is then the time per step in `unit`.
     """
     word = (text or "").replace(",", "")
     try:
@@ -58,7 +60,7 @@ def parse_number(text: str | None, unit: str = "") -> float | None:
 
 
 def _seconds_per_step(value: float, suffix: str) -> float | None:
-    """Returns the time that a value with a unit stands for, or None if the unit is unknown."""
+    """Returns the seconds per step of a value with a unit, or None if the unit is unknown."""
     if suffix in RATES:
         return 1 / value if value else None
     unit = suffix.removesuffix("/it").removesuffix("/iter").removesuffix("/step")
@@ -80,7 +82,8 @@ def lacks_digits(text: str) -> bool:
 
 def parse_value(group: str, text: str) -> tuple[str, float | None]:
     """Returns (name of the value in a group, the value in its unit). The value is None if the text
-    is no number, or lacks digits of a whole number, or is out of range.
+    is not a number or is out of range. It is also None for a whole number whose last digits are not
+    printed.
 
     Raises:
         UnsureStepError: The text is a step that lacks digits.

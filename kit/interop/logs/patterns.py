@@ -1,4 +1,6 @@
-"""A user's regular expression (`kit import --pattern`) as a format, checked and limited in time."""
+"""Formats from a user's regular expression (`kit import --pattern`), which is checked and limited
+in time.
+"""
 
 import contextlib
 import dataclasses
@@ -14,17 +16,19 @@ GROUPS = tuple(
     "step loss total_steps samples consumed_samples step_time_s step_time_ms grad_norm "
     "learning_rate validation_loss memory_gib tflops time".split()
 )
-"""Groups that a pattern may have. Samples are sequences, of the step and since the start. TFLOP/s
-are those of one device. A time is written as `2025-11-25 19:45:01,441`."""
+"""Groups that a pattern may have. `samples` are the sequences of the step, `consumed_samples` the
+sequences since the start. `tflops` is the TFLOP/s of one device. `time` is written as `2025-11-25
+19:45:01,441`."""
 PATTERN_S = 1.0
-"""Longest processor time of a user's pattern on one line, in seconds. Such a pattern takes
-microseconds, unless its repetitions are tried in all combinations."""
+"""Longest processor time of a user's pattern on one line, in seconds. A pattern takes microseconds,
+unless its repetitions are tried in all combinations."""
 GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![,.]?\d)")
-"""A whole number with commas between thousands. A list such as `12,345,0.5` is none."""
+"""Pattern of a whole number with commas between thousands. A list such as `12,345,0.5` does not
+match."""
 
 
 class PatternFormat(Format):
-    """Format of the lines in which a user's pattern finds a step. Its `sign` is not used."""
+    """Format of the lines in which a user's pattern finds a step. The field `sign` is not used."""
 
     def is_about_step(self, line: str) -> bool:
         """Returns whether the pattern finds a step in a line."""
@@ -45,8 +49,8 @@ class PatternFormat(Format):
 
 
 def pattern_format(pattern: str, lines: Iterable[str] = ()) -> Format:
-    """Returns the format of a user's pattern. The format has one line per step, or several if a
-    match in `lines` lacks the step or the loss.
+    """Returns the format of a user's pattern. A step has one line. If a match in `lines` lacks the
+    step or the loss, a step has several lines.
 
     Raises:
         ConfigError: The pattern is no regular expression, lacks the groups `step` or `loss`, has a
@@ -79,8 +83,8 @@ def pattern_format(pattern: str, lines: Iterable[str] = ()) -> Format:
 def limited_time(length: int) -> Iterator[None]:
     """Limits the processor time of a user's pattern on one line of `length` characters.
 
-    Python looks for signals while it searches. Threads other than the main thread get no signals,
-    so that they have no limit.
+    Python handles signals while it searches. Threads other than the main thread get no signals, so
+    they have no limit.
 
     Raises:
         ConfigError: The pattern takes longer than PATTERN_S.
@@ -106,7 +110,7 @@ def limited_time(length: int) -> Iterator[None]:
 
 def _check_step(found: re.Match[str]) -> None:
     """Raises ConfigError if a match takes only some digits of a number with commas between
-    thousands as the step. A pattern that names the comma itself, as for a CSV file, is right.
+    thousands as the step. A pattern that contains the comma itself, as for a CSV file, is accepted.
     """
     step = found["step"]
     if step is None:
@@ -123,8 +127,8 @@ def _check_step(found: re.Match[str]) -> None:
 
 
 def _names_comma(found: re.Match[str]) -> bool:
-    """Returns whether a pattern requires the commas beside the step: it does not match once they
-    are replaced.
+    """Returns whether a pattern requires the commas beside the step. Such a pattern no longer
+    matches when the commas are replaced by semicolons.
     """
     begin, end = found.span("step")
     characters = list(found.string)

@@ -1,5 +1,5 @@
-"""Steps of a log become rows of `metrics.jsonl`: times, samples, tokens, and the steps between two
-lines.
+"""Converts the steps of a log to rows of `metrics.jsonl`: times, samples, tokens, and the steps
+between two lines.
 """
 
 import collections
@@ -11,25 +11,25 @@ from typing import Any
 from kit.interop.logs.logs import Step, is_training
 
 CLOCK_WINDOW_S = 20.0
-"""Shortest time in seconds over which a speed is measured. A progress bar's clock has whole
-seconds: over 20 of them it is off by 5 % at most."""
+"""Shortest time in seconds over which a speed is measured. The clock of a progress bar has whole
+seconds, so a time of 20 s is wrong by at most 5 %."""
 ALWAYS = ("loss", "grad_norm", "learning_rate", "memory_bytes")
-"""Values that every row has. They are None if the line lacks them."""
+"""Names of values that every row has. They are None if the line lacks them."""
 OPTIONAL = ("validation_loss", "loss_scale", "skipped_steps", "nan_steps")
-"""Values that a row has only if the line has them."""
+"""Names of values that a row has only if the line has them."""
 
 Row = dict[str, Any]
 
 
 class StepRecorder:
-    """Turns steps into rows of `metrics.jsonl`.
+    """Converts steps to rows of `metrics.jsonl`.
 
     Args:
-        batch: Sequences of a step according to the log.
-        length: Tokens of a sequence.
+        batch: Sequences per step according to the log.
+        length: Tokens per sequence.
         share: Share of the sequences that the engine really ran.
-        own: Sequences of a step that its own line does not count as consumed.
-        interval: Number of steps that one line stands for.
+        own: Sequences of a step that are missing in the consumed samples of its own line.
+        interval: Number of steps per line.
 
     Attributes:
         last_row: Row of the last line about training.
@@ -51,10 +51,10 @@ class StepRecorder:
         self._newest = 0
         self._skipped_steps = 0
         self._clocks = collections.deque[tuple[float, float]]()
-        """Steps and their clocks in seconds, within CLOCK_WINDOW_S."""
+        """(Step, clock in seconds) of earlier lines, within CLOCK_WINDOW_S."""
 
     def rows(self, step: Step) -> Iterator[Row]:
-        """Yields the rows that a line adds: one for each step since the last line."""
+        """Yields the rows that a line adds: one row for each step since the previous line."""
         if not is_training(step):
             yield from self._validation_rows(step)
             return
@@ -69,8 +69,8 @@ class StepRecorder:
         yield row
 
     def _validation_rows(self, step: Step) -> Iterator[Row]:
-        """Yields the last line's values again with the validation loss of a step, if the step is
-        among the steps of that line.
+        """Yields the row of the last line again, with the validation loss of a step, if the line
+        stands for that step.
         """
         last = self.last_row
         if not last:
@@ -96,15 +96,18 @@ class StepRecorder:
         for name in OPTIONAL:
             if name in step:
                 row[name] = step[name]
-        if "skipped_steps" in step:  # since the last line, in a row since the attempt's start
+        # A line counts skipped steps since the previous line, a row since the start of the attempt.
+        if "skipped_steps" in step:
             self._skipped_steps += step["skipped_steps"]
             row["skipped_steps"] = self._skipped_steps
         return row
 
     def _rows_before(self, row: Row) -> Iterator[Row]:
-        """Yields rows with a line's values for the steps since the last line, and counts the steps.
+        """Yields a row for each step between the previous line and this line, with the values of
+        this line. Updates the newest step.
 
-        A line in disorder has none: the lines before it have taken its steps.
+        A line that is out of order adds no such rows: the lines before it have added rows for its
+        steps.
         """
         last = row["step"]
         first = max(self._newest + 1, last - self.interval + 1)
@@ -121,8 +124,9 @@ class StepRecorder:
             yield values | {"step": step, "time": time}
 
     def _consumed_tokens(self, step: Step) -> int | None:
-        """Returns the tokens that were consumed up to a step, or None if the log does not say so.
-        Samples are no tokens while sequences have another length.
+        """Returns the tokens that were consumed up to a step, or None if the log does not state
+        them. Samples are converted to tokens only if the sequences of the step have the usual
+        length.
         """
         tokens = step.get("consumed_tokens")
         has_length = step.get("sequence_length", self.length) == self.length
@@ -131,8 +135,8 @@ class StepRecorder:
         return round(tokens * self.share) if tokens else None
 
     def _seconds_by_clock(self, step: Step) -> float | None:
-        """Returns seconds per step since the last line that is CLOCK_WINDOW_S old, or None for the
-        first line of an attempt.
+        """Returns seconds per step since the newest line that is at least CLOCK_WINDOW_S older, or
+        else since the oldest line of the attempt. Returns None for the first line of an attempt.
         """
         if "clock_s" not in step:
             return None
@@ -140,7 +144,7 @@ class StepRecorder:
         clock = step["clock_s"]
         clocks = self._clocks
         while clocks and (clocks[-1][0] >= number or clocks[-1][1] > clock):
-            clocks.pop()  # The lines are in disorder, or the clock was set.
+            clocks.pop()  # The lines are out of order, or the clock was set.
         while len(clocks) > 1 and clock - clocks[1][1] >= CLOCK_WINDOW_S:
             clocks.popleft()
         first, since = clocks[0] if clocks else (number, clock)
@@ -149,11 +153,12 @@ class StepRecorder:
 
 
 def fill_in(rows: list[Row], end: float) -> None:
-    """Gives every row a time, and a row without a speed, such as the first of an attempt, the speed
-    of the next row.
+    """Gives every row a time, and gives rows without a step time the step time of the next row. For
+    example, the first row of an attempt has no step time.
 
-    Times are counted back from the first known time, or from `end`, the log's last change, when its
-    last line was written.
+    Missing times are counted back from the first known time, or counted on from an earlier row. If
+    no time is known, they are counted back from `end`, the Unix time of the log's last change, when
+    its last line was written. Times never decrease from row to row.
     """
     last = len(rows) - 1
     stamped = next((i for i, row in enumerate(rows) if row["time"] is not None), last)

@@ -1,4 +1,4 @@
-"""Model, layout and recipe of a training, from the settings and steps in its log."""
+"""Derives model, layout and recipe of a training run from the settings and steps in its log."""
 
 import collections
 import dataclasses
@@ -20,7 +20,7 @@ from kit.interop.logs.rows import StepRecorder
 from kit.interop.weights.model_arguments import OTHER_WORK, megatron_spec
 
 DEGREES = ("tensor_parallel", "pipeline_parallel", "data_parallel")
-"""Fields of the plan that a log must say, or else the user."""
+"""Fields of the plan that must be in the log or be given by the user."""
 SIZES = {
     "tensor_parallel": "tensor_model_parallel_size",
     "pipeline_parallel": "pipeline_model_parallel_size",
@@ -28,7 +28,7 @@ SIZES = {
     "context_parallel": "context_parallel_size",
     "micro_batch_size": "micro_batch_size",
 }
-"""Argument of Megatron by field of the plan."""
+"""Names of Megatron's arguments, by field of the plan."""
 RECIPE_ARGUMENTS = {
     "learning_rate": "lr",
     "min_learning_rate": "min_lr",
@@ -38,14 +38,15 @@ RECIPE_ARGUMENTS = {
     "weight_decay": "weight_decay",
     "gradient_clip": "clip_grad",
 }
-"""Argument of Megatron by field of the recipe."""
+"""Names of Megatron's arguments, by field of the recipe."""
 FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
 FSDP_STAGES = {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 """ZeRO stage of each sharding strategy of Megatron-FSDP."""
 ABSENT = ("None", "False", "0", "0.0", "[1]", "")
-"""Values of an argument that is not used. Megatron-DeepSpeed prints `[1]` for no experts."""
+"""Values of an argument that mean that the argument is not used. Megatron-DeepSpeed prints `[1]`
+for no experts."""
 LARGEST_INTERVAL = 10_000
-"""Largest number of steps that one line is believed to stand for."""
+"""Largest accepted number of steps per line. A larger number means that the log is damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class LoggedRun:
     recorder: StepRecorder
     """Converter of the log's steps to rows."""
     notes: list[str]
-    """Notes on what was derived, assumed or found to disagree."""
+    """Notes on values that were derived or assumed, and on contradictions."""
 
 
 def configure_run(
@@ -68,12 +69,12 @@ def configure_run(
     spec: ModelSpec | None,
     changes: dict[str, dict[str, Any]],
 ) -> LoggedRun:
-    """Returns model, plan and recipe of a log. What the user gives (`spec`, `changes`) is preferred
-    to what the log says.
+    """Returns model, plan and recipe of a log. Values that the user gives (`spec`, `changes`) are
+    preferred to values of the log.
 
     Raises:
-        ConfigError: Something is neither in the log nor given (a line for each such thing), or what
-            was given contradicts the log.
+        ConfigError: A required value is neither in the log nor given, or a given value contradicts
+            the log. The message has one line for each error.
     """
     form = parser.form
     settings = parser.settings
@@ -120,8 +121,8 @@ def configure_run(
 
 
 def _all_or_errors(*parts: Callable[[], Any]) -> list[Any]:
-    """Returns the result of each function, or raises one ConfigError with a line for each that
-    fails.
+    """Returns the result of each function. If some fail, raises one ConfigError with a line for
+    each error.
     """
     results = []
     errors = []
@@ -148,8 +149,8 @@ def _spec(settings: Texts, notes: list[str]) -> ModelSpec:
 
 
 def _layout(settings: Texts, given: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Returns the fields of the plan that a log says: all, or none if it lacks Megatron's
-    arguments.
+    """Returns the fields of the plan that a log states. The result is {} if the log lacks
+    Megatron's arguments.
 
     Raises:
         ConfigError: The degrees are neither in the log nor given.
@@ -183,8 +184,8 @@ def _layout(settings: Texts, given: dict[str, Any], notes: list[str]) -> dict[st
 
 
 def _zero_stage(settings: Texts, flags: set[str]) -> int:
-    """Returns DeepSpeed's ZeRO stage, or the stage that shards as much as Megatron-LM's optimizer
-    or one of its two FSDPs.
+    """Returns DeepSpeed's ZeRO stage. For Megatron-LM's distributed optimizer or its two FSDPs,
+    returns the ZeRO stage that shards as much.
     """
     stages = [_whole(settings, "zero_stage")]
     if "use_distributed_optimizer" in flags:
@@ -204,15 +205,17 @@ def _recomputation(settings: Texts, flags: set[str], virtual_stages: int) -> dic
     if kind not in ("full", "selective"):
         kind = "none"
     layers = None
-    # Megatron's method `block` recomputes a number of blocks of each stage. Its method `uniform`
-    # recomputes all blocks, a number of them at a time.
+    # Megatron's method `block` recomputes `recompute_num_layers` blocks of each stage. Its method
+    # `uniform` recomputes all blocks, `recompute_num_layers` blocks at a time.
     if kind == "full" and settings.get("recompute_method") == "block":
         layers = _whole(settings, "recompute_num_layers") * virtual_stages or None
     return {"recompute": kind, "recompute_layers": layers}
 
 
 def _precision(settings: Texts, flags: set[str], notes: list[str]) -> str:
-    """Returns the precision of matrix products."""
+    """Returns the precision of matrix products. Adds a note for fp16, which is shown as bf16, and
+    for fp8.
+    """
     if "fp16" in flags:
         notes.append("fp16 is shown as bf16, which has the same peak on these devices")
     if settings.get("fp8", "None") != "None":
@@ -223,7 +226,7 @@ def _precision(settings: Texts, flags: set[str], notes: list[str]) -> str:
 
 def _sequences_per_step(settings: Texts, steps: list[Step], given: dict[str, Any]) -> int:
     """Returns the sequences of one step that a log prints, or else the given number, or else the
-    number by which its consumed samples grow.
+    growth of its consumed samples per step.
 
     Raises:
         ConfigError: The number is unknown, or the given number contradicts the log.
@@ -247,7 +250,7 @@ def _sequences_per_step(settings: Texts, steps: list[Step], given: dict[str, Any
 
 
 def _growth_of_samples(steps: list[Step]) -> float:
-    """Returns the most frequent growth of consumed samples per step, 0 if there is none."""
+    """Returns the most frequent growth of consumed samples per step, or 0 if they never grow."""
     counted = [step for step in steps if step.get("consumed_samples")]
     rates = collections.Counter[float]()
     for last, step in pairwise(counted):
@@ -258,12 +261,14 @@ def _growth_of_samples(steps: list[Step]) -> float:
 
 
 def _engine_share(settings: Texts, notes: list[str]) -> Fraction | int:
-    """Returns the share of Megatron's sequences that the engine really ran: 1, or less under
-    DeepSpeed's pipeline.
+    """Returns the share of Megatron's sequences that the engine really ran. The share is 1, unless
+    DeepSpeed's pipeline uses another micro-batch size than Megatron.
 
-    DeepSpeed divides the global batch by its own micro-batch, then Megatron feeds it micro-batches
-    of Megatron's size. A run with 1 here and 4 there trains on a quarter of what both print.
-    Source: `set_train_batch_size` in deepspeed/runtime/engine.py; commit ef4161a of
+    DeepSpeed divides the global batch by its own micro-batch. Megatron then feeds it micro-batches
+    of Megatron's size. With micro-batches of 1 in Megatron and 4 in DeepSpeed, a run trains on a
+    quarter of the sequences that both print.
+
+    Sources: `set_train_batch_size` in deepspeed/runtime/engine.py, and commit ef4161a of
     sajal-vt/Megatron-DeepSpeed-ORNL, whose log prints 149 TFLOP/s.
     """
     fed = _whole(settings, "micro_batch_size")
@@ -280,7 +285,7 @@ def _engine_share(settings: Texts, notes: list[str]) -> Fraction | int:
 
 
 def _recipe(settings: Texts, steps: list[Step], given: dict[str, Any]) -> Recipe:
-    """Returns the recipe of a log, with defaults for what it does not say."""
+    """Returns the recipe of a log. Fields that the log does not state have their defaults."""
     fields: dict[str, Any] = {}
     for field, argument in RECIPE_ARGUMENTS.items():
         value = parse_number(settings.get(argument))
@@ -306,7 +311,7 @@ def _recipe(settings: Texts, steps: list[Step], given: dict[str, Any]) -> Recipe
 
 
 def _interval(settings: Texts, steps: list[Step]) -> int:
-    """Returns the number of steps that one line stands for.
+    """Returns the number of steps per line.
 
     Raises:
         ConfigError: The number is above LARGEST_INTERVAL.
@@ -328,14 +333,14 @@ def _interval(settings: Texts, steps: list[Step]) -> int:
 
 
 def _most_frequent(counts: collections.Counter[Any], default: Any) -> Any:
-    """Returns the value with the largest count, the first of equal ones, or `default` if there are
-    no values.
+    """Returns the value with the largest count, the first value if several are equal, or `default`
+    if there are no values.
     """
     return max(counts, key=counts.__getitem__, default=default)
 
 
 def _whole(settings: Texts, name: str, default: int = 0) -> int:
-    """Returns a setting as a whole number, or `default` if it is none."""
+    """Returns a setting as a whole number, or `default` if it is missing or not a number."""
     value = parse_number(settings.get(name))
     if value is None or not math.isfinite(value):
         return default

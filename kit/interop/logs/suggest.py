@@ -1,4 +1,6 @@
-"""Advice for a log that no known format matches: the type of the file, or a suitable pattern."""
+"""Gives advice for a log that no known format matches: the type of the file, or a suitable
+pattern.
+"""
 
 import itertools
 import re
@@ -21,21 +23,23 @@ STEP = re.compile(
     r"(?i)(?<![a-z])((?:global[_ ]?)?steps?|iter(?:ation)?s?|it|batch|update)"
     r"([\"']?\s{0,4}[:=\[#]?\s{0,4})(\d[\d,]*)(?![\d.eE])"
 )
-"""A step in a line: label, characters between, number."""
+"""Pattern of a step in a line, with three groups: label, characters between, number."""
 BAR = re.compile(r"(\|)(\s*)(\d+)(?=/\d+ \[)")
-"""Count of a progress bar, in the groups of STEP, for lines without a step."""
+"""Pattern of the count of a progress bar, for lines without a step. The groups are those of
+STEP."""
 STEP_NUMBER = r"\d[\d,]*"
 """Pattern of a step, with or without commas between thousands."""
 LOSS = re.compile(
     r"(?i)(?<![a-z])((?:train(?:ing)?|lm|ce|total)?[_/ -]{0,2}(?:ce )?loss)"
     r"([\"']?\s{0,4}[:=]?\s{0,4}[\"']?)(\d[^\s,|;\]})\"']*)"
 )
-"""A loss in a line: label, characters between, number."""
+"""Pattern of a loss in a line, with three groups: label, characters between, number."""
 SECONDS = re.compile(
     r"(?i)(?<![a-z])((?:step|iter(?:ation)?|elapsed)?[_ ]?(?:time|dt))"
     r"([\"']?\s{0,4}[:=]?\s{0,4})([\d.]+ ?m?s)\b"
 )
-"""The time of a step in a line: label, characters between, number with unit."""
+"""Pattern of the time of a step in a line, with three groups: label, characters between, number
+with unit."""
 KINDS = (
     (b"PK\x03\x04", "a zip archive, as torch.save writes it: a checkpoint, not a log"),
     (b"\x80", "a pickle: a checkpoint, not a log"),
@@ -51,7 +55,8 @@ CONVERT = (
 )
 """Advice for a file of weights."""
 TEXT_SHARE = 0.9
-"""Smallest share of printable bytes in the first bytes of a text. Damaged lines are allowed."""
+"""Smallest share of printable bytes at the beginning of a text file. A log may have damaged
+lines."""
 
 
 def check_text(file: Path) -> None:
@@ -104,8 +109,8 @@ def suggested_pattern(file: Path) -> str:
 
 
 def _patterns(lines: list[str]) -> Iterator[str]:
-    """Yields patterns for lines with both a step and a loss. If there are none, yields a pattern
-    for lines with one of them each.
+    """Yields patterns for lines with both a step and a loss. If there are no such lines, yields a
+    pattern that finds step and loss in separate lines.
     """
     alone: dict[str, re.Match[str]] = {}
     for line in lines:
@@ -136,7 +141,7 @@ def _joined(parts: list[tuple[re.Match[str], str, str]]) -> str:
 
 
 def _named(found: re.Match[str], name: str, value: str) -> str:
-    """Returns a pattern of a value behind its label, with a group `name`."""
+    """Returns a pattern of a value after its label, with a group `name`."""
     label = re.escape(found[1] + found[2]).replace("\\ ", " ")
     label = re.sub(" +", " *", label)
     before = r"(?<![A-Za-z])" if label[0].isalpha() else ""

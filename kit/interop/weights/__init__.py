@@ -1,5 +1,5 @@
-"""Models out of the formats of others and into them: Hugging Face, Megatron-LM, DeepSpeed,
-NeuronX Distributed.
+"""Converts models to and from other formats: Hugging Face, Megatron-LM, DeepSpeed and NeuronX
+Distributed.
 """
 
 from typing import TYPE_CHECKING
@@ -15,9 +15,9 @@ def load_model(run: Run, step: int | None = None) -> "Decoder":
     evaluation mode.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or none at that step, or it is damaged.
+        CheckpointError: There is no complete checkpoint, or none at that step, or it is damaged.
     """
-    # With it torch, which readers of a configuration do without.
+    # Imports torch, so it is imported late: readers of a configuration need no torch.
     from kit.interop.weights.hugging_face import run_weights
 
     return run_weights(run, step).decoder()

@@ -120,7 +120,7 @@ def _write_shards(
         save_file(made, folder / file, metadata={"format": "pt"})
         # safetensors creates files that only their owner may read.
         shutil.copymode(folder / "config.json", folder / file)
-        del made  # frees its memory before the next file is allocated
+        del made  # Frees memory before the next file is allocated.
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -139,7 +139,7 @@ def export_run(
 
     Raises:
         CheckpointError: There is no complete checkpoint of that step.
-        ConfigError, DataError, MissingPackageError: As `export_hugging_face`.
+        ConfigError, DataError, MissingPackageError: See `export_hugging_face`.
     """
     tokenizer = run.dataset().tokenizer() if with_tokenizer else None
     return export_hugging_face(
@@ -149,9 +149,9 @@ def export_run(
 
 # Tokenizers ---------------------------------------------------------------------------------------
 
-# A wrong token id raises no error; the model just reads another word. So the written tokenizer is
-# loaded with transformers and compared with the kit's on texts on which tokenizers are known to
-# differ.
+# A wrong token id raises no error: the model just reads another word. So the written tokenizer is
+# loaded with transformers. It is compared with the kit's tokenizer on texts for which tokenizers
+# are known to differ.
 HARD_TEXTS = (
     "¦ ¦  ¦\n¦\n\n¦\t¦\r\n¦\x00¦Hello¦Hello world¦Hello  two   spaces¦ one before¦   three"
     " before¦after ¦after   ¦a\nb¦a\n\n b\n¦tab\tand\r\nlines  ¦x  \n  y¦nul\x00inside¦def f(x):\n "
@@ -173,7 +173,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) ->
     """Writes a tokenizer for transformers into a folder that has a `config.json`.
 
     The tokenizer adds no tokens to a text. Text that spells a special token is read as ordinary
-    text, as in training; with `split_special_tokens=False` in a call, transformers reads it as the
+    text, as in training. With `split_special_tokens=False` in a call, transformers reads it as the
     token. A SentencePiece model is kept, and also written as `tokenizer.json`.
 
     Raises:
@@ -192,7 +192,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) ->
         data = _bare(tokenizer.data)
     (folder / "tokenizer.json").write_bytes(data)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # what reads tokenizer.json as it is
+        "tokenizer_class": "PreTrainedTokenizerFast",  # This class reads tokenizer.json unchanged.
         "eos_token": tokenizers.Tokenizer.from_str(data.decode()).id_to_token(tokenizer.eos_id),
         "split_special_tokens": True,
         "model_max_length": sequence_length,
@@ -219,7 +219,7 @@ def _bare(data: bytes) -> bytes:
 def _compare(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
     with needed("transformers", "eval", "Comparing an exported tokenizer"):
         from transformers import AutoTokenizer
-    # Some of these texts are longer than the model's sequences; `verbose` would warn of them.
+    # Some of these texts are longer than the model's sequences. `verbose` would warn about them.
     theirs: Any = AutoTokenizer.from_pretrained(folder)(texts, verbose=False)["input_ids"]
     results = zip(texts, theirs, tokenizer.encode_batch(texts), strict=True)
     differ = [(text, found, own) for text, found, own in results if found != own]
@@ -254,7 +254,7 @@ def import_hugging_face(folder: str | Path) -> Weights:
         )
     spec = load_spec(str(folder.resolve() / "config.json"))
     weights = SafetensorsFolder(folder)
-    if spec.num_params > weights.size_bytes:  # else a wrong size allocates memory first
+    if spec.num_params > weights.size_bytes:  # Otherwise a wrong size would allocate memory.
         raise DataError(
             f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files"
             f" have {weights.size_bytes:,} bytes. Copy them again."
@@ -272,7 +272,7 @@ def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
 
     Raises:
         ConfigError: The folder holds another model.
-        DataError, MissingPackageError: As `import_hugging_face`.
+        DataError, MissingPackageError: See `import_hugging_face`.
     """
     found = import_hugging_face(folder)
     free = ("name",) if spec.family == "gpt" else ("name", "sequence_length")
@@ -297,10 +297,10 @@ def refuse_occupied(folder: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Creates a folder as a whole. The context gives a temporary folder to write into, and renames
-    it to `folder` at its end.
+    """Creates a folder atomically.
 
-    The temporary folder is on the same file system, so the rename is atomic. After an exception
+    The context gives a temporary folder to write into, and renames it to `folder` at its end. The
+    temporary folder is on the file system of `folder`, so the rename is atomic. After an exception
     nothing is left.
 
     Raises:
@@ -313,7 +313,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         part.mkdir()
         yield part
         try:
-            os.replace(part, folder)  # also replaces an empty folder
+            os.replace(part, folder)  # Also replaces an empty folder.
         except OSError:
-            refuse_occupied(folder)  # another process has created it meanwhile
+            refuse_occupied(folder)  # Another process has created the folder.
             raise

@@ -1,7 +1,7 @@
-"""Hugging Face's `config.json` of a Llama or a GPT-2: written from a spec, read as transformers
-reads it. No torch.
+"""Reads and writes Hugging Face's `config.json` of a Llama or a GPT-2, with the rules of
+transformers. Imports no torch.
 
-A Mistral without a sliding window is read as the Llama that it is, weights by the same names.
+A Mistral without a sliding window is read as a Llama. Its weights have a Llama's names.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ FIELDS = {
         "tie_word_embeddings": "tied_embeddings",
     },
 }
-"""Fields of a spec by the keys of a configuration, for each model type."""
+"""Fields of a spec, by model type and key of a configuration."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "vocab_size": 32_000,
@@ -78,7 +78,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Values that transformers uses for keys that a configuration lacks, for each model type."""
+"""Values that transformers uses for missing keys of a configuration, by model type."""
 ROPE_THETA = 10_000.0
 """Base of the rotary frequencies that transformers uses if a configuration has none."""
 ALIASES = {
@@ -91,7 +91,8 @@ ALIASES = {
         "max_position_embeddings": "n_positions",
     },
 }
-"""Other names of keys that transformers accepts, for each model type."""
+"""Names of a configuration's keys, by model type and by the other name that transformers
+accepts."""
 FIXED: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu"},
     "mistral": {"hidden_act": "silu", "sliding_window": None},
@@ -102,7 +103,7 @@ FIXED: dict[str, dict[str, Any]] = {
         "add_cross_attention": False,
     },
 }
-"""Values that the kit's decoder requires, for each model type."""
+"""Values of keys that the kit's decoder requires, by model type."""
 EXPERTS = (
     "num_local_experts",
     "num_experts",
@@ -166,7 +167,7 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
     """Returns the `config.json` of a model.
 
     Raises:
-        ConfigError: it is neither Hugging Face's Llama nor its GPT-2.
+        ConfigError: The model is neither Hugging Face's Llama nor its GPT-2.
     """
     if spec.family == "llama":
         kind = "llama"
@@ -211,14 +212,14 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
 
 
 def load_spec(name: str) -> ModelSpec:
-    """Returns a model by name: a preset, or a spec.json, or Hugging Face's config.json, or the
-    folder of either.
+    """Returns a model by name.
 
-    Or Megatron's arguments, as they are or in a .txt or .sh; or `torchtitan:` with a flavour of
-    torchtitan's.
+    `name` is a preset, a spec.json, Hugging Face's config.json, or the folder of one of these
+    files. It may also be Megatron's arguments, as text or in a .txt or .sh file, or `torchtitan:`
+    with a flavour of torchtitan.
 
     Raises:
-        ConfigError: there is no such preset, or the file is missing, or tells of no model that the
+        ConfigError: There is no such preset, or the file is missing, or describes no model that the
             kit has.
     """
     config = _hugging_face_config(name)
@@ -232,14 +233,14 @@ def training_spec(
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """Returns (spec of a model with its training length, notes for the user).
 
-    `name` is as for `load_spec`. If `sequence_length` is None, a Hugging Face configuration gets a
-    training length of 8,192 tokens, or less if its original or its largest length is smaller.
-    `max_position_embeddings` alone is only the longest sequence that the model serves.
+    `name` is as for `load_spec`. If `sequence_length` is None, a training length is assumed for a
+    Hugging Face configuration: 8,192 tokens, or less if its original or its largest length is
+    smaller. `max_position_embeddings` alone is only the longest sequence that the model serves.
 
     Raises:
-        ConfigError: As for `load_spec`. For the purpose `plan`, features that change neither the
-            parameters nor the FLOPs are accepted: the scaling of rotary positions, and a sliding
-            window that is not shorter than the sequence.
+        ConfigError: See `load_spec`. For the purpose `plan`, features that change neither the
+            parameters nor the FLOPs are accepted. They are the scaling of rotary positions, and a
+            sliding window that is not shorter than the sequence.
     """
     config = _hugging_face_config(name)
     if config is None:
@@ -326,7 +327,11 @@ def _other_spec(name: str) -> ModelSpec:
 def _read_config(
     file: Path, table: dict[str, Any], *, purpose: Purpose, notes: list[str] | None = None
 ) -> ModelSpec:
-    """Returns the spec of a configuration, as `spec_of`. Raises ConfigError for a damaged file."""
+    """Returns the spec of a configuration by `spec_of`.
+
+    Raises:
+        ConfigError: The file is damaged, or the kit's decoder cannot be the model.
+    """
     try:
         return spec_of(table, name=file.parent.resolve().name, purpose=purpose, notes=notes)
     except (KeyError, TypeError, ArithmeticError) as error:
@@ -409,7 +414,7 @@ def _refuse_experts(config: dict[str, Any]) -> None:
 def _training_length(config: dict[str, Any], spec: ModelSpec) -> int:
     """Returns the training length in tokens that is assumed for a configuration."""
     if spec.positions == "learned":
-        # The number of learned positions is a shape of the model.
+        # The number of learned positions is fixed: it is a dimension of a weight.
         return spec.sequence_length
     lengths = [TRAINING_LENGTH, spec.sequence_length]
     for table in (config, config.get("rope_scaling"), config.get("rope_parameters")):
@@ -431,12 +436,12 @@ def _length_note(config: dict[str, Any], length: int, longest: int) -> str:
 
 
 def _length_key(config: dict[str, Any]) -> str:
-    """Returns the key of a configuration that gives its longest sequence."""
+    """Returns the key of a configuration that holds its longest sequence."""
     return "n_positions" if config["model_type"] == "gpt2" else "max_position_embeddings"
 
 
 def _window(config: dict[str, Any]) -> int | None:
-    """Returns the window of local attention in tokens, None for full attention."""
+    """Returns the window of local attention in tokens, or None for full attention."""
     if config.get("model_type") != "mistral":
         return None
     return config.get("sliding_window", DEFAULTS["mistral"]["sliding_window"])
@@ -459,12 +464,12 @@ def _llama(config: dict[str, Any], name: str, purpose: Purpose, notes: list[str]
 def _rope(config: dict[str, Any], purpose: Purpose, notes: list[str]) -> dict[str, Any]:
     """Returns the base of the rotary frequencies, and their scaling if it is that of Llama 3.1.
 
-    For the purpose `plan`, another scaling is left out with a note, since it changes neither
+    For the purpose `plan`, another scaling is left out with a note, because it changes neither
     parameters nor FLOPs. For `import`, it raises ConfigError.
 
-    `rope_scaling`, the older name, goes before `rope_parameters`; inside, `rope_type` goes before
-    the older `type`, and `rope_theta` before the one beside it. A `rope_type` at the top means
-    nothing. All as transformers reads it.
+    The rules are those of transformers. `rope_scaling`, the older name, takes precedence over
+    `rope_parameters`. Inside, `rope_type` takes precedence over the older `type`. A `rope_theta`
+    inside takes precedence over a `rope_theta` outside. A `rope_type` outside is ignored.
     """
     where = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(where) or {}

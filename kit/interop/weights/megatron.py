@@ -1,10 +1,10 @@
-"""Reads checkpoints of Megatron-DeepSpeed, which the Frontier paper trained with.
+"""Reads checkpoints of Megatron-DeepSpeed, with which the Frontier paper trained.
 
 A checkpoint is a folder of files `layer_XX-model_YY-model_states.pt`, of pipeline layer XX and
-tensor rank YY. Some pipeline layers hold no weights, and their number depends on the precision, so
-a layer is identified by the weights that it holds, in the order of XX. The shapes of the weights do
-not tell the number of heads: half as many heads, each twice as wide, have the same shapes. It is
-read from the arguments that Megatron keeps beside the weights.
+tensor rank YY. Some pipeline layers hold no weights, and their number depends on the precision. A
+layer is therefore identified by the weights that it holds, in the order of XX. The number of heads
+does not follow from the shapes of the weights: with half as many heads, each twice as wide, the
+shapes are equal. The number is read from the arguments that Megatron keeps beside the weights.
 
 Sources: megatron/model/gpt_model.py (GPTModelPipe), transformer.py (ParallelAttention,
 ParallelMLP), language_model.py (EmbeddingPipe) and checkpointing.py of
@@ -30,11 +30,12 @@ from kit.run.checkpoint_reader import PlainUnpickler
 
 FILE_NAME = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 SAME = "same"
-"""All tensor ranks hold the weight."""
+"""Division of a weight of which every tensor rank holds a copy."""
 ROWS = "rows"
-"""Each tensor rank holds some output features of the weight."""
+"""Division of a weight of which each tensor rank holds some output features."""
 COLUMNS = "columns"
-"""Each tensor rank holds some input features of the weight, and all hold the bias."""
+"""Division of a weight of which each tensor rank holds some input features. Every rank holds the
+whole bias."""
 MODULES = {
     "embedding.tokens": ("word_embeddings.", ROWS),
     "embedding.positions": ("position_embeddings.", SAME),
@@ -50,14 +51,14 @@ MODULES = {
     "feed_forward.up": ("mlp.dense_h_to_4h.", ROWS),
     "feed_forward.down": ("mlp.dense_4h_to_h.", COLUMNS),
 }
-"""Name of each module inside its layer in Megatron, and the division of its weight between tensor
-ranks."""
+"""(Prefix of the module's name inside its layer in Megatron, division of its weight between tensor
+ranks), by the kit's name of the module."""
 FUSED = ("attention.query", "attention.key", "attention.value")
 """Modules whose weights are one weight in Megatron, in this order."""
 GATED = ("feed_forward.gate", "feed_forward.up")
 """Modules whose weights are one weight in Megatron if the model is gated, in this order."""
 OTHER_PREFIXES = {"attention.": "self_attention.", "lm_head.": ""}
-"""Beginnings of names in other versions and layers, and the beginnings that MODULES has."""
+"""Prefixes of names in MODULES, by the prefixes that other versions or layers have instead."""
 
 
 def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Weights:
@@ -87,9 +88,8 @@ class LayerFiles:
         self.folder = folder
         self.spec = spec
         self.layers: dict[str, list[Path]] = {}
-        """Files of each layer, one for each tensor rank, by the beginning of the names that the kit
-        gives to its weights: `embedding`, `layers.0`, `norm`, `output`.
-        """
+        """Files of each layer, one file per tensor rank. Keys are the prefixes of the kit's weight
+        names in the layer: `embedding`, `layers.0`, `norm`, `output`."""
         layers = _layer_files(folder)
         for layer in layers:
             self._place(layer, _load(layer[0]))
@@ -110,9 +110,10 @@ class LayerFiles:
         return sum(place.startswith("layers.") for place in self.layers)
 
     def _place(self, layer: list[Path], held: dict[str, Tensor]) -> None:
-        """Adds a layer to `layers`. What it is follows from the weights that its first rank holds.
+        """Adds a layer to `layers`. The kind of the layer follows from the weights that its first
+        rank holds.
 
-        With tied embeddings the last layer repeats the first, and is left out.
+        With tied embeddings the last layer repeats the first layer, and is left out.
         """
         if any(name.startswith("input_layernorm") for name in held):
             self.layers[f"layers.{self._num_blocks}"] = layer
@@ -125,7 +126,7 @@ class LayerFiles:
         """Returns a whole weight by the kit's name.
 
         Raises:
-            DataError: The files do not hold it.
+            DataError: The files do not hold the weight.
         """
         module, kind = name.rsplit(".", 1)
         place = module.split(".")[0]
@@ -181,7 +182,9 @@ def _layer_files(folder: Path) -> list[list[Path]]:
 
 
 def _load(file: Path) -> dict[str, Tensor]:
-    """Returns the weights of a layer file. Their names begin as those of `MODULES`."""
+    """Returns the weights of a layer file. The prefixes of their names are converted to those of
+    `MODULES`.
+    """
     found = load_tensors(file)
     for old, new in OTHER_PREFIXES.items():
         found = {re.sub(f"^{re.escape(old)}", new, name): found[name] for name in found}
@@ -229,7 +232,7 @@ DAMAGE = (
 )
 """Errors of reading a damaged file of torch.save."""
 LARGEST_FACTS_BYTES = 16 << 20
-"""Largest size of the pickled part of a file that is unpacked."""
+"""Largest size in bytes of the pickled part of a file. A larger part is not unpacked."""
 ARGUMENTS_FILE = "mp_rank_00_model_states.pt"
 ARGUMENTS = {
     "num_layers": "num_layers",
@@ -238,7 +241,7 @@ ARGUMENTS = {
     "num_key_value_heads": "num_kv_heads",
     "layernorm_epsilon": "norm_eps",
 }
-"""Fields of a spec by the arguments of Megatron with the same meaning."""
+"""Fields of a spec, by the Megatron argument of equal meaning."""
 
 
 def _check_arguments(folder: Path, spec: ModelSpec) -> None:

@@ -1,8 +1,9 @@
-"""Models as other trainers describe them: Megatron's arguments and torchtitan's flavours. No torch.
+"""Reads models from the settings of other trainers: Megatron's arguments and torchtitan's flavours.
+Imports no torch.
 
-Sources: `_add_network_size_args` of megatron/training/arguments.py, github.com/NVIDIA/Megatron-LM;
-models/llama3 of github.com/pytorch/torchtitan v0.2.0: `llama3_args`, `FeedForward`, and the seq_len
-of its train_configs.
+Sources: `_add_network_size_args` of megatron/training/arguments.py, github.com/NVIDIA/Megatron-LM.
+For torchtitan, models/llama3 of github.com/pytorch/torchtitan v0.2.0: `llama3_args`, `FeedForward`,
+and the seq_len of its train_configs.
 """
 
 import shlex
@@ -20,7 +21,7 @@ OTHER_WORK = (
     "hybrid_override_pattern",
     "hybrid_layer_pattern",
 )
-"""Arguments of Megatron with which a token takes other FLOPs than in the kit's decoder."""
+"""Arguments of Megatron that change the FLOPs per token compared with the kit's decoder."""
 REFUSED = (
     *OTHER_WORK,
     "qk_layernorm",
@@ -144,8 +145,8 @@ def _refuse_other_models(arguments: dict[str, str], *, head_size: int) -> None:
 
 
 def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
-    """Returns the model of Megatron's or GPT-NeoX's arguments, by the names that their logs have. A
-    note on what is counted as something else is appended to `notes`.
+    """Returns the model of Megatron's or GPT-NeoX's arguments, by the names that their logs have.
+    Notes on features that are replaced by similar features are appended to `notes`.
 
     Raises:
         ConfigError: A shape is missing.
@@ -189,7 +190,9 @@ def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
 
 
 def _is_rotary(arguments: dict[str, str], notes: list[str]) -> bool:
-    """Returns whether positions are rotary. Any other kind is counted as learned, with a note."""
+    """Returns whether positions are rotary. Any other kind is treated as learned positions, with a
+    note.
+    """
     kind = arguments.get("position_embedding_type", "").lower()
     has_flag = arguments.get("use_rotary_position_embeddings") == "True"
     if has_flag or "rope" in kind or "rotary" in kind:
@@ -202,7 +205,9 @@ def _is_rotary(arguments: dict[str, str], notes: list[str]) -> bool:
 
 
 def _number(arguments: dict[str, str], default: float, *names: str) -> float:
-    """Returns the first of some arguments that is there, or `default` if none is a number."""
+    """Returns the first of some arguments that is given, or `default` if none is given or the first
+    is not a number.
+    """
     for name in names:
         if name in arguments:
             try:

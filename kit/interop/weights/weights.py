@@ -1,6 +1,7 @@
-"""Reads the weights of a model one at a time, from whatever holds them, so that no conversion needs
-memory for a whole model. Maps the kit's weights to those of Hugging Face's LlamaForCausalLM and
-GPT2LMHeadModel, and back.
+"""Reads the weights of a model one at a time, from any source, so that no conversion needs memory
+for a whole model.
+
+Maps the kit's weights to those of Hugging Face's LlamaForCausalLM and GPT2LMHeadModel, and back.
 """
 
 import dataclasses
@@ -27,10 +28,9 @@ class Weights:
 
     spec: ModelSpec
     fill: Callable[[dict[str, Tensor]], object]
-    """Copies weights into the given tensors, which are named as in the kit's decoder. Each tensor
-    has the shape of its weight, and any dtype and strides. Of a DTensor, the part of this rank is
-    filled.
-    """
+    """Function that copies weights into the given tensors, which are named as in the kit's decoder.
+    Each tensor has the shape of its weight, and any dtype and strides. If a tensor is a DTensor,
+    the part of this rank is filled."""
 
     @classmethod
     def read_by(cls, spec: ModelSpec, read: Callable[[str], Tensor], source: Path) -> Self:
@@ -53,7 +53,7 @@ class Weights:
             for name, target in targets.items():
                 try:
                     weight = read(name)
-                except RuntimeError as error:  # The weight cannot be divided into so many heads.
+                except RuntimeError as error:  # The weight cannot be divided into the spec's heads.
                     raise DataError(f"{name}: {error}. {advice}") from error
                 if weight.shape != target.shape:
                     raise DataError(
@@ -61,7 +61,7 @@ class Weights:
                         f" {advice}"
                     )
                 if isinstance(target, DTensor):
-                    # A file that is mapped into memory is read in this part only.
+                    # If the file is mapped into memory, only this part of it is read.
                     weight = local_part(weight, target)
                     target = target.to_local()
                 target.copy_(weight)
@@ -89,10 +89,9 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
 
 
 def load_tensors(file: Path) -> dict[str, Any]:
-    """Returns what a .pt file holds, by name. Tensors are mapped into memory, not read.
+    """Returns the content of a .pt file, by name. Tensors are mapped into memory, not read.
 
-    A file that holds one tensor without a name gives it the name "". Only tensors and plain values
-    are unpickled.
+    A single tensor without a name has the name "". Only tensors and plain values are unpickled.
 
     Raises:
         DataError: The file is damaged, or holds code.
@@ -271,7 +270,7 @@ def to_theirs(spec: ModelSpec, weights: Iterable[tuple[str, Tensor]]) -> dict[st
 
 
 def from_theirs(spec: ModelSpec, name: str, read: Callable[[str], Tensor]) -> Tensor:
-    """Returns a weight of the kit by its name. `read` returns a weight by Hugging Face's name; the
+    """Returns a weight of the kit by its name. `read` returns a weight by Hugging Face's name. The
     result is a view of that weight.
     """
     weight = read(their_name(spec, name))
