@@ -93,7 +93,9 @@ class TerminalClient(NotebookClient):
                 super().process_message(message, cell, cell_index)
 
     def process_message(self, msg: dict, cell: Any, cell_index: int) -> Any:
-        """Processes a message. Text of a view that a cell refreshes is shown in the terminal."""
+        """Processes a message of the kernel. If a cell refreshes its view, the text of the view is
+        shown in the terminal.
+        """
         if msg["msg_type"] == "update_display_data":
             self._show(cell, msg["content"]["data"].get("text/plain", ""))
         return super().process_message(msg, cell, cell_index)
@@ -104,8 +106,9 @@ def execute(notebook: Path, out: Path, *, console: Console | None = None) -> Non
     notebook itself does not change.
 
     Raises:
-        CellExecutionError, CellTimeoutError, DeadKernelError: a cell has failed, took too long, or
-            the kernel has died.
+        CellExecutionError: A cell has failed.
+        CellTimeoutError: A cell took more than CELL_LIMIT_S seconds.
+        DeadKernelError: The kernel has died.
     """
     document = nbformat.read(notebook, as_version=4)
     console = console or Console(quiet=True)

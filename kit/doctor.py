@@ -1,6 +1,6 @@
-"""`kit doctor`: which parts of this environment the kit can use, and how to get the missing ones.
+"""`kit doctor`: which parts of this environment the kit can use, and how to get missing parts.
 
-A launch itself refuses other problems, such as a full disk. No torch.
+A launch itself refuses other problems, such as a full disk. This module does not import torch.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ EXTRAS = {
 }
 PROBE_LIMIT_S = 120.0
 SLOW_IMPORT_S = 20.0
-"""Longest import of torch in seconds that is no problem. A thousand ranks that read an environment
-from one shared file system take far longer than one rank."""
+"""Longest acceptable import of torch in one process, in seconds. A thousand ranks that read an
+environment from one shared file system need far longer than one process."""
 
 
 TORCH_PROBE = """
@@ -42,8 +42,8 @@ if torch.cuda.is_available():
     version = ".".join(map(str, torch.cuda.nccl.version()))
     print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {name} {version}")
 """
-"""Program that prints what torch sees. It has a process of its own, which a broken driver can
-end."""
+"""Program that prints torch's version, its import time and its GPUs. It runs in a child process,
+because a broken driver can kill the process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DoctorFinding:
     subject: str
     found: str
     ok: bool | None
-    """Whether the subject can be used, None for an optional one that is missing."""
+    """Whether the subject can be used. None for an optional subject that is missing."""
     advice: str = ""
 
 
@@ -61,9 +61,9 @@ NO_GPU = DoctorFinding("GPU", "torch sees none", None)
 
 
 def examine(*, deep: bool = False) -> list[DoctorFinding]:
-    """Returns the findings on this environment, within the time of a few imports of torch.
+    """Returns the findings on this environment. Takes as long as a few imports of torch.
 
-    With `deep`, DeepSpeed trains a step if it is installed, which takes up to a minute.
+    With `deep`, DeepSpeed also trains a step if it is installed, which takes up to a minute.
     """
     torch, gpu = _torch()
     gpus = int(gpu.found.split()[0]) if gpu.ok else 0
@@ -79,8 +79,8 @@ def examine(*, deep: bool = False) -> list[DoctorFinding]:
 
 
 def examine_site(site: Site) -> list[DoctorFinding]:
-    """Returns a finding: whether the container of a site starts here, and whether the kit and the
-    working directory are visible in it.
+    """Returns a list with one finding: whether the container of a site starts on this machine, and
+    whether the kit and the working directory are visible in the container.
     """
     slurm = site.slurm
     if slurm is None or not slurm.is_in_container:
@@ -106,8 +106,8 @@ def examine_site(site: Site) -> list[DoctorFinding]:
 
 
 def _modules() -> list[DoctorFinding]:
-    """Returns findings on modules that are imported from folders of the user instead of this
-    environment, in ranks and in notebooks, and on another active environment.
+    """Returns findings on the environment: modules that ranks or notebooks import from folders of
+    the user instead of this environment, and another environment that is active.
     """
     shadows = find_shadows()
     advice = shadows[0].advice if shadows else ""
@@ -152,8 +152,8 @@ def _torch() -> tuple[DoctorFinding, DoctorFinding]:
 
 
 def _rates(gpus: int) -> list[DoctorFinding]:
-    """Returns findings on matrix products and an all-reduce, by a rank for each GPU, or by two
-    ranks on the CPU.
+    """Returns findings on matrix products and an all-reduce. Both run on one rank per GPU, or on
+    two CPU ranks if there is no GPU.
     """
     from kit.measure.site import by_ranks
 

@@ -1,8 +1,8 @@
 """Starts jobs: training from a spec, plan and recipe, and scoring of a checkpoint.
 
-`prepare` checks all that can be checked before a job starts, and gives all that the launch writes
-and sends. `submit` writes it and starts the job. `launch` is both. `score_in_job` and
-`submit_eval` start the job that scores a checkpoint.
+`prepare` makes all checks that are possible before a job starts, and yields a `Prepared` with all
+files and scripts of the launch. `submit` writes these files and starts the job. `launch` calls
+both. `score_in_job` and `submit_eval` start the job that scores a checkpoint.
 """
 
 import contextlib
@@ -36,30 +36,30 @@ from kit.run import LAUNCH_LOCK, Run
 from kit.run.checkpoint import Checkpoints
 
 MAX_PADDING = 512
-"""Number of vocabulary entries that count as padding, which makes the vocabulary divisible by the
-tensor-parallel degree."""
+"""Largest number of unused vocabulary entries that counts as padding. Padding makes the vocabulary
+divisible by the tensor-parallel degree."""
 PADDING_SHARE = 0.02
 """Largest share of a vocabulary that counts as padding and reserved tokens. Qwen's models have
 0.3 %."""
 MAX_EPOCHS = 4
-"""Number of epochs up to which repeated text improves the model about as much as new text. Source:
-arXiv 2305.16264."""
+"""Largest number of epochs for which repeated text improves the model about as much as new text.
+Source: arXiv 2305.16264."""
 TOO_OFTEN = f"above {MAX_EPOCHS}, repeated text is worth less than new text: arXiv 2305.16264"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A launch with everything that its submission writes and sends."""
+    """A checked launch: its run, its job, and all files that `submit` writes."""
 
     run: Run
-    """Run directory, spec, plan, recipe and site."""
+    """Run with its directory, spec, plan, recipe and site."""
     job: submission.PreparedJob
     """Job, scripts, and the files that are written before the job is submitted."""
     notes: tuple[str, ...] = ()
-    """What the user is told about the data before the job starts."""
+    """Notes on the data, which the user reads before the job starts."""
 
     def on(self, site: Site) -> Self:
-        """Returns the same launch on its site with a measured peak."""
+        """Returns a copy of this launch with the record `site`, which has the measured peak."""
         run = Run(
             self.run.directory,
             spec=self.run.spec,
@@ -83,7 +83,7 @@ def launch(
     time_limit_s: float | None = None,
     measured: Callable[[Site, str], Site] | None = None,
 ) -> Run:
-    """Starts a training job and returns its run. The job goes on when this process ends.
+    """Starts a training job and returns its run. The job continues when this process ends.
 
     Example, with token files made by `kit data build data/demo`:
 
@@ -97,27 +97,27 @@ def launch(
         >>> print(run.job.wait().state)
         done
 
-    Next: `kit.Run` says how to look at it; in a notebook `kit.monitor.Monitor(run)` shows it live.
-    `kit.resume` continues it. The fields of `kit.Plan`, `kit.Recipe` and `kit.Site` are explained
-    by `help`.
+    Next: `kit.Run` describes how to follow a run. In a notebook, `kit.monitor.Monitor(run)` shows
+    the run live. `kit.resume` continues the run. `help` explains the fields of `kit.Plan`,
+    `kit.Recipe` and `kit.Site`.
 
     Args:
-        directory: a new run directory, or that of a run of the same model and recipe, which
-            continues from its last checkpoint, if need be with another plan.
+        directory: a new run directory, or the directory of a run of the same model and recipe. Such
+            a run continues from its last checkpoint, also with another plan.
         spec: shapes of the model: a preset, or `ModelSpec.llama(...)`.
-        plan: how it is split over devices, as `kit plan` or `kit.estimate.search` chooses it.
+        plan: layout of the model on devices, as `kit plan` or `kit.estimate.search` chooses it.
         recipe: data, number of steps, learning rate and checkpoints.
         site: the machine: a name out of `Site.names()`, a .toml file, or a `Site`.
-        device: where ranks of this machine compute, `cpu` or `cuda`. Default: on its GPUs if
-            there is one for each rank. The site of the run keeps it.
-        time_limit_s: limit of one job. Default: that of the site. A longer run is resubmitted until
-            it is done.
-        measured: called with site and dtype when nothing is left to refuse; returns the site with
-            its measured peak, for MFU.
+        device: device of the ranks on this machine, `cpu` or `cuda`. Default: its GPUs if there is
+            one for each rank, otherwise its CPU. The run's site records the device.
+        time_limit_s: time limit of one job, in seconds. Default: the site's limit. A longer run is
+            resubmitted until it is done.
+        measured: function that measures the site's peak, for MFU. It is called with (site, dtype)
+            after all other checks, and returns the site with its measured peak.
 
     Raises:
-        ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: what does
-            not fit; nothing was started.
+        ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: An
+            argument, the data, a checkpoint or the environment is unsuitable. Nothing was started.
     """
     with prepare(
         directory,
@@ -141,18 +141,20 @@ def resume(
     device: DeviceName | None = None,
     time_limit_s: float | None = None,
 ) -> Run:
-    """Returns the run in `directory`, started again from its last checkpoint, on its own plan or
-    device or others.
+    """Resumes the run in `directory` from its last checkpoint, and returns the run. `plan` and
+    `device` replace the plan and device of the run.
 
-    With more steps the learning rate's schedule still ends where it did before, unless
-    `decay_steps` moves its end.
+    With more steps, the schedule of the learning rate still ends at the step at which it ended
+    before. `decay_steps` moves this end.
 
     Raises:
-        As `launch`.
+        ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: The run
+            cannot be resumed, for the reasons listed at `launch`. Nothing was started.
     """
     run = Run.open(directory)
     plan = plan or run.plan
-    # Before the recipe is changed, since fewer steps than its warm-up are an error of another kind.
+    # Checked before the recipe changes: a recipe with fewer steps than its warm-up raises another
+    # error.
     refuse_done(run, plan, num_steps or run.recipe.num_steps)
     lengths = {"num_steps": num_steps, "decay_steps": decay_steps}
     given = {name: steps for name, steps in lengths.items() if steps is not None}
@@ -182,15 +184,16 @@ def prepare(
     time_limit_s: float | None = None,
     measured: Callable[[Site, str], Site] | None = None,
 ) -> Iterator[Prepared]:
-    """Within the context, a launch is checked and complete, and `submit` may start it.
+    """Checks a launch and yields it as a `Prepared`, which `submit` may start within the context.
 
-    Checks the records, the data and the weights first, which writes nothing. Then takes the lock of
-    the run directory, makes the directory if it is missing, and checks what it holds. The context
-    keeps the lock, so that no other launch changes what was checked. If the block raises, a new and
-    empty directory is removed. Arguments are those of `launch`.
+    First checks records, data and weights, and writes nothing. Then takes the lock of the run
+    directory, makes the directory if it is missing, and checks its files. The context keeps the
+    lock, so that no other launch changes the checked files. If the block raises, a new and empty
+    directory is removed. The arguments are those of `launch`.
 
     Raises:
-        As `launch`.
+        ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: The launch
+            is refused, for the reasons listed at `launch`.
     """
     from kit.config.recipe_rules import check_recipe
 
@@ -223,12 +226,12 @@ def prepare(
 
 
 def draft(run: Run, time_limit_s: float | None = None) -> Prepared:
-    """Returns what `prepare` gives, for a run that may lack something: its data may be missing,
-    and fields of its site may still say EDIT.
+    """Returns the launch of a run that may be incomplete, without the other checks of `prepare`.
+    Its data may be missing, and fields of its site may still have the value EDIT.
 
     Raises:
-        ConfigError: plan, model and site do not fit each other.
-        RunError: the hook's file cannot be read.
+        ConfigError: Plan, model and site do not fit each other.
+        RunError: The hook's file cannot be read.
     """
     return Prepared(
         run=run, job=submission.draft_job(job_spec(run, time_limit_s), run.site, _files(run))
@@ -238,12 +241,12 @@ def draft(run: Run, time_limit_s: float | None = None) -> Prepared:
 def submit(prepared: Prepared) -> Run:
     """Starts the job of a launch that `prepare` has checked, and returns its run.
 
-    `cluster.submission.submit_prepared` lists what is written before the job is submitted. The
-    files of the caller in that list are those of `_files`.
+    `cluster.submission.submit_prepared` lists the files that are written before the job is
+    submitted. `_files` returns the caller's files in this list.
 
     Raises:
-        JobError: a job is live in the directory, or the scheduler refuses. The directory is as it
-            was before.
+        JobError: A job is live in the directory, or the scheduler refuses the job. The files of the
+            directory are unchanged.
     """
     submission.submit_prepared(prepared.job)
     return prepared.run
@@ -251,12 +254,12 @@ def submit(prepared: Prepared) -> Run:
 
 @contextlib.contextmanager
 def _launch_lock(directory: Path) -> Iterator[None]:
-    """Lets one launch at a time check and write a run directory.
+    """Holds the lock with which one launch at a time checks and writes a run directory.
 
     Makes the directory if it is missing. If the block raises, a new and empty directory is removed.
 
     Raises:
-        RunError: the directory cannot be written, or another launch has the lock.
+        RunError: The directory cannot be written, or another launch has the lock.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -278,8 +281,9 @@ def _launch_lock(directory: Path) -> Iterator[None]:
 
 
 def _files(run: Run) -> Files:
-    """Returns the files of a launch by name, in the order in which they are written: those of the
-    engine, then what the run was asked for. Files of another engine have the value None.
+    """Returns the texts of a launch's files by file name, in the order in which they are written:
+    configuration files of the engine, then the records of the run. Files of other engines have the
+    value None, which removes them.
     """
     of_any_engine = dict.fromkeys(configuration.FILES)
     of_its_engine = configuration.configuration_files(run.spec, run.plan, run.recipe)
@@ -287,10 +291,10 @@ def _files(run: Run) -> Files:
 
 
 def _with_whole_paths(recipe: Recipe, site: Site) -> Recipe:
-    """Returns a recipe whose paths mean the same to a job that starts in another directory: data
-    where the job runs here, and the hook, which is read here wherever the job runs.
+    """Returns a recipe with absolute paths, since a job starts in another directory. Paths of data
+    behind a login node are unchanged. The hook is always read on this machine.
     """
-    from kit.data import located  # with it NumPy, which `import kit` does without
+    from kit.data import located  # This imports NumPy, which `import kit` must not import.
 
     if site.login is None:
         recipe = located(recipe)
@@ -302,11 +306,12 @@ def _with_whole_paths(recipe: Recipe, site: Site) -> Recipe:
 def _check_inputs(
     spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, begins: bool
 ) -> tuple[str, ...]:
-    """Returns notes on the data, if the data, and the weights that a run which `begins` starts
-    from, are where the job runs, and fit. Data behind a login node has no notes.
+    """Checks the data of a run, and the initial weights if the run `begins` without a checkpoint.
+    Returns notes on the data for the user. Data behind a login node has no notes.
 
     Raises:
-        ConfigError, DataError, MissingPackageError, JobError: what does not fit, or is not there.
+        ConfigError, DataError, MissingPackageError, JobError: Data or weights do not fit the model,
+            or are missing on the machine of the job.
     """
     needs_weights = begins and recipe.init_from is not None
     if site.login is not None:
@@ -326,20 +331,20 @@ def _check_inputs(
 def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
     """Returns the job that trains a run on its site: one process per device of its plan.
 
-    On a Trainium machine itself the job is one torchrun, since torch_neuronx deals out cores to its
-    ranks alone.
+    On this machine, a job with several Trainium ranks has one process instead: torchrun, which
+    starts the ranks. torch_neuronx assigns cores only to ranks that torchrun has started.
     """
     argv = module_command("kit.train", "--run", str(run.directory))
     is_trainium = run.plan.capabilities.runs_on_trainium
     num_processes = run.plan.num_devices
     is_local = run.site.scheduler == "local"
     if is_local:
-        local.check_count(num_processes)  # a torchrun would count as one
+        local.check_count(num_processes)  # Checked before torchrun replaces all ranks.
     if is_local and is_trainium and num_processes > 1:
         agent = module_command(
             "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"
         )
-        # Without the dashes it would take --run for one of its own options.
+        # Without `--`, torchrun would read --run as one of its own options.
         argv = (*agent, "--no-python", "--", *argv)
         num_processes = 1
     num_nodes = 1
@@ -364,9 +369,9 @@ def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
     """Raises an error if a run has no step left to do. The error says how to continue on `plan`.
 
     Raises:
-        JobError: a job is live in its directory, or the directory belongs to another user.
-        RunError: the newest checkpoint is of step `num_steps` or a later one.
-        CheckpointError: there are checkpoints, but none is complete.
+        JobError: A job is live in the run directory, or the directory belongs to another user.
+        RunError: The newest checkpoint is of step `num_steps` or a later step.
+        CheckpointError: The run has checkpoints, but none is complete.
     """
     if (run.directory / "state.json").exists():
         refuse_live(run.directory)
@@ -383,11 +388,11 @@ def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
 
 
 def _newest_complete_step(checkpoints: Checkpoints) -> int | None:
-    """Returns the newest step whose files have the sizes of the manifest, or None without
-    checkpoints. The job verifies the content.
+    """Returns the step of the newest checkpoint whose files have the sizes in its manifest, or None
+    without checkpoints. The job itself verifies the checksums.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is complete.
+        CheckpointError: The run has checkpoints, but none is complete.
     """
     steps = checkpoints.steps()
     if not steps:
@@ -395,16 +400,16 @@ def _newest_complete_step(checkpoints: Checkpoints) -> int | None:
     for step in reversed(steps):
         with contextlib.suppress(CheckpointError):
             return checkpoints.manifest(step).step
-    return checkpoints.manifest(steps[-1]).step  # raises the error of the newest checkpoint
+    return checkpoints.manifest(steps[-1]).step  # Raises the error of the newest checkpoint.
 
 
 def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
-    """Raises unless the weights that training starts from are this model's, and the text is in
-    their tokens.
+    """Checks that the initial weights fit the model, and that the data has the tokens of the
+    weights' tokenizer.
 
     Raises:
-        ConfigError: they are of another model, or of another tokenizer than the text.
-        DataError, MissingPackageError: the folder cannot be read.
+        ConfigError: The weights are of another model, or the data is of another tokenizer.
+        DataError, MissingPackageError: The folder of the weights cannot be read.
     """
     from kit.data import Dataset
     from kit.data.tokenizer import load_tokenizer
@@ -427,8 +432,8 @@ def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
 
 
 def unused_vocabulary(spec: ModelSpec, tokenizer_size: int) -> str | None:
-    """Returns a warning if the model's vocabulary exceeds the tokenizer's by more than padding,
-    else None.
+    """Returns a warning if the model's vocabulary exceeds the tokenizer's vocabulary by more than
+    padding. Otherwise returns None.
     """
     unused = spec.vocab_size - tokenizer_size
     if unused <= max(MAX_PADDING, PADDING_SHARE * spec.vocab_size):
@@ -442,11 +447,11 @@ def unused_vocabulary(spec: ModelSpec, tokenizer_size: int) -> str | None:
 
 
 def data_notes(spec: ModelSpec, plan: Plan, recipe: Recipe) -> tuple[str, ...]:
-    """Returns how often each source is read, and where the recipe asks for what its data cannot
-    give exactly.
+    """Returns notes for the user: the number of epochs of each source, and differences between the
+    recipe and the data, such as rounded weights and unused vocabulary.
 
     Raises:
-        As `check_data`.
+        ConfigError, DataError: The data does not fit the model or the run, see `check_data`.
     """
     from kit.data import Dataset, located, rounded_weights
 
@@ -473,12 +478,12 @@ def data_notes(spec: ModelSpec, plan: Plan, recipe: Recipe) -> tuple[str, ...]:
 
 
 def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, float]]:
-    """Returns how many epochs of each source the run will read, if all are whole, fit the model and
-    are long enough.
+    """Checks the data of a run, and returns (name of the source, epochs that the run will read) for
+    each source.
 
     Raises:
-        ConfigError: the vocabulary is larger than the model's.
-        DataError: token files are missing or cut short, or hold less than one sequence.
+        ConfigError: The tokenizer of the data has more tokens than the model's vocabulary.
+        DataError: Token files are missing or truncated, or have less than one sequence.
     """
     from kit.data import Dataset, located, training_samples
 
@@ -508,8 +513,8 @@ def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, f
 
 
 def eval_job(run: Run, step: int, arguments: Sequence[str], num_devices: int) -> JobSpec:
-    """Returns the job that scores one checkpoint. Each of its processes runs `kit eval`, and there
-    is one process per device.
+    """Returns the job that scores one checkpoint. The job has one process per device, and each
+    process runs `kit eval`.
 
     `arguments` follow RUN and `--step` on the command line, see `kit.evaluate.eval_arguments`.
     """
@@ -529,11 +534,11 @@ def eval_job(run: Run, step: int, arguments: Sequence[str], num_devices: int) ->
 def submit_eval(run: Run, step: int, arguments: Sequence[str], num_devices: int) -> Job:
     """Returns the live job that scores a checkpoint, or a new one if there is none.
 
-    The live job may be of an earlier call with other arguments. Compare the command of its
-    `JobSpec` with that of `eval_job`.
+    The live job may be from an earlier call with other arguments. To find out, compare the command
+    of its `JobSpec` with the command of `eval_job`.
 
     Raises:
-        ConfigError, JobError: the site cannot run it.
+        ConfigError, JobError: The site cannot run the job.
     """
     job = eval_job(run, step, arguments, num_devices)
     if (Path(job.run_dir) / "job.json").exists():
@@ -544,14 +549,15 @@ def submit_eval(run: Run, step: int, arguments: Sequence[str], num_devices: int)
 
 
 def score_in_job(run: Run, step: int, arguments: Sequence[str], num_devices: int) -> None:
-    """Scores a checkpoint in a job of the run's site and returns when the job has ended. An
-    interrupt ends the job.
+    """Scores a checkpoint in a job on the run's site, and returns when the job has ended. Ctrl-C
+    cancels the job.
 
-    Arguments are those of `eval_job`.
+    The arguments are those of `eval_job`.
 
     Raises:
-        ConfigError, JobError: the site cannot run it, or another such job is live.
-        RunError: the job did not score the checkpoint.
+        ConfigError, JobError: The site cannot run the job, or a job that scores this checkpoint is
+            live already.
+        RunError: The job did not score the checkpoint.
     """
     job = submission.submit(eval_job(run, step, arguments, num_devices), run.site)
     try:

@@ -1,5 +1,5 @@
-"""Functions for notebooks only: settings of a training at demo or cluster scale, a new run
-directory, a table from rows.
+"""Functions for notebooks only: settings of a training at demo or cluster scale, the demo dataset,
+a new run directory, and tables.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ LENGTHS = (
     "keep_last",
     "keep_every",
 )
-"""Fields of a recipe that a notebook sets at either scale, since its text and figures are about a
-number of steps.
+"""Recipe fields that a notebook sets at both scales. The text and figures of a notebook describe a
+fixed number of steps.
 """
 DEMO = (
     'Demo scale: nothing is sent to a cluster. With SCALE = "cluster" the next cell trains there.'
@@ -49,7 +49,8 @@ class Given:
         plan: layout and batch size.
         dataset: training data.
         stated: fields of the recipe.
-        patience_s: seconds for which a cell waits for a job, with the time in the queue.
+        patience_s: longest time, in seconds, for which a cell waits for a job, including the time
+            in the queue.
     """
 
     site: Site | None = None
@@ -61,7 +62,7 @@ class Given:
 
     @property
     def other_plan(self) -> Plan | None:
-        """The plan with half as many replicas, or the plan itself for an odd number of replicas."""
+        """Plan with half as many replicas. For an odd number of replicas, the unchanged plan."""
         if self.plan is None or self.plan.data_parallel % 2:
             return self.plan
         return self.plan.replace(data_parallel=self.plan.data_parallel // 2)
@@ -98,12 +99,13 @@ def at_scale(
 
     Args:
         scale: `demo` or `cluster`. At demo scale all other arguments are ignored.
-        site, recipe, data: as the options of `kit launch`.
-        model, plan: as the options of `kit launch`. Default: those of the published recipe.
+        site, recipe, data: values of the options --site, --recipe and --data of `kit launch`.
+        model, plan: values of MODEL and --plan of `kit launch`. Default: model and layout of the
+            published recipe.
 
     Raises:
-        ConfigError, DataError, MissingPackageError: a setting is unknown or missing, does not fit
-        the others, or must still be filled in.
+        ConfigError, DataError, MissingPackageError: A setting is unknown or missing, does not fit
+        the other settings, or must still be filled in.
     """
     check_known("SCALE", str(scale), SCALES)
     if scale == "demo":
@@ -132,14 +134,14 @@ def at_scale(
 
 
 def demo_dataset(directory: str | Path) -> Dataset:
-    """Returns the dataset in a folder. If the folder has none, it is built first, from the text of
-    this installation.
+    """Returns the dataset in a folder. If the folder has no dataset, builds one from text files of
+    this Python installation.
 
-    An existing dataset is kept, although the text changes with every package that is installed. The
-    demo needs any text, and `dataset.json` says which text it was.
+    An existing dataset is kept, although the text of the installation changes with every installed
+    package. The demo can use any text. `dataset.json` names the text.
 
     Raises:
-        DataError: the folder holds something else, or a damaged dataset.
+        DataError: The folder has other files, or a damaged dataset.
     """
     if (Path(directory) / DESCRIPTION).exists():
         return Dataset.open(directory)
@@ -149,8 +151,8 @@ def demo_dataset(directory: str | Path) -> Dataset:
 
 
 def new_run_directory(parent: str | Path, name: str) -> Path:
-    """Makes a new folder NAME-001, NAME-002, ... in `parent`, and returns it. Two callers never get
-    the same folder.
+    """Makes a new folder in `parent` with the next free name of NAME-001, NAME-002, ..., and
+    returns the folder. Two callers never get the same folder.
     """
     parent = Path(parent)
     parent.mkdir(parents=True, exist_ok=True)
@@ -159,6 +161,6 @@ def new_run_directory(parent: str | Path, name: str) -> Path:
     directory = parent / f"{name}-{max(taken, default=0) + 1:03d}"
     try:
         directory.mkdir()
-    except FileExistsError:  # another caller was faster
+    except FileExistsError:  # Another caller made the folder in the meantime.
         return new_run_directory(parent, name)
     return directory

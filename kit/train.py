@@ -39,14 +39,15 @@ from kit.trainer.loop import Trainer
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one rank and returns its exit code; an error that the user can mend is told without a
-    traceback.
+    """Runs one rank and returns its exit code. An error that the user can correct is printed
+    without a traceback.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", required=True, help="run directory")
     directory = Path(parser.parse_args(arguments).run)
     outlive_log()
-    # The local part of tensor parallel logits is a view; nothing here changes it in place.
+    # FSDP2 warns that the local shard of tensor-parallel logits is a view. The kit never changes
+    # the shard in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     # torch.compile and other libraries start Python by `python -c`, which would import modules from
     # the working directory.
@@ -57,30 +58,31 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        code = os.EX_CONFIG  # tells the supervisor that another try would end the same way
+        code = os.EX_CONFIG  # Tells the supervisor that a retry would fail in the same way.
     except Exception as error:
         traceback.print_exc()
         code = 1
         if gpu.is_out_of_memory(error):
-            # Again the last word, of a process that may fail: this rank imports no planner.
+            # The advice is the last output of this rank. A child process computes it, because a
+            # rank does not import the planner and because the computation may fail.
             advice = source_command("kit.estimate.choose.memory_advice", str(directory))
             subprocess.run(advice, stdout=sys.stderr.fileno())
-            code = os.EX_CONFIG  # another try would change nothing
-    # Hard exit: leaving collectively would wait for ranks that have not failed.
+            code = os.EX_CONFIG  # A retry would run out of memory again.
+    # Exit without cleanup: the end of the process group would wait for ranks that have not failed.
     os._exit(code)
 
 
 def use_own_compile_cache() -> None:
     """Sets TORCHINDUCTOR_CACHE_DIR, unless it is set, to a folder that only this user may write.
 
-    torch.compile runs programs from this folder. Its default, /tmp/torchinductor_USER, may have
-    been made before by another user. Then a new folder is made.
+    torch.compile runs programs from this folder. The default folder, /tmp/torchinductor_USER, may
+    have been made by another user. In this case a new folder is made.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, as in a container
+    except (KeyError, OSError):  # In a container, a user id may have no name.
         user = f"uid_{os.getuid()}"
     folder = Path(tempfile.gettempdir(), f"torchinductor_{user}")
     with contextlib.suppress(OSError):
@@ -91,13 +93,13 @@ def use_own_compile_cache() -> None:
 
 
 def _train(run: Run, attempt: int) -> None:
-    """Joins the other ranks, trains, and parts from them."""
+    """Joins the process group, trains, and leaves the process group."""
     run.plan.check(run.spec, int(os.environ.get("WORLD_SIZE", "1")))
     gpu.set_environment(log_path(run.directory, attempt, 0).parent)
     ranks = counted(int(os.environ.get("WORLD_SIZE", "1")), "rank")
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    # Set by `neuron_parallel_compile`, which compiles the graphs of the command that it runs.
-    # That is no attempt of the run: it writes nothing into the run directory.
+    # `neuron_parallel_compile` sets this variable, and compiles the graphs of the command that it
+    # runs. Compilation is no attempt of the run, and writes nothing into the run directory.
     is_compiling = run.plan.capabilities.runs_on_trainium and bool(
         os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY")
     )
@@ -114,7 +116,7 @@ def _train(run: Run, attempt: int) -> None:
     _record_phase(run, attempt, joined, has_joined=True)
     if dist.get_rank() == 0:
         _record_attempt(run, attempt, device)
-    # there, every size of a matrix product would be compiled first.
+    # On Trainium, every size of a matrix product would be compiled first.
     if not run.plan.capabilities.runs_on_trainium:
         _check_nodes(run, device)
     trainer = Trainer(run, attempt=attempt, device=device)
@@ -129,12 +131,12 @@ def _train(run: Run, attempt: int) -> None:
 
 
 def _record_phase(run: Run, attempt: int, reason: str, *, has_joined: bool = False) -> None:
-    """Writes into state.json, on rank 0, what the attempt waits for before its first step."""
+    """Writes the phase of the attempt's start, `reason`, into state.json. Only rank 0 writes."""
     if os.environ.get("RANK", "0") != "0":
         return
     state = read_state(run.directory)
-    # Without a launcher there is no state of this attempt. None is made, since no supervisor would
-    # set its final state.
+    # Without a launcher, this attempt has no state.json. None is written, since no supervisor would
+    # set the final state.
     if state is None or state.attempt != attempt or state.state is not JobState.STARTING:
         return
     with _continues_without(run.directory / "state.json"):
@@ -159,8 +161,8 @@ def _continues_without(file: Path) -> Iterator[None]:
 
 
 def _check_nodes(run: Run, device: torch.device) -> None:
-    """Names slow nodes, where there are several, and leaves what was measured in the run
-    directory.
+    """Measures the speed of each node of a run with several nodes, names slow nodes, and writes the
+    measurements into node_check.json. Does nothing on a single node.
     """
     ranks = dist.get_world_size()
     if ranks == int(os.environ.get("LOCAL_WORLD_SIZE", ranks)):
@@ -174,25 +176,27 @@ def _check_nodes(run: Run, device: torch.device) -> None:
 
 
 def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
-    """Writes plan and site of this attempt, and env.json: versions, host, git commit, kernels."""
+    """Writes the plan and site of this attempt, and env.json with versions, host, git commit and
+    kernels.
+    """
     import json
 
     home = RunDirectory(run.directory)
     for record, name in ((run.plan, "plan"), (run.site, "site")):
-        # MFU is derived from them.
+        # MFU is derived from the plan and site of each attempt.
         file = run.directory / f"{name}.attempt_{attempt:02d}.json"
         with _continues_without(file):
             retry_disk(functools.partial(record.write, file), home)
-    # Without a lock on the index, which a rank that is killed meanwhile would leave behind.
+    # No lock on git's index: a rank that is killed during the command would leave the lock behind.
     git = ["git", "--no-optional-locks", "describe", "--always", "--dirty"]
     try:
         told = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
         commit = told.stdout.strip() or None
-    except FileNotFoundError:  # a container without git
+    except FileNotFoundError:  # A container may have no git.
         commit = None
     try:
         kit_version = version("pretraining-notebook-kit")
-    except PackageNotFoundError:  # a plain checkout on PYTHONPATH: the commit tells
+    except PackageNotFoundError:  # A source tree on PYTHONPATH has a git commit, but no version.
         kit_version = None
     hook = run.directory / HOOK
     hook_sha256 = None
@@ -224,6 +228,6 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
 
 if __name__ == "__main__":
     code = main()
-    if "torch_xla" in sys.modules:  # NxD finishes its checkpoints when Python ends
+    if "torch_xla" in sys.modules:  # NxD finishes its checkpoints during a normal exit of Python.
         sys.exit(code)
     leave(code)

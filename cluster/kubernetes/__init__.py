@@ -1,7 +1,7 @@
-"""Sends jobs to Kubernetes with kubectl and asks about them.
+"""Submits jobs to Kubernetes with kubectl and queries them.
 
-What is sent is written by `cluster.kubernetes.manifest`, and says when Kubernetes starts pods
-again. Standard library only.
+`cluster.kubernetes.manifest` writes the manifests, which also say when Kubernetes restarts pods.
+Standard library only.
 """
 
 import contextlib
@@ -30,40 +30,41 @@ from cluster.submission import prepare_job, submit_prepared
 TIMEOUT_S = 20.0
 GONE_WAIT_S = 900.0
 OUTPUT_LINES, OUTPUT_BYTES = 100_000, 64 << 20
-"""Largest part of the output of a container that is fetched, in lines and in bytes."""
+"""Largest part of a container's output that is fetched, in lines and in bytes."""
 
 
 def check(job: JobSpec, site: Site) -> None:
-    """Refuses nothing: only the cluster knows what it would refuse."""
+    """Accepts every job, since only the cluster knows which jobs it would refuse."""
 
 
 def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> SchedulerJob:
-    """Sends `submit.json` to the cluster of the current context and returns the name of the job
-    there.
+    """Creates the objects of `submit.json` in the cluster of the current context. Returns the job
+    with its name in the cluster.
 
     Raises:
-        JobError: the cluster refuses or does not answer; nothing is left of the job.
+        JobError: The cluster refuses or does not answer. Objects that were created are deleted.
     """
     table = kubernetes_table(site)
     context = ""
-    with contextlib.suppress(JobError):  # in a pod kubectl needs none
+    with contextlib.suppress(JobError):  # In a pod there is no context, but a service account.
         context = _kubectl("config", "current-context").strip()
     name = id_of(table.kind, job_name(job, attempt))
     made = SchedulerJob(scheduler="kubernetes", id=name, config=f"{context}/{table.namespace}")
     try:
         _kubectl("create", "--filename=-", place=made.config, text=texts["submit.json"])
     except JobError:
-        with contextlib.suppress(JobError):  # the half of it that was made
+        with contextlib.suppress(JobError):  # Some of the objects may have been created.
             cancel(made, Path(job.run_dir))
         raise
     return made
 
 
 def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
-    """Returns what the cluster says about jobs of one context and namespace, by job id.
+    """Returns the cluster's report on each of `jobs`, by job id. All jobs must be of one context
+    and namespace.
 
     Raises:
-        JobError: the cluster does not answer.
+        JobError: The cluster does not answer.
     """
     kinds = ",".join(sorted({job.id.split("/")[0] for job in jobs}))
     mine = ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())
@@ -92,8 +93,9 @@ def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
 
 
 def output(job: SchedulerJob) -> tuple[str, str]:
-    """Returns (kubectl command, what the pods of a job have printed by this command, the last
-    OUTPUT_LINES lines of each container). The second text is empty if the command fails.
+    """Returns (kubectl command, output of a job's pods by this command).
+
+    The output has the last OUTPUT_LINES lines of each container. It is empty if the command fails.
     """
     words = ("logs", f"--selector={INSTANCE}={job.id.split('/')[1]}", "--prefix")
     words += (f"--tail={OUTPUT_LINES}", f"--limit-bytes={OUTPUT_BYTES}")
@@ -157,23 +159,25 @@ def _items(*words: str, place: str | None) -> list[dict]:
     """
     try:
         return json.loads(_kubectl("get", *words, "--output=json", place=place))["items"]
-    except (JobError, ValueError, KeyError):  # The state is known without them.
+    except (JobError, ValueError, KeyError):  # The job's state is known without these objects.
         return []
 
 
 def cancel(job: SchedulerJob, run_dir: Path, *, waits: bool = False) -> None:
-    """Deletes a job of a run with its pods, which are told to end first; it may be gone already.
+    """Deletes a job of a run with its pods. Kubernetes first sends the pods a signal to end. A job
+    that is already deleted is no error.
 
     Raises:
-        JobError: the cluster refuses or does not answer, or the job is not this run's; with `waits`
-            also, that its pods do not end.
+        JobError: The cluster refuses or does not answer, or the job belongs to another run. With
+            `waits`, the pods may also not have ended after GONE_WAIT_S seconds.
     """
     if f"-{mark(str(run_dir))}-" not in job.id:
         raise JobError(
             f"{run_dir}: {job.id} does not belong to this run, by its name. It was left running."
         )
     kind, name = job.id.split("/")
-    parts = "configmap" if kind == "jobset" else "configmap,service"  # its operator made that one
+    # The operator of a JobSet makes and deletes the service.
+    parts = "configmap" if kind == "jobset" else "configmap,service"
     words = ("delete", f"{kind},{parts}", name, "--ignore-not-found")
     if waits:
         how = ("--cascade=foreground", "--wait=true")
@@ -185,12 +189,12 @@ def cancel(job: SchedulerJob, run_dir: Path, *, waits: bool = False) -> None:
 
 
 def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
-    """Starts the next attempt; the pods of a running one are ended first, and saw the request to
-    stop.
+    """Starts the next attempt. The pods of a running attempt are ended first, after their ranks
+    could save and stop.
 
     Raises:
-        ConfigError: the job cannot run on its site; nothing was ended.
-        JobError: the cluster refuses or does not answer, or the pods do not end.
+        ConfigError: The job cannot run on its site. No pod was ended.
+        JobError: The cluster refuses or does not answer, or the pods do not end.
     """
     prepared = prepare_job(job.spec, Site.read(job.run_dir / "site.json"))
     cancel(scheduler_job, job.run_dir, waits=True)
@@ -199,7 +203,9 @@ def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
 
 
 def answer_from(item: dict | None) -> SchedulerAnswer:
-    """Returns what a Job or JobSet, as the API gives it, means in our words."""
+    """Returns the state of a Job or JobSet as a SchedulerAnswer. `item` is the object of the
+    Kubernetes API, or None if the cluster no longer has the object.
+    """
     if item is None:
         return SchedulerAnswer(
             state=JobState.LOST,
@@ -220,7 +226,7 @@ def answer_from(item: dict | None) -> SchedulerAnswer:
         return SchedulerAnswer(state=JobState.STOPPING, reason="Kubernetes: being deleted")
     if item["spec"].get("suspend"):
         return SchedulerAnswer(state=JobState.QUEUED, reason="waits to be admitted by its queue")
-    # Of a JobSet its one Job, counted as a pod is.
+    # A Job counts its pods. A JobSet counts its Jobs, of which it has one.
     parts = status.get("replicatedJobsStatus") or [status]
     active = sum(part.get("active") or 0 for part in parts)
     ready = sum(part.get("ready") or 0 for part in parts)
@@ -237,8 +243,8 @@ def answer_from(item: dict | None) -> SchedulerAnswer:
 def _kubectl(
     *words: str, place: str | None = None, text: str = "", limit_s: float | None = None
 ) -> str:
-    """Returns what kubectl prints, asked of a `context/namespace`, when it is given a text; raises
-    JobError as `run_command`.
+    """Returns the output of a kubectl command. `place` is `context/namespace`, and `text` is the
+    standard input. Raises JobError as `run_command` does.
     """
     context, _, namespace = (place or "").rpartition("/")
     options = {"--context": context, "--namespace": namespace}

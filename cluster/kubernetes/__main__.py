@@ -28,12 +28,12 @@ from cluster.state import JobError, SchedulerJob, ask, read_asked
 
 
 def main(words: list[str]) -> int:
-    """Returns 0 when the run directory has taken the note."""
+    """Runs one command and returns its exit code, 0 if the progress was written."""
     try:
         match words:
             case ["begin", run_dir, namespace, job_id]:
                 job = SchedulerJob(scheduler="kubernetes", id=job_id, config=f"/{namespace}")
-                # The script of the pod takes what is printed for the number.
+                # The pod's script reads the attempt number from standard output.
                 with contextlib.redirect_stdout(sys.stderr):
                     number = retry_disk(lambda: take_over(Path(run_dir), job))
                 print(number)

@@ -1,19 +1,22 @@
-"""What starts a job under Kubernetes: `submit.json` for kubectl, and in it the script of each pod.
+"""Writes the manifests of a Kubernetes job: `submit.json` for kubectl, with the script of each pod.
 
-One pod is one node: an agent (torchrun) that starts the node's ranks. Two shapes, by `kind`:
+Each node has one pod, which runs an agent (torchrun). The agent starts the ranks of the node. The
+field `kind` of the site file chooses between two manifests:
 
-    Job      an Indexed Job and a headless Service, which needs no operator. The one pod of a job is
-             started again when it fails, up to `max_restarts` times, and whenever the cluster takes
-             its node away. Of several pods one alone could not join the others again: as soon as
-             one fails, all are ended, and the next submission goes on from the last checkpoint.
-    JobSet   the same under the JobSet operator, which starts all pods again when one is lost.
+    Job      an Indexed Job and a headless Service, which need no operator. In a job of one pod,
+             Kubernetes restarts the pod up to `max_restarts` times after failures, and always after
+             the cluster has removed its node. In a job of several pods, a restarted pod could not
+             join the other pods. As soon as one pod fails, all pods are ended, and the next
+             submission resumes from the last checkpoint.
+    JobSet   an Indexed Job under the JobSet operator, which restarts all pods when one is lost.
 
-A failure that would come again (exit code USELESS_TO_RETRY) ends either at once. A pod that is told
-to end leaves a request to stop in the run directory: all ranks save and stop at the same step, and
-every pod then ends with code 143, so that no part of the job counts as finished.
+A failure that a retry would repeat (exit code USELESS_TO_RETRY) ends the Job or JobSet at once. A
+pod that receives a signal to end writes a request to stop into the run directory. All ranks then
+save and stop at the same step. Every pod ends with code 143, so that no part of the job counts as
+finished.
 
-The script lies in a ConfigMap: in a command Kubernetes would look up `$(NAME)`, and what lies in
-the run directory may be somebody else's by then. Standard library only.
+The script is in a ConfigMap. In a command, Kubernetes would expand `$(NAME)`. In the run directory,
+another user could replace the script. Standard library only.
 """
 
 import hashlib
@@ -39,22 +42,27 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 SCRIPT = "run.sh"
 CONTAINER = "node"
 STOPPED_CODE = 143
-"""Exit code of pods that saved and stopped because one of them was told to end."""
+"""Exit code of pods that have saved and stopped because Kubernetes ends one of them."""
 FAILS = {
     "action": "FailJob",
     "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [USELESS_TO_RETRY]},
 }
 IGNORED = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-"""Its node was taken away, or the pod to make room: no failure of its own."""
+"""Rule for pods that the cluster has disrupted: their node was removed, or they were evicted for
+other pods. The rule does not count them as failed."""
 USELESS = {"name": "useless", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-"""Of a JobSet, whose Job has failed by FAILS."""
+"""Rule that ends a JobSet whose Job has failed by the rule FAILS."""
 
 
 def texts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns the texts of a job's next attempt by their names in the run directory.
+    """Returns the files of a job's next attempt: texts by file name in the run directory.
 
-    `run.sh` is the script of a pod, to be read. `submit.json` holds it and is all that is sent; by
-    hand: `kubectl create --filename=submit.json`. Raises as `manifests`.
+    `submit.json` has all manifests, with the script of a pod. It is the only file that is sent. To
+    send it by hand, use `kubectl create --filename=submit.json`. `run.sh` has the script again, for
+    readers.
+
+    Raises:
+        ConfigError: The job does not fit the site, see `manifests`.
     """
     items = manifests(job, site, last_attempt(Path(job.run_dir)) + 1)
     whole = {"apiVersion": "v1", "kind": "List", "items": items}
@@ -62,10 +70,11 @@ def texts(job: JobSpec, site: Site) -> dict[str, str]:
 
 
 def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]]:
-    """Returns the manifests of an attempt: the Job or JobSet first, then what belongs to it.
+    """Returns the manifests of an attempt: first the Job or JobSet, then the Service of a Job, then
+    the ConfigMap with the script.
 
     Raises:
-        ConfigError: the site has no [kubernetes] table, a path of the job is not on the shared
+        ConfigError: The site has no [kubernetes] table, a path of the job is not on the shared
             file system, or the pods would start without their devices.
     """
     table = kubernetes_table(site)
@@ -109,7 +118,7 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": named,
-        # Ranks look each other up before all pods are ready.
+        # Pods resolve the name of the first pod before all pods are ready.
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -125,20 +134,20 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
 
 
 def job_name(job: JobSpec, attempt: int) -> str:
-    """Returns the name of an attempt in the cluster: a DNS label, the same for the same run
-    directory.
+    """Returns the name of an attempt in the cluster. The name is a DNS label that contains the
+    job's name, the mark of the run directory and the attempt number.
     """
     words = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:24].strip("-")
     return f"{words or 'run'}-{mark(job.run_dir)}-{attempt}"
 
 
 def id_of(kind: str, name: str) -> str:
-    """Returns how kubectl calls a Job or JobSet, which is the id of its job."""
+    """Returns kubectl's name for a Job or JobSet, such as `job/NAME`. It is used as job id."""
     return f"{kind.lower()}/{name}"
 
 
 def mark(run_dir: str) -> str:
-    """Returns the part of a job's name that tells its run directory."""
+    """Returns the part of a job's name that identifies the run directory: eight hex digits."""
     return hashlib.sha256(run_dir.encode()).hexdigest()[:8]
 
 
@@ -146,7 +155,7 @@ def kubernetes_table(site: Site) -> Kubernetes:
     """Returns the `[kubernetes]` table of a site.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: The site has no such table.
     """
     if site.kubernetes is None:
         raise ConfigError(
@@ -159,7 +168,7 @@ def _job_spec(job: JobSpec, table: Kubernetes, name: str, labels: dict[str, str]
     backoff_limit = 0
     rules = [FAILS]
     if table.kind == "Job" and job.num_nodes == 1:
-        # Only a pod that is alone in its Job can be replaced: a new one cannot join the others.
+        # Only the single pod of a Job can be replaced. A new pod could not join other pods.
         backoff_limit = table.max_restarts
         rules.append(IGNORED)
     spec: dict[str, Any] = {
@@ -222,8 +231,8 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
 
 
 def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, ...] = ()) -> str:
-    """Returns the script that each pod runs. `derived` are lines on the requested resources that
-    the site file does not give. They become comments at the top of the script.
+    """Returns the script that each pod runs. `derived` has one line for each requested resource
+    that the site file does not give. The lines become comments at the top of the script.
     """
     host = f"{name}-0.{name}" if table.kind == "Job" else f"{name}-{REPLICATED_JOB}-0-0.{name}"
     variables = {
@@ -301,7 +310,9 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, .
 
 
 def _meeting_lines(num_pods: int) -> list[str]:
-    """Returns the lines of the pod script between the start of an attempt and that of the agent."""
+    """Returns the lines of the pod script between the start of an attempt and the start of the
+    agent.
+    """
     lines = []
     if num_pods > 1:
         lines = [

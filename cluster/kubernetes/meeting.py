@@ -1,8 +1,8 @@
 """Makes the pods of a job find each other before their agents start.
 
-An agent of torch waits for missing pods for minutes, and then names neither the pods nor the
-address. Here a missing pod, or a host name that cannot be resolved, is named. The first pod listens
-at the port at which the ranks will meet. Each other pod looks up the name of the first pod,
+An agent of torch waits for missing pods for minutes. Its error then names neither the pods nor the
+address. Errors of this module name a missing pod, or a host name that cannot be resolved. The first
+pod listens at the rendezvous port of the ranks. Each other pod looks up the name of the first pod,
 connects and sends its index. When all pods have connected, the first pod sends GO_ON to each of
 them. Standard library only.
 """
@@ -17,7 +17,7 @@ from cluster.record import counted
 from cluster.state import read_state, update_state
 
 LIMIT_S = 900.0
-"""Seconds for which pods wait for each other: Kubernetes may have to start nodes and to load
+"""Seconds for which pods wait for each other. Meanwhile Kubernetes may have to start nodes and load
 images."""
 EVERY_S = 1.0
 """Seconds between two attempts to connect, and between two records of the missing pods."""
@@ -34,7 +34,7 @@ def host(
     While it waits, the reason in state.json names the missing pods.
 
     Raises:
-        OSError: another program uses the port in this pod.
+        OSError: Another program uses the port in this pod.
     """
     start = StartWatch(run_dir, attempt)
     deadline = time.monotonic() + limit_s
@@ -51,7 +51,7 @@ def host(
                 )
             _record(run_dir, attempt, waits_for)
             start.beat()
-            # No pod has connected (OSError), or another program (ValueError).
+            # OSError: no pod has connected. ValueError: a program that is no pod has connected.
             with contextlib.suppress(OSError, ValueError):
                 connection = until_the_end.enter_context(listening.accept()[0])
                 connection.settimeout(EVERY_S)
@@ -66,8 +66,8 @@ def host(
 
 
 def join(place: tuple[str, int], index: int, limit_s: float = LIMIT_S) -> str | None:
-    """Waits, in any other pod, until all pods have connected to the first pod. Returns an error
-    message if the time limit is reached, None otherwise.
+    """Waits, in each pod except the first pod, until all pods have connected to the first pod.
+    Returns an error message if the time limit is reached, None otherwise.
     """
     deadline = time.monotonic() + limit_s
     who = f"pod {index} on {socket.gethostname()}"

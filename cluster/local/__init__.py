@@ -1,5 +1,5 @@
-"""Runs a job on this machine: one process per device, under a supervisor that outlives whoever
-submitted it.
+"""Runs a job on this machine: one process per device, under a supervisor. The supervisor continues
+when the process that submitted the job ends.
 """
 
 import json
@@ -20,15 +20,15 @@ from cluster.submission import prepare_job, submit_prepared
 MAX_PROCESSES = 256
 END_WAIT_S = 60.0
 STARTED = b"started\n"
-"""What a supervisor tells whoever has submitted its job."""
+"""Message of a supervisor to the process that submitted its job, on standard output."""
 
 
 def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> None:
-    """Returns as soon as all ranks are started under a supervisor that does not depend on the
-    caller; `cluster.local.supervisor` says what they find in their environment.
+    """Starts all ranks under a supervisor that does not depend on the caller, and returns as soon
+    as they are started. `cluster.local.supervisor` lists the environment variables of the ranks.
 
     Raises:
-        JobError: not all of them could be started; none is left.
+        JobError: Some rank could not be started. The ranks that were started have been ended.
     """
     run_dir = Path(job.run_dir)
     supervisor = source_command("cluster.local.supervisor", job.run_dir, str(attempt))
@@ -45,7 +45,7 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> N
         ) as child,
     ):
         assert child.stdout is not None
-        # Nothing when guard and supervisor have ended without a word.
+        # The pipe has no message if guard and supervisor have ended before all ranks started.
         if child.stdout.read(len(STARTED)) == STARTED:
             return
     report = read_exit(run_dir)
@@ -54,8 +54,11 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> N
 
 
 def check(job: JobSpec, site: Site) -> None:
-    """Raises ConfigError: one machine cannot run so many processes, or the command or its
-    directory does not exist.
+    """Checks that this machine can run a job.
+
+    Raises:
+        ConfigError: The job has more than one node or more than MAX_PROCESSES processes, or its
+            command or working directory is missing.
     """
     if job.num_nodes != 1:
         raise ConfigError(
@@ -67,7 +70,7 @@ def check(job: JobSpec, site: Site) -> None:
 
 
 def check_count(num_processes: int) -> None:
-    """Raises ConfigError for more processes than one machine can run."""
+    """Raises ConfigError for more than MAX_PROCESSES processes, the limit of one machine."""
     if num_processes > MAX_PROCESSES:
         raise ConfigError(
             f"{num_processes:,} processes are too many for one machine. Give a plan of at most"
@@ -76,11 +79,11 @@ def check_count(num_processes: int) -> None:
 
 
 def requeue(job: Job, scheduled: None) -> None:
-    """Starts the next attempt, after the end of a running one.
+    """Ends a running attempt, and starts the next attempt.
 
     Raises:
-        ConfigError: the job cannot be started again; nothing was ended.
-        JobError: the running attempt does not end.
+        ConfigError: The job cannot be started again. The running attempt was not ended.
+        JobError: The running attempt has not ended after END_WAIT_S seconds.
     """
     prepared = prepare_job(job.spec, Site.read(job.run_dir / "site.json"))
     job.cancel()
@@ -92,15 +95,15 @@ def requeue(job: Job, scheduled: None) -> None:
 
 
 def texts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns submit.sh: what was started, in words, and the command that starts the next attempt
-    by hand.
+    """Returns the text of submit.sh, by file name. Its comments describe the job. Its command
+    starts the next attempt by hand.
     """
     supervisor = shlex.join(source_command("cluster.local.supervisor", job.run_dir))
     script = (
         "#!/bin/bash\n"
         f"# {job.name}: {counted(job.num_processes, 'process', 'processes')} on this machine, each"
         " running\n"
-        # in JSON, since a line break in a word would end the comment
+        # JSON escapes line breaks, which would end the comment.
         f"#   {json.dumps(job.argv)}\n"
         "# Run this script to start the next attempt in the foreground; Ctrl-C ends it.\n"
         f"cd {shlex.quote(str(PACKAGE_ROOT))} && exec {supervisor}\n"

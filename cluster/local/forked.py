@@ -1,7 +1,8 @@
-"""Ranks forked from one process that has imported their module: what all need is read and run once,
-not once a rank.
+"""Forks ranks from one process that has imported their module, so that the module is imported once
+instead of once per rank.
 
-Importing torch and what trains with it costs about two seconds of a core. Standard library, Linux.
+The import of torch and of the training code costs about two CPU seconds. Standard library and Linux
+only.
 """
 
 import contextlib
@@ -19,29 +20,29 @@ from cluster.interpreter import started_module
 from cluster.process import LIBC, become_rank
 from cluster.shadows import explain
 
-PR_SET_NAME = 15  # linux/prctl.h; what ps and top show
+PR_SET_NAME = 15  # Sets the process name that ps and top show. Source: linux/prctl.h.
 
 
 @dataclasses.dataclass
 class ForkedRank:
-    """A child process, with as much of `subprocess.Popen` as the supervisor asks of one."""
+    """A forked child process, with the attributes of `Popen` that the supervisor reads."""
 
     pid: int
     returncode: int | None = None
 
 
 def import_once(module: str, environment: Mapping[str, str]) -> None:
-    """Imports a module of `python -m` in the environment of the ranks, part of which libraries read
-    when imported.
+    """Imports the module that ranks run with `python -m`. The environment variables of the ranks
+    are set first, because libraries read some of them during import.
 
-    A failure is left to the ranks: each meets it again and tells it in its own log.
+    Errors of the import are ignored: each rank repeats the import and reports the error in its log.
     """
     os.environ.update(environment)
-    # nothing of a module is garbage, and to look for it would take a quarter of the time
+    # An import leaves no garbage. The collector would take a quarter of the time of the import.
     gc.disable()
     with contextlib.suppress(Exception):
         importlib.import_module(module)
-    gc.freeze()  # nor need a rank ever look, which would copy the pages that it shares
+    gc.freeze()  # Otherwise the collector of a rank would write to, and so copy, shared pages.
     gc.enable()
 
 
@@ -49,16 +50,19 @@ def fork_rank(
     argv: tuple[str, ...], environment: Mapping[str, str], directory: str, log: IO[bytes]
 ) -> ForkedRank:
     """Forks a child of this process that runs the command `argv`, `python -P -m MODULE ...`, and
-    returns the child. It runs as a new process would: in a process group of its own, with
-    `environment`, in `directory`, and with its output in `log`.
+    returns the child.
+
+    The child runs like a new process: in its own process group, with the environment variables
+    `environment`, in the folder `directory`, and with its output in `log`.
 
     Raises:
-        OSError: it could not be forked.
+        OSError: The process could not be forked.
     """
     parent_pid = os.getpid()
     pid = os.fork()
     if pid:
-        # Either of both is the first, so that the group is there when this returns.
+        # Parent and child both make the process group. It exists when this function returns,
+        # whichever process is faster.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         return ForkedRank(pid)
@@ -70,7 +74,7 @@ def fork_rank(
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log.fileno(), 1), (log.fileno(), 2)):
             os.dup2(source, target)
-        # What the parent has open, its port and its run directory.
+        # Closes the parent's open files, such as its port and its run directory.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
@@ -79,7 +83,7 @@ def fork_rank(
         os.chdir(directory)
         module, words = started_module(argv)
         sys.argv = [module, *words]
-        sys.modules.pop(module, None)  # It runs again as __main__. Its imports stay loaded.
+        sys.modules.pop(module, None)  # The module runs again as __main__. Its imports stay loaded.
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:

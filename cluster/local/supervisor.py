@@ -1,13 +1,14 @@
-"""Starts the ranks of a job on this machine, watches them, and records how they end.
+"""Starts the ranks of a job on this machine, monitors them, and records how they end.
 
     python -m cluster.local.supervisor RUN_DIR            start the next attempt in the foreground
-    python -m cluster.local.supervisor RUN_DIR ATTEMPT    start one that was claimed for it
+    python -m cluster.local.supervisor RUN_DIR ATTEMPT    start an attempt that was claimed before
 
-Two processes. The supervisor owns the attempt: it starts the ranks, waits, ends all when one fails,
-starts them again when one has crashed (`JobSpec.max_restarts`), and writes exit.json: see
-`cluster.supervisor`. Its parent, the guard, does nothing until the supervisor is gone, even by
-SIGKILL, and then kills what is left: all descendants whose parents died become children of the
-guard, so that none can hide. Standard library, Linux.
+The program has two processes, the supervisor and its parent, the guard. The supervisor owns the
+attempt: it starts the ranks, ends all ranks when one fails, restarts them after a crash
+(`JobSpec.max_restarts`), and writes exit.json. See `cluster.supervisor`. The guard waits until the
+supervisor has ended, even by SIGKILL, and then kills all remaining processes. Descendants whose
+parents have died become children of the guard, so the guard finds all of them. Standard library and
+Linux only.
 
 Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
 KIT_ATTEMPT in its environment.
@@ -49,7 +50,7 @@ Ranks = dict[int, subprocess.Popen | ForkedRank]
 
 
 def main() -> int:
-    """Returns 0 when all ranks succeeded."""
+    """Runs an attempt and returns the exit code, 0 if all ranks succeeded."""
     run_dir = Path(sys.argv[1]).absolute()
     try:
         job = JobSpec.read(run_dir / "job.json")
@@ -57,7 +58,7 @@ def main() -> int:
     except (ConfigError, JobError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    # Whoever has submitted the job reads one word from standard output, and no more.
+    # The process that submitted the job reads only the message STARTED from standard output.
     submitter = os.dup(1)
     os.dup2(2, 1)
 
@@ -69,8 +70,8 @@ def main() -> int:
 
 
 def guard(supervisor: Callable[[], int]) -> int:
-    """Runs `supervisor` in a child process and returns its exit code, after the last of its
-    descendants is gone.
+    """Runs `supervisor` in a child process and returns the child's exit code, after all descendants
+    of the child have ended.
     """
     become_subreaper()
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
@@ -78,7 +79,8 @@ def guard(supervisor: Callable[[], int]) -> int:
     if pid == 0:
         exit_with(supervisor)
     signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, signal.SIGTERM))
-    for ignored in (signal.SIGINT, signal.SIGHUP):  # a terminal sends these to the supervisor too
+    # A terminal sends these signals to the guard and to the supervisor, which handles them.
+    for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
     ended = 0
@@ -104,12 +106,13 @@ class LocalSupervisor(Supervisor):
     def __init__(
         self, home: RunDirectory, spec: JobSpec, attempt: int, started: Callable[[], object]
     ) -> None:
-        """`started` is called when all ranks are started, or are about to be forked."""
+        """`started` is called after all ranks were started, or before ranks are forked."""
         super().__init__(home, spec, attempt)
         self.started = started
         self.ranks = Ranks()
         self.port: socket.socket | None = None
-        """Network socket that reserves the port of the ranks until they have ended."""
+        """Network socket that reserves the rendezvous port until the ranks have ended. None before
+        the first start."""
         if spec.time_limit_s is not None:
             self.deadline = time.monotonic() + spec.time_limit_s
 
@@ -144,7 +147,7 @@ class LocalSupervisor(Supervisor):
             self.started()
 
     def _common_environment(self, port: socket.socket) -> dict[str, str]:
-        """Returns the environment that all ranks have in common."""
+        """Returns the environment variables that are equal on all ranks."""
         return {
             "OMP_NUM_THREADS": "1",
             **os.environ,
@@ -154,13 +157,16 @@ class LocalSupervisor(Supervisor):
             "MASTER_PORT": str(port.getsockname()[1]),
             "KIT_ATTEMPT": str(self.attempt),
             "PYTHONUNBUFFERED": "1",
-            # With gloo, ranks that restart would else read stale addresses.
+            # With gloo, restarted ranks would otherwise read stale addresses.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
 
     def _record_starting(self, reason: str) -> None:
-        """Records that the attempt starts, and how far it is. If the file system is in trouble,
-        only prints it.
+        """Records in state.json that the attempt starts. `reason` says how far the start is. If the
+        file system fails, prints the attempt and the reason instead.
+
+        Raises:
+            OSError: The disk is full.
         """
         try:
             update_state(
@@ -176,8 +182,8 @@ class LocalSupervisor(Supervisor):
             say(f"attempt {self.attempt} starts: {reason} (not recorded: {error})")
 
     def look(self, signal_number: int | None) -> AttemptOutcome | None:
-        """Returns the outcome when all ranks have ended well, one has failed, or a signal asks for
-        the end.
+        """Returns the outcome of the attempt if all ranks have succeeded, if a rank has failed, or
+        after a signal of END_SIGNALS. Returns None while the ranks run.
         """
         reap(self.ranks)
         codes = {rank: process.returncode for rank, process in self.ranks.items()}
@@ -193,8 +199,8 @@ class LocalSupervisor(Supervisor):
         return None
 
     def end_ranks(self, outcome: AttemptOutcome) -> None:
-        """Asks the process groups of all running ranks to end, and kills them after the grace
-        time.
+        """Sends SIGTERM to the process groups of all running ranks, and SIGKILL after the job's
+        `grace_s` seconds.
         """
         with contextlib.suppress(JobError, OSError):
             self.home.check()
@@ -237,7 +243,9 @@ class LocalSupervisor(Supervisor):
 def start_rank(
     job: JobSpec, environment: dict[str, str], log: IO[bytes]
 ) -> subprocess.Popen | ForkedRank:
-    """Returns one rank, forked from this process or started anew."""
+    """Starts a rank and returns its process. The rank is forked from this process if `job.forks`,
+    otherwise it is a new process.
+    """
     if job.forks:
         return fork_rank(job.argv, environment, job.working_directory, log)
     supervisor_pid = os.getpid()
@@ -254,8 +262,8 @@ def start_rank(
 
 
 def reap(ranks: Ranks) -> None:
-    """Collects every child that has ended: ranks get their return code, adopted orphans are
-    forgotten.
+    """Reaps every child of this process that has ended. Records the exit codes of ranks in `ranks`.
+    Exit codes of adopted orphans are ignored.
     """
     by_pid = {process.pid: process for process in ranks.values()}
     with contextlib.suppress(ChildProcessError):
@@ -266,8 +274,8 @@ def reap(ranks: Ranks) -> None:
 
 
 def exit_with(function: Callable[[], int]) -> NoReturn:
-    """Ends a forked process with the return value of `function`, never returning into its
-    parent's code.
+    """Ends a forked process with the return value of `function` as exit code, 1 after an error. The
+    process never returns into the code of its parent.
     """
     code = 1
     try:

@@ -1,7 +1,7 @@
-"""Jobs of a cluster from a machine without its scheduler, by the system's own OpenSSH
-and rsync.
+"""Submits and monitors jobs of a cluster from a machine without its scheduler, with the system's
+own OpenSSH and rsync.
 
-`connection.py` is one command on the login node; `mirror.py` the copy of a run directory that this
-machine keeps; `answer.py` runs there and answers; `submit.py` sends a job there. Standard library
-only.
+`connection.py` runs one command on the login node. `mirror.py` keeps a copy of a run directory on
+this machine. `answer.py` runs on the login node and answers requests. `submit.py` submits a job
+through the login node. Standard library only.
 """

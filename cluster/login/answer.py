@@ -1,5 +1,5 @@
-"""Runs on a login node, `python -m cluster.login.answer`: takes one request from standard input
-and answers it on one line.
+"""Answers one request on a login node: `python -m cluster.login.answer` reads the request from
+standard input and prints the answer on one line.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from cluster.submission import submit
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the answer to one request about the run directory `run`.
+    """Returns the answer to one request about the run directory `request["run"]`.
 
     Raises:
-        ConfigError, JobError: it is refused.
+        ConfigError, JobError: The request is refused.
     """
     run_dir = Path(request["run"]).expanduser()
     wanted = request["do"]
@@ -53,13 +53,13 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_missing(path: str) -> bool:
-    """Returns whether no file or folder has a name that begins with a path."""
+    """Returns whether no file or folder exists whose path begins with `path`."""
     file = Path(path).expanduser()
     return not any(file.parent.glob(f"{file.name}*"))
 
 
 def _status(job: Job, request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the status of a job, with the alerts that the other side does not have yet."""
+    """Returns the status of a job, and the alerts that the mirror does not have yet."""
     history = read_history(job.run_dir)
     began = history[0].time if history else None
     alerts = b""
@@ -80,7 +80,7 @@ def _status(job: Job, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answers the request on standard input."""
+    """Prints the answer to the request on standard input."""
     try:
         found = answer(json.loads(sys.stdin.buffer.read()))
     except (ConfigError, JobError, OSError) as error:

@@ -1,9 +1,9 @@
-"""One command on a login node, by the system's own OpenSSH and rsync, over one connection that is
-used again and again.
+"""Runs one command on a login node with the system's own OpenSSH and rsync. All commands share one
+connection.
 
-Nobody is ever asked for a password or a second factor from here (BatchMode): who has to type one
-opens the connection with one command, which every error names. KIT_SSH_CONFIG names another
-configuration than ~/.ssh/config.
+This module never asks for a password or a second factor (BatchMode). A user who must type one opens
+the connection with one command, which every error message names. The environment variable
+KIT_SSH_CONFIG names an ssh configuration to use instead of ~/.ssh/config.
 
 Source: https://man.openbsd.org/ssh_config (ControlMaster, ControlPath, BatchMode),
 https://man.openbsd.org/ssh (exit status 255) and https://download.samba.org/pub/rsync/rsync.1
@@ -24,7 +24,8 @@ CONNECT_S = 10
 TIMEOUT_S = 60.0
 OWN_PATH = "ControlPath=~/.ssh/kit-%C"
 NOT_CONNECTED = 255
-# as rsync tells of a connection that ends or is silent, and of files that are gone or not readable
+# Exit codes of rsync. CUT: the connection broke or timed out. SOME_FILES: files are missing or
+# unreadable.
 CUT = (10, 12, 30)
 SOME_FILES = (23, 24)
 FIRST = {
@@ -35,31 +36,36 @@ FIRST = {
         "The machine takes no ssh now: wait until it does, or mend its Port in ~/.ssh/config. "
     ),
 }
-"""What is to be done first, by ssh's own words, since the command that opens a connection would
-fail as well."""
+"""First advice to the user, by words of ssh's error message. After these errors, the command that
+opens a connection would fail as well."""
 
 
 class NoConnectionError(JobError):
-    """The login node cannot be reached now, or wants to ask its user something; what runs there
-    goes on.
+    """The login node cannot be reached now, or asks its user for a password or second factor. Jobs
+    on the cluster continue.
     """
 
 
 def ssh(login: str, command: str, data: bytes = b"", timeout_s: float = TIMEOUT_S) -> bytes:
-    """Returns what a shell command on a login node prints, `data` on its standard input.
+    """Returns the standard output of a shell command on a login node. `data` is the command's
+    standard input.
 
     Raises:
-        NoConnectionError: there is no connection; with the command that opens one.
-        JobError: the command fails, with its last words.
+        NoConnectionError: There is no connection. The message has the command that opens one.
+        JobError: The command fails. The message has the last line of its standard error.
     """
     return _answer(login, [*_words(login), "--", login, command], data, timeout_s)
 
 
 def copy(login: str, folder: str, here: Path, *options: str, names: str = "") -> None:
-    """Copies files of a folder on a login node into one here: those that rsync's options select,
-    or of these `names`, one a line.
+    """Copies files of a folder on a login node into the local folder `here`.
 
-    Raises as `ssh`.
+    rsync's `options` select the files. `names`, one name per line, are rsync's standard input, for
+    its option `--files-from=-`.
+
+    Raises:
+        NoConnectionError: There is no connection. The message has the command that opens one.
+        JobError: The command rsync fails. The message has the first line of its standard error.
     """
     words = ["rsync", "-rtz", "--no-links", "--secluded-args", *options]
     shell = f"--rsh={shlex.join(_words(login))}"
@@ -67,11 +73,11 @@ def copy(login: str, folder: str, here: Path, *options: str, names: str = "") ->
 
 
 def pass_through(login: str, command: str) -> int:
-    """Runs a shell command on a login node, whose output goes where this process's goes, and
-    returns its exit status.
+    """Runs a shell command on a login node and returns its exit status. The command writes to the
+    standard output and standard error of this process.
 
     Raises:
-        NoConnectionError: there is no connection.
+        NoConnectionError: There is no connection, or the connection was lost.
     """
     code = subprocess.run(
         [*_words(login), "--", login, command], stdin=subprocess.DEVNULL
@@ -82,19 +88,21 @@ def pass_through(login: str, command: str) -> int:
 
 
 def ssh_line(login: str, command: str) -> str:
-    """Returns how `ssh` runs a shell command, less its options: which these are, ssh itself
-    would have to be asked.
+    """Returns the command line with which `ssh` runs a shell command, for display. Connection
+    options are left out, because finding them would need a call of the system's ssh.
     """
     return shlex.join(["ssh", *_config(), "--", login, command])
 
 
 def open_command(login: str) -> str:
-    """Returns the command by which a user opens the connection, and types what has to be typed."""
+    """Returns the command with which a user opens the connection. This command asks the user for a
+    password and a second factor if the login node needs them.
+    """
     return shlex.join(["ssh", *_config(), "-fN", *_shared(login, "yes"), "--", login])
 
 
 def _answer(login: str, words: list[str], data: bytes, timeout_s: float = TIMEOUT_S) -> bytes:
-    # not a pipe: a connection that stays open would keep it open
+    # Standard error goes to a file: a shared connection that stays open would keep a pipe open.
     with tempfile.TemporaryFile() as said:
         try:
             done = subprocess.run(
@@ -142,8 +150,8 @@ def _config() -> list[str]:
 
 
 def _shared(login: str, master: str) -> list[str]:
-    """Returns the options by which one connection serves all commands; none where the user's
-    configuration has some.
+    """Returns the ssh options with which all commands share one connection. Returns no options if
+    the user's configuration already shares connections.
     """
     if _is_shared(login, *_config()):
         return []

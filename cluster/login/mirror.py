@@ -1,13 +1,15 @@
-"""The mirror of a run directory that lies on a cluster: itself a run directory, which every view
-can read, offline too.
+"""Keeps a mirror of a run directory on a cluster. The mirror is itself a run directory, which every
+view can read, also offline. It has three files of its own:
 
-    login.json         whose mirror it is: the login node, the directory there, the Python and the
-                       source that answer
-    login_seen.json    what was last heard: the job's status, when, and what was in the way since
-    .login.lock        held while it is asked for; its time is when that began or ended last
+    login.json         place of the run: login node, directory on the other side, and the Python and
+                       source that answer requests
+    login_seen.json    last report: the job's status, the time of the report, and the error that has
+                       prevented later reports
+    .login.lock        lock of a request. Its modification time is the beginning or end of the last
+                       request.
 
-What is small comes by rsync when it has changed, steps and the logs that were asked for from where
-they end here. Data and weights stay there. The job notices nothing.
+rsync copies small files when they have changed. Of metrics and requested logs it copies only what
+the mirror does not have yet. Data and weights stay on the other side. The job is not affected.
 """
 
 import dataclasses
@@ -41,15 +43,16 @@ LOCK = ".login.lock"
 INTERVAL_S = 5.0
 LATE_S = 12.0
 FIRST_WAIT_S = 20.0
-SUBMIT_WAIT_S = 300.0  # longer than the scheduler may take there, twice where it compiles first
+# Longer than the other side's scheduler may take for two jobs, one that compiles and one that runs.
+SUBMIT_WAIT_S = 300.0
 SYNCED = "/kit-source-"
-"""In the path of source that was sent there, which must be its user's own; one that a site file
-names need not be."""
+"""Part of the path of source that this kit has sent to the other side. Such source must belong to
+its user. Source that a site file names need not."""
 IS_OWN = """\
 { [ "$(find . -prune -user "$(id -u)" ! -perm -020 ! -perm -002)" = . ] || { echo "$PWD is no folder that you alone \
 can write to, and what it holds would be run. Remove it, or give another there.folder." >&2; exit 1; }; }"""  # noqa: E501
-"""Ends a shell unless the folder that it is in, whatever bears its name by now, is its user's
-own."""
+"""Shell command that exits with code 1 unless the current folder belongs to the user and nobody
+else can write to it. It tests the open folder, even if the folder's path now names another one."""
 SMALL = (
     "--max-size=16m",
     "--delete",
@@ -73,15 +76,16 @@ SMALL = (
     "--include=/checkpoints/*/manifest.json",
     "--exclude=*",
 )
-"""Of rsync, for what is replaced as a whole: no larger than a record may be; neither whose mirror
-it is nor the site as the other side names it. What goes there goes here, but for the user's own."""
+"""Options of rsync for files that are replaced as a whole. 16 MiB is the largest size of a record.
+The mirror's own login.json, and site.json as the other side has it, are not copied. Files that the
+other side deletes are deleted here too, except at the top level, which has files of the user."""
 GROWING = ("--max-size=1g", "--append", "--files-from=-", "--ignore-missing-args")
-"""Of rsync, for what only grows."""
+"""Options of rsync for files that only grow. Only new bytes are copied."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mirror(Record):
-    """login.json: where the run is that this directory mirrors."""
+    """login.json: place of the run that this directory mirrors."""
 
     login: str = field_doc("name of the login node in ~/.ssh/config")
     python: str = field_doc("Python on the other side")
@@ -90,13 +94,13 @@ class Mirror(Record):
 
     @property
     def note(self) -> Path:
-        """Where it is noted that this user has made it: run directories are passed on, and this
-        file of one says what is run where.
+        """File whose existence shows that this user has made the mirror. Users pass run directories
+        to others, and login.json names programs that are run on a login node.
         """
         return config_folder() / "mirrors" / hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def own(self) -> Self:
-        """Notes that this user has made it, and returns it."""
+        """Records that this user has made the mirror, and returns the mirror."""
         self.note.parent.mkdir(parents=True, exist_ok=True)
         self.note.touch()
         return self
@@ -105,15 +109,15 @@ class Mirror(Record):
         """Returns the answer of the other side to a request.
 
         Raises:
-            NoConnectionError: it cannot be reached.
-            JobError: it refuses, with its words, or the mirror is somebody else's.
+            NoConnectionError: The login node cannot be reached.
+            JobError: The other side refuses the request, or another user made the mirror.
         """
         data = json.dumps({"run": self.directory, **request}).encode()
         timeout_s = SUBMIT_WAIT_S if request["do"] in ("submit", "requeue") else TIMEOUT_S
         answer = ssh(self.login, self.command("cluster.login.answer"), data, timeout_s)
-        try:  # what a login shell prints by itself comes first
+        try:  # A login shell may print other lines before the answer.
             found = json.loads(answer[answer.rstrip().rfind(b"\n") + 1 :])
-        except ValueError as error:  # the connection broke in the middle of it
+        except ValueError as error:  # The connection broke within the answer.
             raise NoConnectionError(
                 f"{self.login}: the answer was cut short ({len(answer):,} bytes)"
             ) from error
@@ -122,10 +126,10 @@ class Mirror(Record):
         return found
 
     def command(self, module: str, *words: str) -> str:
-        """Returns the shell command that runs a module of the kit there.
+        """Returns the shell command that runs a module of the kit on the login node.
 
         Raises:
-            JobError: the mirror was made by somebody else, so what it names may be anything.
+            JobError: Another user made the mirror, so the programs that it names are not trusted.
         """
         if not self.note.exists():
             raise JobError(
@@ -136,17 +140,17 @@ class Mirror(Record):
 
 
 def command(source: str, python: str, module: str, *words: str) -> str:
-    """Returns the shell command that runs a module of the kit in a folder of its source."""
+    """Returns the shell command that runs a module of the kit in the folder `source`."""
     own = f" && {IS_OWN}" if SYNCED in source else ""
     answer = source_command(module, *words, python=python, source=source)
     inner = f"cd {shlex.quote(source)}{own} && exec {shlex.join(answer)}"
-    # A login shell, since the scheduler and its modules may be known only there.
+    # Only a login shell may have the commands of the scheduler, and modules, on its path.
     return f"exec bash -lc {shlex.quote(inner)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen(Record):
-    """login_seen.json: what was last heard from there."""
+    """login_seen.json: the last report from the other side."""
 
     time: float = field_doc("unix time on this side; 0: nothing was heard yet", default=0.0)
     status: dict[str, Any] = field_doc("JobStatus as the other side knew it", default_factory=dict)
@@ -158,17 +162,17 @@ class Seen(Record):
 
     @property
     def age_s(self) -> float:
-        """Seconds since then."""
+        """Age of the last report in seconds."""
         return max(0.0, time.time() - self.time)
 
     @property
     def age(self) -> str:
-        """The same for people."""
+        """Age of the last report as a text, such as `3 min`."""
         return age_text(self.age_s)
 
 
 def age_text(seconds: float) -> str:
-    """Returns an age for people, in the largest unit of which it has at least two."""
+    """Returns an age as a text in the largest unit of which it has at least two, such as `90 s`."""
     for unit, size, least in (("d", 86400, 2), ("h", 3600, 2), ("min", 60, 2)):
         if seconds >= least * size:
             return f"{seconds / size:.0f} {unit}"
@@ -176,7 +180,7 @@ def age_text(seconds: float) -> str:
 
 
 class MirroredRun(Owned):
-    """A run behind a login node: its mirror on this machine, and what is asked of it there."""
+    """A run behind a login node: its mirror on this machine, and requests to the other side."""
 
     def __init__(self, run_dir: Path, mirror: Mirror) -> None:
         self.run_dir = run_dir
@@ -187,14 +191,15 @@ class MirroredRun(Owned):
         return self.run_dir
 
     def seen(self) -> Seen:
-        """Returns what was last heard of the run."""
+        """Returns the last report on the run."""
         return seen_of(self.run_dir)
 
     def refresh(self, now: bool = False) -> Seen:
-        """Returns what was last heard of the run, and what is in the way of hearing more.
+        """Returns the last report on the run, with the error that prevents a newer report.
 
-        Asks at most every INTERVAL_S, in the background, or `now`. It waits for the answer only
-        then, and where nobody has asked for a while. A mirror of another user is not changed.
+        Requests a new report in a background thread, at most every INTERVAL_S seconds, or at once
+        with `now`. Waits for the new report, at most FIRST_WAIT_S seconds, with `now` or if the
+        last request is more than LATE_S seconds old. A mirror of another user is not changed.
         """
         if owner := self.other_owner:
             return self.seen().replace(
@@ -211,18 +216,19 @@ class MirroredRun(Owned):
         return self.seen()
 
     def forward(self, request: str) -> None:
-        """Asks the other side to `stop`, `checkpoint`, `cancel` or `requeue`.
+        """Sends a request to the other side: `stop`, `checkpoint`, `cancel` or `requeue`.
 
         Raises:
-            NoConnectionError: it cannot be asked; the job goes on.
-            JobError: it refuses.
+            NoConnectionError: The login node cannot be reached. The job continues.
+            JobError: The other side refuses the request.
         """
         self.mirror.ask(do=request)
         self.refresh(now=True)
 
     def fetch_logs(self, logs: Iterable[Path], waits: bool) -> None:
-        """Makes empty logs, since a fetch updates only the logs that the mirror already has. If
-        `waits`, fetches them. Of a mirror of another user nothing is fetched.
+        """Creates missing logs as empty files, since a fetch updates only logs that the mirror
+        already has. With `waits`, also fetches their content. Does nothing in a mirror of another
+        user.
         """
         if not self.is_writable:
             return
@@ -233,18 +239,21 @@ class MirroredRun(Owned):
             self.refresh(now=True)
 
     def run_command(self, words: list[str]) -> int:
-        """Runs a `kit` command on the other side and returns its exit status. Its output goes where
-        this process's goes.
+        """Runs a `kit` command on the other side and returns its exit status. The command writes to
+        the standard output and standard error of this process.
 
         Raises:
-            NoConnectionError, JobError: it cannot be run there, or the mirror is somebody else's.
+            NoConnectionError: The login node cannot be reached.
+            JobError: Another user made the mirror.
         """
         self.check_writable("run this where it mirrors a run")
         return pass_through(self.mirror.login, self.mirror.command("kit", *words))
 
     def _ask_now(self, now: bool) -> None:
-        """Makes one round trip, unless another is under way, and notes what was in its way."""
-        # of the login node, so that a list of many runs waits for one of them
+        """Updates the mirror, unless another process is updating it. Records an error in
+        login_seen.json.
+        """
+        # One file per login node: a list of many runs waits only once for an unreachable node.
         lost = config_folder() / f"unreachable_{Path(self.mirror.login).name}"
         wait_s = FIRST_WAIT_S if now else 0.0
         try:
@@ -258,7 +267,7 @@ class MirroredRun(Owned):
                     fetch(self.run_dir, self.mirror)
                 finally:
                     _mark_now(lock.fileno())
-        except Exception as error:  # whatever went wrong, what is here already tells the rest
+        except Exception as error:  # Views then show the mirror as it is, with this error.
             if isinstance(error, NoConnectionError):
                 write_atomic(lost, str(error))
                 _mark_now(lost)
@@ -266,24 +275,28 @@ class MirroredRun(Owned):
 
 
 def mirror_of(run_dir: Path) -> MirroredRun | None:
-    """Returns the run that a run directory mirrors, or None for one whose run is here."""
+    """Returns the run that a run directory mirrors, or None if the directory is no mirror."""
     mirror = Mirror.read_or_none(run_dir / MIRROR)
     return None if mirror is None else MirroredRun(run_dir, mirror)
 
 
 def seen_of(run_dir: Path) -> Seen:
-    """Returns what was last heard of a run elsewhere; of one that is here, nothing ever."""
+    """Returns the last report on a mirrored run. The report is empty if there is none yet, or if
+    the directory is no mirror.
+    """
     return Seen.read_or_none(run_dir / SEEN) or Seen()
 
 
 def refresh(run_dir: Path) -> None:
-    """Brings a mirror up to date as `MirroredRun.refresh`. Does nothing for a run that is here."""
+    """Updates a mirror with `MirroredRun.refresh`. Does nothing if the directory is no mirror."""
     if run := mirror_of(run_dir):
         run.refresh()
 
 
 def forward(run_dir: Path, request: str) -> bool:
-    """Asks the other side as `MirroredRun.forward`. Returns False where the run is here."""
+    """Sends a request to the other side with `MirroredRun.forward`, and returns True. Returns False
+    if the directory is no mirror.
+    """
     run = mirror_of(run_dir)
     if run is None:
         return False
@@ -294,9 +307,10 @@ def forward(run_dir: Path, request: str) -> bool:
 def fetch_log(
     run_dir: Path, attempt: int, rank: int, ranks_per_node: int, waits: bool = False
 ) -> Path:
-    """Returns the log that holds what a rank has said, as `find_log`.
+    """Returns the log file with the output of a rank, as `find_log` does.
 
-    A mirror fetches the logs that it has, so there it is made, and `waits` for what is in it.
+    A mirror fetches only logs that it already has. In a mirror, a missing log is therefore created
+    as an empty file. With `waits`, its content is fetched before the function returns.
     """
     logs = rank_logs(run_dir, attempt, rank, ranks_per_node)
     if not logs[0].exists() and (run := mirror_of(run_dir)):
@@ -305,7 +319,7 @@ def fetch_log(
 
 
 def fetch_script_logs(run_dir: Path, state: RunState) -> list[Path]:
-    """Returns the files of `script_logs`, which a mirror fetches first."""
+    """Returns the files of `script_logs`. In a mirror, the files are fetched first."""
     logs = script_logs(run_dir, state)
     if run := mirror_of(run_dir):
         run.fetch_logs(logs, waits=True)
@@ -313,15 +327,15 @@ def fetch_script_logs(run_dir: Path, state: RunState) -> list[Path]:
 
 
 def fetch(run_dir: Path, mirror: Mirror) -> None:
-    """Brings a mirror up to date.
+    """Updates a mirror: the report, small files, and new lines of metrics, logs and alerts.
 
     Raises:
-        NoConnectionError, JobError: as `Mirror.ask`.
-        OSError: a file here is none that may be appended to.
+        NoConnectionError, JobError: The other side cannot be asked or refuses, see `Mirror.ask`.
+        OSError: A local file is not safe to append to, see `cluster.files.appending`.
     """
     old = seen_of(run_dir)
     heard = mirror.ask(do="status", began=old.began, alerts=old.alerts)
-    if heard["began"] != old.began:  # the directory there is that of another run now
+    if heard["began"] != old.began:  # The directory on the other side now has another run.
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         shutil.rmtree(run_dir / "logs", ignore_errors=True)
     copy(mirror.login, mirror.directory, run_dir, *SMALL)
@@ -334,7 +348,7 @@ def fetch(run_dir: Path, mirror: Mirror) -> None:
         appending(file).close()
     names = "\n".join(str(file.relative_to(run_dir)) for file in growing)
     copy(mirror.login, mirror.directory, run_dir, *GROWING, names=names)
-    if heard["alerts"]:  # to those of watchers here
+    if heard["alerts"]:  # The local file may also have alerts of monitors on this machine.
         append_lines(run_dir / "alerts.jsonl", heard["alerts"].encode())
     Seen(
         time=time.time(), status=heard["status"], began=heard["began"], alerts=heard["alerts_end"]

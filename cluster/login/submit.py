@@ -1,5 +1,5 @@
-"""Sends a job to a cluster behind a login node: its records travel, and the same `submit` runs
-there.
+"""Submits a job to a cluster behind a login node: the records of the job are sent, and
+`cluster.submission.submit` runs on the login node.
 """
 
 import gzip
@@ -36,13 +36,14 @@ from cluster.state import JobError
 
 
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
-    """Sends a job through its site's login node and returns the handle of its mirror, the job's run
-    directory here.
+    """Submits a job through its site's login node. Returns the job of the mirror, which is the run
+    directory on this machine.
 
     Raises:
-        ConfigError, JobError: it cannot run there, or the other side refuses; nothing was started.
-        NoConnectionError: the connection was lost; the mirror is kept and tells, once there is one,
-            whether it runs.
+        ConfigError, JobError: The job cannot run on the cluster, or the other side refuses the job.
+            Nothing was started.
+        NoConnectionError: There is no connection. If it was lost after the job was sent, the mirror
+            is kept. Its status says whether the job runs as soon as there is a connection.
     """
     run_dir = Path(job.run_dir)
     known = mirror_of(run_dir)
@@ -51,7 +52,7 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     else:
         directory = f"{_there(site).folder}/{run_dir.name}"
     mirror = _mirror(site, directory)
-    mirror.ask(do="lacking", paths=[])  # so that without a connection nothing is written here
+    mirror.ask(do="lacking", paths=[])  # Fails without a connection, before files are written.
     there = _translated(job, mirror.python, mirror.source, mirror.directory)
     theirs = site.replace(login=None, there=None)
     asked = {"job.json": there.to_json(), **(files or {})}
@@ -75,8 +76,8 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
 
 
 def texts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns the scripts of a job with the paths of the other side, as this kit writes them;
-    nobody is asked.
+    """Returns the scripts of a job by file name, with the paths of the other side. The kit on this
+    machine writes them, without a request to the other side.
     """
     there = _there(site)
     theirs = site.replace(login=None, there=None)
@@ -87,7 +88,7 @@ def texts(job: JobSpec, site: Site) -> dict[str, str]:
 
 
 def first_commands(site: Site) -> list[str]:
-    """Returns the commands by which a launch through a login node begins; nothing is run."""
+    """Returns the first commands of a launch through a login node, for display. Runs nothing."""
     there = _there(site)
     source = str(there.source)
     commands = [] if there is site.there else [_is_there(source)]
@@ -98,12 +99,18 @@ def first_commands(site: Site) -> list[str]:
 
 
 def attach(run_dir: Path, site: Site, directory: str) -> Job:
-    """Makes a mirror of a run that somebody launched there, from this machine or another, and
-    returns its job.
+    """Makes a mirror of a run that is already on the other side, and returns the run's job. The run
+    may have been launched from any machine.
+
+    Args:
+        run_dir: new folder of the mirror on this machine.
+        site: site with a login node.
+        directory: absolute path of the run directory on the other side.
 
     Raises:
-        ConfigError: the site has no login node, or there is something in the directory here.
-        NoConnectionError, JobError: no run of the kit is there, or it cannot be asked.
+        ConfigError: The site has no login node, `run_dir` is not empty, or `directory` is relative.
+        NoConnectionError: The login node cannot be reached.
+        JobError: The directory on the other side is no run directory.
     """
     if site.login is None:
         raise ConfigError(
@@ -128,10 +135,10 @@ def attach(run_dir: Path, site: Site, directory: str) -> Job:
 
 
 def refuse_lacking(site: Site, paths: list[str], module: str) -> None:
-    """Raises ConfigError unless all paths are absolute and exist there, and its Python can import a
-    module in a job.
+    """Raises ConfigError unless all paths are absolute and exist on the login node, and the Python
+    of its jobs can import `module`.
 
-    So it does, and asks nothing there, if the site file is still to be filled in.
+    Also raises ConfigError, without a request to the login node, if the site file is incomplete.
     """
     check_submittable(site)
     if relative := [path for path in paths if not path.startswith("/")]:
@@ -186,21 +193,22 @@ def _translated(job: JobSpec, python: str, source: str, directory: str) -> JobSp
 
 
 def _mirror(site: Site, directory: str) -> Mirror:
-    """Returns the mirror of a run directory there, to which this kit's source is sent if the site
-    says so.
+    """Returns the mirror record of a run directory on the other side. If the site file sets `sync`,
+    this kit's source is sent first.
     """
     assert site.login is not None
     there = _there(site)
-    check_submittable(site.replace(slurm=None))  # whoever attaches needs no account
+    check_submittable(site.replace(slurm=None))  # A user who only attaches needs no account.
     source = str(there.source)
-    if there is not site.there:  # which says sync
+    if there is not site.there:  # The site file sets `sync`.
         _sync(site.login, source)
     return Mirror(login=site.login, python=there.python, source=source, directory=directory).own()
 
 
 def _there(site: Site) -> There:
-    """Returns a site's [there] with its source: where this very one is sent, by its hash, if the
-    site says sync.
+    """Returns a site's table [there] with its field `source`. If the site file sets `sync`, the
+    source is the folder for this kit's source on the other side. The folder is named by the hash of
+    the source.
     """
     if site.there is None:
         raise ConfigError(
@@ -209,7 +217,8 @@ def _there(site: Site) -> There:
         )
     if site.there.source:
         return site.there
-    # One for each user of a common folder, since nobody runs what somebody else has put there.
+    # Each user has a separate copy of the source in a common folder, since source of another user
+    # is never run.
     parent = f"{site.there.folder}{SYNCED}{os.environ.get('USER', os.getuid())}"
     source = f"{parent}/{hashlib.sha256(source_archive()).hexdigest()[:16]}"
     return site.there.replace(source=source, sync=False)
@@ -220,11 +229,13 @@ def _is_there(source: str) -> str:
 
 
 def _sync(login: str, source: str) -> None:
-    """Sends this source unless it is there; whose it is, is tested whenever it is used."""
+    """Sends this kit's source unless the folder `source` exists on the login node. The owner of the
+    folder is tested at every use.
+    """
     if b"yes" in ssh(login, _is_there(source)):
         return
     place, new, parent = map(shlex.quote, (source, f"{source}.new", os.path.dirname(source)))
-    make = (  # of which no ACL makes more
+    make = (  # With mode 700, a default ACL of the parent gives nobody else access.
         f"mkdir -p {parent} && umask 077 && rm -rf {new} && mkdir -m 700 {new}"
     )
     fill = f"{make} && cd {new} && {IS_OWN} && tar -xzf - && mv -T {new} {place}"
@@ -232,10 +243,10 @@ def _sync(login: str, source: str) -> None:
 
 
 def source_archive() -> bytes:
-    """Returns `kit` and `cluster` as one archive, the same bytes for the same source.
+    """Returns `kit` and `cluster` as one .tar.gz archive. Equal source gives equal bytes.
 
     Raises:
-        JobError: tar fails. The message contains the output of tar.
+        JobError: The command tar fails. The message contains the output of tar.
     """
     words = ["tar", "-cf", "-", "--exclude=__pycache__", "--sort=name", "--mtime=@0", "--owner=0"]
     words += ["--group=0", "--numeric-owner", "--mode=u=rwX,go=rX", "cluster", "kit"]

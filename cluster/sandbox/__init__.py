@@ -1,9 +1,9 @@
 """A real Slurm on one machine, for tutorials and tests.
 
 `python -m cluster.sandbox start | stop | status`. As root, every node has its own network, host
-name, processes and mounts, so that nodes can be switched off and cables cut. Without root all nodes
-share one host. Up in one or two seconds. Nothing is installed and no service of the machine is
-touched; see `why_not` for what is missing.
+name, processes and mounts, so that tests can switch nodes off and disconnect them. Without root all
+nodes share one host. A start takes one or two seconds. The sandbox installs nothing and changes no
+service of the machine. `why_not` names missing programs.
 """
 
 import contextlib
@@ -37,7 +37,10 @@ SYSTEM_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 
 
 def why_not(accounting: bool = False) -> str | None:
-    """Returns why no sandbox can run here and what to do about it, or None when one can."""
+    """Returns why no sandbox can run on this machine and what to do, or None if one can run.
+
+    `accounting` is whether the sandbox needs slurmdbd and MariaDB.
+    """
     if sys.platform != "linux":
         return f"a sandbox needs Linux, this is {sys.platform}"
     path = f"{os.environ.get('PATH', '')}:{SYSTEM_PATH}"
@@ -55,9 +58,7 @@ def why_not(accounting: bool = False) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sandbox(Record):
-    """A sandbox: what it consists of, kept in its directory as sandbox.json, and what can be done
-    with it.
-    """
+    """sandbox.json: the settings of a sandbox. The methods start, query and stop the sandbox."""
 
     root: str = field_doc("its directory: configuration, state, sockets and logs")
     num_nodes: int = field_doc("simulated nodes", default=4)
@@ -79,17 +80,20 @@ class Sandbox(Record):
         isolated: bool | None = None,
         accounting: bool = False,
     ) -> "Sandbox":
-        """Returns a sandbox whose nodes are all idle; one that runs already as it is.
+        """Starts a sandbox and returns it when all nodes are idle. If a sandbox already runs in the
+        directory, returns that sandbox unchanged.
 
         Args:
-            root: its directory, made for the caller alone; default: one per user below /tmp.
-            num_nodes: simulated nodes.
-            isolated: namespaces for each node; default: where this process may make them.
-            accounting: with slurmdbd and MariaDB behind it, so that sacct works.
+            root: directory of the sandbox, accessible only to its user. Default: one per user below
+                /tmp.
+            num_nodes: number of simulated nodes.
+            isolated: whether each node has its own namespaces. Default: whether this process may
+                make namespaces.
+            accounting: whether slurmdbd and MariaDB run too, so that sacct works.
 
         Raises:
-            JobError: something is missing, the directory is not the caller's own, or the daemons
-                did not come up; then the message ends with their last words.
+            JobError: Programs are missing, the directory does not belong to the user, or a daemon
+                does not start. In the last case, the message ends with the last lines of the logs.
         """
         if reason := why_not(accounting):
             raise JobError(reason)
@@ -110,7 +114,7 @@ class Sandbox(Record):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_own(directory)
         write_configuration(sandbox)
-        # Its standard output ends as soon as find() finds it; it lives on.
+        # The keeper closes its standard output when `find` can find the sandbox, and keeps running.
         keeper = ["setsid", "--fork", *source_command("cluster.sandbox.keeper", sandbox.root)]
         with sandbox.path("log", "keeper.log").open("ab") as log:
             subprocess.run(
@@ -126,7 +130,11 @@ class Sandbox(Record):
 
     @classmethod
     def find(cls, root: str | os.PathLike[str] | None = None) -> "Sandbox | None":
-        """Returns the sandbox that runs in a directory, or None; raises JobError as `is_own`."""
+        """Returns the sandbox that runs in a directory, or None.
+
+        Raises:
+            JobError: Another user may have written to the directory, see `is_own`.
+        """
         found = left_in(Path(root or default_root()).absolute())
         if found is None:
             return None
@@ -139,27 +147,27 @@ class Sandbox(Record):
 
     @property
     def daemons(self) -> list[str]:
-        """All that runs, in order of its start; see daemon.sh."""
+        """Names of all daemons in order of their start. daemon.sh starts a daemon by its name."""
         databases = ["mariadbd", "slurmdbd"] if self.accounting else []
         return ["munged", *databases, "controller", *self.nodes]
 
     @property
     def tag(self) -> str:
-        """Begins the names of interfaces and namespaces (see daemon.sh), so that two sandboxes do
-        not meet.
+        """Prefix of the names of network interfaces and namespaces (see daemon.sh). It depends on
+        the directory, so that two sandboxes have different names.
         """
         return f"k{hashlib.sha256(self.root.encode()).hexdigest()[:5]}"
 
     def cable(self, node: str) -> str:
-        """Returns the interface by which a node is plugged into the switch."""
+        """Returns the name of the network interface that connects a node to the switch."""
         return f"{self.tag}v{node.removeprefix('node')}"
 
     def path(self, *parts: str) -> Path:
         return Path(self.root, *parts)
 
     def daemon(self, name: str, **how: Any) -> subprocess.Popen:
-        """Returns daemon.sh as a process that runs one of `daemons`, or makes or removes the
-        network.
+        """Starts daemon.sh and returns its process. `name` is one of `daemons`, or `network_up` or
+        `network_down`, which makes or removes the network. `how` are arguments of Popen.
         """
         return subprocess.Popen(
             ["bash", Path(__file__).with_name("daemon.sh"), name],
@@ -171,45 +179,52 @@ class Sandbox(Record):
 
     @property
     def site_file(self) -> str:
-        """The site file by which jobs are sent here."""
+        """Path of the site file with which jobs are submitted to the sandbox."""
         return str(self.path("etc", "site.toml"))
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client (sbatch, squeue, a notebook) must have in its environment."""
+        """Environment variables that a client of the sandbox (sbatch, squeue, a notebook) needs."""
         return {"SLURM_CONF": str(self.path("etc", "slurm.conf"))}
 
     def run(self, *command: str) -> str:
-        """Returns what a Slurm client prints."""
+        """Returns the output of a Slurm command that runs in the sandbox, such as squeue."""
         return slurm_command([*command], self.environment["SLURM_CONF"])
 
     def node_states(self) -> dict[str, str]:
-        """Returns what Slurm thinks of each node, in its own word."""
+        """Returns the state of each node in Slurm's word, such as `idle`, by node name."""
         lines = self.run(
             "sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %t"
         ).splitlines()
         return dict(line.split() for line in lines)
 
     def cut(self, node: str) -> None:
-        """Pulls a node's cable at the switch: the node goes on, its packets just get lost."""
+        """Disconnects a node from the switch. The node keeps running, but its packets are lost.
+
+        Raises:
+            JobError: The nodes share one network, because the sandbox runs without root.
+        """
         if not self.isolated:
             raise JobError("the nodes have no cables: without root all share one network")
         subprocess.run(["ip", "link", "set", self.cable(node), "nomaster"])
 
     def stop(self) -> None:
-        """Ends all daemons and removes network, mounts and files."""
+        """Ends all daemons of the sandbox, and removes its network, mounts and files."""
         stop_sandbox(self.root)
 
     def values(self) -> dict[str, str]:
-        """Returns what the templates and daemon.sh leave open."""
+        """Returns the values of the placeholders in the configuration templates, by name. daemon.sh
+        reads the values as environment variables.
+        """
         host = socket.gethostname().split(".")[0]
         number = int(self.tag[1:], 16) + self.shift
         count = self.num_nodes
-        # The first three bytes: a /24 of 198.18.0.0/15, which RFC 2544 reserves for benchmarks.
+        # Network prefix of three bytes: a /24 of 198.18.0.0/15, which RFC 2544 reserves for
+        # benchmarks.
         network = f"198.{18 + number // 250 % 2}.{1 + number % 250}"
         port = 10000 + number % 4000 * 5
         first = 30000 + number % 200 * 10
-        # Device files that can pass for accelerators: Slurm takes character devices only.
+        # Device files that represent accelerators. Slurm accepts character devices only.
         has_devices = all(Path(f"/dev/tty{number}").is_char_device() for number in range(8))
         values = {
             "root": self.root,
@@ -241,7 +256,7 @@ class Sandbox(Record):
         if self.isolated:
             values["isolated"] = "yes"
         else:
-            here = "127.0.0.1"  # names of nodes that share one host resolve nowhere
+            here = "127.0.0.1"  # Node names cannot be resolved if all nodes share one host.
             values |= {"controller_address": here, "node_addresses": here, "node_hosts": host}
             values["task_setup"] = f'"export MASTER_ADDR={here} GLOO_SOCKET_IFNAME=lo"'
         return values
@@ -249,7 +264,7 @@ class Sandbox(Record):
     def _wait_until_idle(self) -> None:
         deadline = time.monotonic() + START_WAIT_S
         while self.find(self.root) and time.monotonic() < deadline:
-            with contextlib.suppress(JobError):  # the controller does not answer yet
+            with contextlib.suppress(JobError):  # The controller may not answer yet.
                 if set(self.node_states().values()) == {"idle"}:
                     return
             time.sleep(0.05)
@@ -263,7 +278,9 @@ class Sandbox(Record):
 
 
 def _is_of_this_machine(address: str) -> bool:
-    """Returns whether an address is in use here, as that of another sandbox's switch is."""
+    """Returns whether this machine has an IP address, for example as the switch of another
+    sandbox.
+    """
     with socket.socket() as probe, contextlib.suppress(OSError):
         probe.bind((address, 0))
         return True
@@ -275,10 +292,12 @@ def default_root() -> Path:
 
 
 def is_own(directory: Path) -> bool:
-    """Returns whether a directory is there, in which nobody but the caller can have put anything.
+    """Returns whether a directory exists. Raises an error if it exists and another user may have
+    written to it, because a sandbox runs the files of its directory.
 
     Raises:
-        JobError: it may be somebody else's; what lies there is believed, and run.
+        JobError: The directory belongs to another user, other users can write to it, or it is no
+            directory.
     """
     try:
         found = directory.lstat()
@@ -294,10 +313,11 @@ def is_own(directory: Path) -> bool:
 
 
 def left_in(directory: Path) -> tuple[Sandbox, Process] | None:
-    """Returns the sandbox of a directory and its keeper, running or ended; None where there is
-    none.
+    """Returns (sandbox of a directory, process of its keeper), or None if the directory has no
+    sandbox. The keeper may have ended.
 
-    Raises JobError as `is_own`.
+    Raises:
+        JobError: Another user may have written to the directory, see `is_own`.
     """
     if not is_own(directory):
         return None
@@ -309,15 +329,16 @@ def left_in(directory: Path) -> tuple[Sandbox, Process] | None:
 
 
 def can_isolate() -> bool:
-    """Whether this process may make nodes with a network, processes and mounts of their own."""
+    """Returns whether this process may make nodes with their own network, processes and mounts."""
     probe = "unshare --uts --net --mount --pid --fork --mount-proc ip link set lo up".split()
     return os.geteuid() == 0 and subprocess.run(probe, capture_output=True).returncode == 0
 
 
 def stop_sandbox(root: str | os.PathLike[str] | None = None, keep_files: bool = False) -> bool:
-    """Ends a sandbox, whatever is left of it, and removes its files; returns whether it ran.
+    """Ends a sandbox or its remaining parts, and removes its files. Returns whether the sandbox
+    ran.
 
-    Without namespaces, jobs of one whose keeper was killed by SIGKILL have to be ended by hand.
+    Jobs of a sandbox without namespaces whose keeper was killed by SIGKILL must be ended by hand.
     """
     directory = Path(root or default_root()).absolute()
     if (found := left_in(directory)) is None:
@@ -335,8 +356,10 @@ def stop_sandbox(root: str | os.PathLike[str] | None = None, keep_files: bool = 
 
 
 def write_configuration(sandbox: Sandbox) -> None:
-    """Writes everything that the daemons read, into a directory that is the caller's alone."""
-    # scratch: the same path with another file system on each node
+    """Writes all configuration files of the daemons and sandbox.json. Only this user may be able to
+    write to the sandbox's directory.
+    """
+    # `scratch` is the mount point of a different file system on each node.
     for folder in ("etc", "state", "log", "run", "scratch"):
         sandbox.path(folder).mkdir(parents=True, exist_ok=True)
     values = sandbox.values()
@@ -347,6 +370,6 @@ def write_configuration(sandbox: Sandbox) -> None:
     for name, content in (files | {"munge.key": os.urandom(128)}).items():
         file = sandbox.path("etc", name)
         file.unlink(missing_ok=True)
-        file.touch(0o600, exist_ok=False)  # a new file, not where a link leads
+        file.touch(0o600, exist_ok=False)  # Makes a new file, and never follows a link.
         file.write_bytes(content)
     sandbox.write(sandbox.path("sandbox.json"))

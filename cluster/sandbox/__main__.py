@@ -1,4 +1,4 @@
-"""`python -m cluster.sandbox start | stop | status`."""
+"""The command line of the sandbox: `python -m cluster.sandbox start | stop | status`."""
 
 import argparse
 import shlex
@@ -9,7 +9,9 @@ from cluster.state import JobError
 
 
 def main() -> int:
-    """Returns 0 when it was done; for `status`, when a sandbox runs."""
+    """Runs the command and returns its exit code: 0 after success, 1 after an error. `status`
+    returns 1 if no sandbox runs.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m cluster.sandbox", description="A real Slurm on this machine."
     )

@@ -1,10 +1,11 @@
-"""The process that owns all daemons of a sandbox: it starts them, and ends them with itself.
+"""Runs the keeper, the process that starts and ends all daemons of a sandbox.
 
     python -m cluster.sandbox.keeper ROOT
 
-Every daemon runs in the foreground as its child, so that each is reaped, and none can outlive it.
-One that ends is started again, unless the file ROOT/run/NAME.off is there. A SIGTERM ends the
-sandbox. The keeper's own identity is in ROOT/keeper.json.
+Every daemon runs in the foreground as a child of the keeper. The keeper therefore reaps each
+daemon, and no daemon outlives the keeper. A daemon that ends is restarted, unless the file
+ROOT/run/NAME.off exists. A SIGTERM ends the sandbox. ROOT/keeper.json identifies the process of the
+keeper.
 """
 
 import contextlib
@@ -22,12 +23,12 @@ LOOK_EVERY_S = 0.2
 
 
 def tend(sandbox: Sandbox) -> None:
-    """Starts all daemons, and those that have ended again, for ever."""
+    """Starts all daemons, and restarts daemons that have ended. Never returns."""
     keeper = os.getpid()
     daemons = dict[str, subprocess.Popen]()
     while True:
         with contextlib.suppress(ChildProcessError):
-            # What daemons leave behind becomes a child of this process.
+            # Orphaned children of daemons become children of this process.
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         for name in sandbox.daemons:
@@ -45,12 +46,12 @@ def tend(sandbox: Sandbox) -> None:
 
 
 def main() -> None:
-    """Runs the sandbox until it is told to stop."""
+    """Runs the sandbox until a SIGTERM ends this process."""
     sandbox = Sandbox.read(Path(sys.argv[1], "sandbox.json"))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     become_subreaper()
     Process.current().write(sandbox.path("keeper.json"))
-    os.dup2(2, 1)  # whoever started it waits for the end of what it prints
+    os.dup2(2, 1)  # Closes standard output, for whose end `Sandbox.start` waits.
     try:
         if sandbox.isolated and sandbox.daemon("network_up").wait():
             sys.exit("the network of the nodes could not be made")

@@ -1,7 +1,7 @@
-"""Sends jobs to Slurm, ends them and puts them back into the queue.
+"""Submits jobs to Slurm, cancels them and requeues them.
 
-What Slurm says of them is asked by `cluster.slurm.queries`. The script itself comes from
-`cluster.render`; what runs inside the allocation is `cluster.slurm.supervisor`.
+`cluster.slurm.queries` asks Slurm about jobs. `cluster.slurm.script` writes their batch scripts.
+`cluster.slurm.supervisor` runs inside the allocation.
 """
 
 import contextlib
@@ -44,23 +44,27 @@ from cluster.state import (
 from cluster.submission import check_startable, submit
 
 EXCLUDED_AFTER = 2
-"""A node that was lost so often in this run is left out of the next start."""
+"""Number of losses of a node in one run after which the next jobs of the run exclude the node."""
 ARRAY_SCRIPT = "array.sh"
 GRES_ADVICE = (
     "`sinfo --format='%P %c %m %G'` shows the CPUs, the memory and the GPUs of a node. Under"
     ' [slurm] in the site file, gpus_per_node = "TYPE:8" asks for a type of GPU, and'
     ' sbatch_options = ["--gres=gpu:TYPE:8"] serves a cluster without --gpus-per-node.'
 )
-"""Advice for a request for nodes that Slurm refuses."""
+"""Advice to the user when Slurm refuses the nodes that a job requests."""
 SUBMIT_TIMEOUT_S = 120.0
-"""A busy controller takes its time, and what it has not answered it may do all the same."""
+"""Longest time, in seconds, that sbatch may take. It is long because a busy controller answers
+late, and may accept a job after sbatch has timed out."""
 
 
 def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> SchedulerJob:
-    """Sends the scripts of a job, which lie in its run directory, and returns its number.
+    """Submits the scripts of a job from its run directory and returns the last one's Slurm job.
+
+    `texts` has the scripts by file name, in order of submission. Each script starts after the
+    previous script has succeeded.
 
     Raises:
-        JobError: as `_sbatch`; nothing is left in the queue of what was sent before.
+        JobError: The command sbatch fails, see `_sbatch`. Jobs of earlier scripts are cancelled.
     """
     run_dir = Path(job.run_dir)
     job_id = ""
@@ -69,11 +73,11 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> S
             options = (
                 [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"] if job_id else []
             )
-            if name == "compile.sh":  # So that it is found from the attempt that it compiles for.
+            if name == "compile.sh":  # Status finds this log by the number of the attempt.
                 options.append(f"--output={compile_log(run_dir, attempt).relative_to(run_dir)}")
             job_id = _sbatch(run_dir, name, *options)
     except (JobError, OSError):
-        if job_id:  # what was to compile ahead for the job that was refused
+        if job_id:  # Cancels the job that would compile for the refused job.
             with contextlib.suppress(JobError):
                 slurm_command(["scancel", job_id])
         raise
@@ -81,15 +85,16 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> S
 
 
 def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> str:
-    """Sends some tasks of an array of `count` to Slurm, numbered from 1, as `array_script` says;
-    returns its number.
+    """Submits tasks of a job array and returns the job id of the array.
 
-    The script and its logs are in `job.run_dir`, which is made.
+    The array has `count` tasks, numbered from 1, of which `tasks` are submitted. `array_script`
+    describes their commands. The script and its logs are in the folder `job.run_dir`, which is
+    created.
 
     Raises:
-        ConfigError: the job cannot run there.
-        JobError: the directory is somebody else's, a job that was sent from it is in the queue, or
-            Slurm refuses.
+        ConfigError: The job cannot run on the site.
+        JobError: The folder belongs to another user, an earlier job of the folder is still in the
+            queue, or Slurm refuses the array.
     """
     run_dir = Path(job.run_dir)
     check_startable(job, site)
@@ -107,11 +112,10 @@ def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> 
 
 
 def array_script(job: JobSpec, site: Site, tasks: int) -> str:
-    """Returns the script of an array whose tasks have nothing to do with each other, each a job of
-    one node.
+    """Returns the batch script of a job array whose tasks are independent jobs of one node each.
 
-    The command of a task is the job's and, as its last word, I/N: which task it is, and of how
-    many.
+    The command of a task is the command of `job` with one more argument, I/N: number of the task
+    and number of all tasks.
     """
     request = cpu_request(job, site)
     slurm = request.table
@@ -136,21 +140,22 @@ def array_script(job: JobSpec, site: Site, tasks: int) -> str:
 
 
 def cancel(job: SchedulerJob, run_dir: Path) -> None:
-    """Ends a job of a run: SIGTERM to all its processes, SIGKILL after the cluster's KillWait.
+    """Cancels a job of a run. Slurm sends SIGTERM to all processes of the job, and SIGKILL after
+    the cluster's KillWait.
 
     Raises:
-        JobError: Slurm refuses or does not answer, or the job is not this run's.
+        JobError: Slurm refuses or does not answer, or the job belongs to another run.
     """
     _refuse_another(job, run_dir)
     slurm_command(["scancel", job.id], job.config)
 
 
 def requeue(job: Job, slurm_job: SchedulerJob) -> None:
-    """Puts a job back into the queue, under its number where Slurm still knows it, as a new one
-    otherwise.
+    """Requeues a job under its job id. A job in a final state is submitted again, under a new job
+    id.
 
     Raises:
-        JobError: Slurm refuses or does not answer, or the job is not this run's.
+        JobError: Slurm refuses or does not answer, or the job belongs to another run.
     """
     if job.status().state.is_final:
         submit(job.spec, Site.read(job.run_dir / "site.json"))
@@ -160,8 +165,8 @@ def requeue(job: Job, slurm_job: SchedulerJob) -> None:
 
 
 def _refuse_another(job: SchedulerJob, run_dir: Path) -> None:
-    """Raises JobError unless a job was submitted from this run directory, as all of the kit's
-    are.
+    """Raises JobError if a job was submitted from another directory than this run directory. The
+    kit submits every job of a run from the run directory.
     """
     words = ["squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%F %Z"]
     text = slurm_command(words, job.config)
@@ -175,13 +180,15 @@ def _refuse_another(job: SchedulerJob, run_dir: Path) -> None:
 
 
 def _folders_of_jobs(text: str) -> list[tuple[str, str]]:
-    """Returns (job number, folder that it was submitted from) of each line of `%F %Z`."""
+    """Returns (job id, folder from which the job was submitted) for each line of squeue's format
+    `%F %Z`.
+    """
     found = matching_lines(text, re.compile(r"(\d+) (/.*)"))
     return [(match[1], match[2]) for match in found]
 
 
 def requeue_this(job: SchedulerJob) -> None:
-    """Puts a job that has not ended back into the queue.
+    """Requeues a job that has not ended. Does nothing if the job is pending already.
 
     Raises:
         JobError: Slurm refuses or does not answer.
@@ -189,35 +196,36 @@ def requeue_this(job: SchedulerJob) -> None:
     try:
         slurm_command(["scontrol", "requeue", job.id], job.config)
     except JobError as error:
-        if "pending" not in str(error):  # then somebody else was quicker
+        if "pending" not in str(error):  # A pending job was requeued already.
             raise
 
 
 def begin_elsewhere(job: SchedulerJob, run_dir: Path, attempt: int) -> bool:
-    """Submits a run's job once more, in place of this one, whose attempt has lost a node; False
-    where Slurm refuses.
+    """Submits a new job of the run, which replaces `job` after `attempt` has lost a node. Returns
+    False if Slurm refuses the new job.
 
-    This job, requeued, would wait until Slurm takes the node for down, and keeps the node until
-    then; so the new one begins on others. It knows whom it follows, should this process die before
-    it has written who does.
+    A requeued `job` would wait until Slurm marks the lost node as down. Until then `job` also keeps
+    the node, so the new job starts on other nodes. The environment variable FOLLOWS tells the new
+    job which attempt it replaces. The new job therefore starts even if this process dies before it
+    has recorded the new job id.
 
     Raises:
-        StaleAttemptError: it has begun already.
+        StaleAttemptError: The new job has taken over the run directory already.
     """
     os.environ[FOLLOWS] = f"{job.id}/{attempt}"
     try:
         new = _sbatch(run_dir, "submit.sh")
-    except JobError as error:  # some clusters take no jobs from compute nodes
+    except JobError as error:  # Some clusters accept no jobs from compute nodes.
         print(f"no new job: {error}", flush=True)
         return False
-    # The new job begins without this record too, since it knows whom it follows.
+    # The new job can also start without this record, since FOLLOWS names the replaced attempt.
     with contextlib.suppress(OSError):
         retry_disk(lambda: _record_successor(run_dir, attempt, new))
     return True
 
 
 def _record_successor(run_dir: Path, attempt: int, job_id: str) -> None:
-    """Writes into state.json the number of the job that takes the place of this one."""
+    """Writes the id of the job that replaces this job into state.json."""
     state = state_to_change(run_dir)
     if state is not None and state.scheduler_job is not None:
         update_state(run_dir, attempt=attempt, scheduler_job=state.scheduler_job.replace(id=job_id))
@@ -233,11 +241,12 @@ def lost_nodes(run_dir: Path) -> list[str]:
 
 
 def _sbatch(run_dir: Path, script: str, *options: str) -> str:
-    """Returns the number of a new job, which keeps off the nodes that `lost_nodes` names.
+    """Submits a script and returns the id of the new job. The job excludes the nodes of
+    `lost_nodes`.
 
     Raises:
-        JobError: Slurm refuses, or does not answer, and has the job perhaps; should it start, it
-            takes the run directory only if no other job has it.
+        JobError: Slurm refuses the job or does not answer. Without an answer, Slurm may still have
+            accepted the job. Such a job takes over the run directory only if no other job owns it.
     """
     words = ["sbatch", "--parsable", *options]
     if nodes := lost_nodes(run_dir):
@@ -247,13 +256,13 @@ def _sbatch(run_dir: Path, script: str, *options: str) -> str:
     except JobError as error:
         if re.search(r"node configuration|generic resource|gres", str(error), re.IGNORECASE):
             raise JobError(f"{error} {GRES_ADVICE}") from error
-        if "timed out" not in str(error):  # as sbatch says itself, too
+        if "timed out" not in str(error):  # Both `run_command` and sbatch write "timed out".
             raise
         raise JobError(
             f"{error}. The job may have been accepted all the same: look with `squeue --me"
             f" --format='%i %Z'` for {run_dir}, and `scancel` it before you launch again."
         ) from error
-    # Of several clusters `--parsable` gives `NUMBER;CLUSTER`. Wrappers print lines of their own.
+    # With several clusters `--parsable` prints `JOB_ID;CLUSTER`. Site wrappers print further lines.
     numbers = matching_lines(answer, re.compile(r"(\d+)(?:;\S+)?"))
     if not numbers:
         raise JobError(

@@ -1,7 +1,7 @@
-"""Tries the container of a site from inside: `python3 -P -m cluster.slurm.container FOLDER`.
+"""Tests the container of a site from inside: `python3 -P -m cluster.slurm.container FOLDER`.
 
-Exits with a message on standard error unless the Python of the container finds torch and may write
-into FOLDER. That it can import this module shows that it finds the kit and is recent enough.
+Exits with a message on standard error unless the container's Python finds torch and may write into
+FOLDER. If Python can import this module, it also finds the kit and is recent enough.
 Standard library only.
 """
 
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 
 def problem(folder: str) -> str | None:
-    """Returns what is wrong with the container that this process runs in, or None."""
+    """Returns an error message about the container in which this process runs, or None."""
     if find_spec("torch") is None:
         return f"{sys.executable} has no torch. Use an image with PyTorch"
     if not os.access(folder, os.W_OK):

@@ -1,7 +1,7 @@
-"""A first site file from what Slurm reports about its nodes.
+"""Writes a first site file from Slurm's report on its nodes.
 
-Numbers that Slurm does not know come from the packaged site with the same GPU or instance type, or
-are left as lines marked EDIT.
+Numbers that Slurm does not know come from the packaged site with the same GPU or instance type. If
+no packaged site has them, they become lines marked EDIT.
 
 Source of the formats: https://slurm.schedmd.com/sinfo.html, https://slurm.schedmd.com/gres.html and
 https://slurm.schedmd.com/slurm.conf.html (Gres).
@@ -24,14 +24,14 @@ LINE = re.compile(
     r"(?:\|(?P<features>[^|]*)\|(?P<names>.*))?"
 )
 LEAST_SEPARATORS = 6
-"""Separators of a line up to its GRES."""
+"""Number of `|` up to the GRES in a line of SINFO's output. Lines with fewer come from wrappers."""
 GRES_COUNT = re.compile(r"(\d+)([KMGTP]?)", re.IGNORECASE)
 COUNT_UNITS = " KMGTP"
-"""Suffixes of a GRES count. Each is 1,024 times the one before."""
+"""Suffixes of a GRES count, in ascending powers of 1,024: none, K, M, G, T and P."""
 MAX_GPUS = 128
-"""Most GPUs of a node that are believed. Eight GPUs in seven MIG slices each are 56."""
+"""Largest plausible number of GPUs of a node. Eight GPUs with seven MIG slices each count as 56."""
 TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)")
-"""A limit as sinfo prints it: [[days-]hours:]minutes:seconds."""
+"""Regular expression for a time limit as sinfo prints it: [[days-]hours:]minutes:seconds."""
 SITES_OF_CHIPS = {
     "a100": {40: "perlmutter", 80: "selene"},
     "h100": {80: "dgx-h100"},
@@ -47,29 +47,33 @@ SITES_OF_CHIPS = {
     "mi350x": {288: "mi350x"},
     "mi355x": {288: "mi355x"},
 }
-"""Packaged sites with the numbers of a GPU, by chip and GB of memory of one GPU."""
+"""Packaged site that has the numbers of a GPU, by chip name and then by GB of memory per GPU."""
 MEMORY_SIZES = {size for sites in SITES_OF_CHIPS.values() for size in sites}
 CHIP = re.compile(
     rf"(?<![a-z0-9])({'|'.join(sorted(SITES_OF_CHIPS, key=len, reverse=True))})"
     r"(?![a-z]|\d)|(?<![a-z0-9])(a100|h100|h200)(?=sxm|\d\dgb?)"
 )
-"""A chip in the type of a GRES or in a feature: h100 of `nvidia_h100_80gb_hbm3`, not of `gh100`."""
+"""Regular expression for a chip name in a GRES type or a node feature. It finds h100 in
+`nvidia_h100_80gb_hbm3`, but not in `gh100`."""
 OTHER_VARIANT = re.compile(r"pcie|nvl(?!72|ink)|\d+g[._]\d+gb|mig")
-"""Marks of cards and slices whose numbers no packaged site has: PCIe, H100 NVL, MIG."""
+"""Regular expression for GPU variants that no packaged site describes: PCIe cards, H100 NVL and MIG
+slices."""
 MEMORY = re.compile(r"(?<!\d)(\d{2,3})(?=g|[_-]|$)")
-"""GB of memory in the type of a GRES or in a feature: 80 of `a100_80`, `hbm80g`, `h100-80gb`."""
+"""Regular expression for GB of memory in a GRES type or a node feature: 80 in `a100_80`, `hbm80g`
+and `h100-80gb`."""
 TRAINIUM = re.compile(r"(?<![a-z0-9])trn(\d)(n?)(?:[.-]?(\d*xlarge))?(?![a-z0-9])")
-"""An instance type of Trainium: in a feature `trn1.32xlarge`, in a node of ParallelCluster
-`compute-dy-trn132xlarge-1`."""
+"""Regular expression for a Trainium instance type. A feature has the form `trn1.32xlarge`, a node
+name of AWS ParallelCluster has the form `compute-dy-trn132xlarge-1`."""
 TRAINIUM_CORES = {"trn1.2xlarge": 2, "trn2.3xlarge": 4, "trn2.48xlarge": 64}
-"""NeuronCores of an instance that no packaged site describes. They are logical cores: a trn2 chip
-has four by the runtime's default (AWS Neuron documentation, Logical NeuronCore configuration)."""
+"""Number of logical NeuronCores per instance, for instance types that no packaged site describes. A
+trn2 chip has four logical NeuronCores by the runtime's default (AWS Neuron documentation, Logical
+NeuronCore configuration)."""
 NEURON_GRES = ("neuron", "neuroncore", "neurondevice")
 TRN1 = "trn1.32xlarge"
 FULL_TRN1_CPUS = (64, 128)
-"""CPUs of a trn1.32xlarge, without and with two threads per core."""
+"""Numbers of CPUs that Slurm counts on a trn1.32xlarge: without and with two threads per core."""
 MIG_SLICE = re.compile(r"\d+g[._]\d+gb|mig")
-"""A slice of a GPU in the type of a GRES: `a100_3g.20gb`."""
+"""Regular expression for a GRES type that is a slice of a GPU, such as `a100_3g.20gb`."""
 EDIT_FACT = "# EDIT: {} = {{ value = 0, source = {} }}"
 
 
@@ -79,7 +83,7 @@ class Gres:
 
     name: str
     kind: str
-    """Its type, or an empty text."""
+    """Type of the resource, such as `h100`. Empty if the resource has no type."""
     count: int
 
     def __str__(self) -> str:
@@ -87,31 +91,33 @@ class Gres:
 
     @property
     def words(self) -> set[str]:
-        """Words by which `--node-type` may name it, in lower case: h100, h100:8, gpu:h100:8."""
+        """Names of this resource that `--node-type` accepts, in lower case: h100, h100:8,
+        gpu:h100:8.
+        """
         return {self.kind.lower(), f"{self.kind}:{self.count}".lower(), str(self).lower()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeType:
-    """Nodes of one partition that are alike."""
+    """Nodes of one partition with equal CPUs, memory, generic resources and device features."""
 
     partition: str
     is_default: bool
-    """Whether jobs that name no partition go to this one."""
+    """Whether the partition of these nodes is the default for jobs that name no partition."""
     count: int
     cpus: int
     megabytes: int
     limit: str
-    """Time limit of the partition, as sinfo prints it."""
+    """Time limit of the partition, as sinfo prints it, such as `1-00:00:00` or `infinite`."""
     most: str
-    """Nodes that one job may have, as sinfo prints it."""
+    """Largest number of nodes of one job, as sinfo prints it, such as `64` or `infinite`."""
     gres_text: str
     features: tuple[str, ...]
-    """Features that all of these nodes have."""
+    """Slurm features that all of these nodes have."""
     names: str = ""
-    """Node names, as sinfo shortens them."""
+    """Node names in sinfo's short form, such as `node[1-8]`."""
     chosen_gpu: Gres | None = None
-    """The type of GPU that `--node-type` names. If None, the first of `gpus`."""
+    """GPU type that `--node-type` names. If None, jobs request the first type of `gpus`."""
 
     @property
     def gres(self) -> list[Gres]:
@@ -119,23 +125,24 @@ class NodeType:
 
     @property
     def gpus(self) -> list[Gres]:
-        """All types of GPU of a node, complete GPUs before MIG slices."""
+        """All GPU types of a node, complete GPUs before MIG slices."""
         types = [each for each in self.gres if each.name == "gpu" and each.count]
         return sorted(types, key=lambda each: bool(MIG_SLICE.search(each.kind.lower())))
 
     @property
     def gpu(self) -> Gres | None:
-        """The type of GPU that jobs ask for, or None."""
+        """GPU type that jobs request, or None if the nodes have no GPU."""
         if self.chosen_gpu is not None:
             return self.chosen_gpu
         return next(iter(self.gpus), None)
 
     @property
     def trainium(self) -> str | None:
-        """Its instance type of AWS Trainium, such as trn1.32xlarge, or None.
+        """AWS Trainium instance type of these nodes, such as trn1.32xlarge. None for other nodes.
 
-        Slurm on AWS has no GRES for NeuronCores as a rule. A feature, the name of a node or the
-        name of the partition shows what the nodes are.
+        Slurm on AWS usually has no GRES for NeuronCores. The instance type is therefore read from a
+        feature, the node names or the partition name. If only a GRES shows NeuronCores, the
+        instance type is `trn`.
         """
         if self.gpu is not None:
             return None
@@ -154,7 +161,7 @@ class NodeType:
 
     @property
     def what(self) -> str:
-        """Devices of one node, in a few words: `8 x h100`."""
+        """Devices of one node as a short text, such as `8 x h100`."""
         if self.gpu:
             return f"{self.gpu.count} x {self.gpu.kind or 'GPU'}"
         if self.trainium:
@@ -168,11 +175,13 @@ class NodeType:
 
     @property
     def telling_features(self) -> tuple[str, ...]:
-        """The features that name a GPU, its memory or an instance type."""
+        """Features of the nodes that name a GPU, its memory or an instance type."""
         return tuple(feature for feature in self.features if _names_device(feature))
 
     def is_called(self, text: str) -> bool:
-        """Returns whether a user's word means these nodes: a GPU type, a GRES or a feature."""
+        """Returns whether `text`, a user's word, names these nodes by GPU type, GRES, feature or
+        instance type.
+        """
         known = {feature.lower() for feature in self.features}
         known |= {str(each).lower() for each in self.gres}
         for gpu in self.gpus:
@@ -183,10 +192,10 @@ class NodeType:
 
 
 def parse_gres(text: str) -> list[Gres]:
-    """Returns the generic resources that sinfo prints for a node, in their order.
+    """Returns the generic resources of a node, in the order in which sinfo prints them.
 
-    Each is `name[:type][:no_consume][:count[K|M|G|T|P]]`, with sockets or indices in parentheses.
-    A number is a type where another number follows: `gpu:3090:8` are eight GPUs.
+    Each resource has the form `name[:type][:no_consume][:count[K|M|G|T|P]]`, with sockets or
+    indices in parentheses. A number before another number is a type: `gpu:3090:8` means eight GPUs.
     """
     found = []
     for entry in re.sub(r"\([^)]*\)", "", text).split(","):
@@ -204,12 +213,14 @@ def parse_gres(text: str) -> list[Gres]:
 
 
 def nodes_of(text: str) -> list[NodeType]:
-    """Returns the kinds of nodes that `SINFO` prints, those of a partition together that differ
-    in nothing that matters here. Lines without its columns, which wrappers of sites print, are
-    ignored.
+    """Returns the node types in `text`, the output of the command `SINFO`.
+
+    Nodes of one partition become one type if they have equal CPUs, memory, generic resources,
+    device features and instance type. Lines without the columns of `SINFO` are ignored, because
+    wrappers of sites print such lines.
 
     Raises:
-        JobError: a line has the columns with other values, or no line has them.
+        JobError: A line has the columns with other values, or no line has the columns.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     rows = [line for line in lines if line.count("|") >= LEAST_SEPARATORS]
@@ -253,7 +264,7 @@ def nodes_of(text: str) -> list[NodeType]:
 
 
 def parse_time_limit(limit: str) -> float | None:
-    """Returns a time limit in seconds, or None where there is none."""
+    """Returns a time limit of sinfo in seconds, or None if it is no time, such as `infinite`."""
     found = TIME.fullmatch(limit)
     if found is None:
         return None
@@ -264,14 +275,14 @@ def parse_time_limit(limit: str) -> float | None:
 def choose(
     found: Sequence[NodeType], partition: str | None = None, node_type: str | None = None
 ) -> NodeType:
-    """Returns the nodes to describe.
+    """Returns the node type that the site file describes.
 
-    Without a partition and a node type: nodes with accelerators before others, then those of the
-    default partition, then the most numerous.
+    If several node types match `partition` and `node_type`, the order of preference is: nodes with
+    accelerators, nodes of the default partition, and the largest number of nodes.
 
     Raises:
-        ConfigError: there is no such partition, or no such nodes in it.
-        JobError: the nodes have more GPUs by their GRES than any node has.
+        ConfigError: The partition is unknown, or no nodes match the node type.
+        JobError: The GRES means more than MAX_GPUS GPUs per node, which is implausible.
     """
     wanted = [nodes for nodes in found if partition in (None, nodes.partition)]
     if not wanted:
@@ -307,18 +318,20 @@ def choose(
 
 
 def others(found: Sequence[NodeType], chosen: NodeType) -> list[NodeType]:
-    """Returns the other kinds of nodes of the partition of the chosen nodes."""
+    """Returns the other node types in the partition of the chosen nodes."""
     described = dataclasses.replace(chosen, chosen_gpu=None)
     return [nodes for nodes in found if nodes.partition == chosen.partition and nodes != described]
 
 
 def other_gpus(nodes: NodeType) -> list[Gres]:
-    """Returns the types of GPU of the nodes that their jobs do not ask for."""
+    """Returns the GPU types of the nodes that jobs do not request."""
     return [gpu for gpu in nodes.gpus if gpu != nodes.gpu]
 
 
 def name_of(nodes: NodeType, found: Iterable[NodeType]) -> str | None:
-    """Returns a word for `--node-type` that means these nodes alone in their partition, or None."""
+    """Returns a word for `--node-type` that names only these nodes in their partition, or None if
+    no word does.
+    """
     kind = nodes.gpu.kind if nodes.gpu else ""
     words = [kind, str(nodes.gpu or ""), nodes.trainium or ""]
     words += [*nodes.telling_features, *nodes.features]
@@ -330,7 +343,7 @@ def name_of(nodes: NodeType, found: Iterable[NodeType]) -> str | None:
 
 
 def settings_of(text: str) -> dict[str, str]:
-    """Returns the lines `Key = value` of `scontrol show config`."""
+    """Returns the values in the lines `Key = value` of `scontrol show config`, by key."""
     pairs = (line.partition("=") for line in text.splitlines())
     return {key.strip(): value.strip() for key, equals, value in pairs if equals}
 
@@ -346,8 +359,10 @@ def _names_device(feature: str) -> bool:
 
 
 def packaged_site(nodes: NodeType) -> tuple[str | None, str]:
-    """Returns (name of the packaged site that has the numbers of these nodes' devices or None, what
-    of it is assumed or an empty text).
+    """Returns (name of a packaged site, assumption).
+
+    The packaged site has the numbers of these nodes' devices. The name is None if no packaged site
+    has them. The assumption is a text for the user, empty if nothing is assumed.
     """
     features = [feature.lower() for feature in nodes.features]
     if instance := _instance_site(nodes):
@@ -386,9 +401,10 @@ def site_text(
     account: str | None = None,
     beside: Iterable[NodeType] = (),
 ) -> str:
-    """Returns the site file of some nodes, which `Site.load` takes.
+    """Returns the text of a site file that describes `nodes`. `Site.load` can read the text.
 
-    `beside` are the other kinds of nodes of the partition, which a job must not get.
+    `settings` is the result of `settings_of`. `beside` has the other node types of the partition,
+    which a job must not get.
     """
     cluster = re.sub(r"[^\w.-]", "-", settings.get("ClusterName", "")) or nodes.partition
     size = f"{counted(nodes.count, 'node')} with {nodes.what}"
@@ -431,7 +447,9 @@ def site_text(
 
 
 def _instance_site(nodes: NodeType) -> str | None:
-    """Returns the packaged site of a cloud's instance type whose feature these nodes have."""
+    """Returns the name of the packaged site for the cloud instance type of these nodes, or None.
+    The features of the nodes name the instance type.
+    """
     if nodes.trainium:
         return TRN1 if nodes.trainium in (TRN1, "trn1n.32xlarge") else None
     names = {name.lower(): name for name in Site.names() if "xlarge" in name}
@@ -470,7 +488,7 @@ def _login(login: str) -> list[str]:
 
 
 def _device(nodes: NodeType) -> list[str]:
-    """Returns the tables [device] and [links]."""
+    """Returns the lines of the tables [device] and [links]."""
     network = EDIT_FACT.format("inter_node_bytes_per_s", '"your system\'s documentation"')
     if nodes.gpu is None and nodes.trainium is None:
         memory = Fact(
@@ -527,7 +545,9 @@ def _known_device(device: Device) -> list[str]:
 
 
 def _unknown_device(nodes: NodeType) -> list[str]:
-    """Returns [device] and the head of [links] with a line to edit for each number of a plan."""
+    """Returns the table [device] and the beginning of [links], with one line to edit for each
+    number that a plan needs.
+    """
     if nodes.trainium:
         generation = nodes.trainium.removeprefix("trn")[:1]
         name = f"AWS Trainium {generation}".strip() + ", one NeuronCore"
@@ -558,7 +578,7 @@ def _unknown_device(nodes: NodeType) -> list[str]:
 
 
 def _fact(fact: Fact | None) -> str:
-    """Returns a number with its source as TOML."""
+    """Returns a number with its source as a TOML table, or `{}` for None."""
     if fact is None:
         return "{}"
     error = "" if fact.error is None else f", error = {fact.error:g}"
@@ -575,7 +595,9 @@ def _account(settings: dict[str, str], account: str | None) -> str:
 
 
 def _request(nodes: NodeType, settings: dict[str, str], beside: Iterable[NodeType]) -> list[str]:
-    """Returns the lines of [slurm] by which a job gets these nodes and what is in them."""
+    """Returns the lines of [slurm] by which a job gets these nodes with their devices, CPUs and
+    memory.
+    """
     beside = list(beside)
     lines = []
     is_alone = not beside
@@ -614,7 +636,7 @@ def _request(nodes: NodeType, settings: dict[str, str], beside: Iterable[NodeTyp
 
 
 def _constraint(nodes: NodeType, beside: list[NodeType]) -> str:
-    """Returns the line by which a job keeps off the other kinds of nodes of the partition."""
+    """Returns the line of [slurm] that keeps a job off the other node types of the partition."""
     elsewhere = {feature for other in beside for feature in other.features}
     own = [
         feature

@@ -1,11 +1,12 @@
-"""Refuses jobs that would fail, before they cost anything: before submission, and in the first
-second of a job.
+"""Refuses jobs that would fail: before submission, and in the first second of a job.
 
-`check` looks from the login node at what is free and quick: paths, free space, limits of site and
-partition. `check_allocation` runs inside the allocation. Every node must see the same run
-directory: a directory on a node's own disk would take all shards of a checkpoint without complaint,
-and give back none. Every node must also reach the first node at the address and port at which the
-ranks meet: torch waits for minutes before it gives up.
+`check` runs on the login node. It makes cheap tests of the command, of paths, and of the limits of
+site and partition. `check_allocation` runs inside the allocation and tests two conditions:
+
+- Every node sees the same run directory. On a node's own disk, all shards of a checkpoint would be
+  written without an error, but a later job could not read them.
+- Every node reaches the first node at the address and port of the rendezvous. Without this test,
+  torch waits for minutes before it fails.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ from cluster.state import JobError
 
 LOCAL_FILE_SYSTEMS = ("tmpfs", "ramfs")
 SINFO_LINE = re.compile(r"([^|]+)\|(\w+)\|([^|]+)\|(\d+)")
-"""A line of `%P|%a|%l|%D`: partition, whether it takes jobs, time limit, number of nodes."""
+"""Regular expression for a line of sinfo's format `%P|%a|%l|%D`: partition, availability (`up` if
+the partition starts jobs), time limit, number of nodes."""
 NODE_WAIT_S = 60.0
 ANSWER_WAIT_S = 20.0
 ASKED = """\
@@ -90,14 +92,12 @@ esac
 echo "$node cannot reach the first node at MASTER_ADDR=$MASTER_ADDR, port $port ($why). $advice. \
 Where several networks exist, name one in site.slurm.network_interfaces"
 """  # noqa: E501
-"""Run by bash on each node, since Python is a thousand files, which all nodes would read at the
-same moment. A bash without /dev/tcp skips the connection."""
+"""Script that bash runs on each node. Python instead of bash would read a thousand files on every
+node at the same moment. A bash without /dev/tcp skips the test of the connection."""
 
 
 def check(job: JobSpec, site: Site) -> None:
-    """Raises ConfigError, with the way out, for what is known to be wrong with sending `job` to
-    `site`.
-    """
+    """Raises ConfigError if `job` is known to fail on `site`. The message says what to change."""
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "site.scheduler: 'slurm', but sbatch is not found here. Submit from a login node of the"
@@ -120,15 +120,15 @@ def check(job: JobSpec, site: Site) -> None:
 
 
 def check_allocation(job: JobSpec, num_nodes: int, port: int) -> str | None:
-    """Returns what is wrong with some node of this allocation, or None. For the supervisor, inside
-    a Slurm job.
+    """Returns an error message about a node of this allocation, or None if all nodes pass. The
+    supervisor calls this function inside a Slurm job.
 
-    `port` is where the ranks will meet on this node. If it is in use here, the next free port is
-    tried in its place.
+    `port` is the port of the rendezvous on this node. If another program uses the port, the next
+    free port is tested instead.
 
     Raises:
-        JobError: the nodes could not be asked, which may pass.
-        OSError: no port is free on this node.
+        JobError: The nodes could not be tested. A later call may succeed.
+        OSError: No port is free on this node.
     """
     run_dir = Path(job.run_dir)
     places = [path for path in (run_dir, run_dir / "checkpoints") if path.is_dir()]
@@ -141,7 +141,7 @@ def check_allocation(job: JobSpec, num_nodes: int, port: int) -> str | None:
     try:
         with contextlib.ExitStack() as during:
             open_port = 0
-            if job.num_processes > 1:  # One rank meets nobody.
+            if job.num_processes > 1:  # A single rank needs no rendezvous.
                 open_port = during.enter_context(answering(port, token))
             words = ["bash", "-c", ASKED, "preflight", token, str(open_port)]
             done = _once_a_node(
@@ -164,8 +164,9 @@ def check_allocation(job: JobSpec, num_nodes: int, port: int) -> str | None:
 
 
 def answering_nodes(num_nodes: int) -> set[str]:
-    """Returns the nodes of this allocation that start a process when asked to; each says so
-    without the others.
+    """Returns the names of the nodes of this allocation that can still start a process.
+
+    Each node answers independently, so a lost node does not hide the answers of the other nodes.
     """
     try:
         words = ["bash", "-c", "echo $SLURMD_NODENAME"]
@@ -178,8 +179,11 @@ def answering_nodes(num_nodes: int) -> set[str]:
 def _once_a_node(
     num_nodes: int, words: list[str], wait_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command on each node of this allocation; raises TimeoutExpired, with what was said
-    until then.
+    """Runs a command once on each node of this allocation.
+
+    Raises:
+        TimeoutExpired: The command took longer than `wait_s` seconds. The error has the output of
+            the nodes until then.
     """
     asked = ["srun", "--immediate=30", "--overlap"]
     asked += [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", *words]
@@ -197,12 +201,12 @@ def _once_a_node(
 
 
 def _check_partition(job: JobSpec, wanted: str | None) -> None:
-    """Refuses what Slurm would accept and never start: more nodes or more time than the
-    partition has.
+    """Raises ConfigError for a job that Slurm would accept and never start: the job requests more
+    nodes or time than the partition has, or the partition is not up.
     """
     try:
         text = slurm_command(["sinfo", "--noheader", "--format=%P|%a|%l|%D"])
-    except JobError:  # then sbatch will say what is wrong
+    except JobError:  # sbatch will report what is wrong.
         return
     rows = [match.groups() for match in matching_lines(text, SINFO_LINE)]
     default = [row for row in rows if row[0].endswith("*")]
@@ -230,7 +234,9 @@ def _check_partition(job: JobSpec, wanted: str | None) -> None:
 
 
 def _local_file_system(path: Path) -> str | None:
-    """Returns the kind of a file system that exists on one machine only, or None for any other."""
+    """Returns the type of a path's file system if only one machine can see it, such as tmpfs.
+    Returns None for other file systems.
+    """
     there = next(each for each in (path, *path.parents) if each.exists())
     words = ["stat", "--file-system", "--format=%T", there]
     kind = subprocess.run(words, capture_output=True, text=True).stdout.strip()

@@ -1,8 +1,8 @@
-"""Asks Slurm about jobs: squeue, scontrol and sacct, always with explicit formats.
+"""Queries Slurm about jobs with squeue, scontrol and sacct, always in explicit formats.
 
-Nothing is parsed but text in columns that were asked for by name: the JSON of these commands
-changes from version to version, and users change the default columns by environment variables.
-sacct is used where it works and not needed.
+Only columns that were requested by name are parsed. The JSON of these commands changes from version
+to version, and users change the default columns by environment variables. sacct is optional: it is
+used only on clusters with accounting.
 
 Source of states and reasons: https://slurm.schedmd.com/squeue.html
 """
@@ -19,7 +19,7 @@ from cluster.slurm.reasons import why_it_waits
 from cluster.state import JobError, JobState, SchedulerJob
 
 COMMAND_TIMEOUT_S = 20.0
-FIRST_USER = 1000  # lower numbers are root and services, such as slurm
+FIRST_USER = 1000  # Lower user ids belong to root and to services, such as slurm.
 STATES = {
     "PENDING": JobState.QUEUED,
     "CONFIGURING": JobState.CONFIGURING,
@@ -46,14 +46,14 @@ STATES = {
     "TIMEOUT": JobState.FAILED,
 }
 SQUEUE_LINE = re.compile(r"(\d[\w+\[\]-]*)\|([A-Z_]+)\|([^|]*)\|(.*)")
-"""A line of `%i|%T|%N|%r`: job number, state, nodes, reason. Site wrappers and plugins print lines
-of their own to standard output, which do not have this form."""
+"""Regular expression for a line of squeue's format `%i|%T|%N|%r`: job id, state, nodes, reason.
+Site wrappers and plugins print further lines to standard output, which do not have this form."""
 SACCT_LINE = re.compile(r"([A-Z_]+\+?(?: by \d+)?)\|(\d+:\d+)\|([^|]+)\|?")
-"""A line of `State,ExitCode,End`."""
+"""Regular expression for a line of sacct's format `State,ExitCode,End`."""
 
 
 def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
-    """Returns what Slurm says about jobs of one cluster, by job id.
+    """Returns Slurm's report on each of `jobs`, by job id. All jobs must be of one cluster.
 
     Raises:
         JobError: Slurm does not answer.
@@ -78,16 +78,19 @@ def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
 
 
 def output(job: SchedulerJob) -> tuple[str, str]:
-    """Returns (where it is kept, what the job has printed) of what is in no file: nothing here."""
+    """Returns (place of the output, output) for output that is in no file. Both texts are empty,
+    since all output of a Slurm job is in log files.
+    """
     return "", ""
 
 
 def native_state(job: SchedulerJob) -> str:
-    """Returns Slurm's word for the state of the very job that asks; '' when it has none.
+    """Returns Slurm's word for the state of the job that runs this process, or '' if Slurm gives
+    none.
 
-    Slurm says COMPLETING of every job that it is ending. The word returned is the state after that:
-    CANCELLED, TIMEOUT, or PENDING for a job that goes back to the queue. A job that is warned of
-    its preemption is PREEMPTED.
+    Slurm reports COMPLETING for every job that it is ending. This function then returns the state
+    that follows: CANCELLED, TIMEOUT, or PENDING for a job that was requeued. For a job that was
+    warned of its preemption it returns PREEMPTED.
 
     Raises:
         JobError: Slurm does not answer.
@@ -98,22 +101,22 @@ def native_state(job: SchedulerJob) -> str:
         if int(found.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0)):
             return "PENDING"
         return "TIMEOUT" if found["Reason"] == "TimeLimit" else "CANCELLED"
-    # SIGNALING: for as long as it is being told.
+    # A job is in state SIGNALING while Slurm sends it the warning.
     if state in ("RUNNING", "SIGNALING") and found.get("PreemptTime", "None") != "None":
         return "PREEMPTED"
     return state
 
 
 def matching_lines(text: str, form: re.Pattern[str]) -> list[re.Match[str]]:
-    """Returns the matches of those lines of a command's output that have a form."""
+    """Returns the matches of all lines of a command's output that have the form `form`. Other lines
+    are ignored.
+    """
     matches = (form.fullmatch(line.strip()) for line in text.splitlines())
     return [match for match in matches if match]
 
 
 def not_understood(command: str, text: str) -> JobError:
-    """Returns the error for the output of a Slurm command in which nothing has the form that was
-    asked for.
-    """
+    """Returns the error for output of a Slurm command in which no line has the requested form."""
     name = command.split()[0]
     last = shortened(text.strip().splitlines()[-1], 200)
     return JobError(
@@ -123,7 +126,10 @@ def not_understood(command: str, text: str) -> JobError:
 
 
 def _squeue(job_ids: list[str], config: str | None) -> tuple[dict[str, SchedulerAnswer], str]:
-    """Returns (the jobs that squeue still shows, the text in which no line has the form of one)."""
+    """Returns (reports of squeue by job id, unparsed output).
+
+    The unparsed output is empty if at least one line could be parsed.
+    """
     words = [
         "squeue",
         "--noheader",
@@ -150,11 +156,11 @@ def _words(native: str, nodes: str, reason: str, job_id: str) -> str:
 
 
 def _ended(job_id: str, config: str | None) -> SchedulerAnswer | None:
-    """Returns the end of a job from scontrol (for some minutes) or sacct (where there is one).
+    """Returns how a job has ended, or None if Slurm does not know. scontrol knows the end of a job
+    for some minutes. sacct knows the end for longer, on clusters with accounting.
 
     Raises:
-        JobError: scontrol does not answer; a job that nobody could be asked about is not taken for
-            a lost one.
+        JobError: Slurm does not answer. A job counts as lost only after an answer.
     """
     if found := _show(job_id, config):
         return _final(found["JobState"], found.get("ExitCode", "0:0"), found.get("Reason", ""))
@@ -168,13 +174,13 @@ def _ended(job_id: str, config: str | None) -> SchedulerAnswer | None:
     ]
     try:
         lines = matching_lines(slurm_command(words, config), SACCT_LINE)
-    except JobError:  # no accounting here
+    except JobError:  # The cluster has no accounting.
         return None
     if not lines:
         return None
     native, exit_code, end = lines[-1].groups()
-    # The word of a job's start may come late, with the state of now; the exit code comes with the
-    # word of its end.
+    # The accounting record of a job's start may arrive late, with the job's present state. The exit
+    # code arrives only with the record of the end.
     state = STATES.get(native.split()[0].rstrip("+"), JobState.LOST)
     if state.is_final and end == "Unknown":
         native = "COMPLETING"
@@ -203,7 +209,9 @@ def _final(native: str, exit_code: str, reason: str = "") -> SchedulerAnswer:
 
 
 def _told_of_jobs(words: list[str], config: str | None) -> str:
-    """Returns what a command says of jobs, or nothing when Slurm no longer knows them."""
+    """Returns the output of a command about jobs, or an empty text if Slurm no longer knows the
+    jobs.
+    """
     try:
         return slurm_command(words, config)
     except JobError as error:
@@ -213,13 +221,14 @@ def _told_of_jobs(words: list[str], config: str | None) -> str:
 
 
 def _show(job_id: str, config: str | None) -> dict[str, str]:
-    """Returns some fields of `scontrol show job`, or nothing when it no longer knows the job.
+    """Returns some fields of `scontrol show job` by name, or an empty dict if Slurm no longer knows
+    the job.
 
-    Only fields at fixed places are taken: the job's name and paths are in there too, and may hold
-    anything.
+    Only fields at fixed places are parsed. The output also has the job's name and paths, which may
+    contain any text.
 
     Raises:
-        JobError: Slurm does not answer, or with something else.
+        JobError: Slurm does not answer, or its output has another form.
     """
     text = _told_of_jobs(["scontrol", "show", "job", job_id], config)
     patterns = (
@@ -243,11 +252,11 @@ def slurm_command(
     cwd: Path | None = None,
     timeout_s: float = COMMAND_TIMEOUT_S,
 ) -> str:
-    """Returns what a Slurm command prints; `config` names the slurm.conf of a cluster other than
-    that of the environment.
+    """Returns the output of a Slurm command. `config` is the path of the slurm.conf, if the cluster
+    is not the cluster of the environment.
 
     Raises:
-        JobError: as `run_command`, or somebody else may have written that file.
+        JobError: The command fails as in `run_command`, or another user may have written `config`.
     """
     environment = client_environment(config)
     advice = "Submit from a login node of the cluster."
@@ -255,8 +264,8 @@ def slurm_command(
 
 
 def client_environment(config: str | None = None) -> dict[str, str]:
-    """Returns the environment for a Slurm command: without what a surrounding job or habits
-    would change.
+    """Returns the environment variables for a Slurm command. Variables of a surrounding job, and
+    variables by which users change the command's defaults, are removed.
     """
     habits = re.compile("(SLURM|SBATCH|SQUEUE|SINFO|SACCT|SCANCEL|SCONTROL|SRUN)_(?!CONF$)")
     kept = {key: value for key, value in os.environ.items() if not habits.match(key)}
@@ -267,15 +276,15 @@ def client_environment(config: str | None = None) -> dict[str, str]:
 
 
 def _refuse_strange_config(config: Path) -> None:
-    """Raises JobError for a configuration that a stranger may have written: it names libraries that
-    Slurm then loads.
+    """Raises JobError for a slurm.conf that another user may have written. Slurm loads the
+    libraries that a slurm.conf names.
 
-    A run directory says how its scheduler was reached, and run directories are passed on.
+    A run directory names the slurm.conf of its scheduler, and users pass run directories to others.
     """
     try:
         about = config.resolve().stat()
     except OSError:
-        return  # Slurm says so itself
+        return  # The Slurm command will report the missing file.
     came_along = any((folder / "job.json").exists() for folder in config.resolve().parents)
     ours = about.st_uid == os.geteuid() or about.st_uid < FIRST_USER
     if came_along or not ours or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

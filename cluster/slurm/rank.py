@@ -1,14 +1,14 @@
-"""What Slurm starts for each task: `python -m cluster.slurm.rank COMMAND...` runs one rank and
-looks after it.
+"""Runs one rank and its keeper: Slurm starts `python -m cluster.slurm.rank COMMAND...` for each
+task.
 
-- SIGTERM, which Slurm sends to every process at preemption and time limit, does not reach the
-  command. The first task passes it on to the supervisor, which asks the trainer to save and stop at
-  a step boundary. Where a rank has failed, it is srun that sends it, and the command is killed.
-- When the command ends, everything it left behind on this node is killed. A failure is recorded in
-  ranks/failed_attempt_NN/, so that the first culprit can be told from those that failed for want of
-  it.
+- SIGTERM, which Slurm sends to every process at preemption and at the time limit, does not reach
+  the command. The first task forwards it to the supervisor, which asks the trainer to save and stop
+  at a step boundary. After a rank has failed, srun sends SIGTERM, and the command is killed.
+- When the command ends, all processes that it left on this node are killed. A failure is recorded
+  in ranks/failed_attempt_NN/. The records distinguish the rank that failed first from ranks that
+  failed as a consequence.
 
-Standard library, Linux.
+Standard library and Linux only.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from cluster.record import Record, field_doc
 from cluster.state import JobError, state_to_change
 
 STATE_TRIES = 10
-"""Number of times that state.json is read, one second apart, while the file system is in trouble.
-Slurm kills the job soon after the signal."""
+"""Number of tries to read state.json, one second apart, after errors of the file system. More tries
+are useless, since Slurm kills the job soon after the signal."""
 NOT_FOR_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure(Record):
-    """ranks/failed_attempt_NN/rank_NNNNN.json: a rank that did not end well."""
+    """ranks/failed_attempt_NN/rank_NNNNN.json: a rank that failed."""
 
     rank: int = field_doc("global rank")
     code: int = field_doc("its exit code; -n for signal n")
@@ -44,14 +44,16 @@ class Failure(Record):
 
 
 def failures_of(run_dir: Path, attempt: int) -> Path:
-    """Returns the folder of an attempt's failures. Its supervisor makes it: NFS remembers for a
-    while what was not there.
+    """Returns the folder of an attempt's `Failure` records. The supervisor creates it before the
+    ranks start, because NFS clients cache for a while that a folder is missing.
     """
     return run_dir / "ranks" / f"failed_attempt_{attempt:02d}"
 
 
 def run_rank(home: RunDirectory, command: list[str]) -> int:
-    """Runs a rank's command and answers for it; returns its exit code, 128 + n for signal n."""
+    """Runs a rank's command and records a failure. Returns the command's exit code, 128 + n if
+    signal n ended the command.
+    """
     keeper = os.getpid()
     folder = failures_of(home.run_dir, int(os.environ.get("KIT_ATTEMPT", "1")))
     killed = []
@@ -87,11 +89,11 @@ def _exist(failures: Path) -> bool:
 
 
 def _tell_supervisor(home: RunDirectory) -> None:
-    """Passes a SIGTERM on to the supervisor, on whose node the first task runs."""
+    """Forwards a SIGTERM to the supervisor, which runs on the node of the first task."""
     for _ in range(STATE_TRIES):
         try:
             state = state_to_change(home.run_dir)
-        except OSError:  # The file system is in trouble.
+        except OSError:  # The error of the file system may pass.
             time.sleep(1.0)
             continue
         if state and state.process:
@@ -109,7 +111,9 @@ def _record(home: RunDirectory, folder: Path, code: int) -> None:
 
 
 def _become_deaf_rank(keeper_pid: int) -> None:
-    """Runs in the child before the command: the rank dies with its keeper, and only then."""
+    """Prepares the child process before the command runs. The rank dies if its keeper dies, and
+    ignores the signals NOT_FOR_RANKS.
+    """
     become_rank(keeper_pid)
     for number in NOT_FOR_RANKS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""Meanings of the reasons for which a Slurm job waits, with what its user can do.
+"""Explains the reasons for which a Slurm job waits, and what its user can do.
 
 Slurm has more than 200 reasons. Nearly all limits are named by one scheme, so the families below
-are patterns over the names. The first family that matches holds.
+are patterns over the names. The first family that matches a reason applies.
 
 Sources: https://slurm.schedmd.com/job_reason_codes.html, and in Slurm's source the names
 (src/common/job_state_reason.c) and the comparisons that set them (src/slurmctld/acct_policy.c).
@@ -17,7 +17,7 @@ PREFIXES: dict[Verdict, str] = {
     "waits for a grant": "waits, and will not start before more is granted",
     "never starts": "waits, and will not start",
 }
-"""Beginning of the line for people, by verdict."""
+"""Beginning of the line that a user reads about a waiting job, by verdict."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Family:
     pattern: str
     """Regular expression that matches the whole reason code."""
     meaning: str
-    """One clause for people: why the job waits."""
+    """Clause for the user: why the job waits."""
     remedy: str = ""
-    """One sentence for people: what to do. Empty where waiting is all there is to do. `{job}` is
-    the job id."""
+    """Sentence for the user: what to do. Empty if the user can only wait. `{job}` stands for the
+    job id."""
 
 
 ASK_FOR_LESS = "Cancel it, ask for fewer nodes, GPUs or less time, submit again."
@@ -68,7 +68,7 @@ FAMILIES = (
         "its last start ended so, and it waits for the next one",
     ),
     # Limits on one job. They come before the limits of users and groups, since a name such as
-    # AssocMaxCpuMinutesPerJobLimit has a part of both.
+    # AssocMaxCpuMinutesPerJobLimit contains words of both kinds of limits.
     Family(
         "never starts",
         "(Assoc|QOS|)Max.*Wall.*PerJob.*",
@@ -130,7 +130,7 @@ FAMILIES = (
         "a limit of the account or qos is reached",
         "`sacctmgr show associations user=$USER` and `sacctmgr show qos` show the limits.",
     ),
-    # What the partition or the account does not allow, and what no node has.
+    # Requests that the partition or account does not allow, and requests that no node can meet.
     Family(
         "never starts",
         "PartitionTimeLimit",
@@ -214,9 +214,9 @@ def family_of(reason: str) -> Family | None:
 
 
 def why_it_waits(reason: str, job_id: str) -> str:
-    """Returns one line for people on a waiting job: the reason, its meaning, and what to do.
+    """Returns one line for the user about a waiting job: the reason, its meaning, and what to do.
 
-    An unknown reason is repeated as it is.
+    An unknown reason is printed unchanged.
     """
     if reason in ("None", ""):
         return "waits to be scheduled"

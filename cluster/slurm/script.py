@@ -1,11 +1,11 @@
-"""The batch script of a Slurm job: directives, environment, a function that becomes each rank, and
-the launch.
+"""Writes the batch script of a Slurm job: directives, environment, the shell function of each rank,
+and the launch.
 
-The launch runs under `python -m cluster.slurm.supervisor RUN_DIR -- COMMAND`, which starts the
-command with KIT_ATTEMPT in its environment and answers for it; each task runs under `python -m
-cluster.slurm.rank`. Directives name no path of the user: they are relative to the run directory,
-from which the script must be submitted. Pure text; nothing is looked up on this machine. Standard
-library only.
+The script starts `python -m cluster.slurm.supervisor RUN_DIR -- COMMAND`. The supervisor starts
+COMMAND (srun) with KIT_ATTEMPT in its environment, and records its end. Each task runs under
+`python -m cluster.slurm.rank`. Paths in directives are relative to the run directory, from which
+the script must be submitted. The functions only return text, and look up nothing on this machine.
+Standard library only.
 """
 
 import json
@@ -34,17 +34,19 @@ from cluster.site import Site, There
 from cluster.site_lines import checked_lines, complete_commands
 
 ADDRESS_VARIABLES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")
-"""Variables that decide by which network the ranks meet. A site may set them for each task."""
+"""Environment variables that choose the network of the rendezvous. A site may set them for each
+task."""
 SUPERVISOR = "cluster.slurm.supervisor"
 KEEPER = "cluster.slurm.rank"
 RULER = "# " + "-" * 100
 
 
 def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str]:
-    """Returns the scripts of a job that fits the site by their names in the run directory, in order
-    of submission, warnings at the top.
+    """Returns the scripts of a job by file name, in order of submission. The job must fit the site.
+    Warnings are comments at the top of a script.
 
-    `there` names the Python and the source that run them, by default these.
+    `there` names the Python and the source tree that run the scripts. If None, the Python and
+    source tree of this process are used.
     """
     request = slurm_request(job, site)
     slurm = request.table
@@ -68,8 +70,7 @@ def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str
             *_ranks(job, slurm, python, source, compiling=True),
             *_compile(job, request, slurm.compilation),
         ]
-    # B: reaches the supervisor alone; sent to the ranks, the signal would kill those that do not
-    # expect it.
+    # `B:` sends the signal to the supervisor only. The signal would kill ranks without a handler.
     comes_back = ("--requeue", f"--signal=B:USR1@{slurm.stop_before_end_s}")
     scripts["submit.sh"] = [
         *_header(job, site, slurm, "runs"),
@@ -94,14 +95,16 @@ def _header(job: JobSpec, site: Site, slurm: Slurm, what: str) -> list[str]:
     return [
         "#!/bin/bash",
         f"# {job.name}: {what} {size} of {site.name}, each with",
-        # in JSON, since a line break in a word would end the comment
+        # JSON escapes line breaks, which would end the comment.
         f"#   {json.dumps(job.argv)}",
         f"# Submit from the run directory, which needs a folder logs: {order}",
     ]
 
 
 def derived_lines(request: SlurmRequest) -> list[str]:
-    """Returns comments that say what the job asks for beyond what the site file says."""
+    """Returns comment lines that list the resources that the job requests although the site file
+    does not give them.
+    """
     if not request.derived:
         return []
     return [
@@ -150,7 +153,7 @@ def environment(job: JobSpec, slurm: Slurm, python: str, *, counts_cpus: bool = 
             counted_cpus.append(f"export OMP_NUM_THREADS=${CPUS_VARIABLE}")
     variables |= {
         "PYTHONUNBUFFERED": "1",
-        # With gloo, ranks that restart would else read stale addresses.
+        # With gloo, restarted ranks would otherwise read stale addresses.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **of_site,
     }
@@ -172,8 +175,9 @@ def environment(job: JobSpec, slurm: Slurm, python: str, *, counts_cpus: bool = 
 def _modules(slurm: Slurm) -> list[str]:
     """Returns the lines that load the modules of a site.
 
-    Version 3 of Environment Modules reports errors with code 0, so there the list of loaded modules
-    must change or have the module. Later versions set MODULES_CMD, Lmod sets LMOD_CMD.
+    Version 3 of Environment Modules exits with code 0 after an error. With this version, a module
+    counts as loaded if the list of loaded modules has changed or contains the module. Later
+    versions are recognised by MODULES_CMD, and Lmod by LMOD_CMD.
     """
     if not slurm.modules:
         return []
@@ -193,15 +197,15 @@ def _modules(slurm: Slurm) -> list[str]:
 
 
 def _meeting_point(slurm: Slurm) -> list[str]:
-    # Other jobs and earlier starts of this job use other ports. The supervisor takes the next port
-    # where this port is in use on the first node.
+    # Other jobs and earlier starts of this job use other ports. If this port is in use on the first
+    # node, the supervisor takes the next free port.
     port = (
         slurm.master_port
         or f"$(({FIRST_PORT} + (SLURM_JOB_ID + 97 * ${{SLURM_RESTART_COUNT:-0}}) % {NUM_PORTS}))"
     )
     return [
         "# Where the ranks meet: the first node of the job.",
-        # Other lines are those of a site's wrapper of scontrol.
+        # Lines of another form come from a site's wrapper of scontrol.
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" |'
         " grep -xm 1 '[[:alnum:]._-]\\+')",
         '[ -n "$MASTER_ADDR" ] || fail "scontrol names no host in $SLURM_JOB_NODELIST"',
@@ -211,11 +215,12 @@ def _meeting_point(slurm: Slurm) -> list[str]:
 
 
 def _task_addresses(slurm: Slurm) -> list[str]:
-    """Returns the shell function that sets the addresses of a task as `task_setup` does, for the
-    check of the nodes. Returns no lines if `task_setup` sets no address.
+    """Returns the lines of a shell function that sets the addresses of a task as `task_setup` does.
+    The preflight check of the nodes calls this function. Returns no lines if `task_setup` sets no
+    address.
 
-    Commands of `task_setup` after the last one that sets an address are left out: they may be
-    expensive.
+    Commands of `task_setup` after the last command that sets an address are left out, since they
+    may be expensive.
     """
     commands = complete_commands(slurm.task_setup, "site.slurm.task_setup")
     setting = [
@@ -258,8 +263,8 @@ def _broadcast(job: JobSpec, slurm: Slurm) -> list[str]:
 def _ranks(
     job: JobSpec, slurm: Slurm, python: str, source: str, compiling: bool = False
 ) -> list[str]:
-    """Returns the functions that tasks run: `run_rank` and, where an agent starts the ranks of a
-    node, `run_node`.
+    """Returns the lines of the shell functions that tasks run: `run_rank`, and also `run_node` if
+    an agent (torchrun) starts the ranks of a node.
     """
     direct = slurm.launcher == "srun"
     per_node = job.num_processes // job.num_nodes
@@ -272,19 +277,20 @@ def _ranks(
     )
     if compiling:
         log = 'printf -v log \'%s/logs/compile_rank_%05d.log\' "$KIT_RUN_DIR" "$RANK"'
-    # Of many, the others go on with the log of their node, which the supervisor names to srun.
+    # With more than MANY ranks, only rank 0 has its own log. The other ranks write to the log of
+    # their node, for which the supervisor sets SLURM_STDOUTMODE.
     own_log = '[ "$RANK" != 0 ] || ' if job.num_processes > MANY and not compiling else ""
     prefix = [*slurm.compilation.command] if compiling and slurm.compilation else []
     task_setup = checked_lines(slurm.task_setup, "site.slurm.task_setup")
     folder = quote(job.working_directory)
     if slurm.has_tasks_in_container:
-        # A container shows few folders of the host. The run directory is one of them.
+        # A container sees few folders of the host. The run directory is one of these folders.
         folder = '"$KIT_RUN_DIR"'
     body = [log, f'{own_log}exec >>"$log" 2>&1 || exit']
     if direct:
         command = rank_command(job, slurm, python, source, prefix=prefix)
         body = [*identity, *body, *task_setup]
-    else:  # The agent of the node has the prefix, the identity and the setup.
+    else:  # The node's agent runs prefix and task_setup, and sets RANK and WORLD_SIZE.
         command = rank_command(job, slurm, python, source)
     body += [
         *_exports(job.environment),
@@ -303,8 +309,8 @@ def _ranks(
     agent = [*prefix, _interpreter(job, slurm, python), "-P", "-m", "torch.distributed.run"]
     body = [
         *task_setup,
-        # Slurm sends SIGTERM to every process at preemption; the ranks must live on until their
-        # checkpoint is written.
+        # Slurm sends SIGTERM to every process at preemption. The agent must not forward it: the
+        # ranks must run until their checkpoint is written.
         "export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT",
         f"exec {' '.join(map(quote, agent))} \\",
         f'    --nnodes={job.num_nodes} --node-rank="$SLURM_NODEID" --nproc-per-node={per_node} \\',
@@ -346,7 +352,8 @@ def _cache_to_nodes(job: JobSpec, slurm: Slurm) -> list[str]:
 
 def _supervised(job: JobSpec, request: SlurmRequest, python: str, source: str) -> list[str]:
     slurm = request.table
-    # Both need the standard library alone, so -I keeps the user's environment out of them.
+    # Supervisor and keeper need the standard library only. -I isolates both from the user's
+    # environment.
     isolated = ["-I", "-u"]
     supervisor = source_command(SUPERVISOR, python=python, source=source)
     keeper = source_command(KEEPER, python=_rank_python(slurm, python), source=source)
@@ -394,7 +401,8 @@ def _srun(job: JobSpec, request: SlurmRequest, keeper: str = "") -> list[str]:
         f"srun --nodes={job.num_nodes} --ntasks={tasks} --ntasks-per-node={tasks // job.num_nodes}",
         cpus,
         " ".join(map(quote, [*options, *slurm.srun_options])),
-        # a dead rank ends all; nobody waits for ever for one that left
+        # A failed rank ends all ranks. Ranks that run 60 s after the first rank has ended are
+        # killed.
         "--kill-on-bad-exit=1 --wait=60 --label",
         f"{keeper}bash -c {function}",
     ]
@@ -406,8 +414,8 @@ def _num_tasks(job: JobSpec, slurm: Slurm) -> int:
 
 
 def _once_a_node(job: JobSpec) -> str:
-    # With all three, since --ntasks-per-node alone is ignored inside a job that has its own number
-    # of tasks.
+    # All three options are needed: --ntasks-per-node alone is ignored inside a job that sets its
+    # number of tasks.
     return f"srun --nodes={job.num_nodes} --ntasks={job.num_nodes} --ntasks-per-node=1"
 
 
@@ -422,21 +430,23 @@ def _function(name: str, body: list[str]) -> list[str]:
 def rank_command(
     job: JobSpec, slurm: Slurm, python: str, source: str, prefix: Sequence[str] = ()
 ) -> list[str]:
-    """Returns the command of a rank as a compute node runs it, in the site's container if there is
-    one. `prefix` is put before the rank's own command.
+    """Returns the command of a rank on a compute node, inside the site's container if the site has
+    one. `prefix` is inserted before the rank's own command.
     """
     command = [*job.argv]
     if _is_python(command[0]):
-        # With `container`, PYTHONPATH names the source: the image may bring the kit instead.
+        # With `container`, PYTHONPATH names the source, or the image has its own copy of the kit.
         inside = job.argv if slurm.container else from_source(job.argv, source)
         command = [_interpreter(job, slurm, python), *inside[1:]]
     return [*slurm.container, *prefix, *command]
 
 
 def container_environment(job: JobSpec, slurm: Slurm, source: str) -> list[str]:
-    """Returns shell lines that keep the Python settings of the submitting shell out of the
-    container, whose Python and packages are others. PYTHONPATH names the source of the kit and what
-    the site file or the job sets.
+    """Returns shell lines that remove the Python settings of the submitting shell from a
+    container's environment. The container has another Python and other packages. Without a
+    container, returns no lines.
+
+    PYTHONPATH then has the source of the kit, and the PYTHONPATH of the site file and of the job.
     """
     if not slurm.is_in_container:
         return []
@@ -451,7 +461,9 @@ def container_environment(job: JobSpec, slurm: Slurm, source: str) -> list[str]:
 
 
 def _container_probe(job: JobSpec, slurm: Slurm, source: str) -> list[str]:
-    """Returns the function by which the preflight check tries the container on each node."""
+    """Returns the lines of the shell function with which the preflight check tests the container on
+    each node. Returns no lines if the site has no `container`.
+    """
     if not slurm.container:
         return []
     command = [*slurm.container, *container_check(job.run_dir)]
@@ -464,8 +476,8 @@ def _container_probe(job: JobSpec, slurm: Slurm, source: str) -> list[str]:
 
 
 def container_trial(slurm: Slurm, folder: str) -> str:
-    """Returns a shell script that sets up the environment of a job and tries the site's container
-    on this machine. What is wrong is on standard error.
+    """Returns a shell script that sets up the environment of a job and tests the site's container
+    on this machine. The script prints errors to standard error.
     """
     job = JobSpec(name="trial", run_dir=folder, argv=("true",), num_processes=1)
     command = [*slurm.container, *container_check(folder)]
@@ -478,20 +490,22 @@ def container_trial(slurm: Slurm, folder: str) -> str:
 
 
 def container_check(folder: str) -> tuple[str, ...]:
-    """Returns the command that reports, inside a container, what is wrong with the container."""
+    """Returns the command that runs inside a container and reports errors of the container."""
     return (CONTAINER_PYTHON, *module_command("cluster.slurm.container", folder)[1:])
 
 
 def _interpreter(job: JobSpec, slurm: Slurm, python: str) -> str:
-    """Returns the Python of the ranks: the job's own, unless nodes have another."""
+    """Returns the Python executable of the ranks: the executable in the job's command, unless the
+    site has a container or its own environment.
+    """
     if slurm.has_own_environment or slurm.is_in_container:
         return CONTAINER_PYTHON if slurm.is_in_container else "python"
     return job.argv[0] if _is_python(job.argv[0]) else python
 
 
 def _rank_python(slurm: Slurm, python: str) -> str:
-    """Returns the Python that looks after a rank. It runs outside of `container`, and inside where
-    srun itself starts each task in a container.
+    """Returns the Python executable of a rank's keeper (`cluster.slurm.rank`). The keeper runs
+    outside of `container`. It runs inside a container if srun itself starts tasks in containers.
     """
     if slurm.has_tasks_in_container:
         return CONTAINER_PYTHON
@@ -499,7 +513,7 @@ def _rank_python(slurm: Slurm, python: str) -> str:
 
 
 def _words(command: Sequence[str], *flags: str) -> str:
-    """Returns a command of `source_command` in the shell, with flags in place of its -P."""
+    """Returns a command of `source_command` as shell text, with `flags` in place of its -P."""
     return " ".join(map(quote, [command[0], *flags, *command[2:]]))
 
 
@@ -508,8 +522,8 @@ def _is_python(word: str) -> bool:
 
 
 def _path(text: str) -> str:
-    """Returns a path in double quotes, in which only the variables of NODE_VARIABLES are looked
-    up.
+    """Returns a path in double quotes for the shell, which then expands only the variables
+    NODE_VARIABLES.
     """
     variables = "|".join(NODE_VARIABLES)
     return (
@@ -520,5 +534,5 @@ def _path(text: str) -> str:
 
 
 def _clock(seconds: float) -> str:
-    minutes = math.ceil(seconds / 60)  # Slurm counts in minutes
+    minutes = math.ceil(seconds / 60)  # The resolution of Slurm's time limits is a minute.
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"

@@ -1,19 +1,20 @@
-"""Runs inside the allocation, on its first node: starts the ranks by srun, watches them, and
-decides what follows their end.
+"""Runs on the first node of the allocation: starts the ranks with srun, monitors them, and decides
+what follows when they end.
 
     python -m cluster.slurm.supervisor RUN_DIR -- srun OPTIONS... python -m cluster.slurm.rank
     COMMAND...
 
-`cluster.supervisor` has the loop and what follows on every machine. Under Slurm there is more:
+`cluster.supervisor` has the loop, and the reactions that are common to all schedulers. Slurm has
+these reactions in addition:
 
-    a rank crashed, and a node no longer answers     a new job, which begins elsewhere; or back to
-                                                     the queue, where Slurm takes no new one
-    and this node can start nothing any more         wait: Slurm starts the job elsewhere
-    preemption, time limit near                      request to stop, checkpoint, back to the queue
+    a rank crashed, and a node no longer answers     a new job on other nodes, or a requeue if
+                                                     Slurm accepts no new job
+    a rank crashed, and this node starts no process  wait: Slurm starts the job elsewhere
+    preemption, time limit near                      request to stop, checkpoint, requeue
     scancel                                          failed: cancelled
 
-The exit code is that of the first rank to fail, so that Slurm's own records tell the truth.
-Standard library, Linux.
+The exit code of this process is the exit code of the first rank that failed, so that Slurm's
+accounting shows the cause. Standard library and Linux only.
 """
 
 import contextlib
@@ -77,14 +78,14 @@ WHY_TERMINATED = {
     ),
     "NODE_FAIL": AttemptOutcome(1, "a node failed", fate="taken"),
 }
-"""By Slurm's word for the state of a job that it ends."""
+"""Outcome of an attempt whose job Slurm ends, by Slurm's word for the state of the job."""
 
 
 class SlurmSupervisor(Supervisor):
     """Runs the ranks of a job in one allocation."""
 
-    # The commands of Slurm inherit the blocked signals, which is as well: a requeue sends SIGTERM
-    # to the very command that asks for it.
+    # Commands such as `scontrol requeue` inherit the blocked signals. They must: Slurm sends
+    # SIGTERM to all processes of a requeued job, including the command that requeues it.
     signals = frozenset({signal.SIGCHLD, *END_SIGNALS, *LIMIT_SIGNALS})
     fate_after_disk_error = "requeue"
 
@@ -101,18 +102,19 @@ class SlurmSupervisor(Supervisor):
         self.job = job
         self.command = command
         self.starts = 0
-        """Number of times that srun was started in this allocation."""
+        """Number of starts of srun in this allocation."""
         self.step: subprocess.Popen | None = None
-        """srun, which has started the ranks."""
+        """Process of srun, which starts the ranks. None before the first start."""
         self.port: socket.socket | None = None
-        """Network socket that reserves the port of the ranks until they have ended: other jobs on
-        this node then take other ports."""
+        """Network socket that reserves the rendezvous port until the ranks have ended, so that
+        other jobs on this node take other ports. None before the first start."""
         self.failed_at: float | None = None
-        """Time of the monotonic clock at which this process has seen that a rank has failed."""
+        """Time of the monotonic clock, in seconds, at which this process first saw a failed rank.
+        None while no rank has failed."""
         self.must_ask = False
-        """Whether the request to stop, for `stop_reason`, still has to be written."""
+        """Whether the request to stop, with the reason `stop_reason`, still has to be written."""
         self.next_state = JobState.REQUEUED
-        """State that the run directory has until the next attempt starts, here or elsewhere."""
+        """State in state.json between this attempt and the start of the next attempt."""
 
     def start_ranks(self) -> AttemptOutcome | None:
         if not self.starts:
@@ -129,7 +131,7 @@ class SlurmSupervisor(Supervisor):
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_EXPORT_ENV"}
         environment |= {"KIT_ATTEMPT": str(self.attempt), "MASTER_PORT": str(port)}
         if self.spec.num_processes > MANY:
-            # As srun's --output: a file a node, each line with the number of its task.
+            # Sets srun's --output: one file per node, with the task number before each line.
             logs = f"{self.run_dir}/logs/attempt_{self.attempt:02d}"
             environment["SLURM_STDOUTMODE"] = f"{logs}/node_%n.log"
         ranks = counted(self.spec.num_processes, "rank")
@@ -148,13 +150,13 @@ class SlurmSupervisor(Supervisor):
         return None
 
     def _check_nodes(self) -> AttemptOutcome | None:
-        """Returns how it ends when the nodes do not see the same run directory, or do not
-        answer, before any start.
+        """Returns the outcome of the attempt if a node fails the preflight check or does not
+        answer, or None if all nodes pass. Runs before the first start of the ranks.
         """
         num_nodes = int(os.environ.get("SLURM_NNODES", self.spec.num_nodes))
         try:
             problem = check_allocation(self.spec, num_nodes, self._first_port())
-        except JobError as error:  # a node on its way out, or back: the queue may have better ones
+        except JobError as error:  # A node is failing or rebooting: requeue for other nodes.
             outcome = self._without_lost(AttemptOutcome(1, str(error), fate="restart"))
             return dataclasses.replace(outcome, fate="requeue")
         if problem is None:
@@ -167,8 +169,8 @@ class SlurmSupervisor(Supervisor):
         return int(os.environ.get("MASTER_PORT", FIRST_PORT))
 
     def look(self, signal_number: int | None) -> AttemptOutcome | None:
-        """Returns the outcome when srun has ended or should have ended, or when Slurm ends the job.
-        Asks the ranks to save and stop if Slurm leaves them time.
+        """Returns the outcome if srun has ended or should have ended, or if Slurm ends the job.
+        Returns None while the ranks run. Asks the ranks to save and stop if Slurm leaves them time.
         """
         assert self.step is not None
         if self.step.poll() is not None:
@@ -183,11 +185,13 @@ class SlurmSupervisor(Supervisor):
         if self.failed_at is None and self._failures():
             self.failed_at = time.monotonic()
         if self.failed_at is not None and time.monotonic() - self.failed_at > END_WAIT_S:
-            return self._after(1)  # srun waits for a node that does not answer its order to end
+            return self._after(1)  # srun waits for a node that does not answer its kill request.
         return None
 
     def _after(self, code: int) -> AttemptOutcome:
-        """Returns what follows when srun has ended, or when it should have."""
+        """Returns the outcome after srun has ended, or should have ended. `code` is srun's exit
+        code.
+        """
         if failures := self._failures():
             return self._failure(min(failures, key=lambda failure: cause_order(failure.code)))
         if code:
@@ -199,7 +203,7 @@ class SlurmSupervisor(Supervisor):
         return self.ended_well()
 
     def _failure(self, failure: Failure) -> AttemptOutcome:
-        # Under torchrun a task is the agent of all ranks of a node.
+        # With torchrun, a task is the agent that starts all ranks of a node.
         num_ranks = self.spec.num_processes
         per_node = num_ranks // self.spec.num_nodes
         ranks_per_task = max(1, num_ranks // int(os.environ.get("SLURM_NTASKS", num_ranks)))
@@ -212,23 +216,22 @@ class SlurmSupervisor(Supervisor):
         return rank_failure(self.home, self.attempt, rank, failure.code, who)
 
     def _script_log(self) -> Path:
-        """Returns where this process and srun write, as the batch script has it."""
+        """Returns the log file of the batch script, to which this process and srun write."""
         return self.run_dir / "logs" / f"slurm-{self.job.id}.log"
 
     def _told_to_end(self) -> AttemptOutcome | None:
-        """Returns what a SIGTERM means: Slurm kills this process in a moment, or gives the ranks
-        time to save.
+        """Returns the outcome after a SIGTERM if Slurm will kill this process soon, or None. Asks
+        the ranks to save and stop if Slurm leaves them time and no rank has failed.
         """
         outcome = self._why_terminated()
-        # srun may send it too, to ranks whose peer has failed.
+        # After a failure, the SIGTERM may come from srun, which ends the other ranks.
         if outcome is None and not self._failures():
             self._ask_to_stop("the scheduler sent SIGTERM")
         return outcome
 
     def _why_terminated(self) -> AttemptOutcome | None:
-        """Asks Slurm why it signals this job.
-
-        Returns how it ends, or None when it may still save and stop.
+        """Asks Slurm for the reason of its signal to this job. Returns the outcome of the attempt,
+        or None if the ranks may still save and stop, or if Slurm does not answer.
         """
         try:
             native = native_state(self.job)
@@ -249,8 +252,8 @@ class SlurmSupervisor(Supervisor):
                 record_event(self.run_dir, current.replace(state=JobState.STOPPING, reason=reason))
 
     def _write_request(self) -> None:
-        """Writes the request to stop, if that is still to be done. `look` tries again each second
-        if the disk is full or the file system is in trouble.
+        """Writes the request to stop if it still has to be written. After an error of the disk or
+        the file system, `look` calls this function again each second.
         """
         if not self.must_ask:
             return
@@ -264,16 +267,16 @@ class SlurmSupervisor(Supervisor):
             say(f"the request to stop was not written: {error}")
 
     def _failures(self) -> list[Failure]:
-        """Returns the ranks of this attempt that did not end well, the first to fail first."""
-        with contextlib.suppress(OSError):  # a file system in trouble is no reason to end
+        """Returns the failed ranks of this attempt, in order of failure."""
+        with contextlib.suppress(OSError):  # An error of the file system must not end the attempt.
             files = list(failures_of(self.run_dir, self.attempt).glob("rank_*.json"))
-            # In the order of the file system's clock: the clocks of the nodes may differ.
+            # Sorted by the clock of the file system, because the clocks of the nodes may differ.
             files.sort(key=lambda file: file.stat().st_mtime_ns)
             return [failure for file in files if (failure := Failure.read_or_none(file))]
         return []
 
     def end_ranks(self, outcome: AttemptOutcome) -> None:
-        """Ends srun and with it all ranks that can be reached."""
+        """Ends srun, which ends all ranks on nodes that still answer."""
         if self.step is not None:
             _end_step(self.step)
         if self.port is not None:
@@ -281,23 +284,24 @@ class SlurmSupervisor(Supervisor):
         kill_descendants()
 
     def choose_nodes(self, outcome: AttemptOutcome) -> AttemptOutcome:
-        """Returns the outcome, with a start elsewhere if a node no longer answers or if the ranks
-        were asked to leave this allocation, or the end if they have saved and stopped.
+        """Returns the outcome with its final fate. The fate becomes `requeue` if a node no longer
+        answers, or if the ranks were asked to leave this allocation. If all ranks have saved and
+        stopped, the outcome is that of `stopped`.
         """
         outcome = self._without_lost(outcome)
         if outcome.fate not in ("restart", "requeue") or self.home.why_lost():
             return outcome
         if self.stop_reason is None or is_stop_requested(self.run_dir):
-            # All is saved: a rank or a node that was lost after that changes nothing.
+            # After all ranks have saved and stopped, the loss of a rank or node changes nothing.
             outcome = self.stopped() or outcome
         if outcome.fate == "restart" and self.stop_reason is not None and self.spec.max_restarts:
-            # Time is short: start again with a fresh limit.
+            # Little time is left in this allocation. A requeued job has its full time limit.
             return dataclasses.replace(outcome, fate="requeue")
         return outcome
 
     def _without_lost(self, outcome: AttemptOutcome) -> AttemptOutcome:
-        """Returns a start elsewhere instead of one in this allocation, some of whose nodes no
-        longer answer.
+        """Returns the outcome with fate `requeue` instead of `restart` if nodes of this allocation
+        no longer answer. Returns other outcomes unchanged.
         """
         while outcome.fate == "restart":
             names = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
@@ -322,8 +326,8 @@ class SlurmSupervisor(Supervisor):
         return begin_attempt(self.home, self.spec, self.job)
 
     def leave(self, outcome: AttemptOutcome) -> int:
-        """Records that the job goes on elsewhere. Submits it again if a node was lost, or requeues
-        it, unless Slurm itself has done so. Returns the exit code of this job.
+        """Records that the job continues elsewhere. Submits a new job if a node was lost, or
+        requeues this job, unless Slurm itself has requeued it. Returns the exit code of this job.
         """
         note = functools.partial(self._note, self.next_state, outcome.reason, outcome.lost_node)
         with contextlib.suppress(OSError):
@@ -341,7 +345,7 @@ class SlurmSupervisor(Supervisor):
             try:
                 requeue_this(self.job)
                 return outcome.rc
-            except JobError as error:  # the controller may be restarting
+            except JobError as error:  # Slurm's controller may be restarting.
                 say(f"not requeued: {error}")
                 if time.monotonic() > deadline:
                     tried = f"and it could not be requeued: {error}. `kit resume` starts it again"
@@ -361,7 +365,7 @@ def _end_step(step: subprocess.Popen) -> None:
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
         if step.poll() is None:
             step.send_signal(number)
-            # For a node that does not answer it would wait for ever.
+            # srun would wait forever for a node that does not answer.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 step.wait(3.0)
     step.wait()
@@ -371,8 +375,8 @@ def begin_attempt(home: RunDirectory, spec: JobSpec, job: SchedulerJob) -> int:
     """Makes this process the owner of the next attempt, and returns the number of the attempt.
 
     Raises:
-        JobError: as `take_over`.
-        OSError: as `retry_disk`.
+        JobError: The attempt cannot be taken over, see `take_over`.
+        OSError: The run directory cannot be written, see `retry_disk`.
     """
     attempt = retry_disk(lambda: take_over(home.run_dir, job), home)
     nodes = os.environ["SLURM_JOB_NODELIST"]
@@ -381,7 +385,7 @@ def begin_attempt(home: RunDirectory, spec: JobSpec, job: SchedulerJob) -> int:
 
 
 def main() -> int:
-    """Returns the job's exit code."""
+    """Runs the job to its end and returns the exit code of the job."""
     if "SLURM_JOB_ID" not in os.environ or len(sys.argv) < 4:
         print("run this inside a Slurm job, as submit.sh does", file=sys.stderr)
         return 2

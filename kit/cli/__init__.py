@@ -1,1 +1,1 @@
-"""The command line, one file per subject; `kit/__main__.py` puts them together."""
+"""The command line, with one module per subject. `kit/__main__.py` imports all modules."""

@@ -31,7 +31,7 @@ PANELS = {
     "Score": ("eval-data", "eval", "generate"),
     "Convert": ("export", "import"),
 }
-"""The commands in the order of `kit --help`, under its headings."""
+"""Commands by heading, in the order in which `kit --help` prints them."""
 EXAMPLES = """\
 Build token files, train the demo model on them, choose a layout:
 
@@ -43,12 +43,12 @@ kit plan llama3-8b --site dgx-h100 --devices 64 --batch 1024
 """
 LONG = 200
 PATHLIB = ("Symlink loop from", "Could not determine home directory")
-"""Messages of the standard library for two kinds of wrong paths, whose errors have no type of their
-own."""
+"""Beginnings of two error messages of the standard library about wrong paths. The errors have no
+type that identifies them."""
 
 
 class Commands(TyperGroup):
-    """The commands, in the panels and the order of PANELS."""
+    """Command group that lists the commands in the panels and the order of PANELS."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -62,7 +62,7 @@ class Commands(TyperGroup):
                 self.commands[name] = command
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parses the words of a command line. `--json` may stand anywhere."""
+        """Parses the words of a command line. `--json` may be at any position."""
         words = [word for word in args if word != "--json"]
         if "--json" in args:
             words.insert(0, "--json")
@@ -117,7 +117,7 @@ def everything(
         ),
     ] = False,
 ) -> None:
-    """Keeps the options that all commands have."""
+    """Stores the values of the options that all commands share."""
     AS_JSON.set(as_json)
 
 
@@ -139,7 +139,7 @@ def run() -> None:
 
 
 def _path_error(error: Exception) -> str:
-    """Returns an error of a path or a disk in one line, since a traceback would explain nothing."""
+    """Returns the message of a path or disk error as one line, since a traceback would not help."""
     if not isinstance(error, OSError):
         return f"{error}. Give another path."
     paths = []

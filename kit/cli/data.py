@@ -1,4 +1,4 @@
-"""Commands on text: data build."""
+"""The command `data build`, which builds token files from text."""
 
 import re
 from pathlib import Path
@@ -165,8 +165,8 @@ def data_build(
 
 
 def _unescaped(separator: str | None) -> str | None:
-    r"""Returns a separator with line ends and tabs in place of `\n`, `\r` and `\t`, which are
-    easier to type in a shell.
+    r"""Returns a separator with line ends and tabs in place of the escapes `\n`, `\r` and `\t`. In
+    a shell, the escapes are easier to type.
     """
     if separator is None:
         return None
@@ -177,11 +177,12 @@ def _unescaped(separator: str | None) -> str | None:
 
 
 def _part(word: str | None, site: str | None) -> tuple[int, int]:
-    """Returns (I, N) of the option `--part I/N`. I is 0 for all/N. Both are 0 without the option.
+    """Returns (I, N) of the option `--part I/N`: part number and number of parts. I is 0 for all/N.
+    Both are 0 without the option.
 
     Raises:
-        ConfigError: the option has another form, or all/N is given without --site, or --site with
-            another form than all/N.
+        ConfigError: The option has another form, all/N is given without --site, or --site is given
+            without all/N.
     """
     if not word and not site:
         return 0, 0
@@ -194,8 +195,8 @@ def _part(word: str | None, site: str | None) -> tuple[int, int]:
 
 
 def _submit(out: Path, count: int, name: str, words: list[str], parts: list[int]) -> str:
-    """Submits a job array that builds some parts of a dataset, one on each node. Returns a sentence
-    on what was submitted.
+    """Submits a job array that builds `parts` of a dataset with `count` parts, one part per node.
+    Returns a sentence on the submission.
     """
     site = Site.load(name)
     if site.scheduler != "slurm" or site.login is not None:

@@ -1,5 +1,5 @@
-"""Commands that draw and export results, and import those of other trainers: figure, export,
-import.
+"""Commands that draw results (figure), export results (export), and import results of other
+trainers (import).
 """
 
 import importlib
@@ -50,13 +50,13 @@ TAKEN_BY = {
     "--follow": SINKS,
     "--overwrite": TABLES,
 }
-"""Formats that take an option, by option."""
+"""Formats of `export` that accept an option, by option."""
 CHECKPOINTS = {
     "nxd": ("neuron:import_nxd", "**/dp_rank_*_tp_rank_*"),
     "megatron-deepspeed": ("megatron:import_megatron_deepspeed", "layer_*-model_*-model_states.pt"),
 }
-"""(MODULE:FUNCTION of kit.interop.weights, pattern of the files) for each format of another
-trainer's checkpoints."""
+"""Tuple (reader, file pattern) for each format of another trainer's checkpoints. The reader is
+MODULE:FUNCTION in kit.interop.weights. The pattern matches the checkpoint's files."""
 
 
 @app.command()
@@ -245,8 +245,8 @@ def _reader(folder: Path, format: str | None) -> Any:
     the names of the files.
 
     Raises:
-        DataError: no format is detected.
-        ConfigError: the format is unknown.
+        DataError: No format is detected.
+        ConfigError: The format is unknown.
     """
     if format is None:
         for name, (_, pattern) in CHECKPOINTS.items():
@@ -264,7 +264,7 @@ def _reader(folder: Path, format: str | None) -> Any:
 
 
 def _tell_folder(folder: Path) -> None:
-    """Prints the folder of a model that was written, with its size."""
+    """Prints the path and the size of a model's folder that was written."""
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print_record("Written", {"folder": str(folder), "bytes": size})
     next_step("Score it:", "eval", folder)
@@ -383,7 +383,7 @@ def _draw(name: str, out: Path | None, runs: Sequence[Path], points: Path | None
 
 
 def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with None in place of NaN, which JSON lacks."""
+    """Returns a row with None in place of NaN, which JSON does not have."""
     values = dict(row)
     for key, value in values.items():
         if value != value:  # NaN

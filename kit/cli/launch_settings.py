@@ -1,7 +1,7 @@
-"""Settings of a launch: model, layout and recipe, gathered from all places that may give them.
+"""Gathers the settings of a launch, model, layout and recipe, from all places that may give them.
 
-A setting may be given by an option, by --set, by a recipe or a plan that the user names, by a run
-that has begun, or by the demo. `gather_settings` says which place takes precedence.
+The places are options, --set, a recipe or plan that the user names, a run that has begun, and the
+demo. `gather_settings` says which place takes precedence.
 """
 
 import dataclasses
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 DEMO = "demo"
 DEMO_PLAN = Plan(global_batch_size=16, micro_batch_size=4)
 REQUIRED = {"data": "--data FOLDER, made by `kit data build`", "num_steps": "--steps N"}
-"""Fields of a recipe that have no default, and how to give them."""
+"""Advice on how to give each field of a recipe that has no default, by field."""
 PLACEHOLDERS = {"data": EDIT, "num_steps": 2**40}
-"""Values in place of missing required fields, with which the other fields of a recipe can be
-checked. No warm-up is longer than this number of steps."""
+"""Placeholders for missing required fields, with which the other fields of a recipe can be checked.
+The number of steps is larger than any warm-up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,13 @@ class LaunchSettings:
     spec: ModelSpec
     plan: Plan
     recipe_fields: dict[str, Any]
-    """Known fields of the recipe. A field that is left out has the default of `Recipe`, unless it
-    is missing."""
+    """Known fields of the recipe. Other fields have the default of `Recipe` or are in `missing`."""
     missing: dict[str, str]
-    """Fields of the recipe that must be given before a launch, and how to give them."""
+    """Advice on how to give each recipe field that must be given before a launch, by field."""
     to_edit: tuple[str, ...]
-    """Names of missing fields whose value is the word EDIT. The user must replace it."""
+    """Names of missing fields with the value EDIT, which the user must replace."""
     gpu_defaults: dict[str, Any]
-    """Fields of the plan that are not given, and their values on GPUs."""
+    """Values on GPUs of the plan's fields that are not given, by field."""
     notes: tuple[str, ...]
     """Warnings about settings that do not fit each other."""
 
@@ -61,14 +60,14 @@ class LaunchSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedRecipe:
-    """The recipe that the user names. Without a name, nothing is known."""
+    """The recipe that the user names. All fields are empty if the user names none."""
 
     name: str = ""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     not_stated: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Fields that the publication does not state, and why."""
+    """Reason for each recipe field that the publication does not state, by field."""
     published: "PublishedRecipe | None" = None
-    """The published recipe. None for a file."""
+    """Published recipe of this name. None for a recipe from a file."""
 
 
 def gather_settings(
@@ -91,12 +90,13 @@ def gather_settings(
         model: model that the user names.
         recipe: name of a published recipe, or a .toml or .json file.
         plan: file of a layout.
-        options: fields of the recipe that have an option of their own. None is not given.
+        options: fields of the recipe that have their own command-line option. The value None means
+            that the option is not given.
         changes: fields of `spec`, `plan` and `recipe` that are given by --set.
         begun: run that is in the directory already.
 
     Raises:
-        ConfigError: model, recipe or layout is missing or unknown.
+        ConfigError: Model, recipe or layout is missing or unknown.
     """
     named_recipe = _named_recipe(recipe)
     published = named_recipe.published
@@ -141,7 +141,7 @@ def gather_settings(
 
 
 def _named_recipe(recipe: str | None) -> NamedRecipe:
-    """Returns the recipe that the user names. Raises ConfigError if there is none of this name."""
+    """Returns the recipe that the user names. Raises ConfigError if the name is unknown."""
     if recipe is None:
         return NamedRecipe()
     if Path(recipe).suffix in (".toml", ".json"):
@@ -166,7 +166,7 @@ def _model(
     """Returns (name, shape) of the model. The arguments are those of `gather_settings`.
 
     Raises:
-        ConfigError: the model is unknown, or the folder of its weights does not exist.
+        ConfigError: The model is unknown, or the folder of its weights does not exist.
     """
     weights = changes["recipe"].get("init_from")
     if weights is not None and model is None and not Path(str(weights)).is_dir():
@@ -188,10 +188,10 @@ def _model(
 
 
 def _new_layout(name: str, changes: dict[str, Any]) -> Plan:
-    """Returns a layout for which there is no plan. Only the demo has one of its own.
+    """Returns the layout for a launch without a plan. Only the demo model has a default layout.
 
     Raises:
-        ConfigError: another model has no batch size.
+        ConfigError: The model is not the demo, and no batch size is given.
     """
     if name == DEMO:
         return Plan.from_dict({**DEMO_PLAN.to_dict(), **changes})
@@ -205,7 +205,7 @@ def _new_layout(name: str, changes: dict[str, Any]) -> Plan:
 
 
 def _demo_fields(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the recipe of the demo model. Raises ConfigError for another model."""
+    """Returns the recipe fields of the demo model. Raises ConfigError for another model."""
     if name != DEMO:
         from kit.papers.recipes import names
 
@@ -227,7 +227,7 @@ def _demo_fields(name: str, options: dict[str, Any]) -> dict[str, Any]:
 def _missing(
     known_fields: dict[str, Any], to_edit: tuple[str, ...], named_recipe: NamedRecipe
 ) -> dict[str, str]:
-    """Returns how to give each field that must be given and is not known, by field."""
+    """Returns advice on how to give each required field that is not known, by field."""
     how_to_give = dict(REQUIRED)
     for field, why in named_recipe.not_stated.items():
         how_to_give[field] = (
@@ -251,11 +251,11 @@ def _batch_notes(published: "PublishedRecipe | None", layout: Plan) -> tuple[str
 
 
 def read_fields(file: Path) -> dict[str, Any]:
-    """Returns the fields of a recipe file. It may give some fields only, and may mark fields with
-    EDIT.
+    """Returns the fields of a recipe file. The file may give only some fields, and may have EDIT as
+    value of a field.
 
     Raises:
-        ConfigError: the file is missing, is neither TOML nor JSON, or has a key that is no field.
+        ConfigError: The file is missing, is neither TOML nor JSON, or has a key that is no field.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -273,11 +273,12 @@ def read_fields(file: Path) -> dict[str, Any]:
 
 
 def draft_recipe(fields: dict[str, Any], path: str = "recipe") -> Recipe:
-    """Returns a recipe from some of its fields. Required fields that are missing have the values of
-    PLACEHOLDERS, other missing fields their default. EDIT as a value is a missing field.
+    """Returns a recipe from some of its fields. Missing required fields get the values of
+    PLACEHOLDERS. Other missing fields get their default. A field with the value EDIT counts as
+    missing.
 
     Raises:
-        ConfigError: a key is no field, or a value is not allowed.
+        ConfigError: A key is no field, or a value is not allowed.
     """
     known = {field: value for field, value in fields.items() if value != EDIT}
     return Recipe.from_dict({**PLACEHOLDERS, **known}, path)

@@ -190,8 +190,8 @@ def launch(
     if place.device.is_gpu:
         gathered = _on_gpus(gathered)
     if begun and not show:
-        # Before the recipe is built, since fewer steps than its warm-up are an error of another
-        # kind.
+        # Checked before the recipe is built: a recipe with fewer steps than its warm-up raises
+        # another error.
         launcher.refuse_done(begun, gathered.plan, steps or begun.recipe.num_steps)
     time_limit_s = _time_limit(minutes, time)
     chosen = draft_recipe(gathered.recipe_fields)
@@ -349,7 +349,7 @@ def _time_limit(minutes: float | None, time: str | None) -> float | None:
 
 
 def slurm_seconds(text: str) -> float:
-    """Returns a time in one of the formats of sbatch's `--time` in seconds.
+    """Returns the seconds of a time in one of the formats of sbatch's `--time`.
 
     Raises:
         ConfigError: The text has none of these formats, or is 0.
@@ -403,8 +403,8 @@ def _warn_of_writers(run: Run) -> None:
 
 
 def _tell(run: Run) -> None:
-    """Prints what was started, and where the schedule of its learning rate ends if that is not the
-    end of the run.
+    """Prints which job was started, and at which step the schedule of the learning rate ends if the
+    run ends at another step.
     """
     _warn_of_writers(run)
     _tell_schedule(run.recipe)
@@ -438,11 +438,11 @@ def _show(
     time_limit_s: float | None,
     where: str,
 ) -> None:
-    """Prints every script to standard output, and to standard error what the user must still fill
-    in. `where` says in which file fields of the site are filled in.
+    """Prints every script of the job to standard output. Prints the fields that the user must still
+    fill in to standard error. `where` names the file in which fields of the site are filled in.
 
-    No login node is connected to. The first commands that a launch would run there are printed.
-    For such a site, scripts are shown only if the site file is complete.
+    For a site behind a login node, makes no connection, and prints the first commands that a launch
+    would run on the login node. Scripts are then printed only if the site file is complete.
     """
     directory = run.expanduser().absolute()
     spec = gathered.spec
@@ -480,7 +480,7 @@ def _show(
 
 
 def _lines_to_edit(texts: Mapping[str, str]) -> list[str]:
-    """Returns the lines of scripts that contain the word EDIT, with their places."""
+    """Returns the lines of scripts that contain the word EDIT, with file name and line number."""
     lines = []
     for name, text in texts.items():
         for number, line in enumerate(text.splitlines(), start=1):
@@ -490,7 +490,7 @@ def _lines_to_edit(texts: Mapping[str, str]) -> list[str]:
 
 
 def _tell_schedule(recipe: Recipe) -> None:
-    """Says where the learning rate's schedule ends, unless that is where the run does."""
+    """Prints at which step the learning rate's schedule ends, if it is not the run's last step."""
     end = recipe.decay_steps or recipe.num_steps
     last = recipe.num_steps
     if recipe.schedule == "constant" or end == last:
@@ -505,8 +505,8 @@ def _tell_schedule(recipe: Recipe) -> None:
 
 
 def _measured(run: Path, site: Site, dtype: str) -> Site:
-    """Returns a local site with its peak, measured if nobody has given it; another site as it
-    is.
+    """Returns a local site with its peak, which is measured if the site file does not give it.
+    Returns other sites unchanged.
     """
     from kit.measure.gemm import is_settled, measured_site
 
@@ -522,8 +522,8 @@ def _measured(run: Path, site: Site, dtype: str) -> Site:
 
 @contextlib.contextmanager
 def told_if_interrupted(run: Path) -> Iterator[None]:
-    """Says after Ctrl-C whether a job runs, and how to end it; the command ends with the code
-    that a shell expects.
+    """Prints after Ctrl-C whether a job runs, and how to end it. Then exits with code 130, a
+    shell's code for Ctrl-C.
     """
     try:
         yield

@@ -1,5 +1,5 @@
-"""Commands on machines: what this one has, how fast it is, how far the estimates of it are off,
-and first site files: doctor, bench, validate, calibrate, site init.
+"""Commands on machines: check the environment (doctor), measure speeds (bench), check and fit the
+estimates (validate, calibrate), and write first site files (site init).
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ app = typer.Typer()
 site_app = typer.Typer(no_args_is_help=True)
 app.add_typer(site_app, name="site", help="Write site files: site init.")
 LEAST_BYTES = 40e9
-"""Smallest memory of a node, in bytes, for which `site init` advises a plan of a larger model than
-the demo: 1.4 billion parameters at 16 bytes each, and activations."""
+"""Smallest memory of a node, in bytes, for which `site init` advises to plan a larger model than
+the demo. The larger model has 1.4 billion parameters of 16 bytes each, and activations."""
 LOCAL = """\
 # This machine, as torch sees it.
 # EDIT: peaks and links, by `kit bench --out FILE.toml` or from a data sheet
@@ -166,7 +166,7 @@ def bench(
     if out is not None and out.suffix != ".toml":
         raise ConfigError(f"--out {out}: not a .toml file. Give a name that ends in .toml.")
     note("Measuring matrix products, memory and collectives; up to two minutes ...")
-    # bf16 is what layouts are planned in.
+    # The planner plans layouts in bf16, so the peak is measured in bf16.
     site = measure_site(measured_site(Site.load("laptop"), "bf16"))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +196,9 @@ def bench(
 
 
 def _apply_peak(directory: Path) -> None:
-    """Measures a run's peak again, and reads the run again with it."""
+    """Measures the peak of a run's machine again, writes it into the run's site, and prints the new
+    peak and MFU.
+    """
     found = remeasure(Run.open(directory))
     metrics = Run.open(directory).metrics()
     mfu = metrics.summary().get("mfu")
@@ -383,7 +385,7 @@ def _about_gpus(nodes: inventory.NodeType) -> list[str]:
 
 
 def _finish(out: Path, text: str, about: Sequence[str] = ()) -> None:
-    """Writes a site file, and prints what is left to do."""
+    """Writes a site file, and prints the next steps for the user."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, text)
     left = []
@@ -407,8 +409,8 @@ def _finish(out: Path, text: str, about: Sequence[str] = ()) -> None:
 def _next_command(site: Site, out: Path) -> tuple[str, list[str]]:
     """Returns (sentence on the next step, words of its command).
 
-    For a node of accelerators the next step is to plan a layout for one node, which needs no facts
-    about the network. Otherwise it is to look at the script of a job.
+    For nodes with accelerators, the next step is to plan a layout for one node, which needs no
+    facts about the network. For other nodes, the next step is to read the script of a job.
     """
     if site.device.is_cpu or site.scheduler == "local":
         return "look at a job of it:", ["launch", "runs/first", "--site", str(out), "--show"]
@@ -422,8 +424,9 @@ def _next_command(site: Site, out: Path) -> tuple[str, list[str]]:
 
 
 def _ask(login: str | None, words: Sequence[str]) -> str:
-    """Returns what a command of Slurm prints, on a login node (in a login shell, which may be what
-    finds it) or here.
+    """Returns the output of a Slurm command, which runs on the login node `login`, or on this
+    machine if `login` is None. On a login node it runs in a login shell, since Slurm's commands may
+    be on the path of login shells only.
     """
     if login is not None:
         return ssh(login, f"bash -lc {shlex.quote(shlex.join(words))}").decode()

@@ -17,7 +17,7 @@ from kit.errors import ConfigError, kit_command
 from kit.show.terminal import PlainConsole, Table
 
 AS_JSON = contextvars.ContextVar("as_json", default=False)
-"""Whether the command prints JSON, which is the option `--json`."""
+"""Whether the option `--json` is given, with which a command prints its result as JSON."""
 
 RunArgument = Annotated[Path, typer.Argument(help="Run directory.", metavar="RUN")]
 SiteOption = Annotated[
@@ -48,7 +48,7 @@ def parse_values(settings: list[str] | None) -> dict[str, Any]:
     A value is JSON. Text that is not JSON is a string.
 
     Raises:
-        ConfigError: a setting is not KEY=VALUE.
+        ConfigError: A setting is not KEY=VALUE.
     """
     values = {}
     for setting in settings or []:
@@ -69,7 +69,7 @@ def parse_settings(
     `plan.tensor_parallel=2`. `allowed` are the names of the records.
 
     Raises:
-        ConfigError: a setting names no allowed record, or no field.
+        ConfigError: A setting names no allowed record, or no field.
     """
     changes: dict[str, dict[str, Any]] = {name: {} for name in allowed}
     for key, value in parse_values(settings).items():
@@ -82,19 +82,19 @@ def parse_settings(
 
 
 def strict_json(value: Any) -> str:
-    """Returns plain values as JSON that every parser reads. NaN and infinity, which JSON lacks, are
-    written as strings.
+    """Returns plain values as JSON that every parser reads. NaN and infinity are written as
+    strings, since JSON does not have them.
     """
     lenient = json.dumps(value)
     return json.dumps(json.loads(lenient, parse_constant=str), allow_nan=False)
 
 
 def refuse_options(options: dict[str, Any], why: str) -> None:
-    """Raises ConfigError with a reason if any option is given that has no use here.
+    """Raises ConfigError if the user has given one of the options, which have no effect.
 
     Args:
         options: value of each option by its flag. None, False and [] mean that it is not given.
-        why: the reason.
+        why: reason for which the options have no effect, printed after the option.
     """
     for flag, value in options.items():
         if value is not None and value is not False and value != []:
@@ -102,8 +102,8 @@ def refuse_options(options: dict[str, Any], why: str) -> None:
 
 
 def print_result(values: Any, *parts: RenderableType) -> None:
-    """Prints the result of a command: plain values as JSON with the option `--json`, else the parts
-    for people, one below the other.
+    """Prints the result of a command. With the option `--json`, prints `values` as JSON. Otherwise
+    prints `parts`, one below the other.
     """
     if AS_JSON.get():
         # A command that follows a job prints several results, which are read at once.
@@ -130,18 +130,18 @@ def names_table(title: str, facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def advice(text: str, *words: str | Path) -> Text:
-    """Returns a text that ends with a command of the kit."""
+    """Returns `text`, followed by the kit command that has `words` as arguments."""
     return Text.assemble(f"{text} ", (kit_command(*words), "bold"))
 
 
 def hint(text: str, *words: str | Path) -> None:
-    """Prints a text that ends with a command of the kit."""
+    """Prints `text`, followed by the kit command that has `words` as arguments."""
     print_result({"said": text, "command": kit_command(*words)}, advice(text, *words))
 
 
 def next_step(text: str, *words: str | Path) -> None:
-    """Prints to standard error what to do next, as a command of the kit. Prints nothing with the
-    option `--json`.
+    """Prints the next step for the user to standard error: `text`, followed by the kit command that
+    has `words` as arguments. Prints nothing with the option `--json`.
     """
     if not AS_JSON.get():
         note(advice(text, *words))
@@ -156,7 +156,7 @@ def owned_output(out: Path | None, default: Path) -> Path:
     """Returns the file or folder that a command writes: `out`, or `default` if `out` is None.
 
     Raises:
-        JobError: the output would lie in another user's run directory, or `out` is None and the
+        JobError: The output would be in another user's run directory, or `out` is None and the
             folder of `default` belongs to another user.
     """
     path = out or default
@@ -168,12 +168,12 @@ def owned_output(out: Path | None, default: Path) -> Path:
 
 
 def run_there(run: str | Path) -> None:
-    """Runs this command on the machine of a run of which `run` is the mirror, and exits with its
-    status. Does nothing if `run` is no mirror.
+    """If `run` is a mirror, runs this command on the other side, and exits with its exit status.
+    Does nothing for other runs.
 
     Raises:
-        NoConnectionError: the machine cannot be reached.
-        JobError: the mirror belongs to another user.
+        NoConnectionError: The machine cannot be reached.
+        JobError: The mirror belongs to another user.
     """
     remote = mirror_of(Path(run).expanduser())
     if remote is None:

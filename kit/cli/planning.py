@@ -1,4 +1,4 @@
-"""The command that chooses a layout, lists what can be chosen, and dry-runs a job: plan."""
+"""The command `plan`: chooses a layout, lists models, recipes and sites, and rehearses a job."""
 
 import sys
 from pathlib import Path
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 SHOWN = 5
-"""Number of layouts in the table. A table for --choose may have more."""
+"""Number of layouts in the printed table. With --choose, the table may have more layouts."""
 FixOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -175,8 +175,8 @@ def plan(
 def _tell_launch(name: str, out: Path, site: str, found: "Search") -> None:
     """Prints the command that launches the layout that was found, or why it cannot be launched.
 
-    A published recipe is advised only with the batch and the sequence length that it was published
-    with, since its learning rate and number of steps belong to them.
+    A published recipe is advised only with its published batch size and sequence length. Its
+    learning rate and number of steps were chosen for both.
     """
     from kit.interop.weights.hugging_face_config import load_spec
     from kit.papers.recipes import names, published_recipe
@@ -214,13 +214,13 @@ def _tell_launch(name: str, out: Path, site: str, found: "Search") -> None:
 
 
 def _kept(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of a search whose layouts have the given values of some fields.
+    """Returns the keyword arguments for a search of layouts in which `fields` are fixed.
 
     Raises:
-        ConfigError: an engine or a precision is unknown.
+        ConfigError: An engine or a precision is unknown.
     """
     settings = {name: fields[name] for name in ("engine", "precision") if name in fields}
-    Plan(**settings)  # This refuses a wrong value.
+    Plan(**settings)  # Raises ConfigError for a wrong value.
     only = {}
     for name, value in fields.items():
         if name not in settings:
@@ -235,7 +235,7 @@ def _known(
     `name` is neither.
 
     Raises:
-        ConfigError: the site or the number of steps is missing, or a field must be edited.
+        ConfigError: The site or the number of steps is missing, or a field must be edited.
     """
     from kit.papers.recipes import names
 
@@ -271,7 +271,7 @@ def _rehearse(spec: ModelSpec, layout: Plan, fields: dict[str, Any], site: Site)
 
 
 def _list() -> None:
-    """Prints the names that MODEL, --recipe and --site take."""
+    """Prints the names that MODEL, --recipe and --site accept."""
     from kit.papers.recipes import names, published_recipe
 
     described = {

@@ -41,7 +41,7 @@ NEXT = {
     JobState.LOST: ("Continue from its last checkpoint:", "resume"),
     JobState.IMPORTED: ("Draw its loss:", "figure"),
 }
-"""Advice on a run in a final state: a sentence, and the command that it introduces."""
+"""Advice on a run, by final state: (sentence, command that the sentence introduces)."""
 
 
 @app.command()
@@ -89,10 +89,10 @@ def logs(
     follow: FollowOption = False,
 ) -> None:
     """Print the log of one rank, or the log of the job's script if the rank has printed nothing."""
-    # Jobs that score, or build data, have no spec.
+    # Directories of jobs that score or build data have no spec.json.
     is_other = (run / "job.json").exists() and not (run / "spec.json").exists()
     job = Job.attach(run) if is_other else Run.open(run).job
-    # A progress bar draws its line again after a carriage return. Each state becomes a line here.
+    # A progress bar redraws its line after a carriage return. Every redraw is printed as a line.
     lines = io.IncrementalNewlineDecoder(None, translate=True)
     if follow:
         for line in job.follow(rank):
@@ -112,7 +112,7 @@ def logs(
 
 
 def _tell_next(run: Path) -> None:
-    """Prints advice on a run in its present state."""
+    """Prints advice on the next step with a run, which depends on the run's state."""
     status = read_status(run)
     text, command = NEXT.get(status.state, ("Follow it:", "watch"))
     report = read_exit(run)
@@ -188,8 +188,8 @@ def runs(
 
 
 def _tell_why(run: Run) -> None:
-    """Prints how the speed of a run compares with the estimate, and where the time of its nodes
-    went. Without an estimate, the reason is printed.
+    """Prints a comparison of a run's speed with the estimate, and how the time of its nodes was
+    spent. If there is no estimate, prints the reason.
     """
     spent = monitor.ledger(run)
     try:
@@ -209,7 +209,7 @@ def _tell_why(run: Run) -> None:
 
 
 def _facts(comparison: "SpeedComparison") -> list[tuple[str, str]]:
-    """Returns (name, text) of what the estimate predicts for a run, and of what was measured."""
+    """Returns rows (name, text) for a table of a run's predicted and measured speeds."""
 
     def shares(parts: dict[str, float], whole: float) -> str:
         return ", ".join(
@@ -238,7 +238,7 @@ def _facts(comparison: "SpeedComparison") -> list[tuple[str, str]]:
 
 
 def _ledger_tables(spent: "Ledger") -> list[Table | str]:
-    """Returns where the time of a run's nodes went: a table by part and one by attempt."""
+    """Returns two tables of how the time of a run's nodes was spent: by part, and by attempt."""
     from kit.monitor.text import duration
 
     has_price = spent.usd is not None
@@ -275,12 +275,12 @@ def _ledger_tables(spent: "Ledger") -> list[Table | str]:
 
 
 def _living(run: Path, what: str) -> Job:
-    """Returns the job of a run, to which a request can be sent. `what` names the request.
+    """Returns the job of a run, if a request can be sent to the job. `what` names the request.
 
     Raises:
-        RunError: the run does not exist, was imported, or has ended, so that no trainer would read
+        RunError: The run does not exist, was imported, or has ended, so that no trainer would read
             the request.
-        JobError: the run belongs to another user.
+        JobError: The run belongs to another user.
     """
     if not run.exists():
         raise RunError(

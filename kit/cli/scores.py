@@ -235,10 +235,10 @@ def evaluate(
 
 
 def _report_place(folder: Path, out: str | Path | None) -> Path:
-    """Returns the file for the report on a Hugging Face folder.
+    """Returns the path of the report on a Hugging Face folder.
 
-    The file is `out` if that ends with .json, else a file in the folder `out`, as for lm-eval's
-    `--output_path`. If `out` is None, the file is beside `folder`.
+    If `out` ends with .json, the path is `out`. Otherwise the report is a file in the folder `out`,
+    as with lm-eval's `--output_path`. If `out` is None, the report is beside `folder`.
     """
     from kit.evaluate.scoring import report_beside
 
@@ -259,7 +259,9 @@ def _run(
     follow: bool,
     submit: bool,
 ) -> None:
-    """Scores checkpoints of a run; those of a mirror where they are, by jobs."""
+    """Scores checkpoints of a run, and prints the scores. For a mirror, the command runs on the
+    other side, where the checkpoints are, and `submit` is required.
+    """
     from kit.evaluate import evaluate as score
 
     if submit and not follow:
@@ -280,7 +282,7 @@ def _run(
         return
     _tell_layout(opened, options)
     report = score(opened, step, tasks, **options)
-    # Of the ranks of a job, one speaks.
+    # In a job, only rank 0 prints.
     if os.environ.get("RANK", "0") == "0":
         _print(report, asked)
         if owner := opened.other_owner:
@@ -289,8 +291,8 @@ def _run(
 
 
 def _tell_layout(run: Run, options: dict[str, Any]) -> None:
-    """Says where a score will come from, where that is not this process; the ranks of a job say
-    nothing.
+    """Prints on which devices a job will score, if this process does not score itself. The ranks of
+    a job print nothing.
     """
     from kit.evaluate.benchmarks import Options
     from kit.evaluate.devices import layout
@@ -304,7 +306,7 @@ def _tell_layout(run: Run, options: dict[str, Any]) -> None:
 
 
 def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, *more: str) -> None:
-    """Prints scores, and beside the suite of HLAT its published tables."""
+    """Prints scores. For the suite of HLAT, also prints the published tables of HLAT."""
     if asked == "hlat":
         from kit.evaluate.hlat import compare
 
@@ -394,9 +396,9 @@ def generate(
     from kit.evaluate.continuation import continued_texts
 
     refuse_elsewhere(Path(model).expanduser(), ". Run this command there.")
-    # The bytes that were typed, in any locale.
+    # The arguments of a process are bytes. They are decoded as UTF-8 in any locale.
     prompt = os.fsencode(prompt).decode(errors="replace")
-    # The prompt of a text is printed with its first piece, when the model is loaded.
+    # The prompt is printed with the first generated text, after the model has been loaded.
     unprinted = [plain(prompt)]
 
     def show(text: str) -> None:
