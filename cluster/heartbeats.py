@@ -57,20 +57,25 @@ looks older is old by any clock."""
 class RankHeartbeat(Record):
     """Heartbeat of one rank: its last finished step, with durations in seconds."""
 
-    rank: int = field_doc("global rank")
-    attempt: int = field_doc("attempt it belongs to")
-    step: int = field_doc("last finished step")
-    time: float = field_doc("unix time of that step's end")
-    step_time_s: float | None = field_doc("seconds that this step took", default=None)
-    host: str | None = field_doc("where the rank runs", default=None)
+    rank: int = field_doc("global number of the rank")
+    attempt: int = field_doc("number of the attempt that the rank belongs to")
+    step: int = field_doc("number of the last finished step")
+    time: float = field_doc("Unix time of the end of the last finished step, in seconds")
+    step_time_s: float | None = field_doc(
+        "duration of the last finished step, in seconds", default=None
+    )
+    host: str | None = field_doc("host name of the node on which the rank runs", default=None)
     work_s: float | None = field_doc(
-        "seconds of that step without the wait for other ranks, where that is known", default=None
+        "duration of the last finished step without the wait for other ranks, in seconds; None:"
+        " the wait is unknown",
+        default=None,
     )
     parts_s: tuple[float | None, ...] = field_doc(
-        "medians of its last steps, in the order of PARTS", default=()
+        "medians of the phases of the last steps, in seconds, in the order of PARTS", default=()
     )
     own_s: float | None = field_doc(
-        "median of `work_s` over its last steps, where its waits are known", default=None
+        "median of `work_s` over the last steps, in seconds; None: the waits are unknown",
+        default=None,
     )
 
     @property

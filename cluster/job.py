@@ -87,31 +87,35 @@ class JobSpec(Record):
     environment variables.
     """
 
-    name: str = field_doc("what queues and titles call the job", one_line)
-    run_dir: str = field_doc("run directory; made absolute")
-    argv: tuple[str, ...] = field_doc("the command of one rank", check_command_line)
-    num_processes: int = field_doc("ranks over all nodes: one per device")
-    num_nodes: int = field_doc("nodes they are spread over", default=1)
+    name: str = field_doc("name of the job in queues and titles", one_line)
+    run_dir: str = field_doc("run directory, which is made absolute")
+    argv: tuple[str, ...] = field_doc("command of one rank, as a list of words", check_command_line)
+    num_processes: int = field_doc("number of ranks over all nodes: one per device")
+    num_nodes: int = field_doc("number of nodes over which the ranks are spread", default=1)
     forks: bool = field_doc(
-        "whether argv is `python -P -m MODULE ...` and the ranks of this machine may be forked from"
-        " one process that has imported MODULE",
+        "whether argv is `python -P -m MODULE ...` and the ranks on this machine may be forked"
+        " from one process that has imported MODULE",
         default=False,
     )
     environment: dict[str, str] = field_doc(
         "variables added to the environment of every rank", check_for_ranks, default_factory=dict
     )
-    working_directory: str = field_doc("where every rank starts", default_factory=os.getcwd)
+    working_directory: str = field_doc(
+        "working directory in which every rank starts", default_factory=os.getcwd
+    )
     time_limit_s: float | None = field_doc(
-        "the job is ended after this time", positive_seconds, default=None
+        "time in seconds after which the job is ended; default: no limit",
+        positive_seconds,
+        default=None,
     )
     grace_s: float = field_doc(
-        "from asking a rank to end (SIGTERM) to killing it (SIGKILL)",
+        "seconds between asking a rank to end (SIGTERM) and killing it (SIGKILL)",
         positive_seconds,
         default=10.0,
     )
     max_restarts: int = field_doc(
-        "restarts after crashes without a new step in between, after which the job has failed; 0:"
-        " none",
+        "maximum number of restarts in a row after crashes without a new step in between; after"
+        " more crashes the job has failed; 0: no restart",
         must(lambda number: number >= 0, "Give 0 or more."),
         default=2,
     )

@@ -30,14 +30,14 @@ class SchedulerAnswer(Record):
     """Answer of a scheduler about one job."""
 
     state: JobState | None = field_doc(
-        "state in the words of JobState; none: the scheduler could not be asked"
+        "state of the job, one of the values of JobState; None: the scheduler could not be asked"
     )
-    reason: str = field_doc("one line for people")
+    reason: str = field_doc("reason for the state, in one line for people")
     exit_code: int | None = field_doc(
         "exit code of a job that has ended; 128 + n for signal n", default=None
     )
     time: float = field_doc(
-        "time of the question in seconds, by this process's monotonic clock",
+        "time of the query in seconds, by the monotonic clock of this process",
         default_factory=time.monotonic,
     )
 

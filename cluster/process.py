@@ -32,9 +32,11 @@ class Process(Record):
     """Identity of one process, distinct from all processes that had or will have its pid."""
 
     pid: int = field_doc("process id")
-    start_ticks: int = field_doc("clock ticks from boot to its start: field 22 of /proc/PID/stat")
-    boot_id: str = field_doc("boot id of the kernel that ran it")
-    host: str = field_doc("host name")
+    start_ticks: int = field_doc(
+        "clock ticks from the boot to the start of the process: field 22 of /proc/PID/stat"
+    )
+    boot_id: str = field_doc("boot id of the kernel that runs or ran the process")
+    host: str = field_doc("name of the host of the process")
 
     @classmethod
     def current(cls) -> "Process":

@@ -168,10 +168,13 @@ class Walltime(Record):
     """Maximum run time of jobs, for a range of numbers of nodes."""
 
     max_nodes: int | None = field_doc(
-        "holds for jobs of up to so many nodes; none: for all larger ones", from_one, default=None
+        "largest number of nodes of a job for which `max_hours` holds; default: `max_hours` holds"
+        " for all larger jobs",
+        from_one,
+        default=None,
     )
     max_hours: float = field_doc(
-        "hours that such a job may run",
+        "maximum run time of a job with at most `max_nodes` nodes, in hours",
         must(lambda hours: 0 < hours < math.inf, "Give hours above 0."),
     )
 
@@ -190,10 +193,12 @@ class Broadcast(Record):
     """
 
     directory: str = field_doc(
-        "folder on the node-local disk; may name $USER and $SLURM_JOB_ID", a_path
+        "folder on the node-local disk; the path may contain $USER and $SLURM_JOB_ID", a_path
     )
     archive: str | None = field_doc(
-        "tar file of a venv, or made by conda-pack; none reads the shared environment", default=None
+        "tar file of a venv, or an archive made by conda-pack; default: ranks read the shared"
+        " environment",
+        default=None,
     )
 
 
@@ -202,14 +207,20 @@ class Compilation(Record):
     """A separate job that compiles before the run, and the cache that it writes for the run."""
 
     command: tuple[str, ...] = field_doc(
-        "words put before the command of the compile job", check_lines
+        "words that are put before the command of the compile job", check_lines
     )
-    variable: str = field_doc("environment variable that names the cache", a_variable)
+    variable: str = field_doc(
+        "environment variable that contains the path of the cache", a_variable
+    )
     shared_cache: str = field_doc(
-        "written by the compile job, seen by all nodes; may name $USER", a_path
+        "cache folder that the compile job writes and all nodes can read; the path may contain"
+        " $USER",
+        a_path,
     )
     node_cache: str = field_doc(
-        "copy on each node's own disk, read by the run; may name $USER", a_path
+        "folder on each node's own disk for a copy of the cache, which the run reads; the path"
+        " may contain $USER",
+        a_path,
     )
 
 
@@ -218,19 +229,23 @@ class SchedulerTable(Record):
     """Fields that the tables of all schedulers have in common."""
 
     environment: dict[str, str] = field_doc(
-        "variables set for every rank", check_environment, default_factory=dict
+        "environment variables that are set for every rank", check_environment, default_factory=dict
     )
     profiles: dict[str, dict[str, str]] = field_doc(
-        "named sets of variables that a job may add", check_profiles, default_factory=dict
+        "named sets of environment variables that a job may add",
+        check_profiles,
+        default_factory=dict,
     )
     stop_before_end_s: int = field_doc(
-        "the ranks are told to save and stop so long before they are ended: at the time limit of"
-        " Slurm, or when a pod is: longer than a step and a checkpoint",
+        "seconds before the end at which the ranks are asked to save and stop. The end is the"
+        " time limit under Slurm, and the kill of a terminating pod under Kubernetes. The seconds"
+        " must suffice for a step and a checkpoint.",
         from_one,
         default=300,
     )
     compilation: Compilation | None = field_doc(
-        "compiles ahead of the run; under Kubernetes node_cache is a directory of the host",
+        "compile job that runs before the run; under Kubernetes `node_cache` is a directory of"
+        " the host; default: no compile job",
         default=None,
     )
 
@@ -247,97 +262,134 @@ class Slurm(SchedulerTable):
     """The `[slurm]` table: how jobs are submitted and how their ranks are started."""
 
     account: str | None = field_doc(
-        "account that pays; none where the cluster does not ask", a_word, default=None
+        "account that is charged; default: none, for clusters that require no account",
+        a_word,
+        default=None,
     )
-    partition: str | None = field_doc("queue; none for the default one", a_word, default=None)
-    qos: str | None = field_doc("quality of service", a_word, default=None)
-    constraint: str | None = field_doc("node features", a_word, default=None)
+    partition: str | None = field_doc(
+        "partition to which jobs are submitted; default: the default partition of the cluster",
+        a_word,
+        default=None,
+    )
+    qos: str | None = field_doc(
+        "quality of service (QOS) of the jobs; default: the default QOS of the cluster",
+        a_word,
+        default=None,
+    )
+    constraint: str | None = field_doc(
+        "features that the nodes of a job must have", a_word, default=None
+    )
     sbatch_options: tuple[str, ...] = field_doc(
-        "more options of sbatch, one each, such as '--exclusive'",
+        "additional options of sbatch, one per entry, such as '--exclusive'",
         for_sbatch,
         check_lines,
         default=(),
     )
     derive_request: bool = field_doc(
-        "whether a job also requests GPUs, CPUs and memory that this table does not give, derived"
-        " from `devices_per_node`; false: it requests only what the table gives, as on machines"
-        " that always give whole nodes",
+        "whether a job also requests the GPUs, CPUs and memory that this table does not give,"
+        " derived from `devices_per_node`; false: a job requests only what the table gives, as on"
+        " machines that always allocate whole nodes",
         default=True,
     )
     launcher: Literal["srun", "torchrun"] = field_doc(
-        "srun: one task per rank; torchrun: one per node that starts the node's ranks",
+        "program that starts the ranks. srun: one task per rank. torchrun: one task per node,"
+        " which starts the ranks of the node.",
         default="srun",
     )
     cpus_per_task: int | None = field_doc(
-        "CPUs of each task of the launcher; none: the CPUs of a node divided by its tasks",
+        "number of CPUs of each task of the launcher; default: the CPUs of a node divided by its"
+        " tasks",
         from_one,
         default=None,
     )
     gpus_per_node: str | None = field_doc(
-        "GPUs of a node, such as '8' or 'mi250:8'; each rank sees all of them; none: derived",
+        "GPUs of a node, such as '8' or 'mi250:8'; each rank sees all GPUs of its node; default:"
+        " derived from `devices_per_node`",
         a_word,
         default=None,
     )
     gpus_per_task: int | None = field_doc(
-        "GPUs of a task; each rank sees only its own", from_one, default=None
+        "number of GPUs of a task; each rank sees only the GPUs of its task", from_one, default=None
     )
     gpu_bind: str | None = field_doc(
-        "how GPUs are bound to tasks, such as 'closest'", a_word, default=None
+        "binding of GPUs to tasks, as srun's --gpu-bind, such as 'closest'", a_word, default=None
     )
     cpu_bind: str | None = field_doc(
-        "how CPUs are bound to tasks, such as 'mask_cpu:0xfe,...'", a_word, default=None
+        "binding of CPUs to tasks, as srun's --cpu-bind, such as 'mask_cpu:0xfe,...'",
+        a_word,
+        default=None,
     )
     srun_options: tuple[str, ...] = field_doc(
-        "more options of srun, one each", an_option, check_lines, default=()
+        "additional options of srun, one per entry", an_option, check_lines, default=()
     )
-    modules: tuple[str, ...] = field_doc("modules, loaded in this order", a_word, default=())
+    modules: tuple[str, ...] = field_doc(
+        "environment modules, loaded in this order", a_word, default=()
+    )
     setup: tuple[str, ...] = field_doc(
-        "shell lines, run once on the first node; a line that fails ends the job, unless it ends"
-        " with `|| true`",
+        "shell lines, run once on the first node. A line that fails ends the job, unless it ends"
+        " with `|| true`.",
         check_lines,
         default=(),
     )
     task_setup: tuple[str, ...] = field_doc(
-        "shell lines, run by each task of the launcher; a line that fails ends the task, unless it"
-        " ends with `|| true`",
+        "shell lines, run by each task of the launcher. A line that fails ends the task, unless"
+        " it ends with `|| true`.",
         check_lines,
         default=(),
     )
     container: tuple[str, ...] = field_doc(
-        "words that start a container, put before the command of each rank; for Singularity or"
-        " Apptainer ['singularity', 'exec', '--rocm', '-B', '/scratch,/project', '/path/image.sif']"
-        " (--nv on NVIDIA GPUs). Needs launcher 'srun'. The container's python3 runs the command,"
-        " so the image needs Python 3.11 or newer and PyTorch. -B must show the run directory, the"
-        " data and the source of the kit under the same paths; or the image has the kit installed."
-        " The batch script and the supervisor run outside of the container, with the Python from"
-        " which you submit. Variables set here reach the ranks, since both programs pass the"
-        " environment on, unless you give --cleanenv. Words are not expanded by the shell: for"
-        " variables end with ['bash', '-c', '$WITH_CONDA; exec \"$@\"', 'bash'], which the"
-        " container's shell reads. For Pyxis leave this out and give srun_options"
-        " ['--container-image=/path/image.sqsh', '--container-mounts=/scratch:/scratch'], on Alps"
-        " ['--environment=/path/image.toml']: then the process that watches each rank also runs in"
-        " the container, so the source of the kit must be mounted",
+        "words that start a container, put before the command of each rank. Requires launcher"
+        " 'srun'. Example for Singularity or Apptainer: ['singularity', 'exec', '--rocm', '-B',"
+        " '/scratch,/project', '/path/image.sif'], with --nv instead of --rocm on NVIDIA GPUs."
+        " The python3 of the container runs the command, so the image needs Python 3.11 or newer"
+        " and PyTorch. -B must show the run directory, the data and the source of the kit under"
+        " the same paths as outside. The source need not be shown if the kit is installed in the"
+        " image. The batch script and the supervisor run outside of the container, with the"
+        " Python from which you submit. Environment variables of this site file reach the ranks,"
+        " since Singularity and Apptainer pass the environment on, unless you give --cleanenv."
+        " The words are not expanded by the shell. To use variables, end with ['bash', '-c',"
+        " '$WITH_CONDA; exec \"$@\"', 'bash']: the shell of the container expands them. For Pyxis"
+        " leave this field out and give srun_options ['--container-image=/path/image.sqsh',"
+        " '--container-mounts=/scratch:/scratch']. On Alps give srun_options"
+        " ['--environment=/path/image.toml']. With Pyxis and on Alps, the process that watches"
+        " each rank also runs in the container, so the source of the kit must be mounted.",
         check_lines,
         default=(),
     )
     environment_one_node: dict[str, str] = field_doc(
-        "variables added in jobs of one node", check_environment, default_factory=dict
+        "environment variables that are added in jobs of one node",
+        check_environment,
+        default_factory=dict,
     )
     environment_several_nodes: dict[str, str] = field_doc(
-        "variables added in jobs of several nodes", check_environment, default_factory=dict
+        "environment variables that are added in jobs of several nodes",
+        check_environment,
+        default_factory=dict,
     )
     network_interfaces: tuple[str, ...] = field_doc(
-        "interfaces of the fast network, for the collectives' sockets", a_word, default=()
+        "names of the interfaces of the fast network, for the sockets of the collectives",
+        a_word,
+        default=(),
     )
     master_port: int | None = field_doc(
-        "port at which ranks meet; none: derived from the job number", from_one, default=None
+        "port of the rendezvous of the ranks; default: derived from the job number",
+        from_one,
+        default=None,
     )
-    max_nodes: int | None = field_doc("largest job of the partition", from_one, default=None)
+    max_nodes: int | None = field_doc(
+        "largest number of nodes of a job in the partition; default: no limit",
+        from_one,
+        default=None,
+    )
     walltime: tuple[Walltime, ...] = field_doc(
-        "longest job by number of nodes, smallest jobs first", check_sizes, default=()
+        "maximum run time of a job by its number of nodes, smallest jobs first",
+        check_sizes,
+        default=(),
     )
     broadcast: Broadcast | None = field_doc(
-        "copies the Python environment to the nodes' own disks", default=None
+        "copy of the Python environment to the nodes' own disks; default: ranks read the shared"
+        " environment",
+        default=None,
     )
 
     def __post_init__(self) -> None:
@@ -413,39 +465,49 @@ class Kubernetes(SchedulerTable):
     job.
     """
 
-    namespace: str = field_doc("where jobs are made", a_label, default="default")
+    namespace: str = field_doc("namespace in which jobs are created", a_label, default="default")
     image: str = field_doc("container image with the kit installed")
     claim: str = field_doc(
         "PersistentVolumeClaim of the shared file system that holds the run directories"
     )
     mount_path: str = field_doc(
-        "where that file system appears in the pods; run directories lie below it"
+        "folder in the pods at which the shared file system is mounted; run directories must be"
+        " in this folder"
     )
     resources: dict[str, str] = field_doc(
-        "resources of one pod, requested and limited alike; quantities as text. If no"
-        " device is among them, the devices are derived from `devices_per_node`",
+        "resources of one pod, which are both its requests and its limits; quantities are text."
+        " If no device is given, the devices are derived from `devices_per_node`.",
         default_factory=dict,
     )
-    node_selector: dict[str, str] = field_doc("labels of the nodes to use", default_factory=dict)
-    tolerations: tuple[str, ...] = field_doc("taints that the pods accept, by key", default=())
+    node_selector: dict[str, str] = field_doc(
+        "labels that the nodes of a job must have", default_factory=dict
+    )
+    tolerations: tuple[str, ...] = field_doc(
+        "keys of the taints that the pods tolerate", default=()
+    )
     queue: str | None = field_doc(
-        "Kueue queue that admits all pods of a job together, or none", a_label, default=None
+        "Kueue queue that admits all pods of a job together; default: no queue",
+        a_label,
+        default=None,
     )
     kind: Literal["Job", "JobSet"] = field_doc(
-        "Job: needs no operator; JobSet: starts all pods again when one is lost", default="Job"
+        "kind of the Kubernetes object. Job: needs no operator. JobSet: all pods are started"
+        " again when one pod is lost.",
+        default="Job",
     )
     max_restarts: int = field_doc(
-        "restarts of a JobSet, or of a Job of one pod", from_one, default=10
+        "maximum number of restarts of a JobSet, or of a Job with one pod", from_one, default=10
     )
-    master_port: int = field_doc("port at which ranks meet", from_one, default=29500)
+    master_port: int = field_doc("port of the rendezvous of the ranks", from_one, default=29500)
     setup: tuple[str, ...] = field_doc(
-        "shell lines, run by each pod before the command; a line that fails ends the pod, unless it"
-        " ends with `|| true`",
+        "shell lines, run by each pod before the command. A line that fails ends the pod, unless"
+        " it ends with `|| true`.",
         check_lines,
         default=(),
     )
     secrets: dict[str, str] = field_doc(
-        "variable: 'name/key' of the Secret that holds its value",
+        "names of environment variables, each with the 'name/key' of the Secret that contains its"
+        " value",
         check_references,
         default_factory=dict,
     )

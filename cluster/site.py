@@ -43,15 +43,15 @@ class Fact(Record):
     """One number with its source and its relative error."""
 
     value: float = field_doc(
-        "in the unit of the field's name",
+        "number in the unit that the field's name states",
         must(lambda value: 0 < value < math.inf, "Give a finite number above 0."),
     )
     source: str = field_doc(
-        "document or measurement that anyone can look up",
+        "document or measurement from which the number comes, named so that anyone can look it up",
         must(str.strip, "Say where the number comes from."),
     )
     error: float | None = field_doc(
-        "relative half-width, 0.05 for +-5 %; none when the source gives none",
+        "relative half-width of the error, 0.05 for +-5 %; left out if the source states no error",
         must(lambda error: 0 <= error <= 1, "Give a fraction from 0 to 1 (5 % is 0.05)."),
         default=None,
     )
@@ -100,17 +100,22 @@ GPU_NAMES = ("NVIDIA", "AMD Instinct", "GPU")
 class Device(Record):
     """The device of one rank: a GPU, a GCD, a NeuronCore or a CPU core."""
 
-    name: str = field_doc("vendor's name, and which part of it counts as one device")
-    memory_bytes: Fact | None = field_doc("memory of one device", default=None)
-    memory_bytes_per_s: Fact | None = field_doc("memory bandwidth of one device", default=None)
+    name: str = field_doc(
+        "vendor's name of the device, with the part of it that counts as one device"
+    )
+    memory_bytes: Fact | None = field_doc("memory of one device, in bytes", default=None)
+    memory_bytes_per_s: Fact | None = field_doc(
+        "memory bandwidth of one device, in bytes/s", default=None
+    )
     watts: Fact | None = field_doc(
-        "power that one device draws: measured, or the most by its thermal design", default=None
+        "power of one device, in watts: measured, or the maximum by its thermal design",
+        default=None,
     )
     peak_flops_per_s: dict[str, Fact] = field_doc(
-        "dense peak by dtype", check_rates, default_factory=dict
+        "dense peak of one device by dtype, in FLOP/s", check_rates, default_factory=dict
     )
     matmul_flops_per_s: dict[str, Fact] = field_doc(
-        "highest rate a matrix product was seen to reach, by dtype",
+        "highest measured rate of a matrix product on one device by dtype, in FLOP/s",
         check_rates,
         default_factory=dict,
     )
@@ -158,8 +163,10 @@ class Device(Record):
 class IntraNodeLink(Record):
     """Bandwidth inside a node, for groups of at most `num_devices` devices."""
 
-    num_devices: int = field_doc("largest group of neighbouring devices that this bandwidth serves")
-    bytes_per_s: Fact = field_doc("bandwidth of one device, one direction")
+    num_devices: int = field_doc(
+        "size of the largest group of neighbouring devices that has this bandwidth"
+    )
+    bytes_per_s: Fact = field_doc("bandwidth of one device in one direction, in bytes/s")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,13 +175,15 @@ class Links(Record):
     unknown value is left out.
     """
 
-    intra_node: tuple[IntraNodeLink, ...] = field_doc("in a node, smallest group first", default=())
+    intra_node: tuple[IntraNodeLink, ...] = field_doc(
+        "bandwidths inside a node by size of the group of devices, smallest group first", default=()
+    )
     inter_node_bytes_per_s: Fact | None = field_doc(
-        "of a node to all others, one way", default=None
+        "bandwidth from one node to all other nodes, in one direction, in bytes/s", default=None
     )
     topology: Literal["fat_tree", "dragonfly", "torus"] | None = field_doc(
-        "of the network between nodes; fat_tree: a full one, in which each node always has its"
-        " whole bandwidth",
+        "topology of the network between nodes; fat_tree: a full fat tree, in which each node"
+        " always has its whole bandwidth",
         default=None,
     )
 
@@ -185,11 +194,18 @@ class Storage(Record):
     what the customer has ordered.
     """
 
-    write_bytes_per_s: Fact | None = field_doc("by all nodes together", default=None)
-    read_bytes_per_s: Fact | None = field_doc("by all nodes together", default=None)
-    quota_bytes: Fact | None = field_doc("bytes that a project may keep on it", default=None)
+    write_bytes_per_s: Fact | None = field_doc(
+        "write bandwidth of all nodes together, in bytes/s", default=None
+    )
+    read_bytes_per_s: Fact | None = field_doc(
+        "read bandwidth of all nodes together, in bytes/s", default=None
+    )
+    quota_bytes: Fact | None = field_doc(
+        "bytes that a project may store on the file system", default=None
+    )
     metadata_calls_per_s: Fact | None = field_doc(
-        "files opened, made, renamed and asked about", default=None
+        "number of metadata operations per second: opening, creating, renaming and querying files",
+        default=None,
     )
 
 
@@ -200,13 +216,23 @@ absolute = must(lambda path: path.startswith("/"), "Give an absolute path there.
 class There(Record):
     """Python environment, run folder and source of the kit on the other side of a login node."""
 
-    python: str = field_doc("Python there, of an environment with the kit's packages", absolute)
-    folder: str = field_doc(
-        "where runs lie there, on a file system that the compute nodes share", absolute
+    python: str = field_doc(
+        "absolute path of Python on the cluster, in an environment with the packages that the kit"
+        " needs",
+        absolute,
     )
-    source: str | None = field_doc("folder there that holds the kit", absolute, default=None)
+    folder: str = field_doc(
+        "folder on the cluster for run directories, on a file system that the compute nodes share",
+        absolute,
+    )
+    source: str | None = field_doc(
+        "folder on the cluster that contains the kit; default: the source that `sync` sends",
+        absolute,
+        default=None,
+    )
     sync: bool = field_doc(
-        "send the kit's own source, once for each version and user, into `folder`", default=False
+        "whether to send the source of this kit into `folder`, once per version and user",
+        default=False,
     )
 
     def __post_init__(self) -> None:
@@ -236,33 +262,50 @@ class Site(Record):
     `kit plan MODEL --site mine.toml`.
     """
 
-    name: str = field_doc("as in Site.load(name)", one_line)
-    description: str = field_doc("one line")
-    scheduler: Literal["local", "slurm", "kubernetes"] = field_doc("who starts the processes")
-    devices_per_node: int = field_doc("processes per node: one per device", from_one)
+    name: str = field_doc("name of the site; Site.load(name) loads a packaged site", one_line)
+    description: str = field_doc("description of the machine in one line")
+    scheduler: Literal["local", "slurm", "kubernetes"] = field_doc(
+        "program that starts the processes"
+    )
+    devices_per_node: int = field_doc(
+        "number of devices of a node, with one process per device", from_one
+    )
     engine: Literal["native", "deepspeed", "neuron"] = field_doc(
-        "what plans are made for, unless another is named", default="native"
+        "default engine of the plans for this site", default="native"
     )
-    device: Device = field_doc("one device")
+    device: Device = field_doc("device of one rank, such as a GPU")
     cores_per_node: Fact | None = field_doc(
-        "cores of the host processors of one node", default=None
+        "number of cores of the host processors of one node", default=None
     )
-    links: Links = field_doc("what joins the devices", default_factory=Links)
-    storage: Storage = field_doc("the file system that all nodes share", default_factory=Storage)
+    links: Links = field_doc(
+        "bandwidths of the links between devices, and topology of the network",
+        default_factory=Links,
+    )
+    storage: Storage = field_doc("file system that all nodes share", default_factory=Storage)
     open_files: Fact | None = field_doc(
-        "most files that a process may have open, sockets included", default=None
+        "maximum number of files that a process may have open, sockets included", default=None
     )
-    price_per_node_hour: Fact | None = field_doc("in USD, of one node", default=None)
+    price_per_node_hour: Fact | None = field_doc(
+        "price of one node for one hour, in USD", default=None
+    )
     base: str | None = field_doc(
-        "packaged site whose facts hold where the file gives none", default=None
+        "packaged site whose values hold where this file gives none", default=None
     )
     login: str | None = field_doc(
-        "name of its login node in ~/.ssh/config; none: jobs are sent from it", default=None
+        "name of the site's login node in ~/.ssh/config, to submit from another machine; default:"
+        " jobs are submitted on the login node itself",
+        default=None,
     )
-    there: There | None = field_doc("with login: what runs on the other side", default=None)
-    slurm: Slurm | None = field_doc("how jobs are asked for and started under Slurm", default=None)
+    there: There | None = field_doc(
+        "Python, run folder and source of the kit on the cluster, required with `login`",
+        default=None,
+    )
+    slurm: Slurm | None = field_doc(
+        "settings of jobs under Slurm: requested resources, options and start of the ranks",
+        default=None,
+    )
     kubernetes: Kubernetes | None = field_doc(
-        "how jobs are asked for and started under Kubernetes", default=None
+        "settings of jobs under Kubernetes: image, resources and settings of the pods", default=None
     )
 
     def __post_init__(self) -> None:

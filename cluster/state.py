@@ -103,17 +103,19 @@ GIVEN_UP = (JobState.PREEMPTED, JobState.REQUEUED)
 class SchedulerJob(Record):
     """Identification of a job in its scheduler."""
 
-    scheduler: Literal["slurm", "kubernetes"] = field_doc("scheduler that started it")
+    scheduler: Literal["slurm", "kubernetes"] = field_doc("scheduler that runs the job")
     # The id becomes an argument of commands, which must not read it as an option.
     id: str = field_doc(
-        "the job's number or name there",
+        "number or name of the job in its scheduler",
         must(
             re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*").fullmatch,
             "Give letters, digits and . _ / -, not - first.",
         ),
     )
     config: str | None = field_doc(
-        "how to reach that scheduler: SLURM_CONF, or a context; none: as usual", default=None
+        "access to the scheduler: path of slurm.conf (SLURM_CONF), or a context of kubectl;"
+        " default: the default of the scheduler's commands",
+        default=None,
     )
 
 
@@ -121,10 +123,12 @@ class SchedulerJob(Record):
 class AttemptState(Record):
     """State of an attempt."""
 
-    state: JobState = field_doc("state in the words of JobState")
-    attempt: int = field_doc("counts the starts of this run directory from 1")
-    step: int | None = field_doc("last finished optimizer step", default=None)
-    reason: str = field_doc("one line for people", default="")
+    state: JobState = field_doc("state of the job, one of the values of JobState")
+    attempt: int = field_doc(
+        "number of the attempt: the starts of this run directory, counted from 1"
+    )
+    step: int | None = field_doc("number of the last finished optimizer step", default=None)
+    reason: str = field_doc("reason for the state, in one line for people", default="")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,32 +137,36 @@ class RunState(AttemptState):
     whether the report is still true.
     """
 
-    heartbeat: float | None = field_doc("unix time of the last sign of life", default=None)
-    step_time_s: float | None = field_doc("recent seconds per step", default=None)
+    heartbeat: float | None = field_doc("Unix time of the last heartbeat, in seconds", default=None)
+    step_time_s: float | None = field_doc("recent duration of a step, in seconds", default=None)
     starting_s: float | None = field_doc(
-        "before the first step: seconds since `reason` changed, by the clock of the supervisor",
+        "seconds since the last change of `reason`, while no step is finished yet, by the clock"
+        " of the supervisor",
         default=None,
     )
     has_joined: bool = field_doc(
-        "whether all ranks of this attempt have found each other", default=False
+        "whether all ranks of this attempt have passed the rendezvous", default=False
     )
     process: Process | None = field_doc(
-        "process that answers for the job: its supervisor", default=None
+        "process that is responsible for the job: its supervisor", default=None
     )
     scheduler_job: SchedulerJob | None = field_doc(
-        "job that answers where a scheduler runs it", default=None
+        "job of the scheduler that runs this attempt; None: no scheduler runs it", default=None
     )
-    notice: str = field_doc("what the ranks want people to know while they go on", default="")
+    notice: str = field_doc("message of the ranks to people while training continues", default="")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Event(AttemptState):
     """A line of history.jsonl: a change of the job's state."""
 
-    time: float = field_doc("unix time")
-    job_id: str | None = field_doc("the scheduler's number", default=None)
+    time: float = field_doc("Unix time of the change, in seconds")
+    job_id: str | None = field_doc(
+        "number or name of the job in its scheduler; None: no scheduler runs the job", default=None
+    )
     lost_node: str | None = field_doc(
-        "the node that no longer answered when the attempt ended; of several, commas between",
+        "name of the node that no longer answered when the attempt ended, or several names with"
+        " commas between them",
         default=None,
     )
 
@@ -167,15 +175,18 @@ class Event(AttemptState):
 class ExitReport(Record):
     """Content of exit.json: how an attempt ended."""
 
-    attempt: int = field_doc("which attempt ended")
+    attempt: int = field_doc("number of the attempt that ended")
     rc: int = field_doc(
-        "0, or the return code of the first failing rank; 128 + n for signal n, as in a shell"
+        "return code of the attempt: 0, or the return code of the first failing rank; 128 + n for"
+        " signal n, as in a shell"
     )
-    reason: str = field_doc("one line for people")
-    host: str = field_doc("host name")
-    time: float = field_doc("unix time of the end")
-    failing_rank: int | None = field_doc("the rank that failed first", default=None)
-    log_tail: str = field_doc("last lines of its log", default="")
+    reason: str = field_doc("reason for the end, in one line for people")
+    host: str = field_doc("name of the host that wrote the report")
+    time: float = field_doc("Unix time of the end, in seconds")
+    failing_rank: int | None = field_doc(
+        "global number of the rank that failed first", default=None
+    )
+    log_tail: str = field_doc("last lines of the log of the rank that failed first", default="")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,9 +195,10 @@ class AskedRequest(Record):
     not taken yet.
     """
 
-    asked_at: float = field_doc("unix time of the request")
+    asked_at: float = field_doc("Unix time of the request, in seconds")
     by_person: bool = field_doc(
-        "whether a person asked; false: the supervisor did, and its job goes on after it",
+        "whether a person made the request; false: the supervisor made it, and its job continues"
+        " afterwards",
         default=True,
     )
 
@@ -197,8 +209,10 @@ class TakenRequest(AskedRequest):
     that the trainer has taken.
     """
 
-    taken_at: float = field_doc("unix time at which the trainer read it")
-    step: int | None = field_doc("optimizer step after which it acts on it", default=None)
+    taken_at: float = field_doc("Unix time at which the trainer read the request, in seconds")
+    step: int | None = field_doc(
+        "number of the optimizer step after which the trainer acts on the request", default=None
+    )
 
 
 def read_state(run_dir: Path) -> RunState | None:

@@ -48,17 +48,17 @@ WAITING = (JobState.QUEUED, JobState.REQUEUED, JobState.CONFIGURING)
 class JobStatus(AttemptState):
     """Current status of a job, with the reason for its state."""
 
-    heartbeat_age_s: float | None = field_doc("seconds since the last sign of life", default=None)
+    heartbeat_age_s: float | None = field_doc("seconds since the last heartbeat", default=None)
     exit_code: int | None = field_doc("exit code of a job that has ended", default=None)
     starting_s: float | None = field_doc(
-        "before the first step: seconds that what `reason` says has lasted", default=None
+        "seconds since the last change of `reason`, while no step is finished yet", default=None
     )
     has_joined: bool = field_doc(
-        "whether all ranks of this attempt have found each other", default=False
+        "whether all ranks of this attempt have passed the rendezvous", default=False
     )
     heard_at: float | None = field_doc(
-        "unix time at which the machine that runs the job said this; none: it is this machine, or"
-        " nothing was heard yet",
+        "Unix time of this report of the machine that runs the job, in seconds; None: the job"
+        " runs on this machine, or there is no report yet",
         default=None,
     )
 

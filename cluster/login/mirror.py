@@ -88,9 +88,9 @@ class Mirror(Record):
     """login.json: place of the run that this directory mirrors."""
 
     login: str = field_doc("name of the login node in ~/.ssh/config")
-    python: str = field_doc("Python on the other side")
-    source: str = field_doc("folder of the kit on the other side")
-    directory: str = field_doc("run directory on the other side")
+    python: str = field_doc("path of Python on the cluster")
+    source: str = field_doc("folder of the kit's source on the cluster")
+    directory: str = field_doc("run directory on the cluster")
 
     @property
     def note(self) -> Path:
@@ -152,13 +152,21 @@ def command(source: str, python: str, module: str, *words: str) -> str:
 class Seen(Record):
     """login_seen.json: the last report from the other side."""
 
-    time: float = field_doc("unix time on this side; 0: nothing was heard yet", default=0.0)
-    status: dict[str, Any] = field_doc("JobStatus as the other side knew it", default_factory=dict)
-    began: float | None = field_doc(
-        "unix time on the other side at which the run began", default=None
+    time: float = field_doc(
+        "Unix time of the last answer of the cluster by the clock of this machine, in seconds; 0:"
+        " no answer yet",
+        default=0.0,
     )
-    alerts: int = field_doc("bytes of the other side's alerts that were copied", default=0)
-    trouble: str = field_doc("why nothing more was heard since", default="")
+    status: dict[str, Any] = field_doc(
+        "JobStatus that the cluster has last reported", default_factory=dict
+    )
+    began: float | None = field_doc(
+        "Unix time at which the run began by the clock of the cluster, in seconds", default=None
+    )
+    alerts: int = field_doc("bytes of the cluster's alerts.jsonl that were copied", default=0)
+    trouble: str = field_doc(
+        "reason why the last query of the cluster failed; empty: it succeeded", default=""
+    )
 
     @property
     def age_s(self) -> float:

@@ -60,15 +60,22 @@ def why_not(accounting: bool = False) -> str | None:
 class Sandbox(Record):
     """sandbox.json: the settings of a sandbox. The methods start, query and stop the sandbox."""
 
-    root: str = field_doc("its directory: configuration, state, sockets and logs")
-    num_nodes: int = field_doc("simulated nodes", default=4)
+    root: str = field_doc("folder of the sandbox with its configuration, state, sockets and logs")
+    num_nodes: int = field_doc("number of simulated nodes", default=4)
     isolated: bool = field_doc(
-        "each node has its own network, host name, processes and mounts; needs root"
+        "whether each node has its own network, host name, processes and mounts, which requires"
+        " root"
     )
-    accounting: bool = field_doc("with slurmdbd and MariaDB, so that sacct works", default=False)
-    shift: int = field_doc("networks passed over, which other sandboxes had", default=0)
+    accounting: bool = field_doc(
+        "whether slurmdbd and MariaDB run, so that sacct works", default=False
+    )
+    shift: int = field_doc(
+        "number of networks that were skipped because other sandboxes use them", default=0
+    )
     was_running: bool = field_doc(
-        "it was found: then it is for whoever started it to stop", default=False
+        "whether the sandbox was already running; then only the program that started it should"
+        " stop it",
+        default=False,
     )
 
     @classmethod

@@ -37,10 +37,10 @@ NOT_FOR_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 class Failure(Record):
     """ranks/failed_attempt_NN/rank_NNNNN.json: a rank that failed."""
 
-    rank: int = field_doc("global rank")
-    code: int = field_doc("its exit code; -n for signal n")
-    node: str = field_doc("node that it ran on")
-    time: float = field_doc("unix time of its end")
+    rank: int = field_doc("global number of the rank")
+    code: int = field_doc("exit code of the rank; -n for signal n")
+    node: str = field_doc("name of the node on which the rank ran")
+    time: float = field_doc("Unix time of the end of the rank, in seconds")
 
 
 def failures_of(run_dir: Path, attempt: int) -> Path:

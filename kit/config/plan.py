@@ -60,38 +60,43 @@ class Plan(Record):
         "replicas, each with its own part of the batch", from_one, default=1
     )
     context_parallel: int = field_doc(
-        "devices that share each sequence; planned, not trained", from_one, default=1
+        "devices that share each sequence; can be planned but not trained", from_one, default=1
     )
     context_exchange: ContextExchange = field_doc(
-        "how attention exchanges a split sequence: keys and values around a ring, or"
+        "communication of attention over a split sequence: keys and values around a ring, or"
         " all-to-all between sequence and heads (Ulysses)",
         default="ring",
     )
     virtual_stages: int = field_doc(
-        "pipeline stages held by each pipeline device", from_one, default=1
+        "number of pipeline stages on each pipeline device", from_one, default=1
     )
     zero_stage: int = field_doc(
-        "ZeRO: 0 replicates all states; over data_parallel, 1 shards the optimizer's, 2"
-        " gradients too, 3 weights too",
+        "stage of ZeRO. 0 replicates all states. Over data_parallel, 1 shards the optimizer"
+        " states, 2 also the gradients, 3 also the weights.",
         must(lambda stage: 0 <= stage <= 3, "Allowed: 0, 1, 2, 3."),
         default=0,
     )
     shard_size: int | None = field_doc(
-        "neighbouring replicas over which ZeRO shards, with copies across data_parallel /"
-        " shard_size groups (HSDP; engine native); None: all of data_parallel",
+        "number of neighbouring replicas over which ZeRO shards. Each of the data_parallel /"
+        " shard_size groups of replicas has a complete copy (HSDP; engine native). Default:"
+        " data_parallel.",
         from_one,
         default=None,
     )
     sequence_parallel: bool = field_doc(
-        "shard norms and residuals along the sequence over tensor_parallel", default=False
+        "whether norms and residuals are sharded along the sequence over tensor_parallel",
+        default=False,
     )
-    schedule: Schedule = field_doc("order of pipeline work", default="1f1b")
+    schedule: Schedule = field_doc(
+        "pipeline schedule: order of the forward and backward passes of micro-batches",
+        default="1f1b",
+    )
     recompute: Recompute = field_doc(
-        "which activations are computed again in the backward pass", default="none"
+        "activations that are computed again in the backward pass", default="none"
     )
     recompute_layers: int | None = field_doc(
-        "how many blocks of each pipeline device recompute 'full' is for, the first ones of each"
-        " of its stages (engine native); None: all",
+        "number of blocks per pipeline device to which recompute 'full' applies: the first blocks"
+        " of each of its stages (engine native); default: all blocks",
         from_one,
         default=None,
     )
@@ -102,14 +107,16 @@ class Plan(Record):
         "sequences in one optimizer step, over all replicas", from_one, default=1
     )
     precision: Precision = field_doc(
-        "bf16 keeps fp32 master weights, optimizer and gradient reduction (engine neuron with"
-        " zero_stage 0: none of them, but stochastic rounding); fp16 scales the loss too (engine"
-        " deepspeed); fp8, mxfp8, nvfp4: of linear layers' products, planned and not trained",
+        "precision of training. bf16 keeps master weights, optimizer states and gradient"
+        " reduction in fp32. With engine neuron and zero_stage 0, bf16 keeps none of them in fp32"
+        " and uses stochastic rounding. fp16 also scales the loss (engine deepspeed). fp8, mxfp8"
+        " and nvfp4 are precisions of the matrix products of linear layers, which can be planned"
+        " but not trained.",
         default="fp32",
     )
-    compile: bool = field_doc("torch.compile each block", default=False)
+    compile: bool = field_doc("whether each block is compiled with torch.compile", default=False)
     engine: EngineName = field_doc(
-        "what runs the steps: torch itself, DeepSpeed, or NeuronX Distributed",
+        "implementation of the training step: torch itself, DeepSpeed, or NeuronX Distributed",
         default=DEFAULT_ENGINE,
     )
 

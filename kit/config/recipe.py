@@ -24,11 +24,11 @@ class DataSource(Record):
 
     paths: tuple[str, ...] = field_doc(
         "folders made by `kit data build` with the tokenizer of recipe.data, Megatron prefixes"
-        " (PREFIX.bin and .idx) of its vocabulary, or patterns of either (web/part_*)"
+        " (PREFIX.bin and .idx) with its vocabulary, or patterns of both (web/part_*)"
     )
     weight: float = field_doc(
-        "share of the sequences, after the last of recipe.phases; any scale, rounded to 1/65,536 of"
-        " the mix",
+        "share of the sequences after the last of recipe.phases, in any scale; shares are rounded"
+        " to 1/65,536 of the mix",
         default=1.0,
     )
 
@@ -40,8 +40,10 @@ class DataPhase(Record):
     A new phase does not restart a source: each source is read on from where the phase before ended.
     """
 
-    until_tokens: float = field_doc("tokens of the run after which it ends")
-    weights: tuple[float, ...] = field_doc("one for each of recipe.sources; 0: not read")
+    until_tokens: float = field_doc("number of tokens of the run after which the phase ends")
+    weights: tuple[float, ...] = field_doc(
+        "weights of the data sources, one for each of recipe.sources; 0: the source is not read"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,103 +63,128 @@ class Recipe(Record):
     """
 
     data: str = field_doc(
-        "folder made by `kit data build`: tokenizer, held-out text and, without sources, training"
-        " text; or a pattern of its parts (web/part_*), which are read as one"
+        "folder made by `kit data build`, with tokenizer, validation text and, if recipe.sources"
+        " is empty, training text. A pattern of parts of a dataset (web/part_*) reads them as one"
+        " dataset."
     )
     num_steps: int = field_doc(
-        "optimizer steps of the whole run",
+        "number of optimizer steps of the whole run",
         above_0,
         must(lambda steps: steps < 2**53, "Give less than 2**53, which is what metrics can count."),
     )
-    learning_rate: float = field_doc("peak learning rate", above_0, default=3e-4)
+    learning_rate: float = field_doc(
+        "peak learning rate, reached at the end of warm-up", above_0, default=3e-4
+    )
     min_learning_rate: float = field_doc(
         "learning rate at the end of the schedule", from_0, default=3e-5
     )
     schedule: Literal["cosine", "wsd", "constant"] = field_doc(
-        "after warm-up: down to the floor along a cosine, as in both papers; or stable at the peak,"
-        " then straight down (arXiv 2404.06395, 2405.18392); or at the peak to the end",
+        "learning-rate schedule after warm-up. cosine: falls to the floor along a cosine, as in"
+        " the Frontier and HLAT papers. wsd: stays at the peak, then falls linearly (arXiv"
+        " 2404.06395, 2405.18392). constant: stays at the peak to the end.",
         default="cosine",
     )
-    warmup_steps: int = field_doc("steps of linear warm-up", from_0, default=0)
+    warmup_steps: int = field_doc("number of steps of linear warm-up", from_0, default=0)
     decay_steps: int | None = field_doc(
-        "step at which the schedule ends (default: num_steps; of a resumed run, those of its first"
-        " launch)",
+        "step at which the schedule ends; default: num_steps, or for a resumed run num_steps of"
+        " its first launch",
         above_0_or_null,
         default=None,
     )
     decay_share: float = field_doc(
-        "share of the steps up to decay_steps in which wsd goes down, the last",
+        "share of the steps up to decay_steps, counted back from decay_steps, in which wsd falls",
         must(lambda share: 0 < share <= 1, "Give a number above 0 up to 1."),
         default=0.1,
     )
     cosine_floor: Literal["rescaled", "clamped"] = field_doc(
-        "how the cosine meets its floor", default="rescaled"
+        "shape of the cosine at its floor. rescaled: it ends at the floor, as in Megatron."
+        " clamped: it runs towards zero and stops at the floor, as in HLAT.",
+        default="rescaled",
     )
     beta1: float = field_doc("AdamW: decay of the first moment", below_1, default=0.9)
     beta2: float = field_doc("AdamW: decay of the second moment", below_1, default=0.95)
-    eps: float = field_doc("AdamW: added to the denominator", above_0, default=1e-8)
+    eps: float = field_doc("AdamW: number added to the denominator", above_0, default=1e-8)
     weight_decay: float = field_doc(
-        "AdamW: weight decay, on every weight, norms included, as in HLAT", from_0, default=0.1
+        "AdamW: weight decay of every weight, norms included, as in HLAT", from_0, default=0.1
     )
     gradient_clip: float | None = field_doc(
-        "largest global gradient norm", above_0_or_null, default=1.0
+        "largest global gradient norm, to which larger gradients are scaled down; null: no"
+        " clipping",
+        above_0_or_null,
+        default=1.0,
     )
-    seed: int = field_doc("weights and data order", default=1234)
+    seed: int = field_doc("seed of the initial weights and of the data order", default=1234)
     validation_every: int | None = field_doc(
-        "steps between losses on held-out text", above_0_or_null, default=None
+        "number of steps between computations of the validation loss; default: none is computed",
+        above_0_or_null,
+        default=None,
     )
     validation_sequences: int = field_doc(
-        "held-out sequences per validation, always the same ones; at most as many as there are",
+        "number of validation sequences per validation loss, limited by the size of the"
+        " validation set; the selection never changes",
         above_0,
         default=64,
     )
     checkpoint_every: int | None = field_doc(
-        "steps between checkpoints (the last step always has one)", above_0_or_null, default=None
+        "number of steps between checkpoints; the last step always has a checkpoint; default:"
+        " only the last step",
+        above_0_or_null,
+        default=None,
     )
     on_nan: Literal["stop", "skip", "roll_back"] = field_doc(
-        "answer to a loss or gradient norm that is not finite (skip, roll_back: engine native)",
+        "reaction to a loss or gradient norm that is not finite (skip, roll_back: engine native)",
         default="stop",
     )
     on_spike: Literal["ignore", "stop", "skip", "roll_back"] = field_doc(
-        "answer to a loss 12 median deviations above those before", default="ignore"
+        "reaction to a loss spike: a loss above the median of the 40 losses before it by more"
+        " than 12 median absolute deviations (skip, roll_back: engine native)",
+        default="ignore",
     )
     hung_after_s: float | None = field_doc(
-        "a rank whose step takes this long, and 10 x those before, ends the attempt (null, or"
-        " engine neuron: never; not given, above 64 ranks: 600)",
+        "seconds after which a step counts as hung and its rank ends the attempt, if it also"
+        " takes 10 times as long as the steps before; default above 64 ranks: 600; null or engine"
+        " neuron: no limit",
         above_0_or_null,
         default=150.0,
     )
-    keep_last: int = field_doc("newest checkpoints kept", above_0, default=2)
+    keep_last: int = field_doc("number of newest checkpoints that are kept", above_0, default=2)
     keep_every: int | None = field_doc(
-        "checkpoints at multiples of this step are never deleted", above_0_or_null, default=None
+        "interval in steps: checkpoints at its multiples are never deleted; default: only"
+        " keep_last counts",
+        above_0_or_null,
+        default=None,
     )
     mask_documents: bool = field_doc(
-        "attention ends where a document does, as in Llama 3 (arXiv 2407.21783, 3.2); positions go"
-        " on through a sequence. Off in both papers. Engine native, without a pipeline",
+        "whether attention ends at the end of each document, as in Llama 3 (arXiv 2407.21783,"
+        " 3.2). Positions continue through a sequence. The Frontier and HLAT papers train without"
+        " it. Needs engine native and no pipeline.",
         default=False,
     )
     init_from: str | None = field_doc(
-        "folder of Hugging Face's (config.json, *.safetensors) with the weights that step 1 starts"
-        " from (null: random; engines native and deepspeed)",
+        "folder in Hugging Face's format (config.json, *.safetensors) with the weights before"
+        " step 1 (engines native and deepspeed); null: random initialisation",
         default=None,
     )
     hook: str | None = field_doc(
         "Python file with on_step(state) -> dict of numbers for the metrics, see"
-        " kit/trainer/hook.py; each launch and resume copies it into the run directory, as hook.py;"
-        " it may import modules that lie beside the original, if the job sees that folder",
+        " kit/trainer/hook.py. Each launch and resume copies it into the run directory as"
+        " hook.py. It may import modules beside the original file if the job can read that"
+        " folder.",
         default=None,
     )
     profile_steps: tuple[int, int] | None = field_doc(
-        "first and last step to record into RUN/profile, for ui.perfetto.dev; at most 100 (engines "
-        "native and deepspeed)",
+        "first and last step to record into RUN/profile, for ui.perfetto.dev: at most 100 steps"
+        " (engines native and deepspeed); default: none is recorded",
         default=None,
     )
-    profile_ranks: tuple[int, ...] = field_doc("ranks whose steps are recorded", default=(0,))
+    profile_ranks: tuple[int, ...] = field_doc(
+        "ranks whose steps are recorded by the profiler", default=(0,)
+    )
     sources: tuple[DataSource, ...] = field_doc(
-        "a mix to train on, in place of the text in data", default=()
+        "data sources to mix for training; default: the training text in recipe.data", default=()
     )
     phases: tuple[DataPhase, ...] = field_doc(
-        "other weights of the sources at the start, in order", default=()
+        "phases at the start of the run with other weights of the sources, in order", default=()
     )
 
     def __post_init__(self) -> None:

@@ -48,13 +48,19 @@ class RopeScaling(Record):
     fields have Hugging Face's names.
     """
 
-    factor: float = field_doc("by which low frequencies are divided", default=8.0)
+    factor: float = field_doc("factor by which low frequencies are divided", default=8.0)
     low_freq_factor: float = field_doc(
-        "turns in the original length up to which a frequency is low", default=1.0
+        "number of turns over original_max_position_embeddings tokens up to which a frequency is"
+        " low and divided by `factor`",
+        default=1.0,
     )
-    high_freq_factor: float = field_doc("turns from which it is left as it is", default=4.0)
+    high_freq_factor: float = field_doc(
+        "number of turns over original_max_position_embeddings tokens from which a frequency is"
+        " not changed",
+        default=4.0,
+    )
     original_max_position_embeddings: int = field_doc(
-        "the original length, in tokens", default=8192
+        "sequence length before the extension, in tokens", default=8192
     )
 
     def __post_init__(self) -> None:
@@ -70,31 +76,42 @@ class RopeScaling(Record):
 class ModelSpec(Record):
     """The shapes of one decoder-only transformer (GPT or Llama family)."""
 
-    name: str = field_doc("what the model is called")
-    num_layers: int = field_doc("transformer blocks", above_0)
+    name: str = field_doc("name of the model")
+    num_layers: int = field_doc("number of transformer blocks", above_0)
     hidden_size: int = field_doc("width of the residual stream", above_0)
-    num_heads: int = field_doc("query heads", above_0)
+    num_heads: int = field_doc("number of query heads", above_0)
     num_kv_heads: int = field_doc(
-        "key/value heads (fewer than num_heads: grouped-query attention)", above_0
+        "number of key/value heads; fewer than num_heads: grouped-query attention", above_0
     )
     ffn_hidden_size: int = field_doc("width inside the feed-forward block", above_0)
-    vocab_size: int = field_doc("rows of the embedding, padding included", above_0)
+    vocab_size: int = field_doc("number of rows of the embedding, padding included", above_0)
     sequence_length: int = field_doc("longest sequence, in tokens", above_0)
-    norm: Literal["layernorm", "rmsnorm"] = field_doc("normalisation before each block")
-    positions: Literal["learned", "rotary"] = field_doc("how positions enter")
+    norm: Literal["layernorm", "rmsnorm"] = field_doc(
+        "type of the normalisation layers, which come before attention, before feed-forward and"
+        " after the last block"
+    )
+    positions: Literal["learned", "rotary"] = field_doc(
+        "encoding of positions: a learned embedding, or rotary embeddings (RoPE)"
+    )
     activation: Literal["gelu", "gelu_tanh", "swiglu"] = field_doc(
         "feed-forward non-linearity (swiglu is gated)"
     )
-    bias: bool = field_doc("biases in linear layers")
-    tied_embeddings: bool = field_doc("output projection shares the embedding's weight")
-    norm_eps: float = field_doc("added to the variance", above_0, default=1e-5)
-    rope_theta: float = field_doc("rotary base", above_0, default=10_000.0)
+    bias: bool = field_doc("whether linear layers have biases")
+    tied_embeddings: bool = field_doc(
+        "whether the output projection shares the weight of the embedding"
+    )
+    norm_eps: float = field_doc(
+        "number added to the variance in normalisation layers", above_0, default=1e-5
+    )
+    rope_theta: float = field_doc("base of the rotary frequencies", above_0, default=10_000.0)
     rope_scaling: RopeScaling | None = field_doc(
-        "rotary frequencies for longer sequences", default=None
+        "scaling of rotary frequencies for longer sequences; default: no scaling", default=None
     )
     init_std: float = field_doc("standard deviation of the initial weights", above_0, default=0.02)
     scaled_init: bool = field_doc(
-        "divide the init of residual output projections by sqrt(2 L)", default=True
+        "whether the initial weights of projections to the residual stream are divided by sqrt(2"
+        " L), with L transformer blocks",
+        default=True,
     )
 
     def __post_init__(self) -> None:

@@ -40,10 +40,10 @@ SourceFiles = list[tuple[str, Files]]
 class Source(Record):
     """One source of text, with its size and hash when the dataset was built."""
 
-    name: str = field_doc("file, folder, or group of the default corpus")
-    files: int = field_doc("number of files")
-    size_bytes: int = field_doc("their size on disk")
-    sha256: str = field_doc("hash over the names and the hashes of the files")
+    name: str = field_doc("name of the file, of the folder, or of a group of the default corpus")
+    files: int = field_doc("number of files of the source")
+    size_bytes: int = field_doc("size of the files on disk, in bytes")
+    sha256: str = field_doc("SHA-256 over the names and the hashes of the files")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

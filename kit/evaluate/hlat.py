@@ -28,12 +28,13 @@ settings they use."""
 class PublishedTable(Shown, Record):
     """One table as printed in its source."""
 
-    title: str = field_doc("what it shows")
-    source: str = field_doc("paper and number")
-    columns: tuple[str, ...] = field_doc("names of its numbers, in order")
-    notes: tuple[str, ...] = field_doc("oddities of the printed table")
+    title: str = field_doc("title of the table")
+    source: str = field_doc("publication and number of the table")
+    columns: tuple[str, ...] = field_doc("names of the columns with numbers, in order")
+    notes: tuple[str, ...] = field_doc("notes on oddities of the printed table")
     rows: tuple[dict[str, Any], ...] = field_doc(
-        "model, size, a number for each column that has one, stderr"
+        "rows of the table, each with model, size, a number for each column that has one, and"
+        " standard errors (`stderr`)"
     )
 
     def texts(self) -> list[dict[str, str]]:

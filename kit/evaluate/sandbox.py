@@ -44,10 +44,12 @@ class Limits(Record):
     HumanEval's own harness allows 3 s (github.com/openai/human-eval, execution.py).
     """
 
-    cpu_s: int = field_doc("seconds of processor time", default=3)
-    wall_s: float = field_doc("seconds on the clock, start of the process included", default=10.0)
-    memory_bytes: int = field_doc("bytes of address space", default=512 * MIB)
-    file_bytes: int = field_doc("bytes of the largest file", default=1 * MIB)
+    cpu_s: int = field_doc("limit of processor time, in seconds", default=3)
+    wall_s: float = field_doc(
+        "limit of elapsed time in seconds, start of the process included", default=10.0
+    )
+    memory_bytes: int = field_doc("limit of the address space, in bytes", default=512 * MIB)
+    file_bytes: int = field_doc("limit of the size of each file, in bytes", default=1 * MIB)
 
     def resources(self) -> dict[str, int]:
         """Returns each limit by its name in Python's module `resource`."""

@@ -44,9 +44,13 @@ class NodeRate(Record):
     """Measured rates of one node."""
 
     node: str = field_doc("name of the node")
-    matmul_flops_per_s: float = field_doc("rate of matrix products of its slowest rank")
+    matmul_flops_per_s: float = field_doc(
+        "rate of matrix products of the slowest rank of the node, in FLOP/s"
+    )
     bytes_per_s: float | None = field_doc(
-        "bandwidth of its first rank to its better neighbour, one direction", default=None
+        "bandwidth between the first rank of the node and the better of its two neighbours, in"
+        " one direction, in bytes/s",
+        default=None,
     )
 
 
@@ -55,10 +59,12 @@ class NodeReport(Record):
     """Measured rates of all nodes of a job."""
 
     dtype: str = field_doc("dtype of the matrix products")
-    num_ranks: int = field_doc("ranks over all nodes")
-    nodes: tuple[NodeRate, ...] = field_doc("nodes in rank order")
+    num_ranks: int = field_doc("number of ranks over all nodes")
+    nodes: tuple[NodeRate, ...] = field_doc("rates of the nodes, in rank order")
     all_reduce_bytes_per_s: float | None = field_doc(
-        "sent by each rank while all of them add up a tensor", default=None
+        "bus bandwidth of an all-reduce over all ranks: bytes/s that each rank sends; None: a"
+        " single rank",
+        default=None,
     )
 
     @property

@@ -106,12 +106,14 @@ def export(run: Run, file: Path, *, format: str, overwrite: bool = False) -> int
 class SinkReport(Record):
     """What a sink has done."""
 
-    to: str = field_doc("where steps are copied to: wandb or tensorboard")
-    folder: str = field_doc("folder of its files")
-    rows: int = field_doc("steps copied by this start of the sink")
-    attempts: tuple[int, ...] = field_doc("attempts they belong to")
-    skipped_lines: int = field_doc("torn or foreign lines")
-    end: str = field_doc("why it ended")
+    to: str = field_doc("name of the sink to which steps are copied: wandb or tensorboard")
+    folder: str = field_doc("folder of the sink's files")
+    rows: int = field_doc("number of steps that this start of the sink has copied")
+    attempts: tuple[int, ...] = field_doc("numbers of the attempts whose steps were copied")
+    skipped_lines: int = field_doc(
+        "number of lines of metrics.jsonl that are torn or not from the kit"
+    )
+    end: str = field_doc("reason why the sink has ended")
 
 
 def copy_metrics(
@@ -250,12 +252,14 @@ def _write_parquet(table: Any, stream: BinaryIO) -> None:
 class SinkState(Record):
     """sink.json: what a sink has copied for good."""
 
-    offset: int = field_doc("bytes of metrics.jsonl that have been copied", default=0)
+    offset: int = field_doc("number of bytes of metrics.jsonl that have been copied", default=0)
     scores: dict[str, float] = field_doc(
-        "scores of checkpoints that have been copied", default_factory=dict
+        "scores of checkpoints that have been copied already", default_factory=dict
     )
-    starts: int = field_doc("times that the sink was started", default=0)
-    identity: str = field_doc("distinguishes this run from others of the same name", default="")
+    starts: int = field_doc("number of times that the sink was started", default=0)
+    identity: str = field_doc(
+        "random text that distinguishes this run from other runs with an equal name", default=""
+    )
 
 
 def _next_start(folder: Path) -> SinkState:

@@ -61,9 +61,9 @@ class AttemptLedger(Record):
     attempt: int = field_doc("number of the attempt, from 1")
     devices: int = field_doc("number of devices that the attempt held")
     usd_per_hour: float | None = field_doc(
-        "price of an hour of all its nodes; None if its site has no price"
+        "price of all nodes of the attempt for one hour, in USD; None: the site has no price"
     )
-    seconds: dict[str, float] = field_doc("seconds by part")
+    seconds: dict[str, float] = field_doc("time of the attempt by part of PARTS, in seconds")
     end: str = field_doc("last state of the attempt and its reason, in one line")
 
     @property
@@ -82,9 +82,11 @@ class Ledger(Record):
     """Time of a run by its use, over all attempts."""
 
     run: str = field_doc("name of the run")
-    attempts: tuple[AttemptLedger, ...] = field_doc("attempts in their order")
+    attempts: tuple[AttemptLedger, ...] = field_doc(
+        "ledgers of the attempts, in the order of the attempts"
+    )
     idle_s: float = field_doc(
-        "seconds between attempts in which no attempt was requested; they are in no part"
+        "seconds between attempts in which no attempt was requested; no part contains them"
     )
 
     @property

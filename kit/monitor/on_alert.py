@@ -51,7 +51,7 @@ class Settings(Record):
     """config.toml: what a user wants of every run."""
 
     on_alert: str | None = field_doc(
-        "command, a line of sh, that is run for each alert", default=None
+        "shell command (one line of sh) that is run for each alert; default: none", default=None
     )
 
 

@@ -62,33 +62,63 @@ VERDICTS = {
 class Claim(Record):
     """One claim of a paper, and the place of the answer in the rows of the kit's figures."""
 
-    paper: Paper = field_doc("whose claim it is")
-    claim: str = field_doc("in our words")
+    paper: Paper = field_doc("short name of the paper that makes the claim")
+    claim: str = field_doc(
+        "statement of the paper in one sentence, in the kit's words and not as a quotation"
+    )
     kind: Literal["prediction", "arithmetic", "trend", "demo"] = field_doc(
-        "a number that the model says without it, one that follows from others of the paper, a"
-        " direction, or what a small run of this machine shows",
+        "kind of the claim. prediction: a number that the model predicts without knowing the"
+        " paper's number. arithmetic: a number that follows from other numbers of the paper."
+        " trend: a direction. demo: a result of a small run of this machine.",
         default="prediction",
     )
-    where: str = field_doc("section, table or figure of the paper")
-    fact: tuple[str, ...] = field_doc("series and x in the facts of the paper", default=())
-    known: Known = field_doc("how, where no fact says it", default="read")
-    source: str = field_doc("that anyone can look up, where no fact says it", default="")
+    where: str = field_doc("section, table or figure of the paper with the claim")
+    fact: tuple[str, ...] = field_doc(
+        "(series, x) of the fact of the paper that contains the claimed number; default: no fact",
+        default=(),
+    )
+    known: Known = field_doc(
+        "reliability of a claim without a fact: read, quoted, derived or remembered", default="read"
+    )
+    source: str = field_doc(
+        "source of a claim without a fact, named so that anyone can look it up", default=""
+    )
     figure: str = field_doc(
-        "of the kit, whose rows have the answer; empty where it cannot be tried", default=""
+        "name of the kit's figure whose rows contain the answer; empty: the claim cannot be tried",
+        default="",
     )
-    at: dict[str, Any] = field_doc("cells of the row that has it", default_factory=dict)
-    less: dict[str, Any] = field_doc("cells of a row to subtract", default_factory=dict)
-    last: bool = field_doc("the last such row, not the first", default=False)
-    column: str = field_doc("of the row", default="y")
-    times: float = field_doc("factor from that column to the claim's unit", default=1.0)
-    unit: str = field_doc("of what is expected and found", default="")
+    at: dict[str, Any] = field_doc(
+        "names and values of the cells that select the row with the answer", default_factory=dict
+    )
+    less: dict[str, Any] = field_doc(
+        "names and values of the cells that select a row whose number is subtracted from the"
+        " answer; default: nothing is subtracted",
+        default_factory=dict,
+    )
+    last: bool = field_doc(
+        "whether the last row with the cells of `at` is used instead of the first", default=False
+    )
+    column: str = field_doc("name of the column of the row that contains the answer", default="y")
+    times: float = field_doc(
+        "factor that converts the number in the column to the claim's unit", default=1.0
+    )
+    unit: str = field_doc("unit of the expected and of the found number", default="")
     within: tuple[float, ...] = field_doc(
-        "both ends of what is expected, where it is not the fact's last digit", default=()
+        "lower and upper end of the range that counts as expected; default: derived from the"
+        " fact's number and `about`",
+        default=(),
     )
-    about: float = field_doc("share by which the fact's number may be off, if so", default=0.0)
-    expected: str = field_doc("in words, where it is not the fact's number", default="")
-    command: str = field_doc("that tries it, where it is not the figure's", default="")
-    note: str = field_doc("why it is missed or cannot be tried", default="")
+    about: float = field_doc(
+        "tolerance of the fact's number as a fraction of it; default: its last printed digit",
+        default=0.0,
+    )
+    expected: str = field_doc("expected result in words; default: the fact's number", default="")
+    command: str = field_doc(
+        "command that tries the claim; default: the command that draws the figure", default=""
+    )
+    note: str = field_doc(
+        "reason why the claim is missed or cannot be tried, or a remark on the claim", default=""
+    )
 
 
 def claims(paper: Paper) -> list[Claim]:

@@ -35,13 +35,13 @@ def read_paper_toml(name: str) -> dict[str, Any]:
 class PaperFact(Record):
     """One number that a paper or a public log states, or one word of a recipe."""
 
-    series: str = field_doc("what the number is one of")
-    x: str = field_doc("which one: a number on the axis, or a name")
-    value: str = field_doc("as a number, or a word")
-    known: Known = field_doc("how")
-    source: str = field_doc("that anyone can look up")
-    unit: str = field_doc("of the value", default="")
-    note: str = field_doc("what to know about it", default="")
+    series: str = field_doc("name of the series to which the number belongs")
+    x: str = field_doc("place of the number in its series: a number on the axis, or a name")
+    value: str = field_doc("value of the fact: a number as text, or a word")
+    known: Known = field_doc("how the value is known: read, quoted, derived or remembered")
+    source: str = field_doc("source of the value, named so that anyone can look it up")
+    unit: str = field_doc("unit of the value", default="")
+    note: str = field_doc("remark on the value", default="")
 
     @property
     def number(self) -> float:

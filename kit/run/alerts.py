@@ -32,15 +32,18 @@ class Alert(Record):
     """One line for people, with where to look."""
 
     kind: str = field_doc(
-        "nan, spike, start, rise, loss_scale, peak, record, stall, mfu, straggler, memory, disk,"
-        " checkpoint, job; guard: what the trainer did; hook: the user's failed; on_alert: the"
-        " user's command failed"
+        "kind of the event: nan, spike, start, rise, loss_scale, peak, record, stall, mfu,"
+        " straggler, memory, disk, checkpoint, job, guard (the trainer has reacted to a step),"
+        " hook (the user's hook failed) or on_alert (the user's command failed)"
     )
-    level: Level = field_doc("how bad")
-    message: str = field_doc("what happened, in numbers")
-    attempt: int = field_doc("of the run")
-    step: int = field_doc("where to look")
-    time: float = field_doc("unix time: of the step where one is to blame, else of the look")
+    level: Level = field_doc("severity of the alert")
+    message: str = field_doc("description of the event, with numbers")
+    attempt: int = field_doc("number of the attempt of the run")
+    step: int = field_doc("number of the optimizer step to look at")
+    time: float = field_doc(
+        "Unix time in seconds: the time of the step that caused the alert, or else the time at"
+        " which the event was found"
+    )
 
     @property
     def event(self) -> tuple[str, int, str, str]:

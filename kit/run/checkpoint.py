@@ -53,24 +53,27 @@ def refuse_elsewhere(run_dir: Path, advice: str) -> None:
 class Manifest(Record):
     """What a complete checkpoint is of, and which files it must consist of."""
 
-    step: int = field_doc("optimizer steps done")
-    attempt: int = field_doc("attempt of the run that wrote it")
-    samples: int = field_doc("sequences consumed: the whole state of the data order")
-    tokens: int = field_doc("tokens consumed")
-    seed: int = field_doc("of the data order")
+    step: int = field_doc("number of optimizer steps that were done")
+    attempt: int = field_doc("number of the attempt of the run that wrote the checkpoint")
+    samples: int = field_doc("number of sequences consumed: the complete state of the data order")
+    tokens: int = field_doc("number of tokens consumed")
+    seed: int = field_doc("seed of the data order")
     skipped: int = field_doc(
-        "of the steps: those whose update was dropped, so AdamW has done step - skipped", default=0
+        "number of steps whose update was dropped; AdamW has done step - skipped updates", default=0
     )
     recent_losses: tuple[float, ...] = field_doc(
-        "what the next losses are judged by: `kit.trainer.bad_steps`", default=()
+        "recent finite losses with which the next losses are compared (`kit.trainer.bad_steps`)",
+        default=(),
     )
-    time: float = field_doc("unix seconds")
-    spec: ModelSpec = field_doc("model")
-    plan: Plan = field_doc("layout that wrote it; it can be loaded into another")
-    files: dict[str, int] = field_doc("bytes of each file")
+    time: float = field_doc("Unix time at which the manifest was made, in seconds")
+    spec: ModelSpec = field_doc("shapes of the saved model")
+    plan: Plan = field_doc(
+        "layout that wrote the checkpoint, which can be loaded into another layout"
+    )
+    files: dict[str, int] = field_doc("size of each file in bytes, by name")
     checksums: dict[str, int] = field_doc(
-        "CRC-32 of each file but those of tensors, which torch gives one each, and of this manifest"
-        " without it",
+        "CRC-32 of each file, by name. Files of tensors are left out, since torch stores a CRC-32"
+        " with each tensor. The CRC-32 of the manifest is computed without itself.",
         default_factory=dict,
     )
 

@@ -9,12 +9,16 @@ from cluster.record import Record, field_doc
 class Row(Record):
     """One measured number."""
 
-    name: str = field_doc("what was measured")
-    value: float = field_doc("the number; a fraction of 1 where the unit is `fraction`")
-    unit: str = field_doc("s, ms, tokens/s, x, fraction ...", default="")
-    target: str = field_doc("what it should be, in words; empty where it only informs", default="")
-    ok: bool | None = field_doc("whether it is", default=None)
-    note: str = field_doc("spread, conditions", default="")
+    name: str = field_doc("name of the measured quantity")
+    value: float = field_doc("measured number; a fraction of 1 if the unit is `fraction`")
+    unit: str = field_doc("unit of the number, such as s, ms, tokens/s, x or fraction", default="")
+    target: str = field_doc(
+        "limit that the number should meet, as text; empty: the number has no limit", default=""
+    )
+    ok: bool | None = field_doc(
+        "whether the number meets its target; None: there is no target", default=None
+    )
+    note: str = field_doc("spread and conditions of the measurement", default="")
 
 
 def row(

@@ -45,15 +45,17 @@ POLL_S = 2.0
 class ImportReport(Record):
     """Content of import.json: the source of an imported run's steps, and notes on them."""
 
-    log: str = field_doc("absolute path of the log")
+    log: str = field_doc("absolute path of the imported log")
     format: str = field_doc(
-        "trainer that wrote it, one of `kit.interop.logs.formats.NAMES`, or pattern"
+        "trainer that wrote the log: one of `kit.interop.logs.formats.NAMES`, or `pattern`"
     )
-    lines: int = field_doc("lines read")
-    steps: int = field_doc("steps recorded, repeated ones too")
-    attempts: int = field_doc("starts of the trainer")
-    skipped_lines: int = field_doc("torn lines about steps")
-    notes: tuple[str, ...] = field_doc("what was derived, assumed or found to disagree")
+    lines: int = field_doc("number of lines that were read")
+    steps: int = field_doc("number of recorded steps, repeated steps included")
+    attempts: int = field_doc("number of starts of the trainer in the log")
+    skipped_lines: int = field_doc("number of torn lines about steps, which were skipped")
+    notes: tuple[str, ...] = field_doc(
+        "facts that were derived or assumed, and contradictions in the log"
+    )
 
 
 def import_log(
