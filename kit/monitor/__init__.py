@@ -1,10 +1,10 @@
 """Views of a run: the live dashboard, text in the terminal, a figure of loss and MFU, and the
 scores of checkpoints.
 
-The way of a metrics row to the dashboard: the trainer appends it to `metrics.jsonl`
-(`kit.run.metrics.MetricsWriter`). In the kernel of the notebook `Monitor` (`widget.py`) reads new
-rows by `Dashboard` (`dashboard.py`), which adds derived quantities (`curves.py`) and reduces them
-to the pixels of the charts. `static/dashboard.js` draws what `Monitor` sends.
+The trainer appends each row of metrics to `metrics.jsonl` (`kit.run.metrics.MetricsWriter`). In the
+kernel of the notebook, `Monitor` (`widget.py`) reads new rows through `Dashboard` (`dashboard.py`).
+`Dashboard` adds derived quantities (`curves.py`) and reduces them to the pixels of the charts.
+`Monitor` sends the result to the browser, where `static/dashboard.js` draws it.
 """
 
 from importlib import import_module
@@ -28,8 +28,10 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a view when it is first asked for: none of them needs what the others do, and where
-    nobody opens notebooks, as on a node of Trainium, anywidget and matplotlib are not installed.
+    """Imports the module of a view at the first access to the view, and returns the view.
+
+    Views need different packages. Some machines, such as Trainium nodes, have neither anywidget nor
+    matplotlib, since nobody opens notebooks on them.
     """
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

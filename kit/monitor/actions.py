@@ -1,4 +1,4 @@
-"""Actions: what the dashboard's buttons do to a run, and how far each request has come.
+"""Actions: the operations behind the dashboard's buttons, and the progress of each request.
 
 Each action is also a command: `kit checkpoint DIR`, `kit stop DIR`, `kit stop --now DIR`, `kit
 resume DIR`.
@@ -28,22 +28,32 @@ ACTION_NAMES: tuple[ActionName, ...] = get_args(ActionName)
 
 @dataclasses.dataclass
 class ActionProgress:
-    """One request: unix times, the step after which the trainer acts on it, and its result."""
+    """Progress and result of one request. Times are unix times in seconds."""
 
     asked_at: float
+    """Time of the request."""
     attempt: int
+    """Attempt of the run at the time of the request."""
     taken_at: float | None = None
+    """Time at which the trainer accepted the request. None before that."""
     step: int | None = None
+    """Step after which the trainer carries out the request. None if it is unknown."""
     done_at: float | None = None
+    """Time at which the request was finished or refused. None before that."""
     note: str = ""
+    """Result in words."""
 
 
 class Actions:
-    """Carries out requests without waiting for them, and follows each to its end.
+    """Carries out requests in threads, and tracks each request until its end.
 
-    The run directory records checkpoints and stops, whoever requested them. Other requests are
-    only known to the viewer that made them. `earlier` are the actions of this viewer on the same
-    run before it changed. Their requests are taken over.
+    The run directory records all requests for a checkpoint or a stop, also those of other viewers.
+    Other requests are known only to the viewer that made them.
+
+    Args:
+        run: the run.
+        earlier: actions of this viewer on the same run before the run changed. Their requests are
+            taken over.
     """
 
     def __init__(self, run: Run, *, earlier: "Actions | None" = None) -> None:
@@ -52,9 +62,9 @@ class Actions:
         self._taken_before: dict[ActionName, TakenRequest | None] = (
             earlier._taken_before if earlier else {}
         )
-        """Last request of each name that the trainer had taken when this viewer sent its own. A
-        newer request differs from it in content. Times are not compared with the clock of this
-        machine, since the trainer's clock may differ."""
+        """Last request that the trainer had accepted when this viewer sent a request, by name. A
+        newer request of the trainer differs in content. Times are not compared with the clock of
+        this machine, since the trainer's clock may differ."""
 
     def start(self, name: str, status: JobStatus) -> None:
         """Starts one of ACTION_NAMES in a thread, and returns at once. If the action is refused,
@@ -66,14 +76,16 @@ class Actions:
         self._requests[name] = progress
         if name in ("checkpoint", "stop"):
             self._taken_before[name] = read_taken(self.run.directory, name)
-        # A resume reads the data set, and a scheduler may take seconds to answer: neither may hold
-        # up the kernel.
+        # A resume reads the data set, and a scheduler may need seconds to answer. The kernel must
+        # not wait for either.
         threading.Thread(
             target=self._carry_out, args=(name, progress), name=f"kit-{name}", daemon=True
         ).start()
 
     def allowed(self, status: JobStatus) -> list[str]:
-        """Returns the actions that make sense for a job in this state."""
+        """Returns the names of the actions that are possible for a job with this status. Empty for
+        an imported run and for another user's run.
+        """
         # Only its owner may act on a run, and an imported run has no job.
         if self.run.is_imported or not self.run.is_writable:
             return []
@@ -83,8 +95,8 @@ class Actions:
         return [] if finished else ["resume"]
 
     def report(self, status: JobStatus) -> dict[str, dict[str, Any]]:
-        """Returns all requests by name with their progress, also requests of other viewers that
-        the run directory records.
+        """Returns the progress of all requests as dictionaries, by name of the action. Requests of
+        other viewers are included if the run directory records them.
         """
         requests = dict(self._requests)
         for name in ("checkpoint", "stop"):
@@ -100,7 +112,9 @@ class Actions:
         return {name: dataclasses.asdict(progress) for name, progress in requests.items()}
 
     def _is_newer(self, name: Request, found: ActionProgress) -> bool:
-        """Returns whether the trainer took a request after this viewer sent its own."""
+        """Returns whether the trainer has accepted the request `found` after this viewer sent its
+        last request.
+        """
         before = self._taken_before.get(name)
         return before is None or (found.asked_at, found.taken_at) != (
             before.asked_at,
@@ -108,7 +122,7 @@ class Actions:
         )
 
     def _recorded_request(self, name: Request, attempt: int) -> ActionProgress | None:
-        """Returns the newest request of a name in the run directory, None if there is none."""
+        """Returns the newest request of a name that the run directory records, or None."""
         folder = self.run.directory
         if waiting := read_asked(folder, name):
             return ActionProgress(asked_at=waiting.asked_at, attempt=attempt)
@@ -119,7 +133,7 @@ class Actions:
         return None
 
     def _carry_out(self, name: ActionName, progress: ActionProgress) -> None:
-        """Does what a button stands for. A refusal becomes the note of its progress."""
+        """Carries out an action. If it is refused, the reason becomes the note of its progress."""
         try:
             if name == "resume":
                 from kit.launcher import resume
@@ -134,7 +148,9 @@ class Actions:
     def _outcome_of(
         self, name: ActionName, progress: ActionProgress, status: JobStatus
     ) -> tuple[float, str] | None:
-        """Returns when and how an action has ended, or None while it goes on."""
+        """Returns (unix time of the end of an action, result in words), or None while the action is
+        in progress.
+        """
         if name == "resume":
             if status.attempt <= progress.attempt:
                 return None
@@ -151,8 +167,8 @@ class Actions:
         return None
 
     def _attempt_end(self, progress: ActionProgress) -> float:
-        """Returns the unix time at which the attempt of a request ended or the next one began. If
-        neither is recorded, returns the last heartbeat.
+        """Returns the unix time at which the attempt of a request ended or the next attempt began.
+        If neither time is recorded, returns the time of the last heartbeat, or 0.
         """
         for event in read_history(self.run.directory):
             if event.attempt > progress.attempt or (

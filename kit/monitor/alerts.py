@@ -1,7 +1,7 @@
-"""Alerts: what deserves a look at a run, as one table of rules.
+"""Alerts: a table of rules that find problems of a run.
 
-`AlertMonitor` evaluates ALERT_RULES, reports what is new once, and keeps it in the run directory
-(`alerts.jsonl`).
+`AlertMonitor` evaluates ALERT_RULES, reports each new alert once, and writes it to `alerts.jsonl`
+in the run directory.
 """
 
 import dataclasses
@@ -34,87 +34,93 @@ from kit.run.metrics import median
 from kit.trainer.spikes import bad_start, spikes
 
 STALL_S = 15.0
-"""Least seconds without a step that count as a stall."""
+"""Least time without a step that counts as a stall, in seconds."""
 STALL_STEPS = 5.0
 """Least time without a step that counts as a stall, in median step times."""
 JOIN_S = 180.0
-"""Seconds of a start after which a warning says that not all ranks have joined. It is no error,
-since imports from a slow file system may take longer."""
+"""Seconds after the start of a job at which a warning says that not all ranks have joined. It is
+not an error, since imports from a slow file system may take longer."""
 FIRST_STEP_S = 300.0
-"""Seconds from the joining of all ranks after which a warning says that there is no first step.
-Loading a large checkpoint and compilation take minutes."""
+"""Seconds after all ranks have joined at which a warning says that no step is finished. Loading of
+a large checkpoint and compilation take minutes."""
 LOGS_READ = 8
-"""Number of ranks whose logs are searched for a last line."""
+"""Largest number of ranks whose logs are searched for a line to quote."""
 MFU_STEPS = 50
-"""Number of the newest steps whose median MFU is judged."""
+"""Number of the newest steps whose median MFU is compared with the limits."""
 MFU_HISTORY_STEPS = 20_000
-"""Number of the newest steps with whose median MFU the newest MFU is compared. Only steps with the
-layout of the last step count."""
+"""Number of the newest steps whose median MFU is the history with which the newest MFU is compared.
+Only steps with the layout of the last step count."""
 MFU_FALL = 0.75
-"""Share of the median of the history below which MFU has fallen."""
+"""Fraction of the history's median below which MFU counts as fallen."""
 MFU_LOW = 0.30
-"""MFU below which a cluster is not used well."""
+"""MFU below which a cluster counts as badly used."""
 MFU_DOUBTFUL = 0.75
-"""MFU above which the peak is doubted, since real runs reach less."""
+"""MFU above which the peak is probably wrong, since real runs reach less."""
 MEMORY_FULL = 0.92
-"""Share of the device memory above which it is almost full."""
+"""Fraction of the device memory above which the memory counts as almost full."""
 CHECKPOINT_LATE = 1.5
-"""Age of the last checkpoint above which it is overdue, in checkpoint intervals."""
+"""Age above which the last checkpoint counts as overdue, in checkpoint intervals."""
 ROWS_PER_LOOK = 20_000
-"""Number of rows that are judged at one look. A long history is judged in several looks, so that
-none of them takes long."""
+"""Largest number of rows that are examined at one look. A long history is examined in several
+looks, so that each look is short."""
 
 
 class Finding(NamedTuple):
-    """What a rule has found."""
+    """Problem that a rule has found."""
 
     message: str
     row: int | None = None
-    """Row of the metrics. None means the present."""
+    """Row of the metrics at which the problem occurred. None for a problem of the present."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Look:
-    """What the rules judge at one look at a run."""
+    """Input of the rules at one look at a run."""
 
     run: Run
     curves: Curves
     ranks: RankTimes
     status: JobStatus
     first: int
-    """First row that no look has judged."""
+    """First row that no earlier look has examined."""
     end: int
-    """Row after the last one that this look judges."""
+    """Row after the last row that this look examines."""
     rises: list[Rise]
     """Rises of the loss in the rows of this look."""
     silent_s: float
-    """Seconds, by the clock of this machine, in which a running job has recorded no step. Zero
-    while nothing is heard from its machine."""
+    """Seconds, by the clock of this machine, for which a running job has recorded no step. Zero
+    while the newest report from the machine of the job is too old."""
     starting_s: float
-    """Seconds since the start of a job, or since the joining of its ranks. Zero if it does not
-    start."""
+    """Seconds since the start of the job or, if all ranks have joined, since they joined. Zero if
+    the job is not starting."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlertRule:
-    """One kind of alert: what is judged, how bad it is, and where the threshold is from."""
+    """One rule for alerts: its input, its level, its function and the source of its threshold."""
 
     kind: str
-    """Kind of the alert. Several rules may have one kind."""
+    """Kind of the alert. Several rules may have the same kind."""
     level: Level
     judges: Literal["new rows", "record", "job", "running job"]
-    """`new rows`: rows that no look has judged, each once. `record`: all that was recorded, also of
-    a run that has ended. `job`: the present state. `running job`: the same while the job runs."""
+    """Input of the rule. `new rows`: rows that no earlier look has examined. `record`: all recorded
+    data, also of a run that has ended. `job`: the present state of the job. `running job`: the
+    present state of the job, while the job runs."""
     find: Callable[[Look], Iterable[Finding]]
+    """Function that returns the problems at one look."""
     threshold: str
-    """Source of the threshold."""
+    """Threshold of the rule and its source."""
 
 
 class AlertMonitor:
-    """Evaluates the alert rules of a run at each look, and reports what is new.
+    """Evaluates the alert rules of a run at each look, and reports new alerts.
 
-    One per viewer. It only reads, except for the alert log. `earlier` watched the same run before
-    the run changed: what it has judged is taken over.
+    Each view has one monitor. It writes only to the alert log.
+
+    Args:
+        run: the run.
+        earlier: monitor of the same run before the run changed. The state of the rules is taken
+            over, so that rows are not examined again.
     """
 
     def __init__(self, run: Run, *, earlier: "AlertMonitor | None" = None) -> None:
@@ -124,11 +130,12 @@ class AlertMonitor:
             self._rises = RiseDetector()
             self._judged_rows = 0
             self._revision = -1
-            """Revision of the columns to which the judged rows belong."""
+            """Revision of the columns to which `_judged_rows` refers."""
             self._steps_timer = ChangeTimer()
-            """Measures for how long no row was recorded."""
+            """Timer of the seconds since the last new row."""
             self._start_timer = ChangeTimer()
-            """Measures for how long a start waits for its ranks, or for its first step."""
+            """Timer of the seconds for which a starting job has waited for its ranks or its first
+            step."""
         else:
             self.log = earlier.log
             self._rises = earlier._rises
@@ -138,7 +145,7 @@ class AlertMonitor:
             self._start_timer = earlier._start_timer
 
     def look(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
-        """Returns the alerts that are new, after writing them to the run directory."""
+        """Evaluates all rules. Writes the new alerts to the run directory and returns them."""
         look = self._prepare(curves, status, ranks)
         alerts: list[Alert] = []
         for rule in ALERT_RULES:
@@ -150,7 +157,9 @@ class AlertMonitor:
         return self.log.add(alerts)
 
     def _prepare(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> Look:
-        """Returns what the rules judge at this look. The rows of the look count as judged."""
+        """Returns the input of the rules at this look. The rows of the look then count as
+        examined.
+        """
         columns = curves.columns
         if columns.revision != self._revision:
             self._revision = columns.revision
@@ -171,7 +180,7 @@ class AlertMonitor:
         start = (status.attempt, status.has_joined)
         starting_s = self._start_timer.unchanged_s(start, counts=is_starting)
         if is_starting:
-            # The supervisor has counted from the beginning of the start.
+            # The supervisor has measured the time since the job began to start.
             starting_s = max(starting_s, status.starting_s or 0.0)
         return Look(
             run=self.run,
@@ -187,15 +196,15 @@ class AlertMonitor:
 
 
 class ChangeTimer:
-    """Measures for how long a value has not changed, by the clock of this machine."""
+    """Measures the time since a value last changed, by the clock of this machine."""
 
     def __init__(self) -> None:
         self._value: Any = None
         self._since = time.monotonic()
 
     def unchanged_s(self, value: Any, *, counts: bool) -> float:
-        """Returns the seconds since the value last differed from `value`. If `counts` is False, the
-        time begins anew, and the result is zero.
+        """Returns the seconds for which the value has been equal to `value`. If `counts` is False,
+        the measurement starts again, and the result is zero.
         """
         now = time.monotonic()
         if value != self._value or not counts:
@@ -205,8 +214,8 @@ class ChangeTimer:
 
 
 def _alert(rule: AlertRule, finding: Finding, look: Look) -> Alert:
-    """Returns the alert of a finding. Its attempt, step and time are those of the row, if there is
-    one.
+    """Returns the alert for a finding. Attempt, step and time come from the row of the finding. For
+    a finding without a row, they are the present attempt, its last step and the present time.
     """
     columns = look.curves.columns
     row = finding.row
@@ -243,7 +252,7 @@ def _lines_with_nan(look: Look) -> Iterator[Finding]:
 
 
 def _collapsed_loss_scale(look: Look) -> Iterator[Finding]:
-    """Finds where a loss scale that was above 1 falls to 1 or below."""
+    """Finds rows at which a loss scale that was above 1 has fallen to 1 or below."""
     scales = look.curves.columns["loss_scale"][: look.end]
     since = max(0, look.first - 1)
     for row in first_rows(scales[since:] <= 1, look.first).tolist():
@@ -258,19 +267,19 @@ def _collapsed_loss_scale(look: Look) -> Iterator[Finding]:
 
 
 def _loss_not_finite(look: Look) -> Iterator[Finding]:
-    """Finds where a stretch of losses that are not finite begins."""
+    """Finds the first row of each stretch of losses that are not finite."""
     for row in rows_not_finite(look.curves.columns, "loss", look.first, look.end).tolist():
         yield Finding("loss is not finite", row)
 
 
 def _gradient_not_finite(look: Look) -> Iterator[Finding]:
-    """Finds where a stretch of gradient norms that are not finite begins."""
+    """Finds the first row of each stretch of gradient norms that are not finite."""
     for row in rows_not_finite(look.curves.columns, "grad_norm", look.first, look.end).tolist():
         yield Finding("gradient norm is not finite", row)
 
 
 def _bad_start(look: Look) -> Iterator[Finding]:
-    """Finds a loss that starts too high."""
+    """Finds a loss that is too high at the start of training, compared with random guessing."""
     losses = look.curves.columns["loss"][: look.end]
     guess = math.log(look.run.spec.vocab_size)
     row = bad_start(losses, guess)
@@ -283,14 +292,14 @@ def _bad_start(look: Look) -> Iterator[Finding]:
 
 
 def _loss_spikes(look: Look) -> Iterator[Finding]:
-    """Finds losses that stand out."""
+    """Finds spikes of the loss."""
     losses = look.curves.columns["loss"][: look.end]
     for row, before in spikes(losses, look.first):
         yield Finding(f"loss spike {losses[row]:.3g} (median before {before:.3g})", row)
 
 
 def _loss_rises(look: Look) -> Iterator[Finding]:
-    """Finds losses that have risen and do not come back."""
+    """Finds losses that have risen and stay high."""
     steps = look.curves.columns["step"]
     for rise in look.rises:
         yield Finding(
@@ -302,7 +311,7 @@ def _loss_rises(look: Look) -> Iterator[Finding]:
 
 
 def _refuted_peak(look: Look) -> Iterator[Finding]:
-    """Finds a peak that too many steps go beyond."""
+    """Finds a peak that cannot be true, since too many steps are faster than the peak."""
     times_peak = look.curves.times_peak
     if times_peak is not None and (peak := _peak_words(look)):
         yield Finding(
@@ -313,7 +322,7 @@ def _refuted_peak(look: Look) -> Iterator[Finding]:
 
 
 def _doubtful_peak(look: Look) -> Iterator[Finding]:
-    """Finds an MFU that is higher than real runs reach."""
+    """Finds an MFU above MFU_DOUBTFUL, which means that the peak is probably wrong."""
     mfu = median(look.curves["mfu"][-MFU_STEPS:])
     is_high = mfu is not None and mfu > MFU_DOUBTFUL
     if is_high and (peak := _peak_words(look)):
@@ -325,7 +334,9 @@ def _doubtful_peak(look: Look) -> Iterator[Finding]:
 
 
 def _peak_words(look: Look) -> str:
-    """Returns the peak of a run's devices in words. Empty if it is unknown or there is no step."""
+    """Returns the peak of a run's devices in words. Empty if the peak is unknown or the run has no
+    step.
+    """
     dtype = look.run.plan.precision
     peak = look.run.site.peak_flops_per_s(dtype)
     if peak is None or not len(look.curves):
@@ -334,7 +345,7 @@ def _peak_words(look: Look) -> str:
 
 
 def peak_advice(run: Run) -> str:
-    """Returns what to do about a peak that is unknown or doubtful."""
+    """Returns a sentence that says how to correct a peak that is unknown or doubtful."""
     if run.site.scheduler == "local":
         return (
             f"Measure it again on an idle machine: {kit_command('bench', '--apply', run.directory)}"
@@ -346,7 +357,9 @@ def peak_advice(run: Run) -> str:
 
 
 def _damaged_records(look: Look) -> Iterator[Finding]:
-    """Finds attempts whose plan or site file cannot be read, at their last row."""
+    """Finds attempts whose plan or site file cannot be read. The row is the last row of the
+    attempt.
+    """
     attempts = look.curves.columns["attempt"]
     for attempt, reason in look.curves.damaged.items():
         for row in np.flatnonzero(attempts == attempt)[-1:].tolist():
@@ -359,13 +372,14 @@ def _bad_job_state(look: Look) -> Iterator[Finding]:
     """Finds a job that has failed, is lost or is stalled."""
     state = look.status.state
     is_bad = state in (JobState.FAILED, JobState.LOST, JobState.STALLED)
-    # A run without its state was removed, or is being removed: nothing may be written there.
+    # A run directory without state.json was removed, or is being removed. An alert would write to
+    # it.
     if is_bad and (look.run.directory / "state.json").exists():
         yield Finding(f"job {state}: {look.status.reason}")
 
 
 def _slow_start(look: Look) -> Iterator[Finding]:
-    """Finds a start that takes long, and quotes the last line of a rank's log."""
+    """Finds a start that takes too long. The message quotes the last line of a rank's log."""
     limit_s = FIRST_STEP_S if look.status.has_joined else JOIN_S
     if look.starting_s > limit_s:
         line = _last_log_line(look)
@@ -374,8 +388,8 @@ def _slow_start(look: Look) -> Iterator[Finding]:
 
 
 def _last_log_line(look: Look) -> str:
-    """Returns "NAME: LINE" for the first log of a rank that is not empty, with its last line. Empty
-    if all logs are empty.
+    """Returns "FILE: LINE" with the last line of the first rank's log that is not empty. Empty if
+    all logs are empty.
     """
     directory = look.run.directory
     per_node = look.run.site.devices_per_node
@@ -387,8 +401,8 @@ def _last_log_line(look: Look) -> str:
 
 
 def _no_step(look: Look) -> Iterator[Finding]:
-    """Finds a running job that records no steps any more. The first steps compile, so five steps
-    are required.
+    """Finds a running job that has stopped recording steps. At least five steps must be recorded,
+    since the first steps include compilation.
     """
     columns = look.curves.columns
     usual_s = median(columns["step_time_s"][-50:]) or 0
@@ -397,7 +411,7 @@ def _no_step(look: Look) -> Iterator[Finding]:
 
 
 def _mfu_falls(look: Look) -> Iterator[Finding]:
-    """Finds an MFU that has fallen."""
+    """Finds an MFU that has fallen below MFU_FALL times its history."""
     if (medians := _mfu_medians(look)) is None:
         return
     now, before = medians
@@ -406,7 +420,7 @@ def _mfu_falls(look: Look) -> Iterator[Finding]:
 
 
 def _mfu_low(look: Look) -> Iterator[Finding]:
-    """Finds a low MFU on a cluster that has not fallen."""
+    """Finds an MFU below MFU_LOW on a cluster, unless the rule of a fallen MFU applies."""
     if look.run.site.scheduler == "local" or (medians := _mfu_medians(look)) is None:
         return
     now, before = medians
@@ -415,12 +429,13 @@ def _mfu_low(look: Look) -> Iterator[Finding]:
 
 
 def _mfu_medians(look: Look) -> tuple[float, float] | None:
-    """Returns the median MFU (of the newest steps, of the history) with the layout of the last
-    step. None while fewer than twice MFU_STEPS steps of this layout have an MFU.
+    """Returns (median MFU of the newest steps, median MFU of the history), both over steps with the
+    layout of the last step. Returns None while fewer than twice MFU_STEPS of these steps have an
+    MFU.
     """
     history = look.curves["mfu"][-MFU_HISTORY_STEPS:]
     layouts = look.curves["layout"][-MFU_HISTORY_STEPS:]
-    # The MFU of another layout is no measure for this one.
+    # MFUs of different layouts cannot be compared.
     history = history[layouts == layouts[-1:]]
     now = median(history[-MFU_STEPS:])
     before = median(history)
@@ -430,7 +445,9 @@ def _mfu_medians(look: Look) -> tuple[float, float] | None:
 
 
 def _slow_rank(look: Look) -> Iterator[Finding]:
-    """Finds a rank that is slower than the others, beyond doubt."""
+    """Finds a rank that is slower than the other ranks, with a probability of a false alert below
+    `kit.monitor.ranks.BY_CHANCE`.
+    """
     slowest = look.ranks.slowest
     if slowest and slowest.is_sure:
         yield Finding(str(slowest))
@@ -448,22 +465,22 @@ def _memory_full(look: Look) -> Iterator[Finding]:
 
 
 def _disk_full(look: Look) -> Iterator[Finding]:
-    """Finds a file system without room for one more checkpoint."""
+    """Finds a file system with too little space for one more checkpoint."""
     free, checkpoint = _disk_room(look)
     if free < 1.05 * checkpoint:
         yield Finding(_disk_words(free, checkpoint))
 
 
 def _disk_short(look: Look) -> Iterator[Finding]:
-    """Finds a file system with room for one checkpoint and not for two."""
+    """Finds a file system with space for one more checkpoint but not for two."""
     free, checkpoint = _disk_room(look)
     if 1.05 * checkpoint <= free <= 2.1 * checkpoint:
         yield Finding(_disk_words(free, checkpoint))
 
 
 def _disk_room(look: Look) -> tuple[float, float]:
-    """Returns (free bytes, bytes of a checkpoint). The free bytes are infinite where checkpoints
-    are on another machine, or the file system gives no answer.
+    """Returns (free bytes, bytes of a checkpoint). The free bytes are infinite if checkpoints are
+    on another machine, or if the file system reports an error.
     """
     checkpoint = BYTES_PER_PARAM * look.run.spec.num_params
     if look.run.is_elsewhere:
@@ -475,11 +492,12 @@ def _disk_room(look: Look) -> tuple[float, float]:
 
 
 def _disk_words(free: float, checkpoint: float) -> str:
+    """Returns the message of an alert on disk space. Both arguments are in bytes."""
     return f"{free / 2**30:.1f} GiB free, a checkpoint takes {checkpoint / 2**30:.1f} GiB"
 
 
 def _late_checkpoint(look: Look) -> Iterator[Finding]:
-    """Finds a checkpoint that is overdue. Checkpoints on another machine are not seen."""
+    """Finds a checkpoint that is overdue. Returns nothing if checkpoints are on another machine."""
     run = look.run
     every = run.recipe.checkpoint_every
     columns = look.curves.columns
@@ -634,6 +652,6 @@ ALERT_RULES = (
         threshold="CHECKPOINT_LATE, chosen",
     ),
 )
-"""All alert rules of a viewer. At one look they are evaluated in this order, which is also the
-order of their alerts in the log. The trainer adds alerts of the kinds `guard` and `hook`, and
-`kit watch` of the kind `on_alert`."""
+"""All alert rules of a view. At each look they are evaluated in this order, which is also the order
+of their alerts in the log. In addition, the trainer writes alerts of the kinds `guard` and `hook`,
+and `kit watch` writes alerts of the kind `on_alert`."""

@@ -1,8 +1,8 @@
-"""Curves: what a run's dashboard draws, derived from its columns, with an exact average and a
-window per pixel.
+"""Curves: the series that a run's dashboard draws, derived from the columns of metrics.jsonl. Each
+series has an exact moving average, and its least and largest value for each pixel.
 
-Everything grows by the new rows only, so that a tick costs the same at a thousand steps and at a
-million.
+Only new rows are processed, so an update has the same cost after a thousand and after a million
+steps.
 """
 
 import dataclasses
@@ -21,36 +21,37 @@ from kit.run.tail import CHUNK_BYTES
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
 """Series that the dashboard draws, in the order of its charts."""
 UNSMOOTHED = ("learning_rate", "memory_bytes")
-"""Series without noise, which are drawn without an average: it would only lag behind."""
+"""Series without noise, which are drawn without an average. An average would only lag behind."""
 DERIVED = ("tokens_per_s", "mfu", "hfu", "tokens", "time", "layout")
 """Series that are computed from the columns of the file. The other series are columns."""
 UTILISATIONS = ("mfu", "hfu")
 SPEEDS = ("tokens_per_s", *UTILISATIONS)
-"""Series that jump where the layout changes, so that their average begins anew there. The average
-of the loss does not."""
+"""Series that jump where the layout changes. Their average starts anew at such a change, unlike the
+average of the loss."""
 SOURCE_COLUMNS = ("step", "tokens", "step_time_s", "attempt", "consumed_tokens", "time")
 DRAWABLE = 1e30
-"""Largest value of which an axis can be made. Values from it on are treated as not finite."""
+"""Absolute value from which on a number cannot be drawn on an axis. Such a number is treated as not
+finite."""
 SUM_BLOCK = 32
 """Number of values that `discounted_sum` adds by one matrix product."""
 BLOCK_ROWS = 64
-"""Rows of a block, whose least and largest value are kept. A pixel of a long run consists of
-blocks."""
+"""Number of rows of a block. The least and the largest value of each block are stored, and the
+extremes of a pixel of a long run are computed from blocks."""
 WIDE_PIXEL_ROWS = 4 * BLOCK_ROWS
-"""Rows from which on a pixel begins and ends with a block. The pixel then begins at most a quarter
-of itself too early."""
+"""Number of rows of a pixel from which on the pixel is aligned to blocks. An aligned pixel begins
+too early by at most a quarter of its width."""
 MAX_WIDTH = 2400
 """Largest number of pixels of a chart."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlotRange:
-    """The part of an axis that a chart shows, from `start` to `end`, `width` pixels wide. With
-    `log_x`, pixels are even steps of log x.
+    """The part of an axis that a chart shows, from `start` to `end`, on `width` pixels. With
+    `log_x`, the axis is logarithmic.
     """
 
     axis: str = "step"
-    """`step`, `tokens` or `time`."""
+    """Quantity of the axis: `step`, `tokens` or `time` (elapsed seconds)."""
     start: float = -math.inf
     end: float = math.inf
     width: int = 600
@@ -58,9 +59,8 @@ class PlotRange:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "PlotRange":
-        """Returns the range that the front end asks for. Without a start or an end it reaches to
-        that end of the run. The number of pixels is kept between what a chart needs and what a
-        screen has.
+        """Returns the range that a message of the front end requests. A missing start or end stands
+        for the start or end of the run. The width is limited to 100 to MAX_WIDTH pixels.
         """
         start = message["start"]
         if start is None:
@@ -79,13 +79,13 @@ class PlotRange:
 
 class Curves:
     """The series of a run over step, tokens seen and elapsed seconds, with exponential moving
-    averages.
+    averages. `curves["loss"]` is one series as an array.
 
     Args:
-        run: the run as its files describe it.
-        smoothing: weight of the past in the average, from 0 (none) to below 1.
-        earlier: curves of the same run before its plan or site changed. The rows that they have
-            parsed and their smoothing are taken over. Everything else is derived again.
+        run: the run, as its files describe it now.
+        smoothing: weight of the past in the average, from 0 (no smoothing) to below 1.
+        earlier: curves of the same run before its plan or site changed. Their parsed rows and their
+            smoothing are taken over. Everything else is derived again.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class Curves:
         self.damaged: Mapping[int, str] = {}
         """Reason why the plan or site of an attempt cannot be read, by attempt."""
         self._revision = self.columns.revision
-        """Revision of the columns from which everything below is derived."""
+        """Revision of the columns from which the following attributes are derived."""
         self._values = Growing(len(DERIVED))
         self._above_peak = Growing(1)
-        """HFU of the steps that have one above 1."""
+        """HFU of the steps whose HFU is above 1."""
         self._known_peak = 0
         """Number of steps that have an HFU."""
         self._averages: dict[str, Average] = {}
         self._blocks: dict[str, Growing] = {}
-        """Least and largest value of each whole block of a series."""
+        """Least and largest value of each whole block, by name of the series."""
         if len(self.columns):
             self._extend()
 
@@ -121,10 +121,10 @@ class Curves:
 
     @property
     def times_peak(self) -> float | None:
-        """Median HFU of the steps that have one above 1, if they are too many to believe the peak.
-        None for a believable peak.
+        """Median HFU of the steps with an HFU above 1, if there are so many of them that the peak
+        must be wrong. None for a believable peak.
 
-        A run with a refuted peak has no MFU and no HFU, by the rule of `kit.run.metrics.Metrics`.
+        A run with a wrong peak has no MFU and no HFU, by the rule of `kit.run.metrics.Metrics`.
         """
         above = self._above_peak.values[0]
         if not refutes_peak(len(above), self._known_peak):
@@ -142,18 +142,18 @@ class Curves:
         return "peak unknown" if peak is None else None
 
     def shown_speed(self) -> str:
-        """Returns the series that stands for the speed in views with one chart of it: `mfu` if any
-        step has one, else `tokens_per_s`.
+        """Returns the series that views with a single chart of speed show: `mfu` if any step has an
+        MFU, else `tokens_per_s`.
         """
         return "mfu" if np.isfinite(self["mfu"]).any() else "tokens_per_s"
 
     def set_smoothing(self, smoothing: float) -> None:
-        """Sets the weight of the past in the averages from now on, from 0 (none) to below 1."""
+        """Sets the weight of the past in the averages, from 0 (no smoothing) to below 1."""
         self.smoothing = smoothing
 
     def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
-        """Reads new steps, a few MiB at most. If older steps have changed, everything is derived
-        again. Returns whether there is more to read.
+        """Reads new steps, at most `limit_bytes` of the file. If older steps have changed, all
+        series are derived again. Returns whether there is more to read.
         """
         more = self.columns.poll(limit_bytes)
         if self.columns.revision != self._revision:
@@ -178,12 +178,12 @@ class Curves:
         return Metrics.of(self.columns, **self.run.facts())
 
     def _forget(self) -> None:
-        """Drops averages and blocks, whose values have changed."""
+        """Drops the averages and blocks, since the values of their series have changed."""
         self._averages.clear()
         self._blocks.clear()
 
     def _extend(self) -> None:
-        """Derives the values of the rows that are new in the columns."""
+        """Computes the derived series for the new rows of the columns."""
         first = len(self)
         new = {name: self.columns[name][first:] for name in SOURCE_COLUMNS}
         metrics = Metrics(columns=new, skipped_lines=0, **self.run.facts())
@@ -191,15 +191,15 @@ class Curves:
         speed = np.where(np.isfinite(metrics.tokens_per_s), metrics.tokens_per_s, np.nan)
         seen = self["tokens"][-1] if first else None
         tokens = tokens_seen(new["tokens"], new["consumed_tokens"], seen)
-        # A clock that was set back must not make time run backwards.
+        # The elapsed time must not decrease, even if the clock was set back.
         elapsed = np.append(self["time"][-1:], new["time"] - self.columns["time"][0])
         time = np.fmax.accumulate(np.append(0.0, elapsed))[-len(speed) :]
         rates = self._believable_rates(metrics.utilisations, len(speed))
         self._values.extend(np.vstack([speed, rates, tokens, time, metrics.layouts]))
 
     def average(self, name: str) -> np.ndarray:
-        """Returns the average of a series at each of its steps, with the present smoothing. It is
-        an average over all steps, not over the pixels of a chart.
+        """Returns the moving average of a series at each step, with the present smoothing. The
+        average is taken over all steps, not over the pixels of a chart.
         """
         if name not in self._averages or self._averages[name].smoothing != self.smoothing:
             self._averages[name] = Average(self.smoothing)
@@ -209,8 +209,8 @@ class Curves:
     def window(
         self, names: tuple[str, ...], plot_range: PlotRange
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns x of each pixel that has data, [n], and min, max and average of each series
-        there, [3 x names, n].
+        """Returns (x, rows) for the pixels that have data. `x`, [n], are the positions of the
+        pixels. The rows, [3 x names, n], are minimum, maximum and average of each series.
         """
         x = self[plot_range.axis]
         edges = pixel_edges(x, plot_range)
@@ -223,14 +223,14 @@ class Curves:
             rows += [*self.envelope(name, edges), centre[last]]
         at = x[last]
         if len(at) > 1:
-            # A pixel has the x of its last step. Only the first pixel has that of its first step,
+            # A pixel has the x of its last step. Only the first pixel has the x of its first step,
             # so that the curve begins where the run begins.
             at[0] = x[edges[0]]
         return at, np.stack(rows)
 
     def envelope(self, name: str, edges: np.ndarray) -> np.ndarray:
-        """Returns the least and the largest finite value of a series between edges, [2, pixels];
-        NaN where there is none.
+        """Returns the least and the largest finite value of a series in each pixel, [2, pixels].
+        NaN for a pixel without a finite value. `edges` are as in `pixel_edges`.
         """
         values = self[name]
         inner = edges[1:-1]
@@ -243,7 +243,9 @@ class Curves:
         return np.hstack([first, middle, last])
 
     def _extremes_of_blocks(self, name: str) -> np.ndarray:
-        """Returns the least and the largest finite value in each whole block of a series."""
+        """Returns the least and the largest finite value in each whole block of a series,
+        [2, blocks].
+        """
         known = self._blocks.setdefault(name, Growing(2))
         values = self[name]
         new = values[known.length * BLOCK_ROWS : len(values) // BLOCK_ROWS * BLOCK_ROWS]
@@ -252,7 +254,7 @@ class Curves:
         return known.values
 
     def _believable_rates(self, rates: np.ndarray | None, count: int) -> np.ndarray:
-        """Returns MFU and HFU of `count` further steps, [2, count], with NaN for values above 1."""
+        """Returns MFU and HFU of `count` new steps, [2, count], with NaN for values above 1."""
         if rates is None:
             return np.full((2, count), np.nan)
         was_refuted = self.times_peak is not None
@@ -265,10 +267,10 @@ class Curves:
 
 
 class Average:
-    """Exponential moving average that starts unbiased: sum(w**age y) / sum(w**age) over all finite
-    y so far.
+    """Exponential moving average without bias at its start: sum(w**age y) / sum(w**age) over all
+    finite values y so far.
 
-    A value that is not finite leaves the average where it was. Before the first finite value the
+    A value that is not finite does not change the average. Before the first finite value the
     average is NaN.
     """
 
@@ -284,10 +286,10 @@ class Average:
         self._group_average = GroupAverage(smoothing)
 
     def update(self, values: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
-        """Returns the average at each of `values`. The values of earlier calls must be its
-        beginning.
+        """Returns the average at each of `values`. The values of the last call must be the
+        beginning of `values`.
 
-        `groups` has a number for each value. Where the number changes, the average begins anew.
+        `groups` has a number for each value. Where the number changes, the average starts anew.
         """
         known = self._result.length
         new = values[known:]
@@ -317,7 +319,7 @@ class GroupAverage:
         """Number of finite values."""
 
     def extend(self, values: np.ndarray) -> np.ndarray:
-        """Returns the averages at further values of the group."""
+        """Returns the averages at the next values of the group."""
         finite = np.isfinite(values)
         # Only finite values change the average.
         averages = np.append(self._last, self._extend_finite(values[finite]))
@@ -325,9 +327,9 @@ class GroupAverage:
         return averages[np.cumsum(finite)]
 
     def _extend_finite(self, values: np.ndarray) -> np.ndarray:
-        """Returns the averages at further values, all of which are finite.
+        """Returns the averages at the next values, all of which must be finite.
 
-        The weights of n values sum to (1 - w**n) / (1 - w).
+        The weights of n values sum to (1 - w**n) / (1 - w), where w is the smoothing.
         """
         totals = discounted_sum(values, self._smoothing, self._total)
         counts = np.arange(self._count + 1, self._count + len(values) + 1)
@@ -338,16 +340,16 @@ class GroupAverage:
 
 
 def drawable(values: np.ndarray) -> np.ndarray:
-    """Returns values with NaN for those that no axis can show."""
+    """Returns values with NaN in place of values that cannot be drawn on an axis."""
     return np.where(np.abs(values) < DRAWABLE, values, np.nan)
 
 
 def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.ndarray:
-    """Returns s with s[i] = decay s[i-1] + values[i] and s[-1] = `start`, exactly, without a loop
-    over values.
+    """Returns the discounted sums s with s[i] = decay * s[i-1] + values[i], where the sum before
+    s[0] is `start`. The result is exact, and there is no loop over values.
 
-    Blocks are summed by one matrix product; what each hands to the next is the same recurrence, a
-    block shorter.
+    One matrix product computes the sums within all blocks of SUM_BLOCK values. The sums at the ends
+    of blocks obey the same recurrence with fewer values, so they are computed recursively.
     """
     powers = decay ** np.arange(SUM_BLOCK + 1)
     lags = np.subtract.outer(np.arange(SUM_BLOCK), np.arange(SUM_BLOCK))
@@ -368,14 +370,15 @@ def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.n
 
 
 def pixel_edges(x: np.ndarray, plot_range: PlotRange) -> np.ndarray:
-    """Returns row numbers e such that rows e[i] to e[i+1] fall into the same pixel; pixels without
-    rows are left out.
+    """Returns the first row of each pixel that has rows, followed by the row after the last pixel.
+    Pixel i consists of the rows from e[i] to e[i+1] - 1, where e is the result.
 
-    One row on either side of the part that is shown is included, so that lines reach the border.
+    One row on each side of the shown range is included, so that lines reach the border of the
+    chart.
     """
     first = max(0, int(np.searchsorted(x, plot_range.start)) - 1)
     if plot_range.log_x:
-        # A logarithmic axis cannot show the rest.
+        # A logarithmic axis can only show positive x.
         first = max(first, int(np.searchsorted(x, 0, side="right")))
     last = min(len(x), int(np.searchsorted(x, plot_range.end, side="right")) + 1)
     if first >= last:
@@ -390,8 +393,13 @@ def pixel_edges(x: np.ndarray, plot_range: PlotRange) -> np.ndarray:
 
 
 def extremes_between(least: np.ndarray, largest: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Returns the least and the largest finite value between edges, [2, pixels], NaN where there is
-    none. `least` and `largest` are the extremes of each row or block.
+    """Returns the least and the largest finite value in each pixel, [2, pixels]. NaN for a pixel
+    without a finite value.
+
+    Args:
+        least: least value of each row or block.
+        largest: largest value of each row or block.
+        edges: first row or block of each pixel, followed by the end of the last pixel.
     """
     low = np.fmin.reduceat(least[: edges[-1]], edges[:-1])
     return np.stack([low, np.fmax.reduceat(largest[: edges[-1]], edges[:-1])])

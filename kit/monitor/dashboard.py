@@ -1,8 +1,8 @@
-"""Dashboard: everything that a view of a run shows, computed from the run directory. Knows nothing
-of widgets.
+"""Dashboard: the content of all views of a run, computed from the run directory, without widgets.
 
-Two rhythms: `read` and `frame` are quick and follow the metrics; `look` asks for state, ranks and
-alerts about once a second and may wait for a scheduler. Both may be called from several threads.
+`read` and `frame` follow the metrics and are quick. `look` reads state, ranks and alerts. It is
+called about once per second and may wait for a scheduler. All methods may be called from several
+threads.
 """
 
 import threading
@@ -27,23 +27,23 @@ from kit.run.tail import CHUNK_BYTES, last_lines
 ALERTS_SHOWN = 50
 """Largest number of alerts that are sent to the front end."""
 HEAT_ROWS = 512
-"""Largest number of rows in the picture of the ranks. No screen shows more, and no canvas has a row
-for each of 100,000 ranks."""
+"""Largest number of rows in the heat map of ranks. No screen shows more rows, and a browser's
+canvas cannot have 100,000."""
 TAIL_BYTES = 32 * 2**10
-"""Bytes at the end of a log that are shown."""
+"""Bytes at the end of a log from which lines are shown."""
 SEARCH_BYTES = 16 * 2**20
-"""Bytes at the end of a log that are searched."""
+"""Bytes at the end of a log in which a text is searched."""
 MAX_LINES = 200
 """Largest number of lines of a log that are shown."""
 
 
 class Dashboard:
-    """A run as it is watched.
+    """The content of the views of one run, which follows the files of the run.
 
     Args:
-        run: at any time of its life.
-        baselines: other runs, drawn as dashed curves, and losses in nats per token, drawn as dashed
-            lines.
+        run: run before, during or after training.
+        baselines: other runs, drawn as dashed curves, or losses in nats per token, drawn as dashed
+            horizontal lines, by name.
         smoothing: weight of the past in the averages, from 0 to below 1.
     """
 
@@ -72,7 +72,7 @@ class Dashboard:
 
     @property
     def run(self) -> Run:
-        """The run as its files described it when they last changed."""
+        """The run, as it was read after the last change of its files."""
         return self.run_view.run
 
     @property
@@ -86,7 +86,9 @@ class Dashboard:
         return self.run_view.curves.columns
 
     def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
-        """Takes over new steps, a few MiB at most; returns whether there is more to read."""
+        """Reads new steps, at most `limit_bytes` of the file. Returns whether there is more to
+        read.
+        """
         with self.lock:
             for other in self.baseline_curves.values():
                 if not other.columns.position:
@@ -94,8 +96,9 @@ class Dashboard:
             return self.curves.read(limit_bytes)
 
     def look(self) -> None:
-        """Takes over the state of the job, its ranks and its alerts."""
-        status = read_status(self.run.directory)  # outside the lock: it may ask a scheduler
+        """Updates the status of the job, the step times of its ranks and its alerts."""
+        # The call may wait for a scheduler, so it is made without the lock.
+        status = read_status(self.run.directory)
         self._replace_if_changed(status.attempt)
         view = self.run_view
         view.ranks.look()
@@ -104,13 +107,15 @@ class Dashboard:
             view.alert_monitor.look(view.curves, status, view.ranks)
 
     def refresh_speed(self, *, wait: bool = False) -> None:
-        """Compares the speed of the run with the estimate again if the last answer is old. The
-        comparison runs in a thread. With `wait`, the call returns after its end.
+        """Starts a new comparison of the run's speed with the estimate, if the last comparison is
+        too old. The comparison runs in a thread. With `wait`, the method waits for the result.
         """
         self.run_view.speed_monitor.refresh(wait=wait)
 
     def start_action(self, name: str) -> None:
-        """Starts what a button does, and returns at once."""
+        """Starts the action of a button in a thread. `name` is one of
+        `kit.monitor.actions.ACTION_NAMES`.
+        """
         self.run_view.actions.start(name, self.status)
 
     def set_smoothing(self, smoothing: float) -> None:
@@ -120,18 +125,20 @@ class Dashboard:
                 curves.set_smoothing(smoothing)
 
     def select_log(self, rank: int = 0, search: str = "") -> None:
-        """Selects what `log` returns: the log of a rank, or its lines that contain `search`."""
+        """Selects the text that `log` returns: the end of the log of a rank or, if `search` is
+        given, the lines of this log that contain `search`.
+        """
         self.log_rank = max(0, rank)
         self.log_search = search
 
     def read_all(self) -> "Dashboard":
-        """Takes over all steps that are new, and returns itself."""
+        """Reads all new steps. Returns the dashboard itself."""
         while self.read():
             pass
         return self
 
     def catch_up(self) -> None:
-        """Takes over all that is new."""
+        """Reads all new steps, and then calls `look`."""
         self.read_all().look()
 
     def metrics(self) -> Metrics:
@@ -139,12 +146,15 @@ class Dashboard:
         return self.run_view.metrics()
 
     def frame(self, plot_range: PlotRange) -> tuple[dict[str, Any], bytes]:
-        """Returns (description, numbers) of the picture. The numbers are x (float64, [n]) followed
-        by the rows (float32, [rows, n]).
+        """Returns (description, numbers) of the charts for one range. The numbers are the bytes of
+        x (float64, [n]), followed by the bytes of the rows (float32, [rows, n]).
 
-        Rows: min, max and average of each of SERIES; the largest validation loss of the pixel;
-        average loss of each baseline run; loss of each baseline run at its last step that is not
-        beyond x.
+        The rows have one value per pixel, in this order:
+
+        - minimum, maximum and average of each of SERIES;
+        - largest validation loss;
+        - average loss of each baseline run;
+        - loss of each baseline run at its last step that is not beyond x.
         """
         with self.lock:
             x, rows = self.curves.window((*SERIES, "validation_loss"), plot_range)
@@ -168,9 +178,9 @@ class Dashboard:
         return description, x.astype("<f8").tobytes() + np.vstack(rows).astype("<f4").tobytes()
 
     def row(self) -> dict[str, Any]:
-        """Returns state, its reason, and the numbers of the last step.
+        """Returns the state of the job with its reason, and the numbers of the last step, by name.
 
-        Recorded numbers that were not finite are NaN or infinity. A number is None if it was never
+        A recorded number that is not finite is NaN or infinity. A number is None if it was never
         recorded or is unknown.
         """
         with self.lock:
@@ -192,8 +202,8 @@ class Dashboard:
             }
 
     def facts(self) -> dict[str, Any]:
-        """Returns `row` with what only the dashboard shows, as plain values for JSON: a number that
-        was not finite is None.
+        """Returns the items of `row` and further items for the dashboard, as plain values for JSON.
+        A number that is not finite is None.
         """
         with self.lock:
             view = self.run_view
@@ -242,16 +252,17 @@ class Dashboard:
             }
 
     def alerts(self) -> list[dict[str, Any]]:
-        """Returns the newest alerts, newest first."""
+        """Returns the newest alerts as dictionaries, at most ALERTS_SHOWN, newest first."""
         with self.lock:
             newest = self.run_view.alert_monitor.log.alerts[-ALERTS_SHOWN:]
             return [alert.to_dict() for alert in reversed(newest)]
 
     def heat(self) -> bytes:
-        """Returns the step times over the median as uint8, [row, sample]: 0 for a ratio of 0.8, 254
-        for 1.4, 255 for an unknown one.
+        """Returns the bytes of the heat map of ranks: uint8, [row, sample]. A value stands for the
+        ratio of a step time to the median: 0 for 0.8, 254 for 1.4, 255 for an unknown ratio.
 
-        A row is a rank. Of more than HEAT_ROWS ranks, a row is the slowest of some neighbours.
+        A row is a rank. If there are more than HEAT_ROWS ranks, a row is the slowest of several
+        neighbouring ranks.
         """
         relative = self.run_view.ranks.relative_times(HEAT_ROWS)
         with np.errstate(invalid="ignore"):
@@ -259,8 +270,8 @@ class Dashboard:
         return np.where(np.isfinite(scaled), scaled, 255).astype(np.uint8).tobytes()
 
     def log(self) -> str:
-        """Returns the end of the log that was selected, or its lines that contain the text that is
-        searched for.
+        """Returns the text that `select_log` has selected, at most MAX_LINES lines. If the log of a
+        failed job is empty, returns the end of the log in the exit report.
         """
         directory = self.run.directory
         per_node = self.run.site.devices_per_node
@@ -273,14 +284,14 @@ class Dashboard:
         return report.log_tail if report else ""
 
     def _share_read(self) -> float:
-        """Returns the share of the metrics file that was read, from 0 to 1."""
+        """Returns the fraction of the metrics file that is read, from 0 to 1."""
         left = self.columns.unread_bytes
         if left < CHUNK_BYTES:
             return 1.0
         return self.columns.position / (self.columns.position + left)
 
     def _last_step(self) -> dict[str, Any]:
-        """Returns the numbers of the last step. Its speeds are medians, as in
+        """Returns the numbers of the last step by name. Speeds are medians, as in
         `kit.run.metrics.last_step_values`.
         """
         columns = self.columns
@@ -301,7 +312,7 @@ class Dashboard:
         }
 
     def _formula(self) -> str:
-        """Returns how MFU is computed, or why it is unknown."""
+        """Returns a sentence that says how MFU is computed, or why it is unknown."""
         spec = self.run.spec
         plan = self.run.plan
         site = self.run.site
@@ -320,7 +331,9 @@ class Dashboard:
         )
 
     def _attempts(self, axis: str) -> list[dict[str, float]]:
-        """Returns each attempt with the place on an axis at which it begins."""
+        """Returns one dictionary per attempt: its number `attempt`, and the position `x` on the
+        axis at which it begins.
+        """
         x = self.curves[axis]
         steps = self.curves["step"]
         if not len(x):
@@ -334,8 +347,8 @@ class Dashboard:
     def _replace_if_changed(self, attempt: int) -> None:
         """Replaces the view of the run if there is a new attempt or another site.json.
 
-        A run that is being written or was removed cannot be opened. The last view then stays, and
-        the next look tries again.
+        A run that is being written or was removed cannot be opened. Then the present view stays,
+        and the next look tries again.
         """
         view = self.run_view
         written_at = site_written_at(view.run.directory)
@@ -351,16 +364,17 @@ class Dashboard:
 
 
 def log_lines(file: Path, search: str = "") -> str:
-    """Returns the last lines of a log, at most MAX_LINES. With `search`, returns the last lines
-    that contain this text, in upper or lower case, in the last SEARCH_BYTES of the log.
+    """Returns the last lines of a log, at most MAX_LINES. With `search`, returns only lines that
+    contain this text, without regard to case.
 
-    The cost does not depend on the size of the log.
+    The last TAIL_BYTES of the log are read, or the last SEARCH_BYTES for a search, so the cost does
+    not depend on the size of the log.
     """
     read_bytes = SEARCH_BYTES if search else TAIL_BYTES
     wanted = search.casefold()
     texts = []
     for line in last_lines(file, read_bytes, follows=True):
-        # A progress bar returns to the start of its line. Only its last state is of interest.
+        # A progress bar rewrites its line after a carriage return. Only its last state is shown.
         text = line.decode(errors="replace").rsplit("\r", 1)[-1]
         if wanted in text.casefold():
             texts.append(text)
@@ -368,8 +382,8 @@ def log_lines(file: Path, search: str = "") -> str:
 
 
 def _unreadable_note(run: Run) -> str:
-    """Returns a sentence that names the folders of checkpoints that this user may not enter. Empty
-    if there is none.
+    """Returns a sentence with the folders of checkpoints that this user may not enter. Empty if
+    there are none.
     """
     folders = run.checkpoints.unreadable()
     if not folders:
@@ -378,7 +392,7 @@ def _unreadable_note(run: Run) -> str:
 
 
 def hook_words(run: Run) -> str:
-    """Returns the last numbers of a run's hook in one line. Empty for a run without a hook."""
+    """Returns the newest numbers of a run's hook in one line. Empty for a run without a hook."""
     if run.recipe.hook is None:
         return ""
     lines = last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)
@@ -392,8 +406,8 @@ def hook_words(run: Run) -> str:
 
 
 def _average_loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
-    """Returns, for each place of `x` on an axis (step, tokens or time), the average loss of another
-    run. NaN outside the range of that run.
+    """Returns the average loss of another run at each position of `x`. NaN outside the range of
+    that run. `axis` is "step", "tokens" or "time".
     """
     average = other.average("loss")
     known = np.isfinite(average)
@@ -403,8 +417,9 @@ def _average_loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
 
 
 def _loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
-    """Returns, for each place of `x` on an axis (step, tokens or time), the loss of another run at
-    its last step that is not beyond the place. NaN before its first and after its last step.
+    """Returns the loss of another run at each position of `x`, which is the loss of its last step
+    that is not beyond the position. NaN before its first and after its last step. `axis` is
+    "step", "tokens" or "time".
     """
     places = other[axis]
     if not len(places):
@@ -414,18 +429,18 @@ def _loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
 
 
 def _last(values: np.ndarray) -> float | None:
-    """Returns the last value of a series. None if no value was ever recorded."""
-    # The last value alone decides in most cases, which is quick for a long series.
+    """Returns the last value of a series, which may be NaN. None if no value was ever recorded."""
+    # The last value is checked first. In most cases it is known, and a long series is not read.
     if np.isnan(values[-1:]).all() and np.isnan(values).all():
         return None
     return float(values[-1])
 
 
 def _json_value(value: Any) -> Any:
-    """Returns a value for JSON, which has no NaN and no infinity: None for such a number."""
+    """Returns a value for JSON. NaN and infinity become None, since JSON has neither."""
     return _finite_or_none(value) if isinstance(value, float) else value
 
 
 def _finite_or_none(value: float) -> float | None:
-    """Returns a number, None if it is not finite."""
+    """Returns a number as a float, or None if it is not finite."""
     return float(value) if np.isfinite(value) else None

@@ -1,12 +1,12 @@
 """Export: copies of the steps of a run, as a table in a file or in a tracker of experiments.
 
 `export` writes a CSV or Parquet file. `copy_metrics` copies steps and scores to a sink: Weights &
-Biases or TensorBoard. TARGETS lists all of them.
+Biases or TensorBoard. TARGETS lists all formats and sinks.
 
-A sink only reads the run directory, in a process of its own, so its failure never reaches the
-training job. Every attempt is a run of its own there. A resumed run repeats steps, which wandb
-drops and TensorBoard draws as a zigzag where attempts share a curve. How far a sink has come is
-kept beside its files, so it may be ended and started again.
+A sink only reads the run directory, in a separate process, so its failure does not affect the
+training job. Each attempt becomes a separate run in the tracker. A resumed run repeats steps. If
+attempts shared a curve, wandb would drop repeated steps, and TensorBoard would draw a zigzag. The
+progress of a sink is stored beside its files, so a sink may be stopped and started again.
 """
 
 import contextlib
@@ -35,18 +35,18 @@ from kit.show.terminal import plain
 
 WANDB_MODES = ("offline", "online")
 NOT_SCALARS = ("step", "attempt", "time")
-"""Columns that say where a number belongs, and are no numbers of a step themselves."""
+"""Columns that identify a row. They are not copied as numbers of the step."""
 FIRST_EXTRA_COLUMN = "consumed_tokens"
-"""Column that comes first among the columns that not every run records."""
+"""First of the columns that not every run records, in the order of the exported table."""
 
 
 def export_table(run: Run) -> Any:
-    """Returns the steps of a run as a pyarrow table. Speeds and utilisations are derived, other
-    columns are as recorded.
+    """Returns the steps of a run as a pyarrow table in ascending order, each step once. If several
+    attempts have done a step, the row is that of the newest attempt.
 
-    Columns: those of `metrics.jsonl`, tokens_per_s, mfu and hfu (fractions) where the run has them,
-    and total_tokens up to a step. Each step is there once, in order, as the newest attempt left it.
-    A value is null only if it was not recorded: NaN and infinity stay what they are.
+    Recorded columns are those of `metrics.jsonl`. Derived columns are tokens_per_s, total_tokens at
+    the end of the step, and, if the run has them, mfu and hfu as fractions. A value is null only if
+    it was not recorded. NaN and infinity are kept.
     """
     import pyarrow
 
@@ -81,12 +81,12 @@ def export_table(run: Run) -> Any:
 
 
 def export(run: Run, file: Path, *, format: str, overwrite: bool = False) -> int:
-    """Writes `export_table` to `file` as `csv` or `parquet`, by atomic rename, and returns its
-    number of rows.
+    """Writes the result of `export_table` to `file` in the format `csv` or `parquet`, by atomic
+    rename. Returns the number of rows.
 
     Raises:
-        ConfigError: no such format.
-        RunError: the file exists and `overwrite` is False, or its folder does not exist.
+        ConfigError: The format is unknown.
+        RunError: The file exists and `overwrite` is False, or its folder does not exist.
     """
     target = TARGETS.get(format)
     if not isinstance(target, FileTarget):
@@ -104,7 +104,7 @@ def export(run: Run, file: Path, *, format: str, overwrite: bool = False) -> int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SinkReport(Record):
-    """What a sink has done."""
+    """Result of one start of a sink."""
 
     to: str = field_doc("name of the sink to which steps are copied: wandb or tensorboard")
     folder: str = field_doc("folder of the sink's files")
@@ -124,21 +124,22 @@ def copy_metrics(
     poll_s: float = 2.0,
     idle: Callable[[float], None] = time.sleep,
 ) -> SinkReport:
-    """Copies the steps of a run that a sink does not have yet, until the job of the run has ended.
+    """Copies the steps and scores of a run that a sink does not have yet, until the job of the run
+    has ended.
 
     Args:
-        run: at any time of its life. It is only read, apart from the sink's own folder `RUN/wandb`
-            or `RUN/tensorboard`.
+        run: run before, during or after training. Only the sink's folder, `RUN/wandb` or
+            `RUN/tensorboard`, is written.
         to: `wandb` or `tensorboard`.
-        follow: False copies what is there and returns.
-        poll_s: seconds between two looks at the run.
-        idle: waits between two looks. A KeyboardInterrupt raised by it ends the copying in good
-            order.
+        follow: if False, copies the present steps and returns.
+        poll_s: seconds between two reads of the run.
+        idle: function that waits for a number of seconds. If it raises KeyboardInterrupt, the copy
+            ends normally.
 
     Raises:
-        ConfigError: no such sink, or WANDB_MODE is neither `offline` nor `online`.
-        MissingPackageError: its package is not installed.
-        JobError: the run, or a link in the place of one of its folders, belongs to another user.
+        ConfigError: The sink is unknown, or WANDB_MODE is neither `offline` nor `online`.
+        MissingPackageError: The package of the sink is not installed.
+        JobError: The run belongs to another user, or one of its folders is another user's link.
     """
     target = TARGETS.get(to)
     if not isinstance(target, SinkTarget):
@@ -157,7 +158,7 @@ def copy_metrics(
     end = "everything is copied"
     try:
         while True:
-            # Before reading, so that what was written before the end is not missed.
+            # The end is checked before the rows are read, so that the last rows are not missed.
             is_last = not follow or _is_over(run)
             for text in iter(tail.new_lines, b""):
                 rows, torn = parse_rows(text)
@@ -174,7 +175,7 @@ def copy_metrics(
         end = "interrupted; start it again to go on"
     finally:
         sink.close()
-    if run.directory.is_dir():  # only now is everything in its files
+    if run.directory.is_dir():  # The state is written last, once all data are in files.
         state.replace(offset=tail.position, scores=scores.seen).write(folder / "sink.json")
     else:
         end = f"{run.directory} was deleted"
@@ -189,8 +190,8 @@ def copy_metrics(
 
 
 def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Returns the numbers of each row by name, with tokens_per_s and, if the peak is known and
-    believable, mfu and hfu.
+    """Returns one dictionary of numbers for each row, by name. It includes tokens_per_s and, if the
+    peak is known and believable, mfu and hfu.
     """
     speeds = run.metrics(rows).speeds()
     scalars_of_rows: list[dict[str, float]] = []
@@ -210,13 +211,13 @@ def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def _column(values: list[Any]) -> Any:
-    """Returns recorded values as an Arrow array. Its elements are numbers if all values are
-    numbers, else JSON texts.
+    """Returns recorded values as an Arrow array. If all values are numbers, the elements are
+    numbers. Otherwise they are JSON texts.
     """
     import pyarrow
 
     known = [value for value in values if value is not None]
-    with contextlib.suppress(OverflowError, pyarrow.ArrowInvalid):  # a number beyond 64 bits
+    with contextlib.suppress(OverflowError, pyarrow.ArrowInvalid):  # An integer above 64 bits.
         if all(isinstance(value, int) and is_number(value) for value in known):
             return pyarrow.array(values, pyarrow.int64())
         if all(map(is_number, known)):
@@ -225,7 +226,7 @@ def _column(values: list[Any]) -> Any:
 
 
 def _converted(values: list[Any], convert: Callable[[Any], Any]) -> list[Any]:
-    """Returns converted values. None stays None."""
+    """Returns the results of `convert` for all values. None stays None."""
     converted = []
     for value in values:
         converted.append(None if value is None else convert(value))
@@ -233,16 +234,14 @@ def _converted(values: list[Any], convert: Callable[[Any], Any]) -> list[Any]:
 
 
 def _write_csv(table: Any, stream: BinaryIO) -> None:
-    """Writes a table as CSV."""
     from pyarrow import csv
 
-    # Texts are JSON, in quotes. Only the names of columns come from the run unquoted.
+    # Text cells are JSON in quotes, so no cell is a formula. Names of columns need `plain_cell`.
     names = [plain_cell(name) for name in table.column_names]
     csv.write_csv(table.rename_columns(names), stream)
 
 
 def _write_parquet(table: Any, stream: BinaryIO) -> None:
-    """Writes a table as Parquet."""
     from pyarrow import parquet
 
     parquet.write_table(table, stream, compression="zstd")
@@ -250,7 +249,7 @@ def _write_parquet(table: Any, stream: BinaryIO) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SinkState(Record):
-    """sink.json: what a sink has copied for good."""
+    """Content of sink.json: the progress of a sink up to its last normal end."""
 
     offset: int = field_doc("number of bytes of metrics.jsonl that have been copied", default=0)
     scores: dict[str, float] = field_doc(
@@ -263,12 +262,12 @@ class SinkState(Record):
 
 
 def _next_start(folder: Path) -> SinkState:
-    """Returns the state of this start of a sink: how far the last start that ended in order had
-    come.
+    """Returns the state with which a sink starts now. It has the progress of the last start that
+    ended normally.
     """
     try:
         last = SinkState.read(folder / "sink.json")
-    except ConfigError:  # the first start, or damaged: everything is copied again, nothing is lost
+    except ConfigError:  # First start, or damaged file. All steps are copied again.
         last = SinkState(identity=secrets.token_hex(4))
     return last.replace(starts=last.starts + 1)
 
@@ -277,7 +276,7 @@ def _is_over(run: Run) -> bool:
     """Returns whether the job of a run has ended, or the run was deleted."""
     try:
         return run.job.status().state.is_final
-    except (JobError, ConfigError):  # deleted, or never submitted
+    except (JobError, ConfigError):  # The run was deleted, or was never submitted.
         return not run.directory.is_dir()
 
 
@@ -288,18 +287,18 @@ def _time(row: dict[str, Any]) -> float | None:
 
 
 class Sink(Protocol):
-    """A place that takes the steps of a run one by one."""
+    """Writer of the steps of a run to a tracker of experiments."""
 
     def write(
         self, attempt: int, step: int, time_s: float | None, values: dict[str, float]
     ) -> None:
-        """Takes the numbers of one step of one attempt, with the unix time of the step if it is
-        known.
+        """Writes the numbers of one step of one attempt. `time_s` is the unix time of the step, or
+        None if it is unknown.
         """
         ...
 
     def close(self) -> None:
-        """Returns once everything is in files."""
+        """Closes the sink. Returns once all numbers are in files."""
         ...
 
 
@@ -308,7 +307,8 @@ class TensorBoardSink:
 
     def __init__(self, run: Run, folder: Path, state: SinkState) -> None:
         with needed("tensorboard", "tensorboard", "The TensorBoard sink"):
-            # by name, since what protobuf generates cannot be seen by a type checker
+            # The modules are imported by name: a type checker cannot read code that protobuf
+            # generates.
             self.event = import_module("tensorboard.compat.proto.event_pb2").Event
             self.summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
             writers = import_module("tensorboard.summary.writer.event_file_writer")
@@ -333,12 +333,12 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One wandb run per attempt, in a group with the run's name; offline, unless WANDB_MODE says
-    `online`.
+    """One wandb run per attempt, in a group with the name of the kit's run. wandb is offline unless
+    WANDB_MODE is `online`.
 
-    The numbers carry their own `step`, which is the x axis: wandb's inner step only counts lines,
-    so that it never drops one. A sink that is started again opens new wandb runs in the same group
-    (`attempt 1, part 2`), since wandb cannot go on with an offline run.
+    Each line has its own number `step`, which is the x axis. wandb's internal step only counts
+    lines, so wandb drops no line. A sink that is started again opens new wandb runs in the same
+    group (`attempt 1, part 2`), since wandb cannot continue an offline run.
     """
 
     def __init__(self, run: Run, folder: Path, state: SinkState) -> None:
@@ -349,7 +349,7 @@ class WandbSink:
             )
         _refuse_planted_settings()
         if self.mode == "offline":
-            # Read at import; offline, nothing may be sent.
+            # wandb reads this variable at its import. In offline mode nothing may be sent.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         with needed("wandb", "wandb", "The wandb sink"):
             import wandb
@@ -410,9 +410,10 @@ class WandbSink:
 
 
 def _refuse_planted_settings() -> None:
-    """Raises ConfigError if the working directory holds settings for wandb of another user.
+    """Raises ConfigError if the working directory has wandb settings that belong to another user.
 
-    wandb reads them when it is imported. They may name the server to which the user's key is sent.
+    wandb reads these settings at its import. They may name the server to which the user's key is
+    sent.
     """
     for name in ("wandb/settings", ".wandb/settings"):
         file = Path.cwd() / name
@@ -425,18 +426,18 @@ def _refuse_planted_settings() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileTarget:
-    """A format of a table in a file."""
+    """File format of an exported table."""
 
     write: Callable[[Any, BinaryIO], None]
-    """Writes a pyarrow table to an open file."""
+    """Function that writes a pyarrow table to an open file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SinkTarget:
-    """A tracker of experiments."""
+    """Tracker of experiments to which steps are copied."""
 
     open: Callable[[Run, Path, SinkState], Sink]
-    """Opens the sink of a run in the sink's own folder."""
+    """Function that opens the sink of a run. The path is the folder of the sink's files."""
 
 
 TARGETS: dict[str, FileTarget | SinkTarget] = {
@@ -445,5 +446,5 @@ TARGETS: dict[str, FileTarget | SinkTarget] = {
     "wandb": SinkTarget(open=WandbSink),
     "tensorboard": SinkTarget(open=TensorBoardSink),
 }
-"""All places to which the steps of a run are copied, by the name that a user gives. `kit export`
-also knows `hf`, which takes a checkpoint."""
+"""File formats and sinks for the steps of a run, by the name that a user gives. `kit export` also
+has the format `hf`, which exports a checkpoint."""

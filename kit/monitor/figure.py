@@ -1,5 +1,5 @@
-"""The static figures of a run: loss with validation losses, MFU (tokens/s where there is none), and
-its scores; and the picture that a dashboard leaves in a saved notebook.
+"""Static figures of a run: the figure of loss, MFU and scores, and the picture of a dashboard in a
+saved notebook.
 """
 
 import math
@@ -22,24 +22,25 @@ from kit.show.style import legend_under_title, new_figure, short
 from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, VERMILION, WIDTH
 
 EMA_STEPS = 5
+"""Window of the exponential moving average in a figure, in steps."""
 MAX_BAND_RATIO = 4
-"""Factor up to which the axis of speeds is extended for the band. Beyond it the curve would look
-flat."""
+"""Largest factor by which the axis of speeds is extended to show the expected speed. With a larger
+factor the curve would look flat."""
 OFFSET = {"textcoords": "offset points", "color": GREY}
 LOG_AXIS_RATIO = 100
-"""Ratio of the largest to the least loss from which on a chart of losses is logarithmic."""
+"""Ratio of the largest to the least loss above which a chart of losses is logarithmic."""
 AT_STEP = {"xycoords": ("data", "axes fraction")}
 
 
 def run_figure(
     run: Run, *, baselines: dict[str, float] | None = None
 ) -> tuple[Any, dict[str, np.ndarray]]:
-    """Returns a matplotlib figure of a run and the table that it shows; a run without a step gives
-    an empty figure.
+    """Returns (matplotlib figure of a run, table of its data). For a run without steps the figure
+    is empty.
 
-    The table's columns: step, attempt, loss, loss_ema, validation_loss (NaN between validations),
-    tokens_per_s and, where the site's peak is known and believable, mfu. `baselines` are losses in
-    nats per token, drawn as dashed lines.
+    The columns of the table are step, attempt, loss, loss_ema, validation_loss (NaN between
+    validations) and tokens_per_s. If the peak of the site is known and believable, mfu is a column
+    too. `baselines` are losses in nats per token by name, drawn as dashed lines.
     """
     metrics = run.metrics()
     table = _table(metrics)
@@ -67,10 +68,10 @@ def run_figure(
 
 
 def snapshot(dashboard: Dashboard) -> Any:
-    """Returns a static picture of loss and MFU (tokens/s where the peak is unknown) with their
-    averages.
+    """Returns a static figure of a dashboard: loss and MFU with their averages. If no step has an
+    MFU, it shows tokens/s.
     """
-    # This runs in a thread, so no style of matplotlib is set, since styles are global.
+    # The function runs in a thread. Styles of matplotlib are global, so no style is set.
     from kit.show.themed_figure import ThemedFigure
 
     with dashboard.lock:
@@ -111,8 +112,8 @@ def snapshot(dashboard: Dashboard) -> Any:
 
 
 def smoothing_words(smoothing: float) -> str:
-    """Returns the number of steps over which an average is smoothed, in words. `smoothing` is the
-    weight of the past.
+    """Returns a phrase with the number of steps over which an average is smoothed. `smoothing` is
+    the weight of the past.
     """
     if not smoothing:
         return "each step"
@@ -120,7 +121,7 @@ def smoothing_words(smoothing: float) -> str:
 
 
 def draw_levels(axis: Any, levels: Mapping[str, float]) -> None:
-    """Draws losses as dashed lines with their names."""
+    """Draws losses in nats per token as dashed horizontal lines, with their names."""
     for name, loss in levels.items():
         axis.axhline(loss, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
         axis.annotate(
@@ -137,8 +138,14 @@ def draw_levels(axis: Any, levels: Mapping[str, float]) -> None:
 def draw_band(
     axis: Any, band: Band | None, first_steps: Mapping[int, float], last: float, name: str
 ) -> None:
-    """Draws the expected speed into a chart of `mfu` (in per cent) or `tokens_per_s` over steps,
-    from the first step of its attempt on.
+    """Draws the 90 % interval of the expected speed into a chart of speed over steps.
+
+    Args:
+        axis: chart of `mfu` in per cent, or of `tokens_per_s`.
+        band: expected speed of one attempt. If None, nothing is drawn.
+        first_steps: first step of each attempt. The interval begins at that of its attempt.
+        last: last step of the chart.
+        name: quantity of the chart, `mfu` or `tokens_per_s`.
     """
     if band is None or band[name] is None:
         return
@@ -153,10 +160,10 @@ def draw_band(
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Returns the exponential moving average with a window of about EMA_STEPS, which is unbiased
-    from the first value on.
+    """Returns the exponential moving average of values with a window of about EMA_STEPS. The
+    average has no bias at its start.
 
-    Values that cannot be drawn are left out of the average. They are NaN in the result.
+    Values that cannot be drawn are left out of the average. The result is NaN at these values.
     """
     known = drawable(values)
     return np.where(np.isfinite(known), Average(1 - 1 / EMA_STEPS).update(known), np.nan)
@@ -181,7 +188,9 @@ def _table(metrics: Metrics) -> dict[str, np.ndarray]:
 def _draw_loss(
     axis: Any, table: dict[str, np.ndarray], lost: np.ndarray, baselines: dict[str, float]
 ) -> None:
-    """Draws losses, their average, validation losses and baselines."""
+    """Draws losses, their average, validation losses and baselines. `lost` is a mask of the steps
+    with a value that is not finite.
+    """
     axis.set_title(QUANTITIES["loss"].title)
     step = table["step"]
     loss = drawable(table["loss"])
@@ -200,8 +209,8 @@ def _draw_loss(
 
 
 def _steps_not_finite(columns: Columns | Metrics) -> np.ndarray:
-    """Returns a mask of the steps with a loss that cannot be drawn or a gradient norm that was not
-    finite. A gradient norm before the first finite one was not logged.
+    """Returns a mask of the steps whose loss cannot be drawn or whose gradient norm is not finite.
+    Gradient norms before the first finite norm count as not logged.
     """
     is_finite = np.isfinite(columns["grad_norm"])
     is_logged = np.maximum.accumulate(is_finite)
@@ -209,8 +218,8 @@ def _steps_not_finite(columns: Columns | Metrics) -> np.ndarray:
 
 
 def _mark_not_finite(axis: Any, steps: np.ndarray) -> None:
-    """Marks steps at the top of the chart of losses, since a loss that is not finite has no place
-    on the axis.
+    """Marks steps with a cross at the top of the chart of losses, since a loss that is not finite
+    cannot be drawn on the axis.
     """
     if len(steps):
         axis.plot(
@@ -225,8 +234,8 @@ def _mark_not_finite(axis: Any, steps: np.ndarray) -> None:
 
 
 def _use_log_axis_if_wide(axis: Any, losses: np.ndarray) -> None:
-    """Makes the axis logarithmic if losses span a wide range. On a linear axis, a loss that has
-    jumped would make the curve before it flat.
+    """Makes the axis logarithmic if the ratio of the largest to the least loss is above
+    LOG_AXIS_RATIO. On a linear axis, the curve before a jump of the loss would look flat.
     """
     known = losses[np.isfinite(losses)]
     if len(known) and 0 < LOG_AXIS_RATIO * known.min() < known.max():
@@ -234,7 +243,9 @@ def _use_log_axis_if_wide(axis: Any, losses: np.ndarray) -> None:
 
 
 def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metrics) -> None:
-    """Draws MFU, or tokens/s if there is no MFU, and the median and layout of each attempt."""
+    """Draws MFU, or tokens/s if the run has no MFU, with the median and the layout of each
+    attempt.
+    """
     name = "mfu" if "mfu" in table else "tokens_per_s"
     values = QUANTITIES[name].chart_factor * drawable(table[name])
     axis.plot(table["step"], values, ".", color=GREEN, alpha=0.35, markersize=3)
@@ -259,16 +270,16 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metr
 
 
 def _layout(plan: Plan) -> str:
-    """Returns the degrees of parallelism above 1, such as `TP2 PP2`. `1 device` if all are 1."""
+    """Returns the degrees of parallelism above 1, such as `TP2 PP2`. Returns `1 device` if all
+    degrees are 1.
+    """
     degrees = {"TP": plan.tensor_parallel, "PP": plan.pipeline_parallel, "DP": plan.data_parallel}
     words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
     return " ".join(words) or "1 device"
 
 
 def _first_steps(table: dict[str, np.ndarray]) -> dict[int, float]:
-    """Returns the first step of each attempt, by attempt. Steps of newer attempts come later in the
-    table.
-    """
+    """Returns the first step of each attempt in the table, by attempt."""
     attempts, rows = np.unique(table["attempt"], return_index=True)
     return dict(zip(attempts.tolist(), table["step"][rows].tolist(), strict=True))
 
@@ -286,7 +297,9 @@ def _draw_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
 
 
 def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, colour: str) -> None:
-    """Draws one series of `snapshot`: its range and its average in each pixel, [3, pixels]."""
+    """Draws one panel of `snapshot`. `rows` are least value, largest value and average in each
+    pixel, [3, pixels].
+    """
     low, high, average = drawable(rows)
     pane.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
     pane.plot(x, average, color=colour, linewidth=1.6)

@@ -1,9 +1,9 @@
-"""Goodput: where the time of a job's nodes went, from what its run directory has recorded anyway.
+"""Goodput: the time of a job's nodes by its use, computed from the files of the run directory.
 
-Every second from the first submission to the last sign of life belongs to one part, so the parts
-add up to the wall time. Events of `history.jsonl` bound the attempts, rows of `metrics.jsonl` the
-steps within them. Goodput is the share of the time of the nodes in steps that count, as in "ML
-productivity goodput" of Google's and MLPerf's reports.
+Every second from the first submission to the last event, heartbeat or step belongs to one part, so
+the parts add up to the wall time. Events of `history.jsonl` give the start and the end of attempts.
+Rows of `metrics.jsonl` give the start and the end of steps. Goodput is the fraction of the nodes'
+time in steps that count, as in "ML productivity goodput" of Google's and MLPerf's reports.
 """
 
 import dataclasses
@@ -39,7 +39,8 @@ PARTS = {
     ),
     "waiting": "in the queue, before the first attempt and for other nodes",
 }
-"""Parts of the wall time of a job, with their meaning. While a job waits, it holds no nodes."""
+"""Meaning of each part of the wall time of a job, by name. In the part `waiting` the job holds no
+nodes."""
 COLUMNS_READ = (
     "step",
     "attempt",
@@ -49,14 +50,14 @@ COLUMNS_READ = (
     "validation_loss",
     "validation_s",
 )
-"""Columns of the metrics from which the ledger is made."""
+"""Columns of the metrics from which the ledger is computed."""
 USUAL_STEPS = 20
-"""Number of steps after the first step of an attempt whose median is the usual step time."""
+"""Number of steps after the first step of an attempt. Their median is the usual step time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttemptLedger(Record):
-    """Where the time of one attempt went."""
+    """Time of one attempt by its use."""
 
     attempt: int = field_doc("number of the attempt, from 1")
     devices: int = field_doc("number of devices that the attempt held")
@@ -68,12 +69,14 @@ class AttemptLedger(Record):
 
     @property
     def held_s(self) -> float:
-        """Seconds for which the attempt held its devices: all parts but `waiting`."""
+        """Seconds for which the attempt held its devices: the sum of all parts except `waiting`."""
         return sum(seconds for part, seconds in self.seconds.items() if part != "waiting")
 
     @property
     def goodput(self) -> float:
-        """Share of the device-hours in steps that count. NaN if no device was held."""
+        """Fraction of the attempt's device-hours in steps that count. NaN if the attempt held no
+        device.
+        """
         return self.seconds["productive"] / self.held_s if self.held_s else np.nan
 
 
@@ -100,27 +103,30 @@ class Ledger(Record):
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first submission to the last sign of life, without `idle_s`."""
+        """Seconds from the first submission to the last event, heartbeat or step, without
+        `idle_s`.
+        """
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float:
-        """Share of the held device-seconds in steps that count. NaN if no device was held."""
+        """Fraction of the run's device-hours in steps that count. NaN if the run held no device."""
         held = sum(share.devices * share.held_s for share in self.attempts)
         productive = sum(share.devices * share.seconds["productive"] for share in self.attempts)
         return productive / held if held else np.nan
 
     @property
     def usd(self) -> float | None:
-        """Cost of the nodes so far. None if the site of an attempt has no price."""
+        """Cost of the nodes so far, in US dollars. None if the site of an attempt has no price."""
         spent = [row["usd"] for row in self.rows()]
         return None if None in spent else sum(spent)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each part: seconds, share of the wall time, device-hours, and the
-        price if it is known.
+        """Returns one row per part: name, seconds, fraction of the wall time, device-hours, cost in
+        US dollars (None if it is unknown), and meaning.
         """
-        prices = np.array([share.usd_per_hour for share in self.attempts], float)  # None is NaN
+        # An unknown price, None, becomes NaN.
+        prices = np.array([share.usd_per_hour for share in self.attempts], float)
         devices = np.array([share.devices for share in self.attempts])
         rows = []
         wall_s = self.wall_s
@@ -146,9 +152,10 @@ class Ledger(Record):
 
 
 def usd_per_hour(plan: Plan, site: Site) -> float | None:
-    """Returns the price of an hour of the nodes that a plan takes. None if the site has no price.
+    """Returns the price of all nodes of a plan, in US dollars per hour. None if the site has no
+    price.
 
-    A node of which only some devices are used costs as much as a full one.
+    A node costs the full price even if only some of its devices are used.
     """
     price = site.price_per_node_hour
     if price is None:
@@ -157,16 +164,16 @@ def usd_per_hour(plan: Plan, site: Site) -> float | None:
 
 
 def ledger(run: Run) -> Ledger:
-    """Returns where the time of a run went so far. An imported run ends at its last line with a
-    time.
+    """Returns the time of a run so far by its use. An imported run ends at the last line of its log
+    that has a time.
 
     Raises:
-        RunError: no attempt has begun.
+        RunError: The run has no attempt yet.
     """
     steps = _steps(run)
     history: list[Event] = []
     state = None
-    if not run.is_imported:  # Of an imported run, both describe the import.
+    if not run.is_imported:  # The files of an imported run describe the import, not the training.
         history = read_history(run.directory)
         state = read_state(run.directory)
     numbers = {*steps["attempt"].astype(int).tolist(), *(event.attempt for event in history)}
@@ -189,12 +196,13 @@ def ledger(run: Run) -> Ledger:
         if end_before is not None:
             gap_s = max(0.0, spent.begin - end_before)
         if not events or events[0].state is JobState.QUEUED:
-            # A person has started this attempt. Other attempts are started by the job itself.
+            # A user has started this attempt. Other attempts are started by the job itself.
             idle_s += gap_s
         elif was_over:
             spent.seconds["waiting"] += gap_s
         elif shares:
-            # The attempt before was killed together with its supervisor, so no event ends it.
+            # The previous attempt was killed together with its supervisor, so it has no final
+            # event.
             shares[-1].seconds["lost"] += gap_s
         end_before = spent.end
         was_over = any(map(_is_over, events))
@@ -220,14 +228,15 @@ def _event_text(event: Event) -> str:
 
 
 class _AttemptTimes(NamedTuple):
-    """Where the time of one attempt went."""
+    """Time of one attempt by its use."""
 
     seconds: dict[str, float]
     """Seconds by part."""
     begin: float
-    """Unix time."""
+    """Unix time at which the attempt began."""
     end: float
-    """Unix time."""
+    """Unix time at which the attempt ended. For an attempt without a final event, the time of its
+    last event, heartbeat or step."""
 
 
 def _attempt_times(
@@ -236,13 +245,13 @@ def _attempt_times(
     heartbeat: float,
     end_before: float | None,
 ) -> _AttemptTimes:
-    """Returns where the time of one attempt went.
+    """Returns the time of one attempt by its use.
 
     Args:
         events: events of the attempt.
-        steps: columns of its steps, as `_steps` returns them.
-        heartbeat: unix time of its last heartbeat, 0 if it is unknown.
-        end_before: unix time at which the attempt before ended, None for the first attempt.
+        steps: columns of the attempt's steps, as `_steps` returns them.
+        heartbeat: unix time of the attempt's last heartbeat, 0 if it is unknown.
+        end_before: unix time at which the previous attempt ended, None for the first attempt.
     """
     step_ends = np.maximum.accumulate(steps["time"])
     previous_ends = np.append(-np.inf, step_ends[:-1])
@@ -250,7 +259,7 @@ def _attempt_times(
     event_times = [event.time for event in events]
     # The earliest event may not be the first: the clock of the submitting machine may be ahead.
     begin = max(min([*event_times, *step_starts[:1]]), end_before or -np.inf)
-    # Nodes are held from the first event after the queue on.
+    # The job holds its nodes from the first event after the queue on.
     held_times = [
         event.time for event in events if event.state not in (JobState.QUEUED, JobState.CONFIGURING)
     ]
@@ -275,7 +284,7 @@ def _attempt_times(
     gaps_s = step_starts[1:] - step_ends[:-1]
     # `checkpoint_s` of a step is the time of the save before it.
     saves_s = np.minimum(gaps_s, np.nan_to_num(steps["checkpoint_s"][1:]))
-    # If a run has no `validation_s`, all of the gap after a validation that was not a save counts.
+    # Without `validation_s`, the whole gap after a validation, except a save, counts as validation.
     validation_s = np.where(np.isfinite(steps["validation_loss"]), np.inf, 0.0)
     is_recorded = np.isfinite(steps["validation_s"])
     validation_s[is_recorded] = steps["validation_s"][is_recorded]
@@ -314,8 +323,10 @@ def _attempt_times(
 
 
 def _steps(run: Run) -> dict[str, np.ndarray]:
-    """Returns COLUMNS_READ of all recorded rows, in the order of the file, and `counts`: whether
-    the row is the newest one of its step. Rows without a time or a duration are left out.
+    """Returns COLUMNS_READ of all recorded rows, in the order of the file, and the column `counts`.
+
+    `counts` is whether the row is valid, see `kit.run.columns.that_count`. Rows without a time or a
+    duration are left out.
     """
     tail = Tail(run.directory / "metrics.jsonl")
     indices = [NAMES.index(name) for name in COLUMNS_READ]

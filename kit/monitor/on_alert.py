@@ -1,14 +1,16 @@
-"""on_alert: the user's own command, which `kit watch RUN` runs for each alert of the run.
+"""on_alert: the user's command that `kit watch RUN` runs for each alert of the run.
 
-One line in `~/.config/kit/config.toml` (or below XDG_CONFIG_HOME):
+The command is one line in `~/.config/kit/config.toml` (or below XDG_CONFIG_HOME):
 
     on_alert = 'echo "$KIT_ALERT" | mail -s "$KIT_MESSAGE" me@example.com'
 
-The command is a line of sh. KIT_MESSAGE holds the alert in one line, KIT_ALERT the whole alert as
-JSON. No word of an alert is ever part of the command, since the run may belong to another user. To
-be called at night, start on a login node `nohup kit watch RUN >/dev/null &`. The trainer and every
-view of a run raise alerts. Only `kit watch` runs the command, for alerts of all of them, so that
-each alert is reported once, however many views are open.
+The command is a line of sh. The environment variable KIT_MESSAGE has the alert in one line, and
+KIT_ALERT has the whole alert as JSON. The text of an alert is never part of the command itself,
+since the run may belong to another user. To be alerted at any time, start
+`nohup kit watch RUN >/dev/null &` on a login node.
+
+The trainer and all views of a run write alerts. Only `kit watch` runs the command, for the alerts
+of all writers, so that each alert is reported once, however many views are open.
 """
 
 import dataclasses
@@ -30,25 +32,25 @@ from kit.run.tail import last_lines
 from kit.show.terminal import plain
 
 LIMIT_S = 10.0
-"""Longest time of a call in seconds. The view waits for it."""
+"""Time limit of a call of the command, in seconds. The view waits for the call."""
 PERIOD_S = 60.0
-"""Length in seconds of the period in which calls are counted."""
+"""Length of the period in which calls are counted, in seconds."""
 MAX_CALLS = 10
-"""Largest number of calls in a period. Further alerts get one call together, at once or in the next
-period: a file of another user may hold thousands."""
+"""Largest number of calls in a period. The last of them is for all further alerts together. Alerts
+after it wait for the next period, since a file of another user may have thousands of alerts."""
 
 FOUND_IN_ROWS = frozenset(
     rule.kind for rule in ALERT_RULES if rule.judges in ("new rows", "record")
 )
-"""Kinds of alerts that a view finds in recorded steps, which may be old. Their time is that of the
-step."""
+"""Kinds of alerts that a view finds in recorded steps. Their time is the time of the step, which
+may be long ago."""
 TAIL_BYTES = 16 << 10
-"""Bytes at the end of metrics.jsonl in which the last recorded step is looked for."""
+"""Bytes at the end of metrics.jsonl in which the last recorded step is searched."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Record):
-    """config.toml: what a user wants of every run."""
+    """Content of config.toml: settings of the user for all runs."""
 
     on_alert: str | None = field_doc(
         "shell command (one line of sh) that is run for each alert; default: none", default=None
@@ -56,19 +58,21 @@ class Settings(Record):
 
 
 class AlertCommand:
-    """Runs the user's command for each alert of a run that comes from now on, once.
+    """Runs the user's command once for each alert of a run that occurs after the creation of this
+    object.
 
-    A failure of the command is an alert too, for which the command is not run.
+    If the command fails, an alert of kind `on_alert` is added to the log. The command is not run
+    for alerts of this kind.
 
     Raises:
-        ConfigError: config.toml cannot be read.
+        ConfigError: The file config.toml cannot be read.
     """
 
     def __init__(self, run: Run, log: AlertLog) -> None:
         self.run = run
         self.log = log
         self.command = on_alert_command()
-        # Alerts and steps that are recorded already are old. Times decide little, since the
+        # Alerts and steps that are recorded already are old. Times are hardly used, since the
         # trainer's clock may differ from the clock of this machine. They only exclude very old
         # alerts, which a mirror may copy late.
         self.oldest = time.time() - MAX_SKEW_S
@@ -77,10 +81,10 @@ class AlertCommand:
         self.calls = list[float]()
         """Monotonic times of the calls of the last period, in seconds."""
         self.waiting = list[Alert]()
-        """New alerts that got no call of their own."""
+        """New alerts for which the command was not run yet."""
 
     def run_for_new_alerts(self) -> None:
-        """Runs the command for the alerts that are new in the log."""
+        """Runs the command for the new alerts in the log, at most MAX_CALLS times per period."""
         if self.command is None:
             return
         for alert in list(self.log.read()):
@@ -96,11 +100,13 @@ class AlertCommand:
         self.calls = [call for call in self.calls if now - call < PERIOD_S]
         while self.waiting and len(self.calls) < MAX_CALLS - 1:
             self._run_for(self.waiting.pop(0))
-        if len(self.calls) < MAX_CALLS:  # The last call of the period is for all others.
+        if len(self.calls) < MAX_CALLS:  # The last call of a period is for all waiting alerts.
             self.run_for_waiting_alerts()
 
     def run_for_waiting_alerts(self) -> None:
-        """Runs the command once for all alerts that still wait, with the message of the last."""
+        """Runs the command once for all waiting alerts. Its message is that of the newest alert,
+        after the number of the others.
+        """
         if not self.waiting:
             return
         others = len(self.waiting) - 1
@@ -112,7 +118,7 @@ class AlertCommand:
         self._run_for(last.replace(message=message))
 
     def _run_for(self, alert: Alert) -> None:
-        """Runs the command for an alert. A failure of the command is an alert too."""
+        """Runs the command for an alert. If the command fails, adds an alert to the log."""
         self.calls.append(time.monotonic())
         if why := _run_command(str(self.command), self.run, alert):
             failed = {"kind": "on_alert", "level": "warning", "message": f"on_alert: {why}"}
@@ -120,7 +126,9 @@ class AlertCommand:
 
 
 def _newest_row(run: Run) -> tuple[int, float]:
-    """Returns attempt and unix time, by the trainer's clock, of the last recorded step."""
+    """Returns (attempt, unix time by the trainer's clock) of the last recorded step. The time is
+    minus infinity if it is unknown.
+    """
     lines = last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)
     rows = [row for row in map(parse_row, lines) if row is not None]
     # Logs of other trainers may have no times.
@@ -129,10 +137,10 @@ def _newest_row(run: Run) -> tuple[int, float]:
 
 
 def on_alert_command() -> str | None:
-    """Returns the user's command, None if there is none.
+    """Returns the user's command, or None if config.toml has no command.
 
     Raises:
-        ConfigError: config.toml cannot be read.
+        ConfigError: The file config.toml cannot be read.
     """
     file = config_folder() / "config.toml"
     try:
@@ -145,7 +153,9 @@ def on_alert_command() -> str | None:
 
 
 def _run_command(command: str, run: Run, alert: Alert) -> str:
-    """Runs the command for an alert. Returns how it failed in one line, empty if it succeeded."""
+    """Runs the command for an alert. Returns the reason of a failure in one line. Empty if the
+    command succeeded.
+    """
     text = " ".join(f"{run.name}, step {alert.step:,}: {alert.message}".split())
     where = {"run": run.name, "directory": str(run.directory), "host": socket.gethostname()}
     words = {

@@ -1,7 +1,7 @@
 """Names and formats of the quantities that the views of a run show.
 
-Dashboard, terminal, figures and the table of runs take them from here. Only the dashboard's front
-end writes numbers by rules of its own, since they must fit into its tiles.
+Dashboard, terminal, figures and the table of runs use this module. Only the dashboard's front end
+has separate rules for formats, since its numbers must fit into tiles.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from kit.show.terminal import number
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """How views show one number of a step."""
+    """Names, format and unit of one number of a step in all views."""
 
     label: str
     """Name beside a value in text."""
@@ -20,7 +20,7 @@ class Quantity:
     title: str = ""
     """Title of a chart, with the unit of the chart. Empty if no chart shows the quantity."""
     chart_factor: int = 1
-    """Factor from a value to the unit of charts."""
+    """Factor by which a value is multiplied for charts, for example 100 for per cent."""
 
 
 QUANTITIES = {
@@ -34,9 +34,9 @@ QUANTITIES = {
     "learning_rate": Quantity(label="learning rate", title="Learning rate"),
     "memory_bytes": Quantity(label="memory", title="Memory of rank 0"),
 }
-"""All quantities, by their name in rows and curves."""
+"""All quantities, by their name in rows of metrics and in curves."""
 
 
 def quantity_text(name: str, value: float | None) -> str:
-    """Returns a value of a quantity as text. A value that is None is a dash."""
+    """Returns a value of a quantity as text. None is a dash."""
     return number(value, QUANTITIES[name].text_format)

@@ -1,4 +1,4 @@
-"""Step times of all ranks over the last minutes: who is slow, and on which host."""
+"""Step times of all ranks over the last minutes, to find the slow rank and its host."""
 
 import dataclasses
 import time
@@ -14,35 +14,34 @@ from kit.run.metrics import median
 SAMPLES = 120
 """Largest number of samples that are kept."""
 WINDOWS = (MIN_SAMPLES, SAMPLES)
-"""Numbers of the newest samples that are tested: few for a rank that has just become slow, many for
-a rank in much noise."""
+"""Sizes of the windows that are tested, in newest samples. The small one detects a rank that has
+just become slow. The large one detects a slow rank in strong noise."""
 BY_CHANCE = 1e-5
-"""Probability of an alert by noise at one look. A look a second is 86,400 looks a day, of which 720
-share no sample."""
+"""Probability of an alert by noise at one look. One look per second is 86,400 looks per day. Only
+720 of them have no sample in common."""
 MAX_SPLIT_RANKS = 5
-"""Largest number of ranks whose steps are shown by their parts."""
+"""Largest number of ranks for which the parts of a step are shown."""
 MAX_TIME_SHARE = 0.1
-"""Largest share of its time that a view spends on reading heartbeats. The heartbeats of many
+"""Largest fraction of its time that a view spends on reading heartbeats. The heartbeats of many
 thousands of ranks are read less often."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The slowest rank of a job: how many times the step time of the others it takes, and how sure
-    that is.
-
-    `by_chance` is the probability that noise makes any of the ranks look slower than `SLOW` by as
-    much.
-    """
+    """The slowest rank of a job, with the result of the test of its step times."""
 
     rank: int
     ratio: float
+    """Step time of the rank divided by the step time of the other ranks."""
     by_chance: float
+    """p-value of the test: probability that noise alone makes any rank look at least as slow, if no
+    rank is slower than `SLOW` times the other ranks."""
     host: str | None
+    """Host of the rank. None if it is unknown."""
 
     @property
     def is_sure(self) -> bool:
-        """Whether it is worth an alert."""
+        """Whether `by_chance` is below BY_CHANCE, so that the rank gets an alert."""
         return self.by_chance < BY_CHANCE
 
     def __str__(self) -> str:
@@ -51,14 +50,14 @@ class Straggler:
 
 
 class RankTimes:
-    """Samples of the step times of all ranks in an attempt, taken while somebody watches.
+    """Samples of the step times of all ranks in an attempt, taken while a view is open.
 
     Attributes:
-        samples: step times of the last looks over the median of all ranks, float32 [rank] each. NaN
-            for a rank without a heartbeat.
-        beats: newest heartbeat of each rank.
-        slowest: slowest rank of the window, among WINDOWS, in which the test is surest. None for
-            fewer than MIN_SAMPLES samples.
+        samples: one float32 array, [rank], for each of the newest samples. Its values are step
+            times divided by the median of all ranks, NaN for a rank without a heartbeat.
+        beats: newest heartbeat of each rank, by rank.
+        slowest: slowest rank of the window, among WINDOWS, with the smallest probability of a false
+            alert. None for fewer than MIN_SAMPLES samples.
     """
 
     def __init__(self, run_dir: Path, num_ranks: int, attempt: int) -> None:
@@ -93,7 +92,8 @@ class RankTimes:
         self.beats |= beats
         sample = np.full(self.num_ranks, np.nan, dtype=np.float32)
         for rank, beat in beats.items():
-            # A whole step includes the wait for slower ranks.
+            # The time of a whole step includes the wait for slower ranks, so it is used only if the
+            # rank's own work was not measured.
             own_s = beat.step_time_s if beat.work_s is None else beat.work_s
             if own_s is not None:
                 sample[rank] = own_s
@@ -104,24 +104,24 @@ class RankTimes:
         return True
 
     def newest_samples(self, count: int) -> np.ndarray:
-        """Returns the newest `count` samples at most, [rank, sample]."""
+        """Returns the newest samples, at most `count`, as an array [rank, sample]."""
         return np.reshape(self.samples[-count:], (-1, self.num_ranks)).T
 
     def relative_times(self, max_rows: int) -> np.ndarray:
-        """Returns all samples in at most `max_rows` rows, [row, sample]. A row is a rank, or the
-        slowest of some neighbouring ranks.
+        """Returns all samples as an array [row, sample] with at most `max_rows` rows. A row is a
+        rank, or the slowest of several neighbouring ranks.
         """
         starts = np.arange(0, self.num_ranks, -(-self.num_ranks // max_rows))
         rows = [np.fmax.reduceat(sample, starts) for sample in self.samples]
         return np.reshape(rows, (-1, len(starts))).T
 
     def step_parts(self) -> list[dict[str, Any]]:
-        """Returns rank, host and `seconds` of the ranks that work longest, at most MAX_SPLIT_RANKS,
-        in rank order.
+        """Returns one dictionary with `rank`, `host` and `seconds` for each of the ranks with the
+        longest work per step. There are at most MAX_SPLIT_RANKS, in the order of their ranks.
 
-        `seconds` are the medians of the parts of a step, in the order of
+        `seconds` has the median of each part of a step, in the order of
         `cluster.heartbeats.PARTS`. The wait for other ranks is subtracted from the forward and
-        backward pass, in which most of it lies.
+        backward pass, since most of the wait is within this part.
         """
         work_s = {
             rank: beat.own_s or sum(filter(None, beat.parts_s))
@@ -138,7 +138,9 @@ class RankTimes:
         return rows
 
     def _slowest(self) -> Straggler | None:
-        """Returns the slowest rank of the window in which the test is surest."""
+        """Returns the slowest rank of the window with the smallest probability of a false alert.
+        Returns None for fewer than two ranks or MIN_SAMPLES samples.
+        """
         if self.num_ranks < 2 or len(self.samples) < MIN_SAMPLES:
             return None
         testable = len(self.samples) // TEST_MEDIANS * TEST_MEDIANS

@@ -1,4 +1,4 @@
-"""One run as its files describe it at one time, with everything that views derive from it."""
+"""The state of one run, read from its files, with all objects that views derive from the run."""
 
 import threading
 from pathlib import Path
@@ -15,18 +15,18 @@ from kit.run.metrics import Metrics
 class RunView:
     """A run with its curves, actions, alerts, expected speed and step times of ranks.
 
-    A new attempt may have another plan and more steps to do, and a corrected site has another peak.
-    A dashboard then makes a new view and replaces the old one as a whole.
+    A new attempt may have another plan and another number of steps, and a corrected site has
+    another peak. In both cases a dashboard creates a new view, which replaces the old view.
 
     Args:
-        run: the run as its files describe it.
+        run: the run, as its files describe it now.
         attempt: number of the attempt whose ranks are watched.
         site_written_at: result of the function `site_written_at` before `run` was opened.
         lock: lock of the dashboard. It is held wherever curves are read or extended.
-        smoothing: weight of the past in the averages. A view that replaces another one keeps the
-            smoothing of that view.
-        earlier: view that this view replaces. The parsed rows, the requests of this viewer, and
-            what the alert rules have judged are taken over from it.
+        smoothing: weight of the past in the averages. It is ignored if `earlier` is given, whose
+            smoothing is kept.
+        earlier: view that this view replaces. The parsed rows, the requests of this viewer and the
+            state of the alert rules are taken over from it.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""The runs below a folder: a table with the settings that differ, states as they are now, and a
-figure of up to eight.
+"""The runs below a folder: a table with their present states and the settings in which they differ,
+and a figure that compares up to eight runs.
 
-Only the end of each `metrics.jsonl` is read, so that a table of long runs is as quick as one of
-short runs.
+The table reads only the end of each `metrics.jsonl`, so it takes no longer for long runs.
 """
 
 import dataclasses
@@ -28,32 +27,37 @@ from kit.show.terminal import number
 from kit.show.theme import HUES
 
 MAX_COMPARED = 8
+"""Largest number of runs in a figure."""
 TAIL_BYTES = 16 << 10
+"""Bytes at the end of metrics.jsonl that are read for the table."""
 LIVE_COLUMNS = ("run", "state", "step", "num_steps", "loss", "tokens_per_s", "mfu", "attempt")
+"""Columns that the table of runs always has, before the settings."""
 DASHES = ("solid", (0, (5, 2)))
-"""Each of the four hues, twice: runs are told apart by colour and dash, and named at their end."""
+"""Line styles of curves. Each of the four colours is used with both line styles, for eight runs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunsTable:
-    """All runs of a folder at one moment. `rows` hold all that is known of each run, `settings` are
-    the names of the settings in which the runs differ.
-    """
+    """Table of all runs below a folder, at one moment."""
 
     folder: Path
     rows: list[dict[str, Any]]
+    """One row per run with its state, the numbers of its last step and all its settings."""
     settings: list[str]
+    """Dotted names of the settings in which the runs differ."""
 
     @property
     def columns(self) -> list[str]:
-        """Columns of the table. The age of a row is among them if any run lies elsewhere."""
+        """Names of the columns of the table. The age of a row is one of them if any run is on
+        another machine.
+        """
         heard = ["heard"] if any("heard" in row for row in self.rows) else []
         return [*LIVE_COLUMNS, *heard, *self.settings]
 
     @property
     def notes(self) -> list[str]:
-        """Remarks below the table: one line for each damaged file of a run, and a line that says
-        over which steps speeds are medians.
+        """Lines below the table: one line for each damaged file of a run, and one line with the
+        number of steps over which speeds are medians.
         """
         notes = []
         for row in self.rows:
@@ -65,8 +69,8 @@ class RunsTable:
         return notes
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Returns the rows with the shown columns, the reason of the state and the directory,
-        for JSON.
+        """Returns the rows for JSON: the columns of the table, the reason of the state, the
+        directory, and the age of the row in seconds.
         """
         names = [*self.columns, "heard_s", "reason", "directory"]
         return [{name: row.get(name) for name in names} for row in self.rows]
@@ -80,11 +84,11 @@ class RunsTable:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Returns the run directories below a folder (itself included), by path. Hidden folders are not
-    searched.
+    """Returns the run directories below a folder, sorted by path. The folder itself is included if
+    it is a run directory. Hidden folders are not searched.
 
     Raises:
-        RunError: there is no such folder.
+        RunError: The folder does not exist.
     """
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder. Give one that holds run directories.")
@@ -98,10 +102,11 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def runs_table(folder: str | Path) -> RunsTable:
-    """Returns the table of all runs below a folder. The row of a run that cannot be read says why.
+    """Returns the table of all runs below a folder. For a run that cannot be read, the row has the
+    reason.
 
     Raises:
-        RunError: there is no such folder.
+        RunError: The folder does not exist.
     """
     folder = Path(folder).expanduser().resolve()
     rows: list[dict[str, Any]] = []
@@ -115,7 +120,7 @@ def runs_table(folder: str | Path) -> RunsTable:
             run = Run.open(directory)
             row |= live_row(run) | _settings(run)
         except Exception as error:
-            # Half-made, damaged, hostile, or deleted meanwhile: the others are shown.
+            # The run is incomplete, damaged, hostile or deleted meanwhile. Other runs are shown.
             reason = "deleted while it was looked at"
             if directory.is_dir():
                 reason = str(error)
@@ -125,8 +130,8 @@ def runs_table(folder: str | Path) -> RunsTable:
 
 
 def live_row(run: Run) -> dict[str, Any]:
-    """Returns state, reason, last step and loss, and the median speed of the newest attempt's
-    last steps.
+    """Returns the row of a run: its state with the reason, the numbers of its last step, and the
+    median speed over the last steps of the newest attempt.
     """
     try:
         status = run.job.status()
@@ -153,14 +158,13 @@ def live_row(run: Run) -> dict[str, Any]:
 
 
 def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray]]]:
-    """Returns a matplotlib figure of up to eight runs, loss beside MFU, and the table of each:
-    step, loss, speed.
+    """Returns (matplotlib figure of loss and speed of up to eight runs, tables by name of the run).
+    A table has the columns `step`, `loss`, and `mfu` or `tokens_per_s`.
 
-    MFU is drawn if every run has one, else tokens/s. The speed in the table has the name of the
-    quantity that is drawn.
+    The speed is MFU if every run has an MFU, else tokens/s.
 
     Raises:
-        RunError: there is no run, there are more than eight, or a run is named twice.
+        RunError: `runs` is empty, has more than eight runs, or contains a run twice.
     """
     if not 1 <= len(runs) <= MAX_COMPARED:
         raise RunError(
@@ -191,7 +195,7 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
 
 
 def column_heading(column: str) -> str:
-    """Returns the heading of a column. The heading of a setting is the last part of its name."""
+    """Returns the heading of a column. For a setting, it is the last part of its dotted name."""
     headings = {"num_steps": "of steps", "heard": "as of", "spec.name": "model"}
     if column in headings:
         return headings[column]
@@ -201,7 +205,7 @@ def column_heading(column: str) -> str:
 
 
 def cell_text(column: str, value: Any) -> str:
-    """Returns the text of a cell."""
+    """Returns the text of a cell, in the format of its column."""
     if value is None or isinstance(value, float):
         return quantity_text(column, value) if column in QUANTITIES else number(value, "g")
     if isinstance(value, int) and not isinstance(value, bool):
@@ -210,8 +214,8 @@ def cell_text(column: str, value: Any) -> str:
 
 
 def _newest_rows(run: Run) -> list[dict[str, Any]]:
-    """Returns the rows of the newest attempt at the end of metrics.jsonl, in order of their
-    steps.
+    """Returns the rows of the newest attempt in the last TAIL_BYTES of metrics.jsonl, sorted by
+    step.
     """
     lines = last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)
     rows = [row for row in map(parse_row, lines) if row is not None]
@@ -220,7 +224,9 @@ def _newest_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """Returns every setting by its dotted name."""
+    """Returns all settings of a run by dotted name: its site, and the fields of spec, plan and
+    recipe.
+    """
     settings: dict[str, Any] = {"site": run.site.name}
     for part, record in (("spec", run.spec), ("plan", run.plan), ("recipe", run.recipe)):
         for name, value in record.to_dict().items():
@@ -229,8 +235,8 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _differing_settings(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the names of settings that do not have one value in all rows. The shapes of models
-    with different names may differ.
+    """Returns the names of settings that have different values in some rows. Fields of the spec are
+    only compared between models with the same name.
     """
     if not rows:
         return []
@@ -250,10 +256,10 @@ def _differing_settings(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _labels(runs: list[Run]) -> list[str]:
-    """Returns the names of runs: their paths below the folder that contains all of them.
+    """Returns the names of runs, which are their paths relative to their common parent folder.
 
     Raises:
-        RunError: a run is named twice.
+        RunError: `runs` contains a run twice.
     """
     root = os.path.commonpath([run.directory.parent for run in runs])
     labels = [os.path.relpath(run.directory, root) for run in runs]

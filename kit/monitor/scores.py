@@ -1,5 +1,5 @@
-"""Scores of a run's checkpoints as curves, read from its `eval/step_*.json`, and their figure:
-scores against training tokens, with their 95 % intervals. No torch, no lm-eval.
+"""Scores of a run's checkpoints as curves, read from `eval/step_*.json`, and the figure of scores
+over training tokens with 95 % intervals. Imports neither torch nor lm-eval.
 """
 
 import contextlib
@@ -20,29 +20,36 @@ MARKERS = ("o", "s", "^", "D", "v")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreCurve:
-    """One metric of one task over the checkpoints of a run, oldest first. `curve["score"]` is a
-    column of its rows.
+    """One metric of one task over the checkpoints of a run, oldest first. `curve["score"]` is one
+    column of `rows` as an array.
     """
 
     oldest_score: TaskScore
-    """Score of the oldest checkpoint. The others have the same task and settings."""
+    """Score of the oldest checkpoint. The scores of all checkpoints have one task and one set of
+    settings."""
     metric: str
+    """Name of the metric, as in the reports."""
     rows: list[dict[str, Any]]
-    """One row per checkpoint: task, metric, step, tokens seen, score (a fraction, or bits for
-    bits_per_byte), stderr (of the harness), low and high of the 95 % interval, and whether only a
-    part of the items was scored. An unknown number is NaN."""
+    """One row per checkpoint. An unknown number is NaN.
+
+    - `task`, `metric`, `step`, and `tokens`: number of tokens seen.
+    - `score`: a fraction, or bits for bits_per_byte.
+    - `stderr`: standard error, as the harness reports it.
+    - `low`, `high`: ends of the 95 % interval.
+    - `partial`: whether only a part of the items was scored.
+    """
 
     def __getitem__(self, column: str) -> np.ndarray:
         return np.array([row[column] for row in self.rows])
 
     @property
     def name(self) -> str:
-        """Task, shots, temperature and precision, for a legend."""
+        """Name for a legend: the task and the settings that differ from the default."""
         return score_name(self.oldest_score)
 
     @property
     def chance(self) -> float:
-        """Accuracy of guessing. NaN for a metric or task in which nothing can be guessed."""
+        """Accuracy of random guessing. NaN for a metric or task without such an accuracy."""
         chance = self.oldest_score.chance
         if self.metric == ANSWER_BITS or chance is None:
             return np.nan
@@ -50,18 +57,18 @@ class ScoreCurve:
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether the scores are shares of items, and not bits or probabilities."""
+        """Whether the scores are fractions of the items, and not bits or probabilities."""
         bits = self.metric.startswith(("answer", "bits", "byte", "likelihood", "word"))
         return not bits and "perplexity" not in self.metric
 
 
 def eval_reports(run: Run) -> list[EvalReport]:
-    """Returns the reports of a run's checkpoints, oldest first. Files that are no reports are left
-    out.
+    """Returns the reports of a run's checkpoints, sorted by step. Files that are no valid reports
+    are left out.
     """
     reports = []
     for file in (run.directory / "eval").glob("step_*.json"):
-        # A file may be written by another program, or deleted meanwhile.
+        # Another program may have written the file, or the file was deleted meanwhile.
         with contextlib.suppress(ConfigError, OSError, UnicodeDecodeError):
             reports.append(EvalReport.read(file))
     known = [report for report in reports if report.step is not None]
@@ -74,11 +81,11 @@ def scoring_seconds(run: Run) -> float:
 
 
 def eval_curve(run: Run, metric: str | None = None) -> list[ScoreCurve]:
-    """Returns a curve for each task, number of shots and precision that was scored at any
+    """Returns one curve for each combination of task, settings and precision that was scored at any
     checkpoint of the run.
 
-    A curve shows the metric that stands for its task. If `metric` is given, it shows that metric,
-    and tasks without it are left out.
+    By default a curve shows the headline metric of its task. If `metric` is given, all curves show
+    this metric, and tasks without this metric are left out.
     """
     curves: dict[tuple, ScoreCurve] = {}
     for report in eval_reports(run):
@@ -114,8 +121,8 @@ def _row(report: EvalReport, score: TaskScore, metric: Metric) -> dict[str, Any]
 
 
 def score_name(score: TaskScore) -> str:
-    """Returns the task, followed by the settings that differ from the default: shots, temperature,
-    chat template, options of generation, precision.
+    """Returns the task, followed by the settings that differ from the default. Settings are shots,
+    temperature, chat template, options of generation and precision.
     """
     words = [score.task]
     if score.num_fewshot:
@@ -132,29 +139,34 @@ def score_name(score: TaskScore) -> str:
 
 
 def last_scores(run: Run) -> dict[str, dict[str, Any]]:
-    """Returns the newest score of each task: the last row of its `ScoreCurve`, with None for an
-    unknown number.
+    """Returns the newest score of each curve, by name of the curve: the last row of its
+    `ScoreCurve`. An unknown number is None.
     """
     scores = {}
     for curve in eval_curve(run):
         newest = dict(curve.rows[-1])
         for key, value in newest.items():
-            if value != value:  # NaN
+            if value != value:  # Only NaN differs from itself.
                 newest[key] = None
         scores[curve.name] = newest
     return scores
 
 
 class ScoreFollower:
-    """Reads the scores in a run's `eval/*.json`: each once, and again when it has changed."""
+    """Reads the scores in a run's `eval/step_*.json`. Each score is returned once, and again after
+    it has changed.
+
+    Attributes:
+        seen: last returned value of each score, by step and name.
+    """
 
     def __init__(self, run: Run, seen: dict[str, float] | None = None) -> None:
         self.run = run
         self.seen = dict(seen or {})
 
     def read(self) -> list[tuple[int, int, dict[str, float]]]:
-        """Returns (attempt, step, values) for each report with new scores. A value is named
-        `eval/TASK/METRIC`, its standard error `eval/TASK/METRIC_stderr`.
+        """Returns (attempt, step, values) for each report with new scores. The name of a value is
+        `eval/TASK/METRIC`, and that of its standard error is `eval/TASK/METRIC_stderr`.
         """
         new = []
         for report in eval_reports(self.run):
@@ -175,15 +187,15 @@ class ScoreFollower:
 
 
 def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
-    """Returns a matplotlib figure of the scores of a run's checkpoints, and the table that it
-    shows.
+    """Returns (matplotlib figure of the scores of a run's checkpoints, table with the rows of all
+    curves).
 
-    There is a panel for accuracies, one for bits per byte of right answers, and one for all other
-    metrics. The 95 % interval is shaded. A hollow marker is a score of a part of the items. A
-    dotted line is the accuracy of guessing. The table has the rows of all curves.
+    The panels are accuracies, bits per byte of right answers, and all other metrics. The 95 %
+    interval is shaded. A hollow marker means that only a part of the items was scored. A dotted
+    line is the accuracy of random guessing.
 
     Raises:
-        RunError: no checkpoint of the run has been scored.
+        RunError: No checkpoint of the run has been scored.
     """
     curves = eval_curve(run)
     if not curves:
@@ -209,8 +221,8 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
-    """Draws curves of one kind of metric. Accuracies are in per cent, other metrics in their own
-    unit.
+    """Draws curves of one kind of metric into a panel. Accuracies are in per cent, other metrics in
+    their own unit.
     """
     from matplotlib.ticker import EngFormatter
 

@@ -1,8 +1,8 @@
-"""Speed of a run, compared with what the estimate predicts for its plan on its site.
+"""Comparison of a run's measured speed with the predicted speed of its plan on its site.
 
-`compare_speed` compares once. Views use a `SpeedMonitor`, which compares seldom and in a thread of
-its own, so no view waits for it: the estimate imports much, and the ledger reads the whole history.
-If there is no estimate, the verdict says why.
+`compare_speed` compares once. Views use a `SpeedMonitor`, which compares at long intervals in a
+separate thread, so no view waits. A comparison is slow, since the estimate imports many modules and
+the ledger reads the whole history. If there is no estimate, the verdict gives the reason.
 """
 
 import dataclasses
@@ -22,14 +22,15 @@ from kit.run import Run
 from kit.run.metrics import Metrics, utilisation_rates
 
 REFRESH_S = 20.0
-"""Least seconds between two comparisons of one view."""
+"""Least time between two comparisons of one view, in seconds."""
 MAX_TIME_SHARE = 0.02
-"""Largest share of its time that a view spends on comparisons."""
+"""Largest fraction of its time that a view spends on comparisons."""
 BAND_LABEL = "expected (modelled, 90 %)"
 WARM_UP_STEPS = 5
-"""First steps of an attempt that are left out, and the least number of steps to compare."""
+"""Number of first steps of an attempt that are left out. It is also the least number of further
+steps for a comparison."""
 COMPARED_STEPS = 200
-"""Largest number of the newest steps that are compared."""
+"""Largest number of the newest steps whose median is compared."""
 DATA = "waiting for data"
 WAITS = "waiting for other ranks or the network"
 PASSES = "forward and backward pass"
@@ -42,13 +43,14 @@ STEP_PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "reduction, norm and clipping of gradients": ("reduction_s", ("data_parallel",)),
     PASSES: ("forward_backward_s", COMPUTE_TERMS),
 }
-"""(column of the metrics, terms of the estimate whose time the part should take) by part of a step.
-The part that explains most comes first. WAITS is measured within the other parts, so it is not
-added to them."""
+"""(column of the metrics, terms of the estimate that predict its time), by part of a step. In
+this order the parts are tried as the cause of a slow step. WAITS is measured within the other
+parts, so it is not added to their sum."""
 
 Band = dict[str, Any]
-"""90 % interval of the estimate for an `attempt`: (low, high) of `step_time_s`, and of the speeds
-that follow from it, `tokens_per_s` and `mfu`. `mfu` is None for an unknown peak."""
+"""90 % intervals of the estimate for one attempt. The key `attempt` is the number of the
+attempt. The keys `step_time_s`, `tokens_per_s` and `mfu` have (low, high). `mfu` is None if the
+peak is unknown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,30 +58,35 @@ class SpeedComparison:
     """Expected and measured step time of an attempt."""
 
     expected_s: float
+    """Predicted step time in seconds."""
     low_s: float
+    """Lower end of the 90 % interval of the step time, in seconds."""
     high_s: float
-    """Upper end of the 90 % interval. `low_s` is its lower end."""
+    """Upper end of the 90 % interval of the step time, in seconds."""
     terms_s: dict[str, float]
-    """Seconds of each term of the estimate, the largest first."""
+    """Predicted seconds of each term of the estimate, the largest first."""
     calibration: str
-    """Which runs the estimate is fitted to."""
+    """Name of the runs to which the estimate is fitted."""
     warnings: tuple[str, ...]
+    """Warnings of the estimate."""
     took_s: float
-    """Median seconds of the newest steps. NaN for too few steps."""
+    """Measured step time: median over the newest steps, in seconds. NaN for too few steps."""
     took_steps: int
-    """Number of steps whose median `took_s` is."""
+    """Number of steps over which `took_s` is the median."""
     parts_s: dict[str, float]
     """Median seconds of each recorded part of a step on rank 0, by name in STEP_PARTS. The parts do
     not overlap."""
     waiting_s: float | None
-    """Median seconds, within these parts, in which rank 0 waited for other ranks or the network;
-    None where that was not recorded."""
+    """Median seconds, within `parts_s`, for which rank 0 waited for other ranks or the network.
+    None if the wait was not recorded."""
     band: Band
+    """Intervals of step time and speeds, for charts."""
 
     @property
     def slow_part(self) -> str | None:
         """Part of a step that explains more than half of the excess over the expected time. None
-        if the step is within its interval, or no single part explains so much.
+        if the step time is not above its interval, or if no single part explains half of the
+        excess.
         """
         if not self.took_s > self.high_s:
             return None
@@ -94,8 +101,8 @@ class SpeedComparison:
 
     @property
     def verdict(self) -> str:
-        """One sentence, and for a slow run the part of a step that is slow, where it was
-        measured.
+        """Sentence with the result of the comparison. For a slow run, a second sentence names the
+        slow part of a step, if it was measured.
         """
         if math.isnan(self.took_s):
             return (
@@ -117,17 +124,23 @@ class SpeedComparison:
         return f"{text}. Most of it: {part}, {seconds:.3g} s a step"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values, for JSON."""
+        """Returns the fields and the verdict as plain values for JSON."""
         return {**dataclasses.asdict(self), "verdict": self.verdict}
 
 
 def comparison_sentence(
     took_s: float, expected_s: float, low_s: float, high_s: float, label: str, steps: str = ""
 ) -> str:
-    """Returns how a step time compares with its 90 % interval.
+    """Returns a sentence that compares a step time with its 90 % interval.
 
-    `label` says which runs the estimate is fitted to. `steps` says over which steps the step time
-    is taken: a view may show it beside a step time over fewer steps.
+    Args:
+        took_s: measured step time in seconds.
+        expected_s: predicted step time in seconds.
+        low_s: lower end of the interval in seconds.
+        high_s: upper end of the interval in seconds.
+        label: name of the runs to which the estimate is fitted.
+        steps: phrase for the steps over which `took_s` is taken. A view may show the sentence
+            beside a step time over fewer steps.
     """
     took = f"{took_s:.3g} s ({steps})" if steps else f"{took_s:.3g} s"
     band = f"{low_s:.3g} to {high_s:.3g} s a step"
@@ -141,15 +154,15 @@ def comparison_sentence(
 def compare_attempt(
     run: Run, attempt: int | None = None, metrics: Metrics | None = None
 ) -> SpeedComparison:
-    """Returns how the newest steps of an attempt compare with the estimate for its plan and site.
+    """Returns the comparison of an attempt's newest steps with the estimate for its plan and site.
 
     Args:
         run: the run.
-        attempt: number of the attempt. Default: the newest.
-        metrics: steps of the run, if they were read already.
+        attempt: number of the attempt. The default is the newest attempt.
+        metrics: steps of the run, if the caller has read them already.
 
     Raises:
-        ConfigError: the site lacks a number that the estimate needs.
+        ConfigError: The site lacks a number that the estimate needs.
     """
     from kit.estimate.fit.calibrate import calibrate, published_calibration
     from kit.estimate.fit.measured_rows import hardware_on
@@ -173,7 +186,7 @@ def compare_attempt(
     waiting_s = parts_s.pop(WAITS, None)
     tokens = plan.global_batch_size * run.spec.sequence_length
     rates = utilisation_rates(run.spec, plan, site, is_imported=run.is_imported)
-    # No step is faster than at the peak, however wide the interval is.
+    # No step can be faster than at the peak, so the interval is limited by the peak.
     at_peak_s = tokens * rates[0] if rates else 0.0
     low_s = max(at_peak_s, np.asarray(prediction.low_s).item())
     high_s = max(at_peak_s, np.asarray(prediction.high_s).item())
@@ -201,11 +214,11 @@ def compare_attempt(
 
 
 def compare_speed(run: Run) -> SpeedComparison:
-    """Returns how the newest attempt of a run compares with the estimate.
+    """Returns the comparison of a run's newest attempt with the estimate.
 
     Raises:
-        RunError: the attempt has too few steps.
-        ConfigError: as `compare_attempt`.
+        RunError: The newest attempt has too few steps.
+        ConfigError: The site lacks a number that the estimate needs.
     """
     comparison = compare_attempt(run)
     if math.isnan(comparison.took_s):
@@ -218,7 +231,8 @@ def compare_speed(run: Run) -> SpeedComparison:
 
 def _measured_step(metrics: Metrics, attempt: int) -> tuple[float, int, dict[str, float]]:
     """Returns (median seconds of an attempt's newest steps, number of these steps, median seconds
-    of their recorded parts by name in STEP_PARTS). The median is NaN for too few steps.
+    of each recorded part by name in STEP_PARTS). For too few steps, the median is NaN and there are
+    no parts.
     """
     known = (metrics["attempt"] == attempt) & np.isfinite(metrics["step_time_s"])
     rows = np.flatnonzero(known)[WARM_UP_STEPS:][-COMPARED_STEPS:]
@@ -231,22 +245,22 @@ def _measured_step(metrics: Metrics, attempt: int) -> tuple[float, int, dict[str
             parts[name] = seconds
     took_s = float(np.median(metrics["step_time_s"][rows]))
     phases = [seconds for name, seconds in parts.items() if name not in (DATA, WAITS)]
-    if phases and DATA in parts:  # loading beside the work of a GPU costs nothing
+    if phases and DATA in parts:  # Data loading that overlaps work of the GPU does not count.
         parts[DATA] = min(parts[DATA], max(0.0, took_s - sum(phases)))
     return took_s, len(rows), parts
 
 
 class SpeedMonitor:
-    """Compares the speed of a run with the estimate now and then, in a thread.
+    """Compares the speed of a run with the estimate at intervals, in a thread.
 
     Attributes:
         facts: result of the last comparison as plain values for JSON: `band` of the newest attempt
-            and its `label`, `verdict` in one sentence, `parts_s` of a step, and `goodput`. Before
-            the first result they are empty.
+            and its `label`, the sentence `verdict`, `parts_s` of a step, and `goodput`. Before the
+            first result, the values are empty or None.
 
     Args:
         run: the run.
-        read_metrics: returns the steps that were read so far.
+        read_metrics: function that returns the steps that were read so far.
         earlier: monitor of the same run before the run changed. Its facts, without the verdict, are
             shown until the first result.
     """
@@ -273,8 +287,8 @@ class SpeedMonitor:
         self._thread: threading.Thread | None = None
 
     def refresh(self, *, wait: bool = False) -> None:
-        """Starts a comparison if the last one is older than REFRESH_S. With `wait`, returns after
-        its end.
+        """Starts a comparison in a thread, if the last comparison is older than REFRESH_S or, for a
+        slow one, older than MAX_TIME_SHARE requires. With `wait`, waits for the result.
         """
         if time.monotonic() >= self._due:
             self._due = float("inf")
@@ -284,7 +298,7 @@ class SpeedMonitor:
             self._thread.join()
 
     def _compare(self) -> None:
-        """Replaces the facts. Sets when the next comparison is due."""
+        """Computes `facts` and the time at which the next comparison is due."""
         start = time.thread_time()
         try:
             spent = ledger(self.run)
@@ -294,7 +308,7 @@ class SpeedMonitor:
                 "usd": spent.usd,
                 "parts": [row for row in spent.rows() if row["seconds"] > 0],
             }
-        except Exception:  # no attempt yet, or a removed directory: the bar is left out
+        except Exception:  # No attempt yet, or a removed directory. The view leaves goodput out.
             goodput = None
         self.facts = {
             "label": BAND_LABEL,
@@ -305,10 +319,10 @@ class SpeedMonitor:
 
 
 def speed_facts(run: Run, metrics: Metrics) -> dict[str, Any]:
-    """Returns `band`, `verdict` and `parts_s` of the newest attempt as plain values. Without an
-    estimate `band` is None, and `verdict` says why.
+    """Returns `band`, `verdict` and `parts_s` of the newest attempt as plain values. If there is no
+    estimate, `band` is None and `verdict` gives the reason.
 
-    Raises nothing.
+    Never raises an exception.
     """
     try:
         comparison = compare_attempt(run, metrics=metrics)
@@ -316,14 +330,14 @@ def speed_facts(run: Run, metrics: Metrics) -> dict[str, Any]:
         if comparison.waiting_s is not None:
             parts_s[f"of these, {WAITS}"] = comparison.waiting_s
         return {"band": comparison.band, "verdict": comparison.verdict, "parts_s": parts_s}
-    except Exception as error:  # whatever a site file or a directory lacks: a view goes on without
+    except Exception as error:  # Files may be missing or damaged. The view continues.
         why = _first_line(error) or type(error).__name__
         return {"band": None, "verdict": f"no estimate: {why}", "parts_s": {}}
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the first line of an error, without a sentence that introduces the next line, such as
-    "For example:", and without its full stop.
+    """Returns the first line of an error message without its last full stop. A last sentence that
+    ends with a colon, such as "For example:", is left out.
     """
     line, *_ = str(error).splitlines() or [""]
     return re.sub(r"[^.]*:$", "", line).rstrip(". ")

@@ -1,4 +1,4 @@
-"""A run in text: one status row, and a view that refreshes in the terminal."""
+"""Text views of a run: its status as plain values, and a view that is redrawn in the terminal."""
 
 from typing import Any
 
@@ -39,19 +39,21 @@ STEP_QUANTITIES = (
     "mfu",
     "hfu",
 )
-"""Quantities of the last step in the heading, in their order."""
+"""Quantities of the last step that the heading shows, in this order."""
 BARS = "▁▂▃▄▅▆▇█"
 BAR_LABELS = {"tokens_per_s": "tok/s", "mfu": "MFU"}
-"""Label of a line of bars, which has room for eight letters."""
+"""Label of the bars of a speed, at most eight characters, by name of the quantity."""
 SHOWN_ALERTS = 10
 """Largest number of alerts that are shown."""
 MARKS = {"warning": ("⚠", "yellow"), "error": ("✖", "red")}
 
 
 def status_row(run: Run) -> dict[str, Any]:
-    """Returns the present state of a run as plain values: state, reason, step, loss, speed, MFU,
-    time left, checkpoints, scores. `unreadable` names folders of checkpoints that this user may not
-    enter.
+    """Returns the present status of a run as plain values, by name.
+
+    The values are state, reason, step, loss, speed, MFU, time left, checkpoints and scores.
+    `unreadable` are the folders of checkpoints that this user may not enter. `eval_s` are the
+    seconds that all scores took.
     """
     return {
         "run": run.name,
@@ -64,8 +66,8 @@ def status_row(run: Run) -> dict[str, Any]:
 
 
 def status_table(run: Run, width: int = 80) -> Group:
-    """Returns the text view of a run: state with its reason, numbers, curves, requests, and
-    alerts.
+    """Returns the text view of a run, at most `width` characters wide: state with its reason,
+    numbers, curves, requests and alerts.
     """
     dashboard = _complete_dashboard(run)
     dashboard.refresh_speed(wait=True)  # The view is printed once, so it must be complete.
@@ -73,12 +75,13 @@ def status_table(run: Run, width: int = 80) -> Group:
 
 
 def watch(run: Run, *, console: Console | None = None) -> None:
-    """Shows the text view of a run until it ends, or until Ctrl-C, which leaves the job alone.
+    """Shows the text view of a run until the job ends or the user presses Ctrl-C. Ctrl-C does not
+    affect the job.
 
-    Meanwhile the user's `on_alert` command is run for each new alert.
+    Runs the user's `on_alert` command for each new alert.
 
     Raises:
-        ConfigError: the file that names this command cannot be read.
+        ConfigError: The user's config.toml cannot be read.
     """
     console = console or PlainConsole()
     dashboard = Dashboard(run)
@@ -98,14 +101,16 @@ def watch(run: Run, *, console: Console | None = None) -> None:
 
 
 def recorded_alerts(run: Run) -> list[Alert]:
-    """Returns all alerts of a run, oldest first, after a look for new ones. It is possible that
-    nobody has watched the run before.
+    """Returns all alerts of a run in the order in which they were recorded. Evaluates the alert
+    rules first, since no view of the run may have been open before.
     """
     return _complete_dashboard(run).run_view.alert_monitor.log.alerts
 
 
 def _complete_dashboard(run: Run) -> Dashboard:
-    """Returns a dashboard that has read a whole run and looked for alerts in all of it."""
+    """Returns a dashboard that has read all steps of a run and has examined all of them for
+    alerts.
+    """
     dashboard = Dashboard(run)
     dashboard.catch_up()
     for _ in range(len(dashboard.columns) // ROWS_PER_LOOK):
@@ -114,8 +119,8 @@ def _complete_dashboard(run: Run) -> Dashboard:
 
 
 def _text_view(dashboard: Dashboard, width: int) -> Group:
-    """Returns the view of a run as it is now. The alerts come last, the newest first: a terminal
-    that is too low leaves out the oldest.
+    """Returns the text view of a run at this moment. The alerts come last, newest first, so that a
+    terminal with too few lines cuts off the oldest alerts.
     """
     width = max(40, min(width, 120))
     row = dashboard.row()
@@ -129,7 +134,7 @@ def _text_view(dashboard: Dashboard, width: int) -> Group:
 
 
 def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[RenderableType]:
-    """Returns name, state with its reason, and the numbers of the last step."""
+    """Returns the lines with name, state with its reason, and the numbers of the last step."""
     title = Text.assemble(
         (facts["name"], "bold"),
         "  ",
@@ -154,7 +159,9 @@ def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[Ren
 
 
 def _goodput(facts: dict[str, Any]) -> str:
-    """Returns the goodput of a run as a sentence after a blank. Empty if it is unknown."""
+    """Returns the goodput of a run as a sentence that begins with a space. Empty if the goodput is
+    unknown.
+    """
     goodput = facts["speed"]["goodput"]
     if not goodput or goodput["share"] is None:
         return ""
@@ -162,7 +169,9 @@ def _goodput(facts: dict[str, Any]) -> str:
 
 
 def _tiles(row: dict[str, Any], checkpoints: list[int], width: int) -> Table:
-    """Returns the numbers of the last step, as many in a line as fit."""
+    """Returns a table of the numbers of the last step. `width` determines how many numbers are in a
+    line.
+    """
     cells = {"step": f"{row['step']:,} / {row['num_steps']:,}"}
     for name in STEP_QUANTITIES:
         cells[QUANTITIES[name].label] = quantity_text(name, row.get(name))
@@ -190,8 +199,8 @@ def _tiles(row: dict[str, Any], checkpoints: list[int], width: int) -> Table:
 def _curves(
     dashboard: Dashboard, row: dict[str, Any], facts: dict[str, Any], width: int
 ) -> list[Text]:
-    """Returns a line of bars of the loss and one of the speed, each with its number of the heading,
-    and the speed that is expected. A bar is a mean over several steps.
+    """Returns a line of bars for the loss, one for the speed, and a line with the expected speed. A
+    bar is a mean over several steps. The number beside the bars is that of the heading.
     """
     if not len(dashboard.columns):
         return [Text("no step yet", style="dim")]
@@ -208,8 +217,8 @@ def _curves(
 
 
 def bars(values: np.ndarray, width: int) -> str:
-    """Returns a line of at most `width` bars. Each is as high as the mean of its part of the
-    values. A bar is `?` if one of its values is not finite.
+    """Returns a string of at most `width` bars. The height of a bar is the mean of several
+    neighbouring values. A bar is `?` if one of its values is not finite.
     """
     parts = np.array_split(values, min(width, len(values)))
     means = np.array([part.mean() for part in parts])
@@ -223,7 +232,9 @@ def bars(values: np.ndarray, width: int) -> str:
 
 
 def _details(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType]:
-    """Returns the lines on scores, on requests, and on the end of the run."""
+    """Returns the lines with the scores, the requests, folders that cannot be entered, and the
+    reason of a failure.
+    """
     run = dashboard.run
     parts: list[RenderableType] = []
     if scores := last_scores(run):
@@ -246,7 +257,9 @@ def _details(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType
 
 
 def _alerts(dashboard: Dashboard) -> list[Text]:
-    """Returns the newest alerts. They are not shortened, since their end says what to do."""
+    """Returns one line for each of the newest alerts, newest first. Alerts are not shortened, since
+    their end says what the user can do.
+    """
     alerts = dashboard.run_view.alert_monitor.log.alerts
     lines = []
     for alert in alerts[: -SHOWN_ALERTS - 1 : -1]:
@@ -261,8 +274,8 @@ def _alerts(dashboard: Dashboard) -> list[Text]:
 
 
 def _scores(scores: dict[str, dict[str, Any]]) -> str:
-    """Returns `piqa acc 0.610 (0.588 to 0.632) at step 200, partial` for each task, with its 95
-    % interval.
+    """Returns the score of each task with its 95 % interval, such as `piqa acc 0.610 (0.588 to
+    0.632) at step 200, partial`.
     """
     texts = []
     for task, last in scores.items():
@@ -277,7 +290,7 @@ def _scores(scores: dict[str, dict[str, Any]]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Returns a time in seconds, minutes or hours. A time that is None is a dash."""
+    """Returns a duration as text in seconds, minutes or hours. None is a dash."""
     if seconds is None:
         return "–"
     if seconds < 2 * 60:

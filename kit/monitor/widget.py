@@ -1,9 +1,9 @@
-"""Monitor: the live dashboard in a notebook, shown by `Monitor(run)` as the last line of a cell.
+"""Monitor: the live dashboard in a notebook. A cell whose last line is `Monitor(run)` shows it.
 
 The dashboard only reads the run directory, so the job does not depend on browser and kernel. A new
-view, in any kernel and at any time, shows the whole history. The kernel keeps the data and sends
-one window of numbers per tick. The browser draws the window and sends requests. anywidget must be
-installed where the kernel runs and where JupyterLab runs.
+view shows the whole history, in any kernel and at any time. The kernel stores the data, and sends
+the numbers of the shown range to the browser at each update. The browser draws the numbers and
+sends requests. anywidget must be installed for the kernel and for JupyterLab.
 """
 
 import contextvars
@@ -31,40 +31,42 @@ from kit.show.theme import MUTED
 POLL_S = 0.05
 """Seconds between two reads of the metrics."""
 TICK_S = 0.2
-"""Least seconds between two frames that are sent to the browser."""
+"""Least time between two frames that are sent to the browser, in seconds."""
 LOOK_S = 1.0
 """Seconds between two looks at state, ranks and alerts."""
 PICTURE_S = 60.0
-"""Least seconds between two saved pictures."""
+"""Least time between two saved pictures, in seconds."""
 BEAT_S = 2.0
 """Seconds between two heartbeats of a view. The front end reports a silent kernel after several
-that are missing."""
+missing heartbeats."""
 READING_LIMIT_S = 10.0
-"""Longest time in seconds to wait for the whole history to be read."""
+"""Longest time to wait until the whole history is read, in seconds."""
 STATIC = Path(__file__).parent / "static"
-# uPlot, the chart library (MIT), comes first: the others use it.
+# The chart library uPlot (MIT licence) comes first, since the other scripts use it.
 SCRIPTS = ("vendor/uPlot.iife.min.js", "numbers.js", "dashboard.js")
 ROOT = ".kit-monitor"
-"""Selector of the dashboard's root element. The dashboard's style sheet applies inside it only."""
+"""CSS selector of the dashboard's root element. The dashboard's style sheet applies only inside
+this element."""
 NO_MODEL = """<style>
 .jp-OutputArea-child:has(> .jupyter-widgets):not(:has(> .jupyter-widgets *)):has(+ * .{name})
 {{ display: none; }}
 </style>"""
 """Style sheet of a saved picture. Without a kernel, JupyterLab shows "Error displaying widget:
-model not found" instead of the view, in the output just above the picture. The style hides that
-output. A view, and any other error of a widget, contains elements and stays."""
+model not found" instead of the view, in the output just above the picture. The style sheet hides
+this output, which contains no elements. A live view, or another error of a widget, contains
+elements and is not hidden."""
 CHARTS = [
     {"key": name, "title": QUANTITIES[name].title, "smoothed": name not in UNSMOOTHED}
     for name in SERIES
 ]
-"""Charts of the dashboard in their order, for its front end."""
+"""Charts of the dashboard in their order, as the front end receives them."""
 _SHOWN = weakref.WeakSet["Monitor"]()
-"""Views that cells have shown."""
+"""All views that cells have shown."""
 
 
 def scoped(css: str, root: str) -> str:
-    """Returns a style sheet with each rule limited to elements inside `root`. The given style sheet
-    must have no nested rules.
+    """Returns a style sheet whose rules apply only to elements inside the selector `root`. The
+    given style sheet must have no nested rules.
     """
 
     def in_root(rule: re.Match[str]) -> str:
@@ -75,10 +77,10 @@ def scoped(css: str, root: str) -> str:
 
 
 class CellActivity:
-    """Whether the kernel runs a cell: messages of the front end wait until that cell ends.
+    """Tracks whether the kernel runs a cell. While a cell runs, messages of the front end wait.
 
-    The kernel status that a front end shows does not tell: with subshells (ipykernel 7) it turns
-    idle after each message that is answered beside the cell.
+    The kernel status in the front end is not reliable. With subshells (ipykernel 7), it becomes
+    idle after each message that a subshell answers during the cell.
     """
 
     def __init__(self) -> None:
@@ -86,7 +88,9 @@ class CellActivity:
         self._shell: Any = None
 
     def follow(self, shell: Any) -> None:
-        """Follows the cells of an IPython shell, if there is one. It is called by a cell."""
+        """Registers for the begin and end of cells in an IPython shell, if `shell` is not None. The
+        caller must run in a cell.
+        """
         if shell is None or shell is self._shell:
             return
         self._shell = shell
@@ -105,10 +109,10 @@ CELLS = CellActivity()
 
 
 class Monitor(anywidget.AnyWidget):
-    """A live view of a run: loss, MFU and the rest, state, alerts, ranks, log, and buttons that act
-    on the job.
+    """A live view of a run in a notebook: charts of loss, MFU and other quantities, state, alerts,
+    ranks, log, and buttons that act on the job.
 
-    Run, baselines and smoothing are as in `Dashboard`; the slider changes the smoothing.
+    The arguments are those of `Dashboard`. A slider changes the smoothing.
     """
 
     _esm = ";\n".join((STATIC / name).read_text() for name in SCRIPTS)
@@ -139,28 +143,31 @@ class Monitor(anywidget.AnyWidget):
         self._heard = 0.0
         """Number of the newest message of the front end."""
         self._shown_by: tuple[str | None, str | None] = (None, None)
-        """(id of the cell, id of its execution request) that have shown this view."""
+        """(id of the cell that has shown this view, id of the cell's execution request)."""
         self._picture: Any = None
-        """Display handle of the saved picture, None before it is displayed."""
+        """Display handle of the saved picture. None before the picture is displayed."""
         self._pictured = (0.0, self.dashboard.status.state)
         """(monotonic time, state of the job) of the last picture."""
         self._closed = threading.Event()
         self._caught_up = threading.Event()
-        """Set once the whole history has been read."""
+        """Event that is set once the whole history is read."""
         self._lock = threading.RLock()
         self._looked_at = time.monotonic()
+        """Monotonic time of the last look at the job, in seconds."""
         self._sent_at = -math.inf
         """Monotonic time of the last frame, in seconds."""
-        # How a history begins is parsed at once; the rest is read behind the view, while the
-        # browser builds it.
+        # The beginning of the history is parsed now. The rest is read in a thread, while the
+        # browser builds the view.
         self._more = self.dashboard.read(FAST_FROM_BYTES)
         self.on_msg(self._on_message)
         self._send_frame()
         self._send_facts()
         CELLS.follow(_ipython_shell())
         for follow in (self._follow_metrics, self._follow_job, self._keep_beating):
-            # On behalf of this cell, not of what the kernel was told last: ipykernel 7.4 has the
-            # page's next words handled there, by a subshell that JupyterLab may have closed.
+            # With a copy of the context, messages of the thread seem to come from this cell.
+            # ipykernel 7.4 handles the next message of the page in the shell from which the
+            # kernel's last message seems to come. Otherwise this could be a subshell that
+            # JupyterLab has closed.
             threading.Thread(
                 target=contextvars.copy_context().run,
                 args=(follow,),
@@ -169,13 +176,13 @@ class Monitor(anywidget.AnyWidget):
             ).start()
 
     def close(self) -> None:
-        """Ends the view and its threads. The job goes on."""
+        """Closes the view and ends its threads. The job continues."""
         self._closed.set()
         super().close()
 
     def figure(self) -> Any:
-        """Returns what the dashboard shows now as a matplotlib figure, for saved and exported
-        notebooks.
+        """Returns the present loss and speed of the dashboard as a matplotlib figure, for saved and
+        exported notebooks.
         """
         return snapshot(self.dashboard)
 
@@ -195,7 +202,8 @@ class Monitor(anywidget.AnyWidget):
         start = time.monotonic()
         columns = self.dashboard.columns
         before = len(columns), columns.revision
-        self._more = False  # also after a failure, which must not be repeated without a pause
+        # If the read fails, `_more` stays False, so that the next read comes after a pause.
+        self._more = False
         while (more := self.dashboard.read()) and time.monotonic() - start < LOOK_S:
             pass
         self._more = more
@@ -206,7 +214,8 @@ class Monitor(anywidget.AnyWidget):
 
     def _follow_job(self) -> None:
         """Looks at the job and sends its facts until the view is closed."""
-        self._caught_up.wait(READING_LIMIT_S)  # the curves come first; the state is known by then
+        # The curves come first. The state was read when the dashboard was created.
+        self._caught_up.wait(READING_LIMIT_S)
         while True:
             for work in (
                 self.dashboard.look,
@@ -220,11 +229,11 @@ class Monitor(anywidget.AnyWidget):
                 return
 
     def _keep_beating(self) -> None:
-        """Sends a heartbeat until the view is closed.
+        """Sends heartbeats until the view is closed.
 
-        The thread reads no file and waits for no lock: a file server or scheduler that hangs does
-        not look like a dead kernel. The view of a run that has ended needs no heartbeat, and
-        without one a server can still cull an idle kernel.
+        The thread reads no file and waits for no lock. So a file server or scheduler that hangs
+        does not look like a dead kernel. After the end of a run, no heartbeat is sent, so that a
+        server can cull the idle kernel.
         """
         while not self._closed.wait(BEAT_S):
             if not self.dashboard.status.state.is_final:
@@ -236,12 +245,12 @@ class Monitor(anywidget.AnyWidget):
 
     @property
     def failure(self) -> str:
-        """Traceback of the present failure of the view itself. Empty if there is none."""
+        """Traceback of the present failure of the view itself. Empty if there is no failure."""
         return next(iter(self._failures.copy().values()), "")
 
     def _guarded(self, work: Callable[[], Any]) -> None:
-        """Does some work. An exception is kept for `failure`, which the view shows, since the
-        threads of the view must survive all errors of a run directory.
+        """Calls `work`. An exception is stored for `failure`, which the view shows. The threads of
+        the view must survive all errors of a run directory.
         """
         try:
             work()
@@ -250,11 +259,11 @@ class Monitor(anywidget.AnyWidget):
             self._failures[work.__name__] = traceback.format_exc()
 
     def _send_frame(self) -> None:
-        """Sends the numbers of the charts to the browser."""
+        """Sends the numbers of the charts for the shown range to the browser."""
         with self._lock:
             self._sent_at = time.monotonic()
             frame, window = self.dashboard.frame(self.view)
-            with self.hold_sync():  # one message
+            with self.hold_sync():  # Both are sent in one message.
                 self.frame = {**frame, "heard": self._heard}
                 self.window = window
 
@@ -272,8 +281,8 @@ class Monitor(anywidget.AnyWidget):
             self.log = self.dashboard.log()
 
     def _on_message(self, _: Any, message: Any, buffers: Any) -> None:
-        """Answers a message of the browser. The thread is chosen by the kernel, so this must not
-        take long.
+        """Handles a message of the browser. The kernel chooses the thread of the call, so the call
+        must not take long.
         """
         kind = message["type"]
         dashboard = self.dashboard
@@ -292,11 +301,11 @@ class Monitor(anywidget.AnyWidget):
             self._guarded(self._send_facts)
 
     def _ipython_display_(self) -> None:
-        """Shows the view, and below it a picture for readers without a kernel. A live view hides
-        the picture.
+        """Displays the view and, below the view, a picture for readers without a kernel. A live
+        view hides the picture.
 
-        View and picture are two outputs. In one output, a trusted notebook would show "model not
-        found" instead of the picture.
+        View and picture are two outputs. If they were one output, a trusted notebook would show
+        "model not found" instead of the picture.
         """
         from IPython.display import DisplayHandle, display
 
@@ -306,13 +315,13 @@ class Monitor(anywidget.AnyWidget):
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
         display({**data, "text/plain": text}, metadata=metadata, raw=True)
         self._picture = DisplayHandle()
-        # The view is displayed by now. Only the picture needs the whole history.
+        # The view is displayed already. Only the picture needs the whole history.
         self._caught_up.wait(READING_LIMIT_S)
         self._picture.display(self._still(), raw=True)
         self._pictured = (time.monotonic(), self.dashboard.status.state)
 
     def _replace_earlier(self) -> None:
-        """Ends the views that earlier runs of this cell have shown, and their threads."""
+        """Closes the views that earlier executions of this cell have shown."""
         parent = getattr(_ipython_shell(), "get_parent", dict)()
         cell = parent.get("metadata", {}).get("cellId")
         self._shown_by = cell, parent.get("header", {}).get("msg_id")
@@ -324,8 +333,8 @@ class Monitor(anywidget.AnyWidget):
                 earlier.close()
 
     def _refresh_picture(self) -> None:
-        """Replaces a picture that is older than PICTURE_S, so that a notebook that is saved later
-        shows the present. After the end of the run, replaces it once.
+        """Replaces the picture if it is older than PICTURE_S, so that a saved notebook has a recent
+        picture. After the end of the run, replaces the picture once.
         """
         if self._picture is None:
             return
@@ -339,8 +348,8 @@ class Monitor(anywidget.AnyWidget):
             self._picture.update(self._still(), raw=True)
 
     def _still(self) -> dict[str, str]:
-        """Returns the picture for readers without a kernel. A live view hides it by the class of
-        its element.
+        """Returns the picture for readers without a kernel, by MIME type. A live view finds and
+        hides the picture by the class of its element.
         """
         facts = self.dashboard.facts()
         alt = "{name}: {state}, step {step}, loss and speed".format(**facts)
@@ -357,12 +366,12 @@ class Monitor(anywidget.AnyWidget):
 
 
 def _status_text(facts: Mapping[str, Any]) -> str:
-    """Returns the state and the step of a run in one line, for pages that show no HTML."""
+    """Returns one line with the state and the step of a run, for pages that show no HTML."""
     return "{name}: {state}, step {step} of {num_steps}".format(**facts)
 
 
 def _ipython_shell() -> Any:
-    """Returns the IPython shell of this process, None where there is none."""
+    """Returns the IPython shell of this process, or None outside IPython."""
     from IPython.core.getipython import get_ipython
 
     return get_ipython()

@@ -1,14 +1,14 @@
-"""Run: the directory that is the contract between a job, a notebook and a scheduler. Imports no
+"""The run directory, whose files a job, a notebook and a scheduler use to exchange data. Imports no
 torch.
 
-spec.json plan.json recipe.json site.json     what was asked (plan.attempt_01.json,
-                                              site.attempt_01.json: then)
-job.json submit.sh env.json                   how it was started, and with which versions
-state.json exit.json ranks/ logs/ control/    what the job does (written by cluster and the trainer)
-metrics.jsonl checkpoints/ eval/ profile/     what came out
-hook.py                                       the user's numbers of a step, where the recipe names
-                                              such a file
-alerts.jsonl                                   what deserved a look
+spec.json plan.json recipe.json site.json     configuration of the run (plan.attempt_01.json and
+                                              site.attempt_01.json: configuration of attempt 1)
+job.json submit.sh env.json                   how the job was started, and versions of the software
+state.json exit.json ranks/ logs/ control/    state of the job (written by cluster and the trainer)
+metrics.jsonl checkpoints/ eval/ profile/     results
+hook.py                                       copy of the recipe's hook, which computes the user's
+                                              numbers of a step
+alerts.jsonl                                  alerts
 """
 
 import json
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind", bound=Record)
 HOOK = "hook.py"
-"""The copy of the recipe's hook."""
+"""Name of the copy of the recipe's hook in the run directory."""
 LAUNCH_LOCK = ".launch.lock"
-"""File that a launch locks and removes at its end. Only its owner can open it, so that readers of
-the run cannot lock it."""
+"""Name of the file that a launch locks, and removes at its end. Only the owner of the file can open
+it, so that other readers of the run cannot lock it."""
 POLICY = ("on_nan", "on_spike", "hung_after_s", "hook", "profile_steps", "profile_ranks")
-"""Fields of a recipe that may change when a run is resumed, beside its lengths: they do not
-change a step."""
+"""Fields of a recipe that may change when a run is resumed, since they do not change the result of
+a step. The numbers of steps (`num_steps`, `decay_steps`) may change too."""
 
 
 class Run(Owned):
-    """One training run, as recorded in its directory, while it trains and afterwards.
+    """One training run, read from its run directory, while it trains and afterwards.
 
     Example, on a run made by `kit.launch`:
 
@@ -57,10 +57,10 @@ class Run(Owned):
         >>> run.checkpoints.steps()
         [5]
 
-    `run.spec`, `run.plan`, `run.recipe` and `run.site` are what was asked for; `run.job` says what
-    its job does and stops it; `run.metrics()` has the steps as columns. Next:
-    `kit.monitor.run_figure(run)` draws it, `kit.evaluate.evaluate(run)` scores its last checkpoint,
-    `kit.resume("runs/first", num_steps=10)` continues it.
+    `run.spec`, `run.plan`, `run.recipe` and `run.site` are the configuration of the run. `run.job`
+    reports the status of its job and stops it. `run.metrics()` has the steps as columns. Next:
+    `kit.monitor.run_figure(run)` draws the run, `kit.evaluate.evaluate(run)` scores its last
+    checkpoint, `kit.resume("runs/first", num_steps=10)` continues it.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Run(Owned):
     def prepare(
         cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site
     ) -> Self:
-        """Returns a run for a new directory, or for one of the same model that may go on otherwise;
-        writes nothing.
+        """Returns a run with this configuration, for a new directory or for the directory of a run
+        that can be resumed. Writes nothing.
 
-        What has trained and is to go on for another number of steps, without a decay_steps, keeps
-        its schedule's end.
+        The end of the learning-rate schedule is kept if the run has a checkpoint and `recipe`
+        changes `num_steps` without giving `decay_steps`.
 
         Raises:
-            RunError: the directory holds something else, or a run of another model or recipe.
+            RunError: The directory contains other files, or a run with another model or recipe.
         """
         directory = Path(directory).expanduser().resolve()
         if (directory / "spec.json").exists():
@@ -102,12 +102,13 @@ class Run(Owned):
         return cls(directory, spec=spec, plan=plan, recipe=recipe, site=site)
 
     def asked(self) -> dict[str, str]:
-        """Returns what the run was asked for, as texts by the name of their file; spec.json is the
-        last to be there.
+        """Returns the content of the configuration files of the run, by file name.
+
+        spec.json is the last one and must be written last: a directory with spec.json is a run.
 
         Raises:
-            RunError: the hook's file cannot be read, and there is no copy of this file from an
-                earlier launch.
+            RunError: The hook's file cannot be read, and no earlier launch has copied this file to
+                the run directory.
         """
         texts = {
             f"{name}.json": getattr(self, name).to_json()
@@ -129,7 +130,7 @@ class Run(Owned):
         """Returns the run in a directory.
 
         Raises:
-            RunError: there is none.
+            RunError: The directory is not a run directory.
         """
         directory = Path(directory).expanduser().resolve()
         refresh(directory)
@@ -151,33 +152,35 @@ class Run(Owned):
 
     @property
     def name(self) -> str:
-        """The directory's own name."""
+        """Name of the run directory, without its path."""
         return self.directory.name
 
     @property
     def job(self) -> Job:
-        """The job of the newest attempt: `.status()`, `.logs()`, `.stop()`, `.cancel()`,
-        `.wait()`.
+        """Job of the newest attempt. Its methods are `.status()`, `.logs()`, `.stop()`,
+        `.cancel()` and `.wait()`.
         """
         return Job.attach(self.directory)
 
     @property
     def is_imported(self) -> bool:
-        """Whether it was made from another trainer's log: its job, checkpoints and disk are
-        elsewhere.
+        """Whether the run was converted from another trainer's log. The job, checkpoints and disk
+        of an imported run are not accessible.
         """
         return (self.directory / "import.json").exists()
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether checkpoints and disk of the run are out of reach: behind its site's login node,
-        or with the trainer from whose log it was imported.
+        """Whether checkpoints and disk of the run are not accessible on this machine: they are
+        behind the site's login node, or the run was imported from another trainer's log.
         """
         return self.is_imported or mirror_of(self.directory) is not None
 
     def differing(self, name: str, wanted: Record) -> dict[str, tuple[Any, Any]]:
-        """Returns by dotted key what of this run's spec, plan or recipe is not as in another:
-        here, and there.
+        """Returns the fields in which this run's record differs from `wanted`, by dotted key. Each
+        value is (value in this run, value in `wanted`).
+
+        `name` is "spec", "plan" or "recipe".
         """
         own = getattr(self, name).to_dict()
         return {
@@ -187,11 +190,11 @@ class Run(Owned):
         }
 
     def how_to_go_on(self, plan: Plan, num_steps: int) -> str:
-        """Returns advice: the command that goes on with this run, on a plan until a step, and what
-        that changes.
+        """Returns a sentence with the command that resumes this run with `plan` up to `num_steps`,
+        and with the fields of the plan that the command changes.
 
-        A step that the run has been at before is no end to go on to: then the command leaves it to
-        the reader.
+        If the run has a checkpoint of `num_steps` or of a later step, the command says
+        `--steps N`, and the reader must choose N.
         """
         changes = self.differing("plan", plan)
         is_done = num_steps <= max(self.checkpoints.steps(), default=0)
@@ -208,23 +211,29 @@ class Run(Owned):
         return f"Continue it: `{kit_command('resume', *words)}`{which}. Or use another directory."
 
     def plans(self, damaged: dict[int, str] | None = None) -> dict[int, Plan]:
-        """Returns the plan of each attempt that has started.
+        """Returns the plan of each attempt that has started, by attempt.
+
+        If `damaged` is given, a damaged file raises no error. The reason is added to `damaged`,
+        by attempt.
 
         Raises:
-            ConfigError: one of their files is damaged; if `damaged` is given, it gets the reason in
-                place of the error, by attempt.
+            ConfigError: The file of a plan is damaged, and `damaged` is None.
         """
         return self._of_attempts(Plan, damaged)
 
     def other_sites(self, damaged: dict[int, str] | None = None) -> dict[int, Site]:
-        """Returns the sites of attempts on another device than the newest's, whose site.json may
-        be corrected later; `damaged` and errors as of `plans`.
+        """Returns the sites of attempts that ran on another site or device than the run's present
+        site, by attempt.
+
+        Other attempts use site.json, since a peak in that file may be corrected after the attempt.
+        `damaged` and errors are as in `plans`.
         """
         sites = self._of_attempts(Site, damaged).items()
         here = self.site.name, self.site.device.name
         return {attempt: site for attempt, site in sites if (site.name, site.device.name) != here}
 
     def _of_attempts(self, record: type[Kind], damaged: dict[int, str] | None) -> dict[int, Kind]:
+        """Returns the records of one type, Plan or Site, by attempt. `damaged` is as in `plans`."""
         found: dict[int, Kind] = {}
         for file in sorted(self.directory.glob(f"{record.__name__.lower()}.attempt_*.json")):
             match = re.search(r"attempt_(\d+)\.json$", file.name)
@@ -240,8 +249,8 @@ class Run(Owned):
         return found
 
     def metrics(self, rows: list[dict[str, Any]] | None = None) -> "Metrics":
-        """Returns the steps recorded so far. If `rows` are given, returns these rows of the file as
-        they are, in their order and with repeated steps.
+        """Returns the steps that are recorded so far. If `rows` of metrics.jsonl are given, returns
+        these rows instead, in their order and with repeated steps.
         """
         from kit.run.metrics import Metrics, rows_to_metrics
 
@@ -251,8 +260,10 @@ class Run(Owned):
         return Metrics.read(self.directory / "metrics.jsonl", **facts)
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the derived values of `Metrics` rest on; an attempt whose plan or site is
-        damaged has neither here, and its reason in `damaged`.
+        """Returns the keyword arguments of `Metrics` from which speeds and MFU are derived.
+
+        An attempt with a damaged plan or site is left out of `plans` and `other_sites`. The reason
+        is in `damaged`, by attempt.
         """
         damaged: dict[int, str] = {}
         plans = self.plans(damaged)
@@ -284,6 +295,7 @@ class Run(Owned):
 
 
 def _check_same_run(old: Run, spec: ModelSpec, plan: Plan, recipe: Recipe) -> None:
+    """Raises RunError if `spec` or `recipe` change a field that must stay when a run is resumed."""
     may_change = {f"recipe.{name}" for name in ("num_steps", "decay_steps", *POLICY)}
     differing = {**old.differing("spec", spec), **old.differing("recipe", recipe)}
     told = [

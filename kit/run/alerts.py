@@ -1,4 +1,6 @@
-"""alerts.jsonl: what deserved a look, said once, whoever saw it."""
+"""alerts.jsonl: the alerts of a run. Each event is written once, even if several views or the
+trainer find it.
+"""
 
 import dataclasses
 import json
@@ -13,6 +15,7 @@ from cluster.record import ConfigError, Record, field_doc
 from kit.run.tail import Tail
 
 SAME_WITHIN_S = 600.0
+"""Seconds within which two alerts of one event are duplicates, for kinds that belong to no step."""
 SAME_WITHIN_STEPS = {
     "guard": 0,
     "nan": 50,
@@ -21,15 +24,17 @@ SAME_WITHIN_STEPS = {
     "rise": 5000,
     "loss_scale": 5000,
 }
+"""Number of steps within which two alerts of one event are duplicates, by kind of alert."""
 ONCE = ("job", "peak", "record")
-"""An attempt fails once, however often and late it is looked at; a file is damaged once."""
+"""Kinds of alerts of which an attempt gets only one for each cause, at any step and time. An
+attempt fails once and a file is damaged once, however often and late somebody looks at the run."""
 
 Level = Literal["warning", "error"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alert(Record):
-    """One line for people, with where to look."""
+    """One alert: a message for the user, with the attempt and step at which it happened."""
 
     kind: str = field_doc(
         "kind of the event: nan, spike, start, rise, loss_scale, peak, record, stall, mfu,"
@@ -47,14 +52,17 @@ class Alert(Record):
 
     @property
     def event(self) -> tuple[str, int, str, str]:
-        """What it tells of: of two alerts of the same event in the same place, one is enough."""
+        """Key of the event: (kind, attempt, level, beginning of the message for kinds in ONCE).
+        Two alerts with one event and nearby places are duplicates.
+        """
         once = self.message.partition(":")[0] if self.kind in ONCE else ""
         return self.kind, self.attempt, self.level, once
 
     @property
     def place(self) -> tuple[float, float]:
-        """Where it happened, in steps or in seconds, and how far from there the place is the
-        same.
+        """(position of the alert, distance up to which another alert of the event is a duplicate).
+        Both are steps for kinds in SAME_WITHIN_STEPS, and zero for kinds in ONCE. For other kinds
+        they are seconds.
         """
         if self.kind in ONCE:
             return 0.0, 0.0
@@ -64,7 +72,13 @@ class Alert(Record):
 
 
 class AlertLog(Tail, Owned):
-    """The alerts of a run, oldest first; several watchers may write, each event is listed once."""
+    """The alerts of a run in the order in which they were recorded.
+
+    Several processes may write to the file. Duplicates of an alert are left out.
+
+    Attributes:
+        alerts: alerts that were read or added so far.
+    """
 
     def __init__(self, file: Path) -> None:
         super().__init__(file)
@@ -76,12 +90,12 @@ class AlertLog(Tail, Owned):
         return self.file.parent
 
     def read(self) -> list[Alert]:
-        """Takes over what others have written since the last time, and returns all alerts."""
+        """Reads the alerts that were written since the last call, and returns all alerts."""
         while lines := self.new_lines():
             for line in lines.splitlines():
                 try:
                     self._take(Alert.from_json(line.decode()))
-                # torn, or of another version.
+                # The line is torn, or another version of the kit has written it.
                 except (
                     ConfigError,
                     UnicodeDecodeError,
@@ -113,6 +127,7 @@ class AlertLog(Tail, Owned):
         return new
 
     def _take(self, alert: Alert) -> bool:
+        """Adds an alert to `alerts` unless it is a duplicate. Returns whether it was added."""
         place, within = alert.place
         known = self._places[alert.event]
         first = bisect_left(known, place - within)

@@ -1,14 +1,14 @@
-"""Checkpoints of a run: written in the background, complete only with their manifest, loaded into
-any layout.
+"""Checkpoints of a run: they are written in the background, are complete only with their manifest,
+and can be loaded into any layout.
 
 `checkpoints/step_00000100/` holds the shards of torch's distributed checkpoint and a
 `manifest.json`. A checkpoint is complete if its folder has a name without suffix and a manifest.
-`Checkpoints.manifest` also checks the seal of the manifest and the sizes of all files, and loading
-checks the checksum of all that it reads.
+`Checkpoints.manifest` also checks the manifest's own checksum and the sizes of all files. Loading
+checks the checksum of all bytes that it reads.
 
 A checkpoint is written into `step_00000100.partial-<attempt>`. The manifest is written last, and
-then the folder is renamed. Only NxD writes into the final folder. A checkpoint that was damaged
-later is kept as `step_00000100.damaged-<attempt>`, and the one before it is loaded.
+then the folder is renamed. Only NxD writes directly into the final folder. A damaged checkpoint is
+renamed to `step_00000100.damaged-<attempt>`, and the previous checkpoint is loaded.
 """
 
 import dataclasses
@@ -31,19 +31,22 @@ from kit.config.spec import ModelSpec
 from kit.errors import CheckpointError, DamagedCheckpointError, kit_command
 
 BYTES_PER_PARAM = 12
-"""fp32 weight and two fp32 Adam moments."""
+"""Bytes of a checkpoint per parameter: one fp32 weight and two fp32 Adam moments."""
 MANIFEST = "manifest.json"
 DESCRIPTION = ".metadata"
+"""Name of the file in which torch describes the tensors of a checkpoint."""
 DESCRIPTION_BYTES = 1 << 30
+"""Largest number of bytes of the description that are read."""
 READ_BYTES = 16 << 20
+"""Bytes that are read at once to compute a checksum."""
 LEFT_OVER = re.compile(r"step_\d+\.(partial-\d+|replaced-\d+|deleting(-[0-9a-f]+)?)")
-"""Names of folders that a killed attempt leaves. Other names with a suffix, such as
-`step_00000100.best`, are the user's and are never touched."""
+"""Pattern of the names of folders that a killed attempt leaves. Folders with another suffix, such
+as `step_00000100.best`, are the user's and are never changed."""
 
 
 def refuse_elsewhere(run_dir: Path, advice: str) -> None:
-    """Raises ConfigError, which ends with `advice`, if the checkpoints of a run are behind a login
-    node.
+    """Raises ConfigError if the checkpoints of a run are behind a login node. `advice` is the end
+    of the error message.
     """
     if mirror_of(run_dir):
         raise ConfigError(f"{run_dir}: its checkpoints are behind a login node{advice}")
@@ -51,7 +54,9 @@ def refuse_elsewhere(run_dir: Path, advice: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest(Record):
-    """What a complete checkpoint is of, and which files it must consist of."""
+    """Record of a complete checkpoint: its step, model and layout, and the files that belong to
+    it.
+    """
 
     step: int = field_doc("number of optimizer steps that were done")
     attempt: int = field_doc("number of the attempt of the run that wrote the checkpoint")
@@ -80,7 +85,7 @@ class Manifest(Record):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.files:
-            check_file_below(name, "manifest.files")  # NxD's are in folders
+            check_file_below(name, "manifest.files")  # NxD writes its files into subfolders.
 
 
 class Checkpoints:
@@ -96,12 +101,13 @@ class Checkpoints:
         """Returns the steps of all complete checkpoints, oldest first."""
         matches = (re.fullmatch(r"step_(\d+)", path.name) for path in self.directory.glob("step_*"))
         found = (int(match[1]) for match in matches if match)
-        # Not by `Path.exists`, which before Python 3.12 raises in a folder that this user may not
-        # enter.
+        # Before Python 3.12, `Path.exists` raises in a folder that this user may not enter.
         return sorted(step for step in found if os.path.exists(self.path(step) / MANIFEST))
 
     def unreadable(self) -> list[str]:
-        """Returns the names of the folders of checkpoints that this user may not enter."""
+        """Returns the folders of checkpoints that this user may not enter, relative to the run
+        directory. Their checkpoints are missing from `steps`.
+        """
         try:
             names = sorted(os.listdir(self.directory))
         except (FileNotFoundError, NotADirectoryError):
@@ -119,8 +125,8 @@ class Checkpoints:
         ]
 
     def saved_at(self, step: int) -> float:
-        """Returns when the checkpoint at `step` was complete, by the clock of who wrote it; 0
-        where nothing tells.
+        """Returns the unix time at which the checkpoint at `step` was complete, by the clock of
+        the machine that wrote it. Returns 0 if the time cannot be read.
         """
         try:
             return float(json.loads(read_small(self.path(step) / MANIFEST))["time"])
@@ -131,7 +137,7 @@ class Checkpoints:
         """Returns the step of the newest complete checkpoint.
 
         Raises:
-            CheckpointError: there is none yet.
+            CheckpointError: No checkpoint is complete yet.
         """
         if not (steps := self.steps()):
             raise CheckpointError(
@@ -141,7 +147,7 @@ class Checkpoints:
         return steps[-1]
 
     def step_or_newest(self, step: int | None) -> int:
-        """Returns the step that is asked for; None asks for the newest complete checkpoint."""
+        """Returns `step`, or the step of the newest complete checkpoint if `step` is None."""
         return self.newest() if step is None else step
 
     def path(self, step: int) -> Path:
@@ -149,11 +155,14 @@ class Checkpoints:
         return self.directory / f"step_{step:08d}"
 
     def manifest(self, step: int) -> Manifest:
-        """Returns the manifest of a complete checkpoint, after comparing each file's size with it.
+        """Returns the manifest of a complete checkpoint. Compares the size of each file with the
+        manifest.
 
         Raises:
-            DamagedCheckpointError: there is none at this step, or files are missing or cut short.
-            CheckpointError: this directory mirrors a run elsewhere, where checkpoints stay.
+            DamagedCheckpointError: The step has no complete checkpoint, or a file is missing or
+                has another size.
+            CheckpointError: This directory mirrors a run on another machine. Checkpoints are not
+                mirrored.
         """
         path = self.path(step)
         if remote := mirror_of(self.directory.parent):
@@ -177,7 +186,7 @@ class Checkpoints:
             except FileNotFoundError:
                 found = None
             except OSError as error:
-                if error.errno != errno.EINVAL:  # A file system in trouble is no damage.
+                if error.errno != errno.EINVAL:  # An I/O error does not mean damage.
                     raise
                 raise _damaged(f"{file} is {error.strerror}", path) from error
             if found != expected:
@@ -186,8 +195,8 @@ class Checkpoints:
         return manifest
 
     def verify(self, manifest: Manifest, names: Iterable[str]) -> None:
-        """Raises DamagedCheckpointError unless those of some files that have a checksum are as
-        they were written.
+        """Raises DamagedCheckpointError if a file of `names` differs from its checksum in the
+        manifest. Files without a checksum are skipped.
         """
         path = self.path(manifest.step)
         for name in names:
@@ -197,19 +206,20 @@ class Checkpoints:
                 )
 
     def set_aside(self, step: int, attempt: int) -> Path:
-        """Renames a damaged checkpoint, so that it does not count but can be looked at; returns
-        where it is now.
+        """Renames the folder of a damaged checkpoint, which then does not count as a checkpoint
+        and can be examined. Returns the new path.
         """
         kept = self.path(step).with_suffix(f".damaged-{attempt}")
         self.path(step).rename(kept)
         return kept
 
     def describe(self, step: int) -> tuple[Manifest, bytes]:
-        """Returns the manifest of a checkpoint and torch's description of it, empty if another
-        engine wrote it.
+        """Returns (manifest of a checkpoint, content of torch's `.metadata` file). The content is
+        empty if the engine does not write torch's format.
 
         Raises:
-            DamagedCheckpointError: as `manifest`, or the description has changed.
+            DamagedCheckpointError: `manifest` raises it, or `.metadata` differs from its checksum.
+            CheckpointError: This directory mirrors a run on another machine.
         """
         manifest = self.manifest(step)
         if DESCRIPTION not in manifest.files:
@@ -219,10 +229,8 @@ class Checkpoints:
             return manifest, stream.read(DESCRIPTION_BYTES)
 
     def check_model(self, manifest: Manifest, spec: ModelSpec) -> None:
-        """Returns nothing if a checkpoint is of `spec`, but for its name and initial weights.
-
-        Raises:
-            CheckpointError: a shape differs.
+        """Raises CheckpointError if a checkpoint has another model than `spec`. The name of the
+        model and the settings of its initial weights may differ.
         """
         saved = manifest.spec.to_dict()
         wanted = spec.to_dict()
@@ -235,28 +243,31 @@ class Checkpoints:
                 )
 
     def complete(self, folder: Path, manifest: Manifest) -> None:
-        """Makes a checkpoint whose files are written count, unless a newer attempt has taken
-        over the run.
+        """Makes a checkpoint complete by writing its manifest, after all other files are written.
+
+        Raises:
+            StaleAttemptError: A newer attempt has taken over the run.
         """
-        # A left-over must not replace newer work.
+        # A process that is left over from an old attempt must not replace newer checkpoints.
         refuse_stale(self.directory.parent, manifest.attempt)
         seal = {MANIFEST: _own_checksum(manifest.to_dict())}
         manifest.replace(checksums=manifest.checksums | seal).write(folder / MANIFEST)
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
-        """Deletes all checkpoints but the newest `keep_last` and multiples of `keep_every`.
+        """Deletes all checkpoints except the newest `keep_last` and those at multiples of
+        `keep_every`. Returns the steps of the checkpoints that `steps` does not list any more.
 
-        Also deletes what an earlier deletion left. Returns the steps that no longer count.
-
-        The manifests that stay are flushed to the disk first, so that a loss of power leaves a
-        complete checkpoint. torch flushes its own files.
+        Folders that an earlier deletion could not delete are deleted too. The manifests of the
+        newest checkpoints are flushed to the disk first, so that a complete checkpoint survives a
+        loss of power. Torch flushes its own files.
         """
         steps = self.steps()
         kept = [self.path(step) for step in steps[-keep_last:]]
         for place in (*(folder / MANIFEST for folder in kept), *kept, self.directory):
             _flush(place)
         for left_over in self._left_over():
-            if ".partial" not in left_over.suffix:  # a newer attempt may be writing it
+            # A newer attempt may be writing a partial checkpoint.
+            if ".partial" not in left_over.suffix:
                 self.delete(left_over)
         surplus = [
             step for step in steps[:-keep_last] if not (keep_every and step % keep_every == 0)
@@ -264,22 +275,25 @@ class Checkpoints:
         return [step for step in surplus if self.delete(self.path(step))]
 
     def delete(self, folder: Path) -> bool:
-        """Deletes a folder, or a link to one, and returns whether its name is free now.
+        """Deletes a folder, or a symbolic link to a folder. Returns whether the name of the folder
+        is free now.
 
-        An error is kept in `undeleted` and not raised, because training needs no deletion: NFS
-        keeps a folder while a process has one of its files open. `prune` tries again.
+        An error is stored in `undeleted` and not raised, because training can continue without the
+        deletion. For example, NFS keeps a folder while a process has one of its files open.
+        `prune` tries again.
         """
         doomed = folder
         try:
             if ".deleting" not in folder.suffix:
-                # Renamed first: a half-deleted folder must not look complete. The name is new,
-                # because an older folder of this step may have been impossible to delete.
+                # The folder is renamed first, since a half-deleted folder must not look complete.
+                # The new name is random, since an undeleted folder of this step may exist already.
                 doomed = folder.with_suffix(f".deleting-{os.urandom(4).hex()}")
                 folder.rename(doomed)
             if doomed.is_symlink():
                 doomed.unlink()
                 return True
-            # First everything that can be deleted, then, for its error, what is left.
+            # The first call deletes everything that can be deleted. The second call raises the
+            # error of what is left.
             shutil.rmtree(doomed, ignore_errors=True)
             if doomed.exists():
                 shutil.rmtree(doomed)
@@ -291,10 +305,12 @@ class Checkpoints:
         return not os.path.lexists(folder)
 
     def recover(self) -> list[int]:
-        """Clears up what a killed attempt left, and returns the steps of all complete checkpoints.
+        """Cleans up the folders that a killed attempt left. Returns the steps of all complete
+        checkpoints.
 
-        A complete checkpoint that has not got its name yet is renamed. Other folders whose name is
-        a LEFT_OVER are deleted. Links, files and all other names are the user's and stay.
+        A complete checkpoint that does not have its final name yet is renamed. Other folders with a
+        name that matches LEFT_OVER are deleted. Links, files and folders with other names are the
+        user's and are not changed.
         """
         for folder in self._left_over():
             final = folder.with_suffix("")
@@ -306,7 +322,7 @@ class Checkpoints:
         return self.steps()
 
     def _left_over(self) -> list[Path]:
-        """Returns the folders that a killed attempt, or a failed deletion, has left."""
+        """Returns the folders that a killed attempt or a failed deletion has left."""
         return [
             path
             for path in sorted(self.directory.glob("step_*.*"))
@@ -314,10 +330,8 @@ class Checkpoints:
         ]
 
     def check_space(self, spec: ModelSpec) -> None:
-        """Returns nothing if one more checkpoint of `spec` fits on the disk.
-
-        Raises:
-            CheckpointError: less than 1.05 x the checkpoint's size is free.
+        """Raises CheckpointError if less than 1.05 times the size of a checkpoint of `spec` is free
+        on the disk.
         """
         needed = int(1.05 * BYTES_PER_PARAM * spec.num_params)
         existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
@@ -330,14 +344,14 @@ class Checkpoints:
 
 
 def _flush(place: Path) -> None:
-    """Returns once the disk has a file's content, or the names in a folder, as far as its file
-    system can.
+    """Waits until the content of a file, or the list of names in a folder, is on the disk. Does
+    nothing if the file system cannot flush a folder.
     """
     handle = os.open(place, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some flush no folders
+        if error.errno != errno.EINVAL:  # Some file systems cannot flush folders.
             raise
     finally:
         os.close(handle)
@@ -349,31 +363,32 @@ def _damaged(what: str, path: Path) -> DamagedCheckpointError:
 
 
 def checksum(file: Path) -> int:
-    """Returns the CRC-32 of a file's content: it finds every flipped bit, and tells 1.5 GB apart in
-    a second.
+    """Returns the CRC-32 of the content of a file.
 
-    Measured on one core of an AMD EPYC: CRC-32 1,500 MB/s, SHA-256 960 (where the CPU has it in
-    hardware), BLAKE2b 460. It is meant for accidents, not for forgers.
+    CRC-32 detects every single flipped bit. It protects against accidents and not against forgery.
+    Speeds measured on one core of an AMD EPYC: CRC-32 1,500 MB/s, SHA-256 960 MB/s with support
+    in hardware, BLAKE2b 460 MB/s.
     """
     value = 0
     buffer = memoryview(bytearray(READ_BYTES))
     with opened(file) as stream:
         while count := stream.readinto(buffer):
-            value = zlib.crc32(buffer[:count], value)  # lets other threads run meanwhile
+            value = zlib.crc32(buffer[:count], value)  # `crc32` releases the GIL.
     return value
 
 
 def _own_checksum(manifest: dict[str, Any]) -> int:
-    """Returns the CRC-32 of a manifest's content but for itself."""
+    """Returns the CRC-32 of the content of a manifest, without the manifest's own checksum."""
     others = {name: value for name, value in manifest["checksums"].items() if name != MANIFEST}
     return zlib.crc32(json.dumps({**manifest, "checksums": others}, sort_keys=True).encode())
 
 
 def cause(error: BaseException) -> str:
-    """Returns the reason of an error in saving or loading a checkpoint, and its ranks.
+    """Returns the reason of an error in saving or loading a checkpoint, followed by the ranks that
+    failed.
 
-    torch's CheckpointException has the errors of the ranks in `failures`, as such or as (error,
-    traceback).
+    The attribute `failures` of torch's CheckpointException has the error of each failed rank,
+    either alone or as (error, traceback).
     """
     failures = getattr(error, "failures", {})
     causes = []
@@ -386,7 +401,7 @@ def cause(error: BaseException) -> str:
         causes = [error]
     reason = f"{type(causes[0]).__name__}: {causes[0]}"
     for each in causes:
-        # torch reports a full disk as an unexpected position in the file.
+        # Torch reports a full disk as an unexpected position in the file.
         if getattr(each, "errno", None) == errno.ENOSPC or "unexpected pos" in str(each):
             reason = os.strerror(errno.ENOSPC)
     return f"{reason}{ranks}."

@@ -1,12 +1,12 @@
-"""Reads torch's distributed checkpoints without running code that a file may hold.
+"""Reads torch's distributed checkpoints without running code that a file may contain.
 
-Torch describes such a checkpoint in a pickled `.metadata`, and unpickles objects that are no
-tensors too. Here the description may name only the classes that torch itself writes for tensors, so
-whatever else it asks for is refused before it runs; objects that are no tensors are refused with
-it. Tensors are read by torch with `weights_only`, once their bytes were held to the CRC-32 that
-torch saves with them and does not look at.
+Torch describes a distributed checkpoint in a pickled file `.metadata`, and also unpickles objects
+that are no tensors. This reader accepts only the classes that torch itself writes for tensors. A
+description that names another class is refused before any of its code runs, and so are objects that
+are no tensors. Torch reads the tensors with `weights_only`. Before that, their bytes are compared
+with the CRC-32 that torch saves but does not check.
 
-Each tensor is read, and checked, alone, however large the checkpoint is.
+Each tensor is read and checked separately, however large the checkpoint is.
 """
 
 import argparse
@@ -44,22 +44,30 @@ UNUSED = {
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
 }
-"""What torch 2.11 to 2.14 write besides `KEPT`, and no reader asks for."""
+"""(module, name) of the classes that torch 2.11 to 2.14 write to `.metadata`, and that no reader
+needs. They are accepted, and their objects are loaded empty."""
 FAULTS = (RuntimeError, ValueError, LookupError, AssertionError, EOFError, pickle.UnpicklingError)
-"""What reading a tensor that is not there, not a tensor or of another shape can raise."""
+"""Exceptions that reading can raise if a tensor is missing, is no tensor or has another shape."""
 
 
 class CheckpointTensors:
-    """The tensors of one complete checkpoint by their names in it, such as `model.norm.weight`."""
+    """The tensors of one complete checkpoint, by their names in the checkpoint, such as
+    `model.norm.weight`.
+    """
 
     def __init__(
         self, checkpoints: Checkpoints, described: tuple[Manifest, bytes], spec: ModelSpec
     ) -> None:
-        """Takes what `Checkpoints.describe` gives, and reads no tensor.
+        """Reads the description of the checkpoint, and no tensor.
+
+        Args:
+            checkpoints: checkpoints of the run.
+            described: result of `Checkpoints.describe`: (manifest, content of `.metadata`).
+            spec: model that the checkpoint must have.
 
         Raises:
-            CheckpointError: the checkpoint is of another model than `spec`, or NxD's, or its
-                description is damaged.
+            CheckpointError: The checkpoint has another model than `spec`, was written by NxD, or
+                has a damaged description.
         """
         manifest, description = described
         self.path = checkpoints.path(manifest.step)
@@ -80,7 +88,8 @@ class CheckpointTensors:
         except FAULTS as error:
             raise self._unreadable(error) from error
         for place in self._metadata.storage_data.values():
-            # The manifest's files are known to be plain files of their sizes.
+            # `Checkpoints.manifest` has checked the files of the manifest: each is a plain file
+            # with the recorded size. Other files are not checked, so they are not read.
             if place.relative_path not in manifest.files:
                 raise self._unreadable(
                     ValueError(f"its manifest does not list {place.relative_path}")
@@ -88,16 +97,16 @@ class CheckpointTensors:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def fill_all(self, state: dict[str, Tensor]) -> None:
-        """Writes tensors into those of their names in `state`, which have their shapes and any
-        dtypes and strides.
+        """Copies tensors of the checkpoint into the tensors of the same names in `state`. Shapes
+        must be equal. Dtypes and strides may differ.
 
-        Of a DTensor this rank's part is written, and no other rank need call this. Each file is
-        opened once.
+        For a DTensor, only this rank's shard is filled, and other ranks need not call this method.
+        Each file is opened once.
 
         Raises:
-            DamagedCheckpointError: the bytes of one have changed since they were written.
-            CheckpointError: there is none of such a name and shape.
-            OSError: a file cannot be read now.
+            DamagedCheckpointError: The bytes of a tensor have changed since they were written.
+            CheckpointError: The checkpoint has no tensor with a name and shape of `state`.
+            OSError: A file cannot be read now.
         """
         planner = DefaultLoadPlanner()
         try:
@@ -113,8 +122,8 @@ class CheckpointTensors:
 
     def _unreadable(self, error: Exception, what: str = "") -> CheckpointError:
         text = next(iter(str(error).splitlines()), type(error).__name__)
-        # Bits have flipped in an archive's directory, which has no checksum: torch's own reader
-        # stumbles over it.
+        # The directory of a zip archive has no checksum. Torch's own reader reports flipped bits in
+        # the directory with this message.
         kind = DamagedCheckpointError if "failed reading zip archive" in text else CheckpointError
         return kind(
             f"{self.path} cannot be read: {what}{text}. Move it away to use an earlier checkpoint."
@@ -122,16 +131,20 @@ class CheckpointTensors:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Makes a pickle's numbers, texts, lists and tables. It runs nothing, and knows no classes but
-    those in `kept`. The bytes are checked first: see `check_pickle`.
+    """Unpickles numbers, texts, lists, dictionaries and objects of the classes in `kept`. Runs no
+    code of the pickle. `check_pickle` checks the bytes first.
 
-    An object of any other class is empty. Each object is of a subclass that this load alone has,
-    and that cannot be changed: a pickle may set attributes of what it names, and a class is shared
-    by the whole process. Only objects of the classes in `keys` can be keys of a table, since the
-    hash of other objects may take time without limit.
+    Objects of other classes are loaded as empty objects. A pickle may set attributes of the classes
+    that it names, and a class is shared by the whole process. So each object gets a new subclass
+    that only this load uses and that cannot be changed. Only objects of the classes in `keys` can
+    be keys of a dictionary, since the hash of other objects may take unlimited time.
+
+    Attributes:
+        kept: real class of the objects, by (module, name) in the pickle.
+        keys: classes of `kept` whose objects may be keys of a dictionary.
 
     Raises:
-        pickle.UnpicklingError: the bytes do not pass the check.
+        pickle.UnpicklingError: The bytes do not pass the check.
     """
 
     kept: ClassVar[dict[tuple[str, str], type]] = {("argparse", "Namespace"): argparse.Namespace}
@@ -151,11 +164,15 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class _FrozenType(type):
+    """Metaclass of classes whose attributes a pickle cannot set."""
+
     def __setattr__(cls, name: str, value: Any) -> None:
         raise pickle.UnpicklingError(f"it would change {cls.__name__}.{name}")
 
 
 class _EmptyObject(dict):
+    """Replacement for objects of unknown classes. It ignores its arguments and its state."""
+
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
@@ -163,7 +180,8 @@ class _EmptyObject(dict):
 
 
 class TensorsOnlyReader(FileSystemReader):
-    """`FileSystemReader` for checkpoints of unknown origin: tensors, and nothing that could run.
+    """`FileSystemReader` for checkpoints of unknown origin. Reads only tensors, and runs no code of
+    the checkpoint.
 
     `description` is the content of the checkpoint's `.metadata`.
     """
@@ -176,15 +194,15 @@ class TensorsOnlyReader(FileSystemReader):
         """Returns the description of the checkpoint.
 
         Raises:
-            pickle.UnpicklingError: it asks for anything but tensors.
-            ConfigError: it names a file of another folder.
+            pickle.UnpicklingError: The description contains other objects than tensors.
+            ConfigError: The description names a file in another folder.
         """
-        # it would look for cycles among a million small objects, for 7 times as long as making them
-        # takes
+        # The garbage collector would search a million small objects for cycles. The search takes 7
+        # times as long as the unpickling.
         gc.disable()
         try:
             metadata = _MetadataUnpickler(self.description).load()
-        except Exception as error:  # a stranger's bytes may lead to any
+        except Exception as error:  # Untrusted bytes may lead to any exception.
             raise pickle.UnpicklingError(f"its .metadata cannot be read: {error}") from error
         finally:
             gc.enable()
@@ -193,9 +211,10 @@ class TensorsOnlyReader(FileSystemReader):
         return metadata
 
     def _slice_file(self, file: Any, sinfo: Any) -> io.BytesIO:
-        """Returns the bytes of one tensor, a zip archive.
+        """Returns a stream of the bytes of one tensor, which are a zip archive.
 
-        Raises DamagedCheckpointError if they have changed.
+        Raises:
+            DamagedCheckpointError: The bytes have changed since they were written.
         """
         file.seek(sinfo.offset)
         found = io.BytesIO(file.read(sinfo.length))
@@ -203,7 +222,7 @@ class TensorsOnlyReader(FileSystemReader):
             changed = zipfile.ZipFile(found).testzip()
         except (
             Exception
-        ) as error:  # a flipped bit makes zipfile raise EOFError, zlib's error and others too
+        ) as error:  # After a bit flip, zipfile may raise EOFError, zlib.error and others.
             changed = str(error) or type(error).__name__
         if changed is not None:
             raise DamagedCheckpointError(
@@ -216,10 +235,14 @@ class TensorsOnlyReader(FileSystemReader):
 
 
 class _Index(MetadataIndex):
-    """Equal to torch's own of the same tensor, by which a reader looks for it."""
+    """Replacement for torch's `MetadataIndex`, which is the key of a tensor's place in the files.
+
+    It is equal to torch's index of the tensor, so torch's reader finds the place. Its hash takes
+    little time for any untrusted content.
+    """
 
     def __hash__(self) -> int:
-        # Of nested objects, each of which is used twice, a hash would take 2^depth steps.
+        # If each nested tuple contained the next one twice, a hash would take 2^depth steps.
         if type(self.fqn) is not str or not isinstance(self.offset, torch.Size | None):
             raise pickle.UnpicklingError("it has an index that is no name and offset of a tensor")
         return super().__hash__()
@@ -229,6 +252,8 @@ class _Index(MetadataIndex):
 
 
 class _MetadataUnpickler(PlainUnpickler):
+    """Unpickles `.metadata`. Refuses a pickle that names a class which torch does not write."""
+
     kept: ClassVar = {
         (METADATA, "Metadata"): Metadata,
         (METADATA, "MetadataIndex"): _Index,
@@ -239,14 +264,14 @@ class _MetadataUnpickler(PlainUnpickler):
     keys: ClassVar = (_Index,)
 
     def find_class(self, module: str, name: str) -> Any:
-        # So Python 3.13 calls it, and no other.
+        # Only Python 3.13 names the module of PosixPath `pathlib._local`.
         asked = (
             module.replace("pathlib._local", "pathlib"),
             name,
         )
         if asked == ("torch", "Size"):
-            return torch.Size  # which nobody can change
-        # Of torch, dtypes, which none asks for.
+            return torch.Size  # A built-in type, whose attributes cannot be set.
+        # Other names of the module `torch` are dtypes, which no reader needs.
         if module != "torch" and asked not in UNUSED and asked not in self.kept:
             raise pickle.UnpicklingError(
                 f"it asks for {module}.{name}, which no description of tensors needs; nothing"
@@ -256,8 +281,11 @@ class _MetadataUnpickler(PlainUnpickler):
 
 
 def _check(metadata: Any) -> None:
-    """Raises UnpicklingError for a description of something else, ConfigError for one of files
-    in other folders.
+    """Checks an unpickled description.
+
+    Raises:
+        pickle.UnpicklingError: The description contains other objects than tensors.
+        ConfigError: The description names a file in another folder.
     """
     tables = isinstance(metadata, Metadata) and (
         metadata.state_dict_metadata,

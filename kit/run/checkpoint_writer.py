@@ -1,4 +1,6 @@
-"""Writes a run's checkpoints in the background, by torch's distributed checkpoint; planned once."""
+"""Writes the checkpoints of a run in the background, in the format of torch's distributed
+checkpoint. The plan of the first save is used for all saves.
+"""
 
 import contextlib
 import dataclasses
@@ -31,11 +33,18 @@ from kit.torch_private import reusable_stager
 
 
 class CheckpointWriter:
-    """Writes checkpoints of one attempt in the background, one at a time; every rank has one.
+    """Writes the checkpoints of one attempt in the background, one at a time. Every rank has one
+    writer.
 
-    The process group of background writes is its own, so that they never mix with training's
-    collectives; it is made at the first of them. All that a checkpoint needs to count is done in
-    the background too, then older ones go.
+    Background writes have a separate process group, so that their collectives do not mix with those
+    of training. The group is created at the first write. Manifest, rename and the deletion of old
+    checkpoints are done in the background too.
+
+    Attributes:
+        group: process group of background writes.
+        stager: object that copies the state to host memory, which is reused at each save.
+        pending: (future, `facts` of `start`) of the checkpoint that is being written.
+        copies: future that is done once the newest state is copied.
     """
 
     def __init__(
@@ -45,40 +54,45 @@ class CheckpointWriter:
         self.attempt = attempt
         self.keep_last = keep_last
         self.keep_every = keep_every
-        # Kept open: what takes the place of a run directory is another one.
+        # The handle stays open. If another directory replaces the run directory, nothing is
+        # written into that directory.
         self.run_directory = os.open(checkpoints.directory.parent, os.O_RDONLY | os.O_DIRECTORY)
         self.group: Any = None
-        self.stager: DefaultStager | None = None  # its copies lie in the same memory at each save
+        self.stager: DefaultStager | None = None
         self.planner = SteadyPlanner()
         self.pending: tuple[Any, dict] | None = None
-        self.copies: Any = None  # a future: done once the newest state is copied
+        self.copies: Any = None
         self.stall_s = 0.0
         """Seconds for which training has waited for copies since `take_stall_s` was called."""
 
     def start(self, state: dict[str, Tensor], facts: dict) -> None:
-        """Begins to copy `state` and then to write it. Change no tensor of it before
-        `wait_for_copies` has returned.
+        """Starts to copy `state` and to write the copy. The caller must not change a tensor of
+        `state` before `wait_for_copies` has returned.
 
-        `state` is as `engine.state_dict()` gives it, `facts` the manifest's fields other than
-        attempt, time and files.
+        Args:
+            state: result of `engine.state_dict()`.
+            facts: fields of the manifest except attempt, time, files and checksums.
 
         Raises:
-            CheckpointError: this or the previous write failed; older checkpoints are intact.
+            CheckpointError: The previous write failed, or the disk has no room for this checkpoint.
+                Older checkpoints are intact.
+            StaleAttemptError: The run belongs to a newer attempt.
         """
         self.finish()
         self.group = self.group or cpu_group("checkpoint")
         if dist.get_rank() == 0:
             self.checkpoints.check_space(facts["spec"])
-        with contextlib.suppress(OSError):  # it is there; or the run is gone, as the write will say
+        # The folder exists already, or the run was removed. The write reports a removed run.
+        with contextlib.suppress(OSError):
             os.mkdir(self.checkpoints.directory.name, dir_fd=self.run_directory)
         partial = self.checkpoints.path(facts["step"]).with_suffix(f".partial-{self.attempt}")
         writer = Writer(partial, self.planner, functools.partial(self._complete, partial, facts))
         if self.stager is None:
             gpu = any(tensor.is_cuda for tensor in state.values())
-            # Pinned memory, a stream of its own.
+            # On a GPU, copies go to pinned memory, on a separate CUDA stream.
             self.stager = reusable_stager(StagingOptions(gpu, False, True, gpu))
         if torch.accelerator.is_available():
-            # that stream does not wait for the last update by itself
+            # The separate stream does not wait for the last update of the weights.
             torch.accelerator.synchronize()
         saved: Any = async_save(
             state,
@@ -91,8 +105,8 @@ class CheckpointWriter:
         self.pending = (saved.upload_completion, facts)
 
     def wait_for_copies(self) -> None:
-        """Returns once training may change the tensors that `start` was given; that copying failed
-        is told by `finish`.
+        """Waits until the state of `start` is copied, so that training may change its tensors. If
+        the copy has failed, `finish` raises the error.
         """
         if self.copies is None or self.copies.done():
             return
@@ -107,9 +121,9 @@ class CheckpointWriter:
         return stall_s
 
     def poll(self) -> None:
-        """Raises as `finish` once the pending checkpoint has failed; never waits.
+        """Raises the errors of `finish` if the pending checkpoint has failed. Never waits.
 
-        Call it once a step.
+        It is called once per step.
         """
         if self.pending is not None and self.pending[0].done():
             self.finish()
@@ -118,15 +132,15 @@ class CheckpointWriter:
         """Waits until the pending checkpoint, if any, is complete.
 
         Raises:
-            CheckpointError: it could not be written; older ones are intact.
-            StaleAttemptError: the run belongs to a newer attempt.
+            CheckpointError: The checkpoint could not be written. Older checkpoints are intact.
+            StaleAttemptError: The run belongs to a newer attempt.
         """
         if self.pending is None:
             return
         (future, facts), self.pending = self.pending, None
         try:
             future.result()
-        except (Exception, CheckpointException) as error:  # torch's derives from BaseException
+        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException.
             for found, _ in getattr(error, "failures", {}).values():
                 if isinstance(found, StaleAttemptError):
                     raise found from error
@@ -142,44 +156,49 @@ class CheckpointWriter:
     def _complete(
         self, partial: Path, facts: dict, files: dict[str, int], checksums: dict[str, int]
     ) -> None:
+        """Makes a written checkpoint complete, and then deletes old checkpoints. Runs on the
+        coordinator, in the background.
+        """
         manifest = Manifest(
             attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
         )
-        # All tensors are written: an error of the file system that passes must not lose them.
+        # All tensors are written. A temporary error of the file system must not lose them.
         retry_disk(functools.partial(self._commit, partial, manifest))
         self.checkpoints.prune(keep_last=self.keep_last, keep_every=self.keep_every)
 
     def _commit(self, partial: Path, manifest: Manifest) -> None:
-        """Makes a checkpoint complete and gives it its name. May be called again after an error."""
+        """Makes a checkpoint complete and renames its folder to the final name. May be called again
+        after an error.
+        """
         final = self.checkpoints.path(manifest.step)
         if not os.path.lexists(partial) and (final / MANIFEST).exists():
             return  # An earlier call renamed it before it failed.
         self.checkpoints.complete(partial, manifest)
         if final.exists():
-            # The new checkpoint is complete already, so a kill between the two renames loses none.
+            # The new checkpoint is complete already, so a kill between the two renames loses
+            # neither checkpoint.
             # `prune` deletes the old one.
             final.rename(final.with_suffix(f".replaced-{self.attempt}"))
         partial.rename(final)
 
 
 class SteadyPlanner(DefaultSavePlanner):
-    """Plans the first save; later ones are alike, and no rank tells another again what it knows
-    (torch PR 147343).
+    """Planner that plans the first save and uses this plan for all later saves, whose tensors have
+    the same names and shapes. The ranks then do not exchange their plans again (torch PR 147343).
     """
 
     def __init__(self) -> None:
         super().__init__(enable_plan_caching=True)
         self.description: Metadata | None = None
-        self._cached_plans_key = (  # the cache is the class's, for all planners
-            f"{type(self).__name__} {id(self)}"
-        )
+        # Torch's cache belongs to the class, so each planner needs a separate key.
+        self._cached_plans_key = f"{type(self).__name__} {id(self)}"
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Returns all ranks' plans, and in place of the description nothing: torch would send it
-        to all of them.
+        """Returns (plans of all ranks, empty description). The real description stays on the
+        coordinator, since torch would send it to all ranks.
 
-        The names of tensors are all in the first plan: torch looks for each in one plan after the
-        other, which at 8,192 ranks is most of the first save.
+        The first plan gets the names of all tensors. Torch searches for each name in one plan after
+        the other. At 8,192 ranks this search would take most of the time of the first save.
         """
         if all(plan.usable for plan in all_plans):
             names: dict[str, Any] = {}
@@ -193,8 +212,8 @@ class SteadyPlanner(DefaultSavePlanner):
 
 
 class Writer(FileSystemWriter):
-    """Writes this rank's file; calls `complete`, on the coordinator, with size and checksum by
-    file once all are.
+    """Writes the file of this rank. Once the files of all ranks are written, it calls `complete` on
+    the coordinator with (size by file, checksum by file).
     """
 
     def __init__(
@@ -205,14 +224,16 @@ class Writer(FileSystemWriter):
         self.complete = complete
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Makes the checkpoint's folder, but none above it, as torch's own call would: nothing is
-        written into what has taken a run directory's place.
+        """Creates the folder of the checkpoint, but no parent folder. Torch's own method would
+        create the parents too, and write into a removed run directory.
         """
         Path(self.path).mkdir(exist_ok=True)
         return super().prepare_local_plan(plan)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes the description, on the coordinator, and makes the checkpoint complete."""
+        """Writes the description and makes the checkpoint complete. Torch calls it on the
+        coordinator.
+        """
         assert self.planner.description is not None
         super().finish(dataclasses.replace(self.planner.description), results)
         file = Path(self.path) / DESCRIPTION

@@ -1,7 +1,7 @@
-"""Columns: metrics.jsonl as NumPy columns that grow with the file: only new bytes are read.
+"""Columns: metrics.jsonl as NumPy columns, which grow with the file. Only new bytes are read.
 
-The rule by which a newer attempt's steps replace what older ones did from its first on stands in
-`that_count`; everything that reads steps uses it.
+From the first step of an attempt on, its steps replace the steps of older attempts. All code that
+reads steps uses `that_count`, which implements this rule.
 """
 
 import json
@@ -24,6 +24,7 @@ COLUMNS = (
     "learning_rate",
     "memory_bytes",
 )
+"""Columns that `Metrics` always has. A value that a line lacks is NaN."""
 OPTIONAL_COLUMNS = (
     "validation_loss",
     "validation_s",
@@ -42,22 +43,26 @@ OPTIONAL_COLUMNS = (
 )
 """Columns that a run may lack.
 
-- `validation_s`: seconds of the validation after a step.
-- `skipped_steps`: steps without an update since the attempt's start. `nan_steps`: those of them, in
-  the line of another trainer's log, whose loss was not a number.
-- `consumed_tokens`: another trainer's own count of tokens at the end of a step.
-- `data_s`, `forward_backward_s`, `reduction_s`, `optimizer_s`: seconds that rank 0 waited for its
-  batch, and that the native engine's three phases took.
-- `waiting_s`, on a CPU: seconds of these phases in which rank 0 waited for other ranks.
+- `validation_s`: seconds of the validation after the step.
+- `skipped_steps`: number of steps without an update since the start of the attempt.
+- `nan_steps`: number of skipped steps with a NaN loss in one line of another trainer's log.
+- `consumed_tokens`: number of tokens at the end of the step, as counted by another trainer.
+- `data_s`: seconds for which rank 0 waited for its batch.
+- `forward_backward_s`, `reduction_s`, `optimizer_s`: seconds of the three phases of the native
+  engine on rank 0.
+- `waiting_s`: seconds, within these phases, for which rank 0 waited for other ranks. Recorded on a
+  CPU only.
 """
 NAMES: tuple[str, ...] = (*COLUMNS, *OPTIONAL_COLUMNS)
 FAST_FROM_BYTES, FAST_BLOCK_BYTES, MOST_ROOM = 2**18, 2**20, 2**22
-"""A few steps are parsed before a faster parser is even imported. Room for steps that are unread
-ends at MOST_ROOM, 0.7 GB that is not written to yet."""
+"""FAST_FROM_BYTES: least bytes for the parser of pyarrow. Shorter text is parsed by `json` in less
+time than the import of pyarrow takes. FAST_BLOCK_BYTES: block size of pyarrow in bytes. MOST_ROOM:
+largest number of unread steps for which memory is reserved. They reserve 0.7 GB, of which unused
+pages take no memory."""
 
 
 class Growing:
-    """Rows of float64 values, [rows, n], that grow at their end."""
+    """Array of float64 values, [rows, n], that grows at the end of its second dimension."""
 
     def __init__(self, rows: int) -> None:
         self._data = np.empty((rows, 1024))
@@ -68,15 +73,17 @@ class Growing:
         return self._data[:, : self.length]
 
     def extend(self, values: ArrayLike, start: int | None = None, to_come: int = 0) -> None:
-        """Adds further values, [rows, n]; in place of those from `start` on, if it is given.
+        """Appends values, [rows, n]. If `start` is given, they replace all values from index
+        `start` on.
 
-        `to_come` is how many more are expected: with room for them at once, less is copied.
+        `to_come` is the number of further values that are expected. Memory for them is reserved
+        now, so that less is copied later.
         """
         values = np.asarray(values)
         start = self.length if start is None else start
         needed = start + values.shape[-1]
         if needed > self._data.shape[1]:
-            # Room that is not written to yet costs nothing.
+            # Memory that is reserved and not written takes no pages.
             grown = np.empty((len(self._data), needed + max(self._data.shape[1], to_come)))
             grown[:, :start] = self._data[:, :start]
             self._data = grown
@@ -85,14 +92,14 @@ class Growing:
 
 
 class Columns(Tail):
-    """The steps of a metrics file, each once, by step; `columns["loss"]` is float64, NaN where a
-    line has none.
+    """The steps of a metrics file in ascending order, each step once. `columns["loss"]` is a
+    float64 array with NaN for lines without a loss.
 
     Attributes:
-        revision: changes whenever rows that were there before have changed (a new attempt, a
-            replaced file).
-        skipped_lines: torn or foreign lines so far.
-        first_steps: first step of each attempt.
+        revision: number that changes whenever rows that were read before have changed, after a new
+            attempt or a replacement of the file.
+        skipped_lines: number of lines so far that are torn or are not written by the kit.
+        first_steps: first step of each attempt, by attempt.
     """
 
     def __init__(self, file: Path) -> None:
@@ -110,8 +117,8 @@ class Columns(Tail):
         return column.values[0]
 
     def poll(self, limit_bytes: int = CHUNK_BYTES) -> bool:
-        """Reads what was added since the last time, at most `limit_bytes`; returns whether there
-        is more to read.
+        """Reads at most `limit_bytes` of the lines that were added since the last call. Returns
+        whether there is more to read.
         """
         text = self.new_lines(limit_bytes)
         if not text:
@@ -122,22 +129,24 @@ class Columns(Tail):
         return self.unread_bytes > 0
 
     def read_all(self) -> "Columns":
-        """Reads everything that is there, and returns itself."""
+        """Reads all lines that are in the file now. Returns the columns themselves."""
         while self.poll():
             pass
         return self
 
     def restart(self) -> None:
-        """Forgets what was read."""
+        """Drops all steps. The next `poll` reads the file from its beginning."""
         super().restart()
-        # One without a value so far stays empty, and takes no memory.
+        # A column without any finite value stays empty and takes no memory.
         self._columns = {name: Growing(1) for name in NAMES}
         self.skipped_lines = 0
         self.first_steps: dict[int, int] = {}
         self.revision += 1
 
     def _append(self, rows: np.ndarray, to_come: int) -> None:
-        """Adds parsed rows, [names, n], in the order of the file."""
+        """Adds parsed rows, [names, n], which are in the order of the file. `to_come` is the number
+        of rows that are expected later.
+        """
         start = int(np.searchsorted(self["step"], rows[0].min(initial=np.inf)))
         self.revision += start < len(self)
         rows = np.hstack([[self[name][start:] for name in NAMES], rows])
@@ -151,12 +160,17 @@ class Columns(Tail):
 def tokens_seen(
     tokens: np.ndarray, consumed: np.ndarray, before: float | None = None
 ) -> np.ndarray:
-    """Returns the tokens seen at the end of each step: what was told there, else counted on from
-    the last step told of.
+    """Returns the cumulative number of tokens at the end of each step.
 
-    `tokens` are those of each step, `consumed` what was told (NaN: nothing), `before` what was seen
-    before these steps. Without it they are a run's first, and count back from the first step told
-    of: a log may begin in the middle.
+    A recorded count is used where there is one. Between recorded counts, the tokens of each step
+    are added. If `before` is None, the steps before the first recorded count are counted backwards
+    from it, since a log may begin in the middle of a run.
+
+    Args:
+        tokens: number of tokens of each step.
+        consumed: recorded cumulative count at the end of each step. NaN if it was not recorded.
+        before: cumulative number of tokens before these steps. None if they are the first steps
+            of a run.
     """
     counted = (before or 0.0) + np.nancumsum(tokens)
     told = np.flatnonzero(np.isfinite(consumed))
@@ -172,11 +186,16 @@ def tokens_seen(
 def that_count(
     steps: ArrayLike, attempts: ArrayLike, first_steps: dict[int, int] | None = None
 ) -> np.ndarray:
-    """Returns the places of the rows that count, by step, each step once: without an attempt's
-    steps from the first of a newer one on.
+    """Returns the indices of the valid rows in ascending order of their steps, each step once.
 
-    The rows are in the order of the file: the later of two equals counts. `first_steps` are those
-    of the attempts of rows before, and get those of these rows.
+    A row is invalid if a newer attempt has begun at its step or at an earlier step. If two rows of
+    one attempt have the same step, the later row is valid.
+
+    Args:
+        steps: step of each row, in the order of the file.
+        attempts: attempt of each row.
+        first_steps: first step of each attempt in earlier rows, by attempt. The first steps of
+            attempts in these rows are added to it.
     """
     steps = np.asarray(steps, float)
     attempts = np.asarray(attempts, float)
@@ -186,7 +205,7 @@ def that_count(
         firsts[int(attempt)] = min(first, firsts.get(int(attempt), first))
     numbers = sorted(firsts)
     starts = [float(firsts[number]) for number in numbers]
-    # Of all newer attempts.
+    # Least first step of all newer attempts, for each attempt.
     bounds = np.append(np.minimum.accumulate(starts[::-1])[::-1][1:], np.inf)
     kept = np.flatnonzero(steps < bounds[np.searchsorted(numbers, attempts)])
     order = kept[np.argsort(steps[kept], kind="stable")]
@@ -195,19 +214,22 @@ def that_count(
 
 
 def parse_lines(text: bytes) -> tuple[np.ndarray, int]:
-    """Returns the values of whole lines, [names, n], and how many lines were torn or foreign."""
+    """Returns (values of the lines, number of skipped lines). The values are an array [names, n].
+
+    Lines that are torn or not written by the kit are skipped. `text` must consist of whole lines.
+    """
     if len(text) >= FAST_FROM_BYTES:
-        # NaN is not JSON.
+        # JSON has no NaN, so the second attempt replaces NaN by null.
         if found := _parse_fast(text) or _parse_fast(text.replace(b": NaN", b": null")):
             return found
-    # A lost line costs its own chunk only.
+    # A torn line makes the slow parser necessary for this chunk only.
     rows, skipped = parse_rows(text)
     return values_of(rows), skipped
 
 
 def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
-    """Returns what `parse_lines` does, or None if any line is not one flat JSON object with
-    numbers of ours.
+    """Returns the result of `parse_lines`, computed by pyarrow. Returns None if a line is not one
+    flat JSON object with numbers in the kit's columns.
     """
     import pyarrow
     import pyarrow.json
@@ -225,12 +247,13 @@ def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
         return None
     if table.num_rows != text.count(b"\n"):
         return None
-    # A scalar of Python's NaN would import pandas, which takes a second; so would `to_numpy`.
+    # Conversion of a Python NaN to an Arrow scalar, or `to_numpy`, would import pandas, which takes
+    # a second.
     (nan,) = pyarrow.Array.from_buffers(
         pyarrow.float64(), 1, [None, pyarrow.py_buffer(np.array([np.nan]))]
     )
     rows = np.stack([_floats(column.fill_null(nan)) for column in table.columns])
-    # Step and attempt must be whole numbers that float64 holds. NaN is not below the limit.
+    # Step and attempt must be integers that float64 represents exactly. NaN fails the comparison.
     ours = (np.abs(rows[:2]) < 2.0**53).all(axis=0)
     rows[:2] = np.trunc(rows[:2])
     if ours.all():
@@ -239,7 +262,9 @@ def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
 
 
 def _floats(column: Any) -> np.ndarray:
-    """Returns the values of an Arrow column of float64 without nulls."""
+    """Returns the values of an Arrow column as a NumPy array. The column must be float64 without
+    nulls.
+    """
     parts = []
     for array in column.chunks:
         end = array.offset + len(array)
@@ -248,14 +273,17 @@ def _floats(column: Any) -> np.ndarray:
 
 
 def parse_rows(text: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Returns the rows in whole lines, and how many lines were torn or foreign."""
+    """Returns (rows of the lines, number of skipped lines).
+
+    Lines that are torn or not written by the kit are skipped. `text` must consist of whole lines.
+    """
     found = [parse_row(line) for line in text.splitlines()]
     rows = [row for row in found if row is not None]
     return rows, len(found) - len(rows)
 
 
 def values_of(rows: list[dict[str, Any]]) -> np.ndarray:
-    """Returns the values of rows, [names, n], NaN where a row has none."""
+    """Returns the values of rows as an array, [names, n]. It has NaN where a row lacks a value."""
     values = np.empty((len(NAMES), len(rows)))
     for place, row in enumerate(rows):
         values[:, place] = [float_or_nan(row.get(name)) for name in NAMES]
@@ -263,15 +291,15 @@ def values_of(rows: list[dict[str, Any]]) -> np.ndarray:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Returns the row in a line of `metrics.jsonl`, with whole numbers as step and attempt; None
-    if it is not one.
+    """Returns the row in a line of `metrics.jsonl`, with step and attempt as integers. Returns None
+    if the line is torn or not written by the kit.
     """
     try:
         row = json.loads(line)
         step = int(row["step"])
         attempt = int(row["attempt"])
         for value in filter(is_number, row.values()):
-            float(value)  # raises OverflowError where it has hundreds of digits
+            float(value)  # Raises OverflowError for an integer with hundreds of digits.
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     if max(abs(step), abs(attempt)) >= 2**53:
@@ -280,10 +308,10 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Returns whether a recorded value is a number."""
+    """Returns whether a recorded value is a number. A bool is not a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def float_or_nan(value: Any) -> float:
-    """Returns a value of a row, as `parse_row` gives it, as a float; NaN if it is none."""
+    """Returns a value of a row of `parse_row` as a float. Returns NaN if it is not a number."""
     return float(value) if is_number(value) else float("nan")

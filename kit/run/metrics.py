@@ -1,6 +1,7 @@
-"""Metrics: what `metrics.jsonl` says, with tokens/s, MFU and HFU derived from spec, plan and site.
+"""Metrics: the steps in `metrics.jsonl`, with tokens/s, MFU and HFU derived from spec, plan and
+site.
 
-No torch.
+Imports no torch.
 """
 
 import contextlib
@@ -30,16 +31,16 @@ from kit.run.columns import (
 )
 
 MOST_WAITING = 200_000
-"""Largest number of lines that wait in memory for the disk, of about 500 bytes each. A run of one
-step per second fills it in two days."""
+"""Largest number of lines that wait in memory for the disk. A line has about 500 bytes. A run with
+one step per second produces this number in two days."""
 WRITE_BYTES = 1 << 20
-"""Bytes of lines that are joined for one write."""
+"""Bytes of lines that are joined for one write to the disk."""
 SPEED_STEPS = 20
-"""Steps of which tokens/s, MFU, HFU and time per step are the median, wherever a view shows one
-number."""
+"""Number of the newest steps whose median is shown, wherever a view shows one number for tokens/s,
+MFU, HFU or time per step."""
 MAX_ABOVE_PEAK = 0.05
-"""Share of a run's steps that may look faster than the peak before it is the peak that is not
-believed."""
+"""Largest share of a run's steps that may be faster than the peak. With a larger share the peak is
+taken to be wrong, and no MFU is given."""
 RECENT_STEPS = 100
 """Number of the last steps whose mean step time predicts the time left."""
 PERIODS = 5
@@ -51,19 +52,20 @@ run."""
 
 
 class MetricsWriter:
-    """Appends one line per optimizer step to `metrics.jsonl`. Lines that the disk does not take
-    wait in memory.
+    """Appends one line per optimizer step to `metrics.jsonl`. Lines that cannot be written wait in
+    memory.
 
-    `add` and `flush` may be called by two threads.
+    One thread may call `add` while another one calls `flush`.
     """
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.stream: io.FileIO | None = None
         self.waiting = deque[bytes]()
-        """Lines of `add` that `flush` has not taken over, oldest first."""
+        """Lines from `add` that `flush` has not moved to `pending`, oldest first."""
         self.pending = bytearray()
-        """Bytes that `flush` writes next. The beginning of its first line may be written."""
+        """Bytes that `flush` writes next. The beginning of the first line may be written
+        already."""
         self.is_begun = False
         """Whether the file was opened before."""
         self.num_dropped = 0
@@ -71,11 +73,11 @@ class MetricsWriter:
 
     @property
     def num_unwritten(self) -> int:
-        """Number of lines that are not in the file, with those that were dropped."""
+        """Number of lines that are not in the file, including dropped lines."""
         return len(self.waiting) + self.pending.count(b"\n") + self.num_dropped
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Adds the lines of some steps to those that wait. Never waits for the disk."""
+        """Adds the lines of some steps to the waiting lines. Never waits for the disk."""
         for row in rows:
             if len(self.waiting) < MOST_WAITING:
                 self.waiting.append(f"{json.dumps(row)}\n".encode())
@@ -83,10 +85,10 @@ class MetricsWriter:
                 self.num_dropped += 1
 
     def flush(self) -> None:
-        """Writes all lines that wait, visible to readers at once.
+        """Writes all waiting lines. Readers see them immediately.
 
         Raises:
-            OSError: not all could be written. The rest waits for the next call.
+            OSError: Some lines could not be written. They wait for the next call.
         """
         if not self.waiting and not self.pending:
             return
@@ -100,26 +102,28 @@ class MetricsWriter:
                 del self.pending[: stream.write(self.pending)]
         except OSError as error:
             if error.errno not in FULL:
-                # A handle of a network file system may be stale for good.
+                # A handle of a network file system may stay stale, so the next call opens a new
+                # one.
                 self.stream = None
                 with contextlib.suppress(OSError):
                     stream.close()
             raise
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Writes some steps after those that wait. Raises OSError as `flush`."""
+        """Writes the waiting lines and then the lines of some steps. Raises OSError as `flush`."""
         self.add(rows)
         self.flush()
 
     def close(self) -> None:
-        """Closes the file. Lines that wait are not written."""
+        """Closes the file. Waiting lines are not written."""
         if self.stream is not None:
             self.stream.close()
 
     def _open(self) -> io.FileIO:
+        """Opens the file for appending and returns its stream."""
         self.stream = appending(self.file)
         if not self.is_begun:
-            # The torn last line of a killed attempt must not swallow our first line.
+            # After a torn last line of a killed attempt, a line break must come first.
             self.pending[:0] = line_break(self.stream)
             self.is_begun = True
         return self.stream
@@ -127,8 +131,10 @@ class MetricsWriter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """The steps of a run, oldest first, each once: a newer attempt's steps replace what an older
-    one did after it.
+    """The steps of a run in ascending order, each step once. From the first step of an attempt on,
+    its steps replace the steps of older attempts.
+
+    `metrics["loss"]` is one column as an array.
     """
 
     columns: dict[str, np.ndarray]
@@ -137,25 +143,26 @@ class Metrics:
     site: Site
     skipped_lines: int
     other_sites: Mapping[int, Site] = dataclasses.field(default_factory=dict)
-    """Of attempts that ran elsewhere than on `site`."""
+    """Sites of attempts that did not run on `site`, by attempt."""
     damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """Why the plan or site of an attempt cannot be read: its steps have neither MFU nor HFU."""
+    """Reason why the plan or site of an attempt cannot be read, by attempt. The steps of such an
+    attempt have neither MFU nor HFU."""
     is_imported: bool = False
-    """Whether another trainer than the kit's made the steps."""
+    """Whether the steps were converted from another trainer's log."""
 
     @classmethod
     def read(cls, file: Path, **facts: Any) -> "Metrics":
-        """Returns the metrics in a `metrics.jsonl`, if there is one; torn or foreign lines are
-        skipped and counted.
+        """Returns the metrics in a `metrics.jsonl`. Without the file, they have no steps.
 
-        `facts` are the run's own: spec, the plans of its attempts, the site, whose peak makes
-        MFU, and what else is known of `other_sites`, `damaged` and `is_imported`.
+        Lines that are torn or not written by the kit are skipped and counted. `facts` are the
+        fields `spec`, `plans`, `site` and, optionally, `other_sites`, `damaged` and `is_imported`,
+        as `kit.run.Run.facts` returns them.
         """
         return cls.of(Columns(file).read_all(), **facts)
 
     @classmethod
     def of(cls, read: Columns, **facts: Any) -> "Metrics":
-        """Returns the metrics of steps that were read; `facts` as in `read`."""
+        """Returns the metrics of steps that were read already. `facts` are as in `read`."""
         names = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if np.isfinite(read[name]).any())]
         columns = {name: read[name] for name in names}
         columns |= {name: _whole(columns[name]) for name in ("step", "attempt", "tokens")}
@@ -180,27 +187,31 @@ class Metrics:
         return _whole(tokens_seen(_whole(self["tokens"]), consumed))
 
     def mfu(self) -> np.ndarray | None:
-        """Returns model FLOP/s over peak dense FLOP/s of the plan's dtype, 0-1, per step; None
-        where there is none.
+        """Returns the MFU of each step, from 0 to 1: model FLOP/s divided by peak dense FLOP/s of
+        the plan's dtype. Returns None if the peak is unknown or wrong, see `why_no_mfu`.
 
-        There is none for an unknown peak, nor for one that the run goes beyond: see `why_no_mfu`.
-        Of a believable peak, a single step above it (a clock was set, a line was damaged) is NaN.
+        If the peak is believable, a single step above the peak is NaN. Causes are a changed clock
+        or a damaged line.
         """
         return self._believable(0)
 
     def hfu(self) -> np.ndarray | None:
-        """Returns the same with recomputed FLOPs counted; None and NaN as in `mfu`."""
+        """Returns the HFU of each step, from 0 to 1. Unlike MFU, it counts recomputed FLOPs.
+        Returns None, or NaN for a step, in the cases of `mfu`.
+        """
         return self._believable(1)
 
     def speeds(self) -> dict[str, np.ndarray]:
-        """Returns tokens_per_s and, where the peak is known and holds, mfu and hfu."""
+        """Returns `tokens_per_s` of each step and, if the peak is known and believable, `mfu` and
+        `hfu`, by name.
+        """
         speeds = {"tokens_per_s": self.tokens_per_s, "mfu": self.mfu(), "hfu": self.hfu()}
         return {name: values for name, values in speeds.items() if values is not None}
 
     @property
     def why_no_mfu(self) -> str | None:
-        """Why there is neither MFU nor HFU: `peak unknown` or `above the peak`; None where they
-        are known.
+        """Reason why there is neither MFU nor HFU: `peak unknown`, or `above the peak` if too many
+        steps are faster than the peak. None if both are known.
         """
         both = self.utilisations
         if both is None:
@@ -209,13 +220,16 @@ class Metrics:
         return "above the peak" if refutes_peak(int(np.sum(known > 1)), len(known)) else None
 
     def _believable(self, which: int) -> np.ndarray | None:
+        """Returns MFU (`which` is 0) or HFU (`which` is 1), with the rules of `mfu`."""
         if (both := self.utilisations) is None or self.why_no_mfu:
             return None
         return np.where(both[which] > 1, np.nan, both[which])
 
     @functools.cached_property
     def utilisations(self) -> np.ndarray | None:
-        """MFU and HFU as they come out, [2, steps], above 1 too; None for an unknown peak."""
+        """MFU and HFU of each step, [2, steps]. Values above 1 are included. None if the peak is
+        unknown.
+        """
         rates = np.full((2, len(self)), np.nan)
         for attempt, plan in self.plans.items():
             site = self.other_sites.get(attempt, self.site)
@@ -228,15 +242,15 @@ class Metrics:
 
     @property
     def layouts(self) -> np.ndarray:
-        """Number of the layout of each step, from 0: see `layout_numbers`."""
+        """Number of the layout of each step, counted from 0. See `layout_numbers`."""
         return layout_numbers(self["attempt"], self.plans, self.other_sites)
 
     def summary(self) -> dict[str, Any]:
-        """Returns the last step in plain numbers, speeds as the median of the last 20 steps with
-        its layout.
+        """Returns the numbers of the last step by name. Speeds are medians over the last
+        SPEED_STEPS steps with the layout of the last step.
 
-        A loss or gradient norm that was not finite stays what it was; None is what was never
-        recorded, or is not known.
+        A loss or gradient norm that is not finite is NaN or infinity. A number is None if it was
+        never recorded or is unknown.
         """
         if not len(self):
             return {"step": 0}
@@ -252,12 +266,17 @@ class Metrics:
 def last_step_values(
     steps: Metrics | Columns, speeds: Mapping[str, np.ndarray], layouts: np.ndarray
 ) -> dict[str, Any]:
-    """Returns the numbers of the last of some steps. `layouts` is the number of each step's layout.
-    Each of `speeds` is the median over those of the last SPEED_STEPS steps that have the layout of
-    the last step. `speed_steps` is the number of these steps.
+    """Returns the numbers of the last step by name.
 
-    A loss or gradient norm that was not finite stays as it was. A number is None if it was never
+    The result for each name in `speeds` is a median. It is taken over those of the last SPEED_STEPS
+    steps that have the layout of the last step. `speed_steps` is the number of these steps. A loss
+    or gradient norm that is not finite is NaN or infinity. A number is None if it was never
     recorded or is unknown.
+
+    Args:
+        steps: steps of a run, at least one.
+        speeds: speed of each step, by name.
+        layouts: number of the layout of each step.
     """
     norms = steps["grad_norm"]
     grad_norm = None
@@ -291,8 +310,8 @@ def layout_numbers(
 
 
 def rows_to_metrics(rows: list[dict[str, Any]], **facts: Any) -> Metrics:
-    """Returns rows as they are, in their order and with repeated steps, as metrics with their
-    derived speeds; `facts` as in `Metrics.read`.
+    """Returns rows of metrics.jsonl as metrics, in their order and with repeated steps. `facts` are
+    as in `Metrics.read`.
     """
     return Metrics(columns=dict(zip(NAMES, values_of(rows), strict=True)), skipped_lines=0, **facts)
 
@@ -300,17 +319,17 @@ def rows_to_metrics(rows: list[dict[str, Any]], **facts: Any) -> Metrics:
 def utilisation_rates(
     spec: ModelSpec, plan: Plan, site: Site, *, is_imported: bool
 ) -> tuple[float, float] | None:
-    """Returns MFU and HFU at one token per second, to which both are proportional; None for an
-    unknown peak.
+    """Returns (MFU, HFU) at one token per second. Both are proportional to tokens per second.
+    Returns None if the peak is unknown.
 
-    Of another trainer's steps, full recomputation is counted whole, as Megatron runs it and the
-    papers count it.
+    For the steps of another trainer, full recomputation counts the whole forward pass of each
+    block, as Megatron runs it and as the papers count it.
     """
     peak = site.peak_flops_per_s(plan.precision)
     devices = plan.num_devices
     if peak is None:
         return None
-    if site.scheduler == "local":  # more processes than cores share the cores
+    if site.scheduler == "local":  # Processes beyond the number of cores share the cores.
         devices = min(devices, site.devices_per_node)
     executed = spec.hardware_flops_per_token(
         plan.recompute,
@@ -321,12 +340,12 @@ def utilisation_rates(
 
 
 def time_left_s(steps: Metrics | Columns, num_steps: int) -> float | None:
-    """Returns the predicted seconds until a run will have done `num_steps` steps, or None where
+    """Returns the predicted seconds until a run will have done `num_steps` steps. Returns None if
     the time of a step is unknown.
 
-    A step takes the mean of the newest attempt's last RECENT_STEPS steps. Validation, saves and
-    other pauses between steps are added at the rate of their last PERIODS periods. So the
-    prediction forgets a slow phase, however long it was.
+    The time of a step is the mean over the last RECENT_STEPS steps of the newest attempt.
+    Validation, saves and other pauses between steps are added at the rate of their last PERIODS
+    periods. So a slow phase in the past does not affect the prediction, however long it was.
     """
     if not len(steps):
         return None
@@ -340,7 +359,7 @@ def time_left_s(steps: Metrics | Columns, num_steps: int) -> float | None:
     if not step_s > 0:
         return None
     gaps_s = np.diff(steps["time"][first:]) - took_s[1:]
-    # Where the clock was set back, a gap is negative, and the gaps beside it may be far too long.
+    # If the clock was set back, a gap is negative, and the gaps beside it may be far too long.
     is_wrong = ~(gaps_s > -step_s)
     is_beside = is_wrong.copy()
     is_beside[1:] |= is_wrong[:-1]
@@ -371,11 +390,12 @@ def _pause_s_per_step(gaps_s: np.ndarray, pauses: np.ndarray) -> float:
         return 0.0
     now = len(gaps_s) - 1
     counted = pauses[-PERIODS:]
-    if len(pauses) <= PERIODS:  # too few periods: all steps of the attempt
+    if len(pauses) <= PERIODS:  # With too few periods, the rate is that over the whole attempt.
         return float(gaps_s[counted].sum()) / (now + 1)
     begin = pauses[-PERIODS - 1]
     end = pauses[-1]
-    if now - end > np.diff(pauses[-PERIODS - 1 :]).max():  # the pauses have become rarer
+    # The present period is longer than all counted periods, so the pauses have become rarer.
+    if now - end > np.diff(pauses[-PERIODS - 1 :]).max():
         end = now
     return float(gaps_s[counted].sum()) / float(end - begin)
 
@@ -388,18 +408,18 @@ def _column(steps: Metrics | Columns, name: str) -> np.ndarray:
 
 
 def refutes_peak(above: int, known: int) -> bool:
-    """Returns whether a peak is too low to be true: `above` of `known` steps computed faster
-    than that.
+    """Returns whether a peak is too low to be true. `above` is the number of steps that are faster
+    than the peak, and `known` the number of all steps with a known speed.
     """
     return above > MAX_ABOVE_PEAK * known
 
 
 def median(values: np.ndarray) -> float | None:
-    """Returns the median of the finite values, None where there is none."""
+    """Returns the median of the finite values, or None if no value is finite."""
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if finite.size else None
 
 
 def _whole(values: np.ndarray) -> np.ndarray:
-    """Returns recorded counts as int64, 0 where there is none that could be one."""
+    """Returns recorded counts as int64. A value that is NaN or too large for a count becomes 0."""
     return np.where(np.abs(values) < 2.0**53, values, 0).astype(np.int64)

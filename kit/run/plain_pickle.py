@@ -3,7 +3,7 @@ proportion to the number of bytes.
 
 Without the check a few bytes are enough to use up a machine. A memo index of 2^31 reserves 32 GiB.
 A tuple that holds another tuple twice, in forty levels, needs 2^40 steps for its hash. If n keys of
-a table have equal hashes, it takes n^2 steps.
+a table have equal hashes, the loading takes n^2 steps.
 """
 
 import pickle
@@ -14,18 +14,20 @@ numbers have equal hashes. File offsets and counts stay below 2^55."""
 MOST_SHARED_TUPLES = 8
 """Largest number of uses of tuples from the memo. Each use at most doubles the time of a hash."""
 TUPLES = frozenset(b"t\x85\x86\x87")
-"""Opcodes that make a tuple."""
+"""Opcodes that create a tuple."""
 MADE = TUPLES | frozenset(b")]}\x8f\x91\x81\x92R\x93cXTBU\x8c\x8d\x8eC\x8aGQ")
 """Opcodes that leave a new object on the stack. Only such an object is stored in the memo."""
 WITHOUT_ARGUMENT = b"(.N\x88\x89)]}taesub\x85\x86\x87\x81\x92R\x93\x8f\x90\x91Q\x94"
 SIZES = dict.fromkeys(WITHOUT_ARGUMENT, 0)
 SIZES |= {ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("G"): 8, 0x80: 1, 0x95: 8}
-"""Size of the argument in bytes, for each opcode with a fixed size that has no rule of its own."""
+"""Size of the argument in bytes, for each opcode with an argument of fixed size and no special
+rule in `check_pickle`."""
 TEXTS = {ord("U"): 1, 0x8C: 1, ord("C"): 1, ord("X"): 4, ord("T"): 4, ord("B"): 4, 0x8D: 8, 0x8E: 8}
-"""Opcodes of texts and bytes, with the size of their length in bytes."""
+"""Size in bytes of the length field, for each opcode of a text or of bytes."""
 PUTS = {ord("q"): 1, ord("r"): 4}
 GETS = {ord("h"): 1, ord("j"): 4}
-"""Opcodes that store an object in the memo and get one from it, with the size of the index."""
+"""Size in bytes of the memo index. PUTS: opcodes that store an object in the memo. GETS: opcodes
+that load an object from the memo."""
 MEMOIZE = 0x94
 GLOBAL = ord("c")
 LONG1 = 0x8A
@@ -35,8 +37,8 @@ def check_pickle(data: bytes) -> None:  # noqa: C901 - one flat case per kind of
     """Checks pickled bytes as protocols 2 to 5 write them. Takes about a microsecond for 10 bytes.
 
     Raises:
-        pickle.UnpicklingError: an opcode, a memo index, a number or the sharing of tuples could
-            take time or memory out of proportion.
+        pickle.UnpicklingError: An opcode, a memo index, a number or the sharing of tuples could
+            take time or memory out of proportion to the size of the data.
     """
     sizes = SIZES
     tuples = set[int]()
@@ -82,6 +84,8 @@ def check_pickle(data: bytes) -> None:  # noqa: C901 - one flat case per kind of
 
 
 def _check_stored(before: int, place: int) -> None:
-    """Raises UnpicklingError unless the opcode before has made the object that is stored."""
+    """Raises UnpicklingError unless the previous opcode, `before`, has created the object that is
+    stored in the memo. `place` is the position in bytes, for the message.
+    """
     if before not in MADE:
         raise pickle.UnpicklingError(f"an object is stored a second time at byte {place}")

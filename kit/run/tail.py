@@ -1,4 +1,6 @@
-"""Files that others append to: what was added since the last look, and the last lines."""
+"""Readers of files to which other processes append: the lines since the last call, and the last
+lines.
+"""
 
 import os
 from pathlib import Path
@@ -7,20 +9,23 @@ from typing import BinaryIO
 from cluster.files import opened
 
 CHUNK_BYTES = 8 << 20
+"""Default for the largest number of bytes that one call reads."""
 FINGERPRINT_BYTES = 256
+"""Number of the last read bytes that are compared to find out whether a file was replaced."""
 ENDLESS_BYTES = 4 * CHUNK_BYTES
+"""Bytes of one line after which the reading stops, since the line may have no end."""
 
 
 class Tail:
-    """Reads the whole lines that are appended to a file, each once; a file that was cut or replaced
-    is read afresh.
+    """Reads the whole lines that are appended to a file, each once. A file that was truncated or
+    replaced is read again from its beginning.
 
     Attributes:
-        position: bytes read so far.
+        position: number of bytes read so far.
     """
 
     ENDS = b"\n"
-    """The bytes that each end a line."""
+    """Line ends: each byte in this value ends a line."""
 
     def __init__(self, file: Path, position: int = 0) -> None:
         self.file = file
@@ -29,11 +34,11 @@ class Tail:
         self._endless = 0
 
     def new_lines(self, limit_bytes: int = CHUNK_BYTES) -> bytes:
-        """Returns the next lines, at most so many bytes of them; empty where nothing is new.
+        """Returns the next whole lines, at most `limit_bytes`. Empty if there is no new line.
 
-        A line without its end waits for the next call, unless it is longer than the limit: then it
-        is none of ours, and comes in pieces, up to ENDLESS_BYTES: what is longer ends the
-        reading, since it may have no end.
+        A line without its end waits for the next call. A line longer than `limit_bytes` was not
+        written by the kit, and is returned in pieces. After ENDLESS_BYTES of one line the reading
+        stops, since the line may have no end.
         """
         try:
             with opened(self.file) as stream:
@@ -41,7 +46,7 @@ class Tail:
                     self.restart()
                 stream.seek(self.position)
                 text = stream.read(limit_bytes)
-        except OSError:  # not there yet, or removed while it was followed: what was read stays
+        except OSError:  # The file does not exist yet, or was removed. Lines read before stay.
             return b""
         whole = text[: max(map(text.rfind, self.ENDS)) + 1]
         self._endless = 0 if whole else self._endless
@@ -53,21 +58,21 @@ class Tail:
         return whole
 
     def is_same(self, stream: BinaryIO) -> bool:
-        """Returns whether an open file is still the one that was read up to `position`."""
+        """Returns whether an open file is the file that was read up to `position`."""
         if stream.seek(0, os.SEEK_END) < self.position:
             return False
         stream.seek(self.position - len(self._last))
         return stream.read(len(self._last)) == self._last
 
     def restart(self) -> None:
-        """Forgets what was read."""
+        """Resets the position. The next call reads the file from its beginning."""
         self.position = 0
         self._last = b""
         self._endless = 0
 
     @property
     def unread_bytes(self) -> int:
-        """How much of the file waits to be read."""
+        """Number of bytes of the file that are not read yet."""
         try:
             return max(0, self.file.stat().st_size - self.position)
         except OSError:
@@ -75,10 +80,10 @@ class Tail:
 
 
 def last_lines(file: Path, limit_bytes: int, *, follows: bool = False) -> list[bytes]:
-    """Returns the lines in the last bytes of a file, without one whose beginning is cut off; none
-    if there is none.
+    """Returns the lines in the last `limit_bytes` of a file, without a first line whose beginning
+    is missing. Returns an empty list if the file cannot be read.
 
-    `follows` takes a link too, as the log of an imported run is one.
+    With `follows`, the file may be a symbolic link. The log of an imported run is a link.
     """
     try:
         with opened(file, follows=follows) as stream:

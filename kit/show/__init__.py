@@ -1,1 +1,1 @@
-"""How things look: figures in one style, tables, the terminal."""
+"""Figures in one style, tables, and text in a terminal."""

@@ -1,6 +1,7 @@
 """Figures that explain an idea, for notebooks.
 
-Each returns a matplotlib figure and, where it shows data, its table.
+Each function returns a matplotlib figure. If the figure shows data, the function returns (figure,
+table of the data).
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ from kit.show.theme import BLUE, GREY, VERMILION
 
 
 def tensor_split_picture() -> Any:
-    """Returns a drawing of a column-split matrix followed by a row-split one, over two devices."""
+    """Returns a drawing of tensor parallelism over two devices: a column-split matrix followed by a
+    row-split matrix.
+    """
     subscripts = "₁₂"
     with new_figure(height=1.7) as (figure, axis):
         for device, colour in enumerate((BLUE, VERMILION)):
@@ -41,8 +44,8 @@ def tensor_split_picture() -> Any:
 
 
 def flop_basis_figure(specs: Sequence[ModelSpec]) -> tuple[Any, Rows]:
-    """Returns a figure of each model's FLOPs per token in every basis, relative to the kit's,
-    and its table.
+    """Returns (figure, table) of each model's FLOPs per token in every `FlopBasis`, relative to the
+    kit's own count.
     """
     others = [basis for basis in FlopBasis if basis is not FlopBasis.MODEL]
     rows = [
@@ -67,10 +70,10 @@ def flop_basis_figure(specs: Sequence[ModelSpec]) -> tuple[Any, Rows]:
 
 
 def stage_weights_figure(weights: dict[int, tuple[int, int]]) -> tuple[Any, Rows]:
-    """Returns a figure of the weights that one rank of each pipeline stage holds, and its table.
+    """Returns (figure, table) of the number of weights on one rank of each pipeline stage.
 
-    `weights` of a stage are the numbers held in blocks and in all; the rest is embedding, final
-    norm and output.
+    `weights` has, for each stage, (weights in blocks, all weights). The difference is embedding,
+    final norm and output.
     """
     rows = [
         {"stage": stage, "blocks": blocks, "embedding and output": whole - blocks}
@@ -101,6 +104,7 @@ def stage_weights_figure(weights: dict[int, tuple[int, int]]) -> tuple[Any, Rows
 def _box(
     axis: Any, x: float, y: float, width: float, height: float, colour: str, text: str
 ) -> None:
+    """Draws a rectangle with a text in its middle. `x` and `y` are its lower left corner."""
     from matplotlib.patches import Rectangle
 
     face = (colour, 0.22)

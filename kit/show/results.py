@@ -1,4 +1,4 @@
-"""One measured number, judged by its limit, and how it is printed. No torch."""
+"""A measured number, its comparison with a limit, and its format. Imports no torch."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from cluster.record import Record, field_doc
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row(Record):
-    """One measured number."""
+    """One measured number, with its target if it has one."""
 
     name: str = field_doc("name of the measured quantity")
     value: float = field_doc("measured number; a fraction of 1 if the unit is `fraction`")
@@ -30,7 +30,10 @@ def row(
     at_most: float | None = None,
     note: str = "",
 ) -> Row:
-    """Returns a row, judged by one limit if there is one."""
+    """Returns the row of a measured value. If `at_least` or `at_most` is given, the row also says
+    whether the value meets this limit. If both are
+    given, only `at_least` is used.
+    """
     target = ""
     ok = None
     if at_least is not None:
@@ -43,8 +46,8 @@ def row(
 
 
 def format_value(value: float, unit: str) -> str:
-    """Returns a number to three significant digits with its unit; a fraction is printed in per
-    cent.
+    """Returns a number with three significant digits and its unit. The unit `fraction` is printed
+    as per cent. Integers and numbers from 100 on have no decimals.
     """
     number = value
     if unit == "fraction":

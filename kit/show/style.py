@@ -1,4 +1,4 @@
-"""A new figure in the style of all, and how it becomes a file."""
+"""New figures in the kit's style, and their files."""
 
 import contextlib
 import csv
@@ -15,25 +15,29 @@ from kit.show.terminal import plain
 from kit.show.theme import TEXT, WIDTH
 
 STYLE = str(files("kit.show") / "kit.mplstyle")
+"""Path of the kit's matplotlib style file."""
 PICTURES = (".png", ".svg", ".pdf")
+"""Endings of files to which a figure can be written."""
 FORMULA_STARTS = tuple("=+-@\t\r")
-"""First characters of a CSV cell that a spreadsheet executes as a formula."""
+"""First characters with which a spreadsheet takes a CSV cell for a formula."""
 Rows = list[dict[str, Any]]
-"""The table of a figure."""
+"""Table of a figure: one dictionary per row, by column."""
 
 
 @contextlib.contextmanager
 def new_figure(
     rows: int | str = 1, columns: int = 1, *, height: float, **layout: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Gives (figure, axes) of a new figure; what is drawn in the block has the kit's style.
+    """Yields (figure, axes) of a new figure. Everything that is drawn in the block has the kit's
+    style.
 
     Args:
-        rows: of panels, or a mosaic such as "ab;cc": two panels above a wide one, `axes` being the
-            list of all three.
-        columns: of panels; more than two leave little room for text that can be read.
-        height: of the figure in inches; its width is always the same.
-        layout: of matplotlib's `subplots`, such as `sharex` or `width_ratios`.
+        rows: number of rows of panels, or a mosaic such as "ab;cc", which has two panels above a
+            wide panel. `axes` of a mosaic is the list of its panels.
+        columns: number of columns of panels. With more than two, a panel is too narrow for
+            readable text.
+        height: height of the figure in inches. The width is always WIDTH.
+        layout: options of matplotlib's `subplots`, such as `sharex` or `width_ratios`.
     """
     from kit.show.themed_figure import ThemedFigure, drawing_settings
 
@@ -46,7 +50,7 @@ def new_figure(
 
 
 def legend_under_title(axis: Any, columns: int = 2) -> None:
-    """Puts the legend of a panel between its title and the panel, where it covers no data."""
+    """Draws the legend of a panel between the title and the panel, where it covers no data."""
     names = axis.get_legend_handles_labels()[1]
     place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0, "borderpad": 0.2}
     axis.legend(ncols=columns, **place)
@@ -54,10 +58,11 @@ def legend_under_title(axis: Any, columns: int = 2) -> None:
 
 
 def short(name: str, room: int = 30) -> str:
-    """Returns a name as a legend takes it: without the middle of a long one, since the ends of
-    names tell them apart.
+    """Returns a name for a legend, with at most `room` characters. A longer name loses its middle,
+    since long names usually differ at their ends.
 
-    An underscore at its beginning, which would hide it from the legend, gets a space before it.
+    A space is put before an underscore at the beginning, since matplotlib leaves names with a first
+    underscore out of legends.
     """
     if name.startswith("_"):
         name = f" {name}"
@@ -67,10 +72,12 @@ def short(name: str, room: int = 30) -> str:
 
 
 def check_picture(file: Path) -> Path:
-    """Returns the name of a picture that can be written, so that this is known before it is drawn.
+    """Returns `file` after checking that a picture can be written to it. Creates missing folders.
+    It is called before a figure is drawn, so that an error comes early.
 
     Raises:
-        ConfigError: its ending is none of PICTURES, it is a folder, or a file stands in its way.
+        ConfigError: The ending is not one of PICTURES, the path is a folder, or one of its parents
+            is a file.
     """
     if file.suffix.lower() not in PICTURES:
         raise ConfigError(
@@ -87,12 +94,12 @@ def check_picture(file: Path) -> Path:
 
 
 def save_figure(figure: Any, rows: Rows, paths: Sequence[Path]) -> None:
-    """Writes a figure to files, by their ending (.svg, .png, .pdf), and its table to those that end
-    in .csv.
+    """Writes a figure to the paths that end in .svg, .png or .pdf, and its table to the paths that
+    end in .csv.
 
-    Missing folders are made. Each file is replaced in one step. A symbolic link is replaced too,
-    so its target keeps its content. The same figure gives the same bytes: no date, and names inside
-    an SVG follow from what is drawn.
+    Missing folders are created. Each file is replaced by an atomic rename. A symbolic link is
+    replaced too, so its target keeps its content. Equal figures give equal bytes: the files have no
+    date, and the names inside an SVG are derived from its content.
     """
     from kit.show.themed_figure import drawing_settings
 
@@ -102,14 +109,16 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path]) -> None:
             _write_table(rows, path)
             continue
         date = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix, {})
-        # How text and names are written is looked up here, not when it is drawn.
+        # Matplotlib reads the settings for text and names when it saves, not when it draws.
         with drawing_settings(STYLE), replacement(path) as stream:
             figure.savefig(stream, format=path.suffix[1:].lower(), metadata=date)
 
 
 def plain_cell(text: str) -> str:
-    """Returns a text of a CSV cell without control characters, and with an apostrophe before it if
-    a spreadsheet would otherwise execute it as a formula. A run's folder may have any name.
+    """Returns a text that is safe in a CSV cell, since the folder of a run may have any name.
+
+    Control characters are replaced. A text that a spreadsheet would execute as a formula gets an
+    apostrophe before it.
     """
     shown = plain(text)
     if text[:1] in FORMULA_STARTS:
@@ -118,7 +127,9 @@ def plain_cell(text: str) -> str:
 
 
 def _write_table(rows: Rows, path: Path) -> None:
-    """Writes rows whose keys may differ; what is not known, NaN or absent, is an empty cell."""
+    """Writes rows to a CSV file. Rows may have different keys. A missing value or NaN is an empty
+    cell.
+    """
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -128,8 +139,8 @@ def _write_table(rows: Rows, path: Path) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """Returns the content of a CSV cell, with six digits for floats: further digits differ between
-    machines.
+    """Returns the content of a CSV cell. A float has six significant digits, since further digits
+    differ between machines.
     """
     if isinstance(value, str):
         return plain_cell(value)

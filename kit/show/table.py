@@ -1,4 +1,4 @@
-"""A table from rows, with its caption and notes: HTML in a notebook, aligned text elsewhere."""
+"""Tables with caption and notes. A table is HTML in a notebook, and aligned text in a terminal."""
 
 import html
 import math
@@ -10,8 +10,8 @@ from kit.show.terminal import Table as TextTable
 
 
 def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
-    """Returns notes as HTML to open below a figure or a table, and above them warnings that are
-    always seen.
+    """Returns HTML for the place below a figure or a table. Warnings are always visible. The notes
+    follow in an element that the reader can open.
     """
     seen = "".join(f"<div>⚠ {html.escape(text)}</div>" for text in warnings)
     if not notes:
@@ -21,28 +21,35 @@ def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
 
 
 NUMBER = re.compile(r"[+-]?\d")
-"""How the cells of a column of numbers begin, unless they are empty."""
+"""Pattern of the beginning of a cell in a column of numbers. Cells may also be empty."""
 WORD = re.compile(r"[^\W\d_]{2,}")
 MOST_WORDS = 2
-"""Words in a cell of a column of numbers: "41 GiB of 64" has two. A cell with more is text."""
+"""Largest number of words in a cell that counts as a number. For example, "41 GiB of 64" has
+two."""
 LONG_TEXT = 60
-"""Characters of a cell from which its column gets a least width. Without it, a page narrows the
-column to its longest word and the row grows to dozens of lines."""
+"""Number of characters of a cell from which on its column gets LEAST_WIDTH. Without a least width,
+a browser narrows the column to its longest word, and the row becomes dozens of lines high."""
 LEAST_WIDTH = "16em"
+"""Least width of a column with long texts, in CSS."""
 CAPTION = "<div style='width:0'><div style='{}'>{}</div></div>"
-"""A caption that may be wider than its table and does not widen it.
+"""HTML of a caption, which may be wider than its table and does not widen the table.
 
-JupyterLab removes the unit `ch` and the value `max-content` from the styles of a notebook that it
-does not trust. With `width:0` alone, each word of the caption would be a line."""
+The inner element has the width. With `width:0` alone, each word of the caption would be on a
+separate line. JupyterLab removes the unit `ch` and the value `max-content` from the styles of a
+notebook that it does not trust, so neither is used."""
 LONG_CAPTION = 70
-"""Characters of a caption from which it is broken into lines."""
+"""Number of characters of a caption above which it is broken into lines."""
 
 
 class Table(TextTable):
-    """Rows shown as a table in a notebook, and as aligned text elsewhere.
+    """Rows shown as an HTML table in a notebook, and as aligned text in a terminal.
 
-    Whole numbers get thousands separators. `runs` are the reader's own runs in it, and `left_out`
-    says what was given and is not.
+    Integers get thousands separators.
+
+    Attributes:
+        notes: sentences about sources and precision, shown below the table.
+        runs: names of the user's own runs that are in the table.
+        left_out: sentences that say what is missing from the table and why.
     """
 
     def __init__(
@@ -95,11 +102,15 @@ def _is_number(cell: str) -> bool:
 
 
 def _html_cells(tag: str, cells: Sequence[str], styles: Sequence[str]) -> str:
+    """Returns the HTML of the cells of a row. `tag` is "th" or "td", `styles` the CSS of each
+    column.
+    """
     pairs = zip(cells, styles, strict=True)
     return "".join(f"<{tag} style='{style}'>{html.escape(cell)}</{tag}>" for cell, style in pairs)
 
 
 def _show(value: Any) -> str:
+    """Returns the text of a cell. None and NaN are an empty cell."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,8 +1,8 @@
-"""A console for text of unknown origin, and the one table of the command line, which never cuts a
+"""A console for text of unknown origin, and the table of the command line, which never shortens a
 name or a number.
 
-Names, reasons and log lines are shown, and never obeyed by the terminal. What does not go to a
-terminal is not wrapped.
+Control characters in names, reasons and log lines are made visible, so that the terminal does not
+execute them. Text for a file or a pipe is not wrapped.
 """
 
 import contextlib
@@ -21,8 +21,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-"""ASCII control characters, each with its picture, so that an escape sequence is seen and does
-nothing. A carriage return is one: what follows it would hide the beginning of the line."""
+"""Visible symbol for each ASCII control character, by code, so that an escape sequence is shown and
+has no effect. Carriage returns are included: text after one would overwrite the beginning of its
+line."""
 OTHERS = (
     0x7F,
     *range(0x80, 0xA0),
@@ -33,28 +34,30 @@ OTHERS = (
     *range(0x2066, 0x206A),
     *range(0xD800, 0xE000),
 )
-"""Further control characters, separators of lines, characters that change the direction of writing,
-and halves of surrogate pairs, which no terminal takes."""
+"""Codes of further control characters, line separators and characters that change the writing
+direction. Halves of surrogate pairs are included, since a terminal cannot show them."""
 VISIBLE = CONTROLS | dict.fromkeys(OTHERS, 0xFFFD)
+"""Code of the visible replacement, by code of each character that `plain` replaces."""
 
 
 def plain(text: str) -> str:
-    """Returns a text whose control characters, other than newlines and tabs, are replaced by
-    visible ones.
+    """Returns a text with visible symbols in place of its control characters. Newlines and tabs
+    are kept.
     """
     return text.translate(VISIBLE)
 
 
 STYLE_CODE = re.compile(r"(\x1b\[[\d;]*m)")
-"""Escape sequence of a colour or a style."""
+"""Pattern of the escape sequence of a colour or a style."""
 
 
 class PlainStream:
-    """Standard output or standard error of a command. What is written passes through `plain`, by
-    whichever library it is written. Carriage returns and styles remain on a terminal, for progress
-    bars and coloured errors.
+    """Standard output or standard error of a command. All text passes through `plain`, whichever
+    library writes it. On a terminal, carriage returns and styles are kept, for progress bars and
+    coloured errors.
 
-    PlainConsole writes to the stream itself, `unfiltered`, since its texts are plain already.
+    PlainConsole writes to the attribute `unfiltered`, the original stream, since its texts have
+    passed through `plain` already.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -63,7 +66,7 @@ class PlainStream:
     def write(self, text: str) -> int:
         if not self.unfiltered.isatty():
             return self.unfiltered.write(plain(text))
-        # Every second part is a style.
+        # Every second part is an escape sequence of a style, which is kept.
         parts = STYLE_CODE.split(text)
         kept = {**VISIBLE, ord("\r"): "\r"}
         parts[::2] = [part.translate(kept) for part in parts[::2]]
@@ -88,26 +91,27 @@ def plain_streams() -> Iterator[None]:
         yield
     finally:
         for name, stream in filters.items():
-            # Typer replaces the stream after a closed pipe.
+            # After a closed pipe, Typer has set another stream, which must stay.
             if getattr(sys, name) is stream:
                 setattr(sys, name, before[name])
 
 
 GAP = "  "
+"""Space between two cells of a stacked row."""
 UNLIMITED = 100_000
-"""Characters in a line of a file or a pipe."""
+"""Width of a line in a file or a pipe, in characters, so that no line is wrapped."""
 PICTURE = 80
-"""Characters in the width of a curve that goes to a file or a pipe."""
+"""Width of a curve in a file or a pipe, in characters."""
 APART_S = 30.0
-"""Seconds between two views of `keep_drawing` in a file or a pipe."""
+"""Seconds between two views that `keep_drawing` writes to a file or a pipe."""
 HUGE = 1e6
-"""Smallest number with fixed decimals that is written with an exponent."""
+"""Absolute value from which on a number with fixed decimals is written with an exponent."""
 
 
 def number(value: float | None, form: str) -> str:
-    """Formats a number.
+    """Returns a number in the format `form`. None is a dash.
 
-    With a fixed number of decimals, numbers from 1e6 on have an exponent. None is a dash.
+    If `form` has fixed decimals, numbers from HUGE on are written with an exponent.
     """
     if value is None:
         return "–"
@@ -119,7 +123,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def clock(when: float, form: str = "%H:%M:%S") -> str:
-    """Returns a unix time as this machine's clock shows it; a question mark where it is no time."""
+    """Returns a unix time as local time of this machine. Returns "?" if it is not a valid time."""
     try:
         return time.strftime(form, time.localtime(when))
     except (OverflowError, ValueError, OSError):
@@ -127,8 +131,8 @@ def clock(when: float, form: str = "%H:%M:%S") -> str:
 
 
 def as_text(*parts: RenderableType) -> str:
-    """Returns what the terminal would show, without colours: lines of its width, or whole where
-    there is none.
+    """Returns the text that the terminal would show, without colours. Lines are wrapped to the
+    width of the terminal. Without a terminal they are not wrapped.
     """
     console = PlainConsole(color_system=None, force_jupyter=False)
     with console.capture() as shown:
@@ -140,8 +144,8 @@ def as_text(*parts: RenderableType) -> str:
 
 
 class PlainConsole(Console):
-    """A console that colours nothing by itself, knows no markup, and prints no control
-    characters but its own.
+    """A rich console without highlighting and markup. It makes control characters in the printed
+    text visible. It prints no control characters except those of its own styles and cursor.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -151,7 +155,9 @@ class PlainConsole(Console):
 
     @property
     def file(self) -> Any:
-        """Stream that is written to. A PlainStream is passed by: it would remove the styles."""
+        """Stream to which the console writes. In place of a PlainStream, which would remove the
+        styles, it is the original stream.
+        """
         stream = Console.file.fget(self)  # pyright: ignore[reportOptionalCall]
         return getattr(stream, "unfiltered", stream)
 
@@ -161,11 +167,11 @@ class PlainConsole(Console):
 
     @property
     def picture_width(self) -> int:
-        """Characters that a curve may take."""
+        """Width that a curve may have, in characters."""
         return PICTURE if self.width == UNLIMITED else self.width
 
     def render(self, *args: Any, **options: Any) -> Iterable[Segment]:
-        """Yields the pieces of something printed, their text made plain."""
+        """Yields the segments of a printed object. Their text has passed through `plain`."""
         for segment in super().render(*args, **options):
             if segment.control:
                 yield segment
@@ -180,10 +186,17 @@ def keep_drawing(
     every_s: float,
     over: Callable[[], bool],
 ) -> None:
-    """Draws a view again and again in its place until it is over, or the user presses Ctrl-C.
+    """Draws a view repeatedly in the same place of the terminal, until `over` returns True or the
+    user presses Ctrl-C.
 
-    A file or a pipe cannot be drawn over: it gets the first view, one in `APART_S` seconds, and the
-    last.
+    A file or a pipe cannot be overwritten. It gets the first view, a view every APART_S seconds,
+    and the last view.
+
+    Args:
+        view: function that returns the present view.
+        console: console to which the view is printed.
+        every_s: seconds between two views.
+        over: function that returns whether the view that was drawn last is the final view.
     """
     drawn_over = console.is_terminal or console.is_jupyter
     screen: contextlib.AbstractContextManager = contextlib.nullcontext()
@@ -205,15 +218,16 @@ def keep_drawing(
 
 
 class Table:
-    """Rows under named columns, each cell whole: a table as wide as its cells; in a terminal too
-    narrow for that, texts are folded between words, and where words alone are too wide, each row
-    becomes a few lines of `name value`.
+    """Rows under named columns. No cell is shortened.
+
+    The table is as wide as its cells. In a narrower terminal, texts are wrapped between words. If
+    single words are too wide, each row is printed as a few lines of `name value`.
 
     Args:
-        columns: their names; "" for a column that explains itself.
-        rows: cells of each, plain words or styled texts; brackets are no markup.
-        right: names of those that are aligned right, and never folded.
-        title: a line above.
+        columns: names of the columns. A name may be empty.
+        rows: cells of each row, as strings or styled texts. Brackets are no markup.
+        right: names of the columns that are aligned right and never wrapped.
+        title: line above the table.
     """
 
     def __init__(
@@ -231,7 +245,7 @@ class Table:
             self.add(*cells)
 
     def add(self, *cells: str | Text) -> None:
-        """Adds a row."""
+        """Adds a row, with one cell for each column."""
         self.cells.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
 
     def __repr__(self) -> str:
@@ -273,8 +287,8 @@ class Table:
             yield from self._stacked(options.max_width)
 
     def _stacked(self, width: int) -> Iterator[Text]:
-        """Yields each row as its first cell, then its others after their names, as many in a
-        line as fit.
+        """Yields the lines of each row as pairs of `name value`. A line has as many pairs as fit
+        into `width` characters.
         """
         for cells in self.cells:
             line = Text(overflow="fold")

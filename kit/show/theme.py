@@ -1,23 +1,23 @@
-"""The sizes of every figure, its colours on a light and on a dark page, and the import of
-matplotlib.
-"""
+"""Sizes of all figures, their colours on light and dark pages, and the import of matplotlib."""
 
 import contextlib
 import sys
 from pathlib import Path
 
 WIDTH = 6.25
-"""Width of every figure in inches: 600 pixels of a page.
+"""Width of every figure in inches, which is 600 pixels of a page.
 
-JupyterLab's side bar leaves 548 pixels of a window of 1,000. In these the smallest text of a figure
-is still as high as the text of the page, 14 pixels."""
+In a window of 1,000 pixels, JupyterLab's side bar leaves 548 pixels for a figure. At this width the
+smallest text of a figure is still as high as the text of the page, 14 pixels."""
 PIXELS_PER_INCH = 96
-"""Pixels of a page in an inch of a figure."""
+"""Number of pixels on a page for one inch of a figure."""
 TEXT = 11.5
-"""Size of all text in points, as in `kit.mplstyle`: 14 pixels in a figure of 548 pixels."""
+"""Size of all text in points, as in `kit.mplstyle`. In a figure of 548 pixels width it is 14 pixels
+high."""
 
-# The Okabe-Ito hues, darkened until lines have a contrast of 4 on white. Colours are named where
-# they are used: matplotlib looks up C0, C1 when it saves a figure, outside the kit's style.
+# The colours of Okabe and Ito, darkened until lines have a contrast of 4 on white. Drawing code
+# uses these names and not C0, C1: matplotlib looks up C0 when it saves a figure, when the kit's
+# style may not be set.
 BLUE = "#0072B2"
 VERMILION = "#B34D00"
 GREEN = "#007A5A"
@@ -30,8 +30,9 @@ SLATE = "#555555"
 GRID = "#E6E6E6"
 GROUND = "#FFFFFF"
 MUTED = "color:var(--jp-ui-font-color2,gray)"
-"""CSS of less important words on a page, in the colour of its theme."""
+"""CSS for less important text on a page, in a colour of the page's theme."""
 HUES = (BLUE, VERMILION, GREEN, PURPLE)
+"""Colours of curves in one panel, in the order of their use."""
 DARK = {
     light.lower(): dark
     for light, dark in {
@@ -59,14 +60,15 @@ DARK = {
         "#ECECEC": "#2A2A2A",
     }.items()
 }
-"""Each colour of a figure on a dark page; what is paler on white is nearer to the dark ground."""
+"""Colour on a dark page, by the colour on a light page in lower case. Low contrast on the light
+background becomes low contrast on the dark background."""
 
 
 def import_matplotlib() -> None:
     """Imports matplotlib without the settings of the working directory.
 
-    A file `matplotlibrc` there, which another user may have made, would be read first. If it were a
-    pipe, the import would never end.
+    Matplotlib would read a file `matplotlibrc` in the working directory first. Another user may
+    have written this file. If the file were a pipe, the import would never end.
     """
     if "matplotlib" not in sys.modules:
         with contextlib.chdir(Path(__file__).parent):

@@ -1,5 +1,5 @@
-"""A matplotlib figure that shows itself in the theme of the page around it, with its sources
-below.
+"""A matplotlib figure that a notebook shows in the theme of the page, light or dark, with notes on
+sources below.
 """
 
 import base64
@@ -19,7 +19,7 @@ from matplotlib import style  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 DPI = 120
-"""Of the picture for pages that show no HTML."""
+"""Resolution of the PNG for pages that show no HTML, in dots per inch."""
 THEMES = """<style>
 .kit-figure > img { max-width: 100%; height: auto; }
 :is([data-jp-theme-light=false], .vscode-dark) .kit-figure > img.kit-light { display: none; }
@@ -27,10 +27,12 @@ THEMES = """<style>
   display: inline !important;
 }
 </style>"""
-"""Style sheet by which JupyterLab and VS Code show the drawing of their theme. It holds for the
-whole page, so each of its selectors names the figure. A page that strips style sheets shows the
-light drawing, on its own ground. JupyterLab strips style sheets and the attribute `hidden` from the
-outputs of a notebook that it does not trust, and keeps `display:none`."""
+"""Style sheet with which JupyterLab and VS Code show the drawing for their theme.
+
+The style sheet applies to the whole page, so each selector names the class of the figure. A page
+that removes style sheets shows the light drawing, which has its own background. JupyterLab removes
+style sheets and the attribute `hidden` from the outputs of a notebook that it does not trust, and
+keeps `display:none`."""
 
 
 _settings_lock = threading.RLock()
@@ -38,40 +40,44 @@ _settings_lock = threading.RLock()
 
 @contextlib.contextmanager
 def drawing_settings(settings: str | dict[str, Any]) -> Iterator[None]:
-    """Applies matplotlib's settings, from a style file or a table, in a block of one thread.
+    """Applies matplotlib's settings, from a style file or a dictionary, within the block. Blocks of
+    other threads wait until it has ended.
 
-    The settings belong to the process. A dashboard draws its saved picture in a thread of its own,
-    and without the lock the end of its block would reset the settings of a block in another thread.
+    Matplotlib's settings are shared by the process. A dashboard draws its saved picture in a
+    separate thread. Without the lock, the end of its block would reset the settings of a block in
+    another thread.
     """
     with _settings_lock, style.context(settings):
         yield
 
 
 class ThemedFigure(Figure):
-    """A figure in the kit's style, whose colours all have a twin for dark pages
-    (`kit.show.theme.DARK`).
+    """A figure in the kit's style. It can also be drawn for a dark page, since each of its colours
+    has a dark counterpart in `kit.show.theme.DARK`.
     """
 
     notes: tuple[str, ...] = ()
-    """Where what is drawn comes from, and how well it is known: for the page below the figure."""
+    """Sentences on sources and uncertainty of the data, shown below the figure."""
     runs: frozenset[str] = frozenset()
-    """Names of the run directories of the reader's own whose points are in it."""
+    """Names of the user's own run directories whose points are in the figure."""
     left_out: tuple[str, ...] = ()
-    """What was given to be drawn and is not, with the reason."""
+    """Sentences that say which given data are not drawn, with the reason."""
 
     @property
     def caption(self) -> str:
-        """What is written below the panels, on one line."""
+        """Text below the panels, as one line."""
         return self.get_supxlabel().replace("\n", " ")
 
     def to_svg(self, *, dark: bool = False) -> str:
-        """Returns the drawing as SVG, for a light page or a dark one; text is drawn, not set, so
-        no font is needed.
+        """Returns the drawing as SVG, for a light page or, with `dark`, for a dark page. Letters
+        are drawn as paths, so the reader needs no font.
         """
         stream = io.StringIO()
-        with drawing_settings({"svg.hashsalt": "kit"}):  # Equal drawings get equal names of parts.
+        # With a fixed salt, equal drawings have equal names of their elements.
+        with drawing_settings({"svg.hashsalt": "kit"}):
             self.savefig(stream, format="svg", metadata={"Date": None})
-        # A hundredth of a point is enough of a path; what scales glyphs keeps all its digits.
+        # Coordinates of paths are cut to hundredths of a point, which makes the SVG smaller. Scale
+        # factors of glyphs keep all digits.
         light = re.sub(
             r'(?<= d=")[^"]*',
             lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]),
@@ -82,9 +88,11 @@ class ThemedFigure(Figure):
         return re.sub(r"#[0-9a-f]{6}\b", lambda found: DARK.get(found[0], found[0]), light)
 
     def to_html(self, *, alt: str = "") -> str:
-        """Returns both drawings, of which the page shows the one of its theme, and the notes.
+        """Returns HTML with the light and the dark drawing and the notes. The page shows the
+        drawing for its theme.
 
-        `alt` is read instead of the picture; by default its caption, or the titles of its panels.
+        `alt` is the alternative text for readers who cannot see the picture. The default is the
+        caption, or else the titles of the panels.
         """
         words = alt or self.caption or "; ".join(axis.get_title(loc="left") for axis in self.axes)
         size = (
@@ -102,7 +110,9 @@ class ThemedFigure(Figure):
         )
 
     def to_bundle(self, *, alt: str = "") -> dict[str, str]:
-        """Returns what a notebook keeps of it: HTML, and a picture for pages that show none."""
+        """Returns the output of a notebook cell by MIME type: HTML, and a PNG in base64 for pages
+        that show no HTML.
+        """
         picture = io.BytesIO()
         self.savefig(picture, format="png", dpi=DPI)
         return {
@@ -117,7 +127,7 @@ class ThemedFigure(Figure):
 
 
 def _as_address(svg: str) -> str:
-    """Returns a drawing as the address of an image: JupyterLab strips drawings from pages that
-    it does not trust.
+    """Returns an SVG as a data URL for an image element. JupyterLab removes inline SVG from the
+    outputs of a notebook that it does not trust.
     """
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
