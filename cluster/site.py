@@ -258,8 +258,9 @@ class Site(Record):
 
     `Site.names()` lists the packaged sites. For your own cluster, write a .toml file with
     `base = "frontier"` and the values that differ. `kit site init mine.toml` writes such a file
-    from what Slurm reports. Then use `kit.launch(..., site="mine.toml")`, or
-    `kit plan MODEL --site mine.toml`.
+    from what Slurm reports.
+
+    Next: `kit.launch(..., site="mine.toml")`, or `kit plan MODEL --site mine.toml`.
     """
 
     name: str = field_doc("name of the site; Site.load(name) loads a packaged site", one_line)
