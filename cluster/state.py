@@ -96,7 +96,10 @@ class JobState(enum.StrEnum):
 
 
 GIVEN_UP = (JobState.PREEMPTED, JobState.REQUEUED)
-"""States between two attempts. Processes of the older attempt may not change the state back."""
+"""States of an attempt that has ended and that another attempt will follow."""
+ENDED = (JobState.DONE, JobState.FAILED)
+"""Final states that a supervisor records. LOST is not among them: it means that nothing is known of
+the attempt, whose processes may still report."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,7 +253,7 @@ def update_state(
 
     Raises:
         StaleAttemptError: A newer attempt owns the directory, or the caller's attempt was given up
-            and a newer attempt will follow. The caller must end without writing anything.
+            or has ended. The caller must end without writing anything.
         ConfigError: A field is unknown or has a value of the wrong type.
         OSError: The file state.json could not be read or written. It is unchanged.
     """
@@ -262,13 +265,12 @@ def update_state(
         if changes.get("state", state.state) is not state.state:
             changes = {"reason": "", **changes}
         new = state.replace(**changes)
-        if (
-            not fresh
-            and state.state in GIVEN_UP
-            and not (new.state in GIVEN_UP or new.state.is_final)
-        ):
+        is_over = not fresh and state.state in (*GIVEN_UP, *ENDED)
+        # A rank may outlive the end of its attempt, for instance while a scheduler cancels the job.
+        if is_over and not (new.state in GIVEN_UP or new.state.is_final):
+            what = "was given up" if state.state in GIVEN_UP else "has ended"
             raise StaleAttemptError(
-                f"{run_dir}: attempt {attempt} was given up: {state.reason}. End this process."
+                f"{run_dir}: attempt {attempt} {what}: {state.reason}. End this process."
             )
         new.write(run_dir / "state.json")
         if old is None or fresh or new.state is not old.state:

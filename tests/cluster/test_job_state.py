@@ -423,6 +423,17 @@ def test_left_over_of_an_attempt_that_was_given_up_is_fenced_off(tmp_path):
     assert [event.lost_node for event in read_history(tmp_path)] == [None, "node3", None]
 
 
+def test_heartbeat_after_the_end_changes_nothing(tmp_path):
+    """A rank may train on for some seconds after `scancel` has ended its supervisor."""
+    running(tmp_path)
+    update_state(tmp_path, attempt=1, state="failed", reason="cancelled (scancel)")
+    with pytest.raises(StaleAttemptError, match=r"has ended: cancelled \(scancel\)"):
+        running(tmp_path)
+    state = read_state(tmp_path)
+    assert state is not None and state.state is JobState.FAILED
+    assert [event.state for event in read_history(tmp_path)][-1] == "failed"
+
+
 @pytest.mark.parametrize(
     ("said", "written", "heartbeat_ago_s", "expected"),
     [
