@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    gc.disable()  # nothing of a module is garbage
+    gc.disable()  # the import of test modules leaves no garbage
     if config.getoption("--quick"):
         config.pluginmanager.register(quick.Quick())
 
@@ -41,7 +41,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    gc.freeze()  # else Python looks for cycles in all of torch before it ends
+    gc.freeze()  # otherwise Python searches all of torch for cycles at exit
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -58,12 +58,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path_factory):
-    """No test sees a rank's variables, which DeepSpeed sets, or what another test has set."""
+    """Removes the environment variables of ranks, which DeepSpeed sets, and restores the
+    environment after each test.
+    """
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     before = {name: value for name, value in os.environ.items() if name not in ranks}
     for name in ranks:
         os.environ.pop(name, None)
-    # No on_alert of whoever runs the tests.
+    # The settings of the user who runs the tests, such as on_alert, are not read.
     os.environ["XDG_CONFIG_HOME"] = str(tmp_path_factory.getbasetemp())
     yield
     os.environ.clear()
@@ -72,7 +74,9 @@ def environment(tmp_path_factory):
 
 @pytest.fixture
 def mount_memory(tmp_path):
-    """A function: a new folder on its own file system in memory, with options of tmpfs."""
+    """Returns a function that mounts a tmpfs with these options on a new folder, and returns the
+    folder.
+    """
     folders = []
 
     def mounted(options: str) -> Path:
@@ -91,7 +95,9 @@ def mount_memory(tmp_path):
 
 @pytest.fixture(scope="session")
 def reader_python(tmp_path_factory: pytest.TempPathFactory):
-    """A function: the Python of an environment with the kit's wheel and what some extras name."""
+    """Returns a function that makes an environment with the kit's wheel and the packages of some
+    extras, and returns its Python.
+    """
     from tests.support.environments import build_wheel, closure, make_environment
 
     made: dict[tuple[str, ...], Path] = {}
@@ -125,7 +131,9 @@ def gpt_spec() -> ModelSpec:
 
 @pytest.fixture(scope="session")
 def one_process():
-    """A function: what a worker says of a model and a plan on one process, each called once."""
+    """Returns a function that calls a worker with a model and a plan on one process, and returns
+    its result. Equal calls return the cached result.
+    """
     from tests.support.workers import run_ranks
 
     made: dict[tuple, Any] = {}
@@ -141,7 +149,7 @@ def one_process():
 
 @pytest.fixture(scope="module")
 def run_standing() -> Iterator[Callable[..., list[Any]]]:
-    """`run_ranks` on ranks that stay until the module's tests are done."""
+    """`run_ranks` with ranks that stay alive until the tests of the module are done."""
     from tests.support.workers import StandingRanks
 
     standing: dict[int, StandingRanks] = {}
@@ -163,7 +171,9 @@ def run_standing() -> Iterator[Callable[..., list[Any]]]:
 
 @pytest.fixture(scope="session")
 def native_run(one_process):
-    """A function: what a few steps of a model under the native engine on one process give."""
+    """Returns a function that trains a model for a few steps with the native engine on one process,
+    and returns the results.
+    """
     from tests.support.parity import RECIPE, make_plan, train
 
     return lambda spec, recipe=RECIPE: one_process(train, spec, make_plan({}), recipe)
@@ -194,7 +204,7 @@ def spec(llama_spec: ModelSpec) -> ModelSpec:
 
 @pytest.fixture(scope="session")
 def unbroken(spec, recipe, tmp_path_factory: pytest.TempPathFactory):
-    """A job of two processes that nobody has disturbed."""
+    """A finished job of two processes without any fault."""
     import kit
     from cluster.state import JobState
     from tests.support.fault_cost import DP2

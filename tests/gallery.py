@@ -1,8 +1,8 @@
-"""`python -m tests.gallery [NAME ...]`: runs the notebooks and keeps each in notebooks/gallery, a
-page with pictures.
+"""`python -m tests.gallery [NAME ...]`: runs the notebooks and writes a page with pictures for each
+of them to notebooks/gallery.
 
-Of the notebooks that redraw papers every figure is kept as SVG and PNG with its table as CSV, every
-table as CSV, and the sheet of the paper's claims is made.
+For notebooks that redraw a paper, each figure is written as SVG with its table as CSV, each table
+as CSV, and the paper's claims as one page.
 """
 
 import argparse
@@ -27,32 +27,32 @@ from kit.show.theme import DARK, PIXELS_PER_INCH, WIDTH
 NOTEBOOKS = REPOSITORY / "notebooks"
 GALLERY = NOTEBOOKS / "gallery"
 COLOURS = 128
-"""Of a picture there: lines and text need no more, and the files have a third of the bytes."""
+"""Number of colours of a picture in the gallery. Lines and text need no more, and the files are a
+third as large."""
 ON_DARK = "".join(
     f'[style*="{kind}: {light}"] {{ {kind}: {dark} !important }}\n'
     for light, dark in DARK.items()
     for kind in ("fill", "stroke")
 )
 DRAWING = "kit-figure"
-"""Class of the HTML of a figure, which holds it as SVG."""
+"""Class of the HTML element that holds a figure as SVG."""
 PAPERS: dict[str, tuple[Paper, dict[str, Any], str]] = {
     "06_frontier_figures": ("frontier", FRONTIER, "frontier-demo"),
     "07_hlat_figures": ("hlat", HLAT, "hlat-demo"),
 }
-"""Notebooks of papers: their figures, and the folder below runs/ with the demo-scale runs that
-they have made."""
+"""Notebooks of papers: (paper, its figures, folder below runs/ with the demo-scale runs of the
+notebook)."""
 SHOWN = ("image/png", "text/markdown", "text/html", "text/plain")
-"""Of what a cell shows, the first of these that there is: a live view becomes its still."""
+"""Types of a cell's output, the preferred type first. A live view is replaced by its
+still picture."""
 LIVE = "application/vnd.jupyter.widget-view+json"
 INVITATION = "[Read it here with all pictures](gallery/{name}.md), without running anything."
-"""In the first cell of each notebook."""
+"""Sentence in the first cell of each notebook."""
 MADE = "Made by `make gallery` from [the notebook](../{name}.ipynb), which runs on two CPU cores."
 
 
 def write_page(name: str, executed: Path) -> None:
-    """Replaces the Markdown page of a notebook in the gallery, and its pictures, called
-    NAME--CELL.png.
-    """
+    """Replaces the Markdown page of a notebook in the gallery, and its pictures NAME--CELL.png."""
     from nbconvert import MarkdownExporter
     from traitlets.config import Config
 
@@ -62,7 +62,7 @@ def write_page(name: str, executed: Path) -> None:
     for cell in document.cells:
         if cell.cell_type == "markdown":
             cell.source = as_on_the_page(name, cell.source)
-        if "outputs" in cell:  # a live view has its still beside it
+        if "outputs" in cell:  # a live view also has a still picture
             cell.outputs = [
                 each
                 for each in cell.outputs
@@ -84,8 +84,8 @@ def write_page(name: str, executed: Path) -> None:
 
 
 def as_on_the_page(name: str, text: str) -> str:
-    """Returns the text of a notebook's Markdown cell with the links of its page, and with its
-    formulae as a code host shows them: elsewhere it takes the backslash off before a comma.
+    """Returns the text of a Markdown cell with links for the page, and with formulae in a syntax in
+    which code hosts keep the backslash before a comma.
     """
     text = re.sub(r"^\$\$(.+?)\$\$$", r"```math\n\1\n```", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"(?<!\$)\$([^$`\n]*\\[,;!{}][^$`\n]*)\$(?!\$)", r"$`\1`$", text)
@@ -95,8 +95,8 @@ def as_on_the_page(name: str, text: str) -> str:
 
 
 def _with_words(picture: re.Match[str]) -> str:
-    """Returns a picture of a page, as wide as a figure, whose alternative text is the name of its
-    cell.
+    """Returns the HTML of a picture, as wide as a figure, with the name of its cell as alternative
+    text.
     """
     words = picture[2].rstrip("0123456789").replace("-", " ")
     return f"<img src='{picture[1]}' width='{WIDTH * PIXELS_PER_INCH:.0f}' alt='{words}'>"
@@ -146,15 +146,15 @@ def fewer_colours(picture: bytes) -> bytes:
 
 
 def in_both_themes(svg: str) -> str:
-    """Returns a drawing that turns dark where a reader's browser asks for dark pages."""
+    """Returns an SVG that is dark in a browser with a dark theme."""
     style = f"<style>@media (prefers-color-scheme: dark) {{\n{ON_DARK}}}</style>"
     svg = re.sub(r'( [xy]="-?\d+\.\d\d)\d+', r"\1", svg)  # a hundredth of a point is enough
     return re.sub(r"<svg[^>]*>", lambda found: f"{found[0]}\n{style}", svg, count=1)
 
 
 def keep(name: str, executed: Path) -> None:
-    """Replaces what the gallery has of a notebook: its page, and of a paper the figures and the
-    sheet of claims.
+    """Replaces the files of a notebook in the gallery: its page, and for a paper its figures and
+    claims.
 
     Raises:
         ConfigError: a figure of a paper cannot be drawn.
@@ -176,8 +176,8 @@ def keep(name: str, executed: Path) -> None:
 
 
 def _clean(output: NotebookNode, stem: str, source: str = "") -> None:
-    """Leaves of an output what its page shows, without colours of a terminal and paths of this
-    machine.
+    """Reduces an output to the type that its page shows, and removes terminal colours and paths of
+    this machine.
     """
     from nbconvert.filters import strip_ansi
 
@@ -201,9 +201,10 @@ def _clean(output: NotebookNode, stem: str, source: str = "") -> None:
 
 
 def _fenced(data: NotebookNode, language: str) -> str:
-    """Returns code that a cell shows as Markdown; paths in it are a reader's, not of the notebook.
+    """Returns code that a cell shows as a Markdown block, with general paths in place of the paths
+    of this machine.
 
-    What is Python gets its short name: `python` marks a notebook's own cells.
+    Python code is marked `py`, because `python` marks the cells of the notebook.
     """
     code = data["text/plain"].replace(sys.prefix, "/path/of/environment")
     code = code.replace(str(REPOSITORY), "/path/of/kit").rstrip()
@@ -211,8 +212,8 @@ def _fenced(data: NotebookNode, language: str) -> str:
 
 
 def _hosted(text: str, stem: str) -> str:
-    """Returns HTML as a code host shows it: no styles, drawings as files, only the drawings of
-    light pages, no gaps.
+    """Returns HTML as a code host shows it: without styles and blank lines, with drawings of the
+    light theme as files.
     """
     text = re.sub(r"<style>.*?</style>|<img class='kit-dark'[^>]*>", "", text, flags=re.DOTALL)
     text = re.sub(r" style='(?:min-width:\w+;)?text-align:(\w+)'", r" align='\1'", text)
@@ -221,7 +222,7 @@ def _hosted(text: str, stem: str) -> str:
         svg = base64.b64decode(drawing[1]).decode()
         (GALLERY / f"{stem}.svg").write_text(in_both_themes(svg), encoding="utf-8")
         text = text.replace(drawing[0], f"{stem}.svg")
-    return re.sub(r"\n(?=\s*\n)", "\n<!-- -->", text)  # an empty line would end it
+    return re.sub(r"\n(?=\s*\n)", "\n<!-- -->", text)  # an empty line would end the HTML
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What a notebook trains at its scale: its own demo, or what its reader gives for a cluster."""
+"""`at_scale`: a notebook trains its own demo, or the reader's model on the reader's cluster."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,9 @@ OWN = Recipe(data="demo", num_steps=96, learning_rate=3e-3, **EVERY)
 
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_dataset, spec):
-    """A function: what a notebook gets from these files of its reader, with other arguments."""
+    """Returns a function that calls `at_scale` for a cluster with files of the reader. Keywords
+    change the arguments.
+    """
     monkeypatch.chdir(tmp_path)
     slurm = '[slurm]\naccount = "mine"\npartition = "gpu"\n'
     Path("my-site.toml").write_text(f'base = "generic-gpu-slurm"\n{slurm}')
@@ -34,15 +36,14 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_dataset, spec):
     return get
 
 
-def test_demo_scale_looks_at_nothing_else() -> None:
+def test_demo_scale_ignores_other_arguments() -> None:
     given = at_scale("demo", site="no.toml", recipe="nothing", data="nowhere")
     assert (given.site, given.spec, given.plan, given.other_plan, given.dataset) == (None,) * 5
     assert given.recipe(OWN) is OWN and str(given) == DEMO
 
 
-def test_cluster_scale_takes_the_readers_files_for_as_many_steps_as_the_demo(
-    given, spec, tiny_dataset
-) -> None:
+def test_cluster_scale_uses_files_and_demo_steps(given, spec, tiny_dataset) -> None:
+    """Learning rates come from the reader's recipe, the number of steps from the notebook."""
     got = given()
     assert got.site.slurm.account == "mine" and got.spec == spec and got.plan.data_parallel == 4
     assert got.other_plan == got.plan.replace(data_parallel=2)
@@ -54,7 +55,7 @@ def test_cluster_scale_takes_the_readers_files_for_as_many_steps_as_the_demo(
     assert recipe.data == str(tiny_dataset.directory) and "4 devices of site" in str(got)
 
 
-def test_a_published_recipe_brings_model_and_layout(given) -> None:
+def test_published_recipe_sets_model_and_layout(given) -> None:
     got = given(recipe="frontier-22b", model=None, plan=None)
     assert got.spec.name == "gpt-22b" and got.plan.engine == "deepspeed"
     recipe = got.recipe(OWN)
@@ -71,6 +72,6 @@ def test_a_published_recipe_brings_model_and_layout(given) -> None:
         ({"data": "nowhere"}, "nowhere"),
     ],
 )
-def test_what_is_missing_is_said_in_the_first_cell(given, changes, message) -> None:
+def test_at_scale_refuses_missing_or_invalid_input(given, changes, message) -> None:
     with pytest.raises((ConfigError, ValueError), match=message):
         given(**changes)

@@ -1,7 +1,8 @@
-"""What others rely on: names they import, words they type, what older versions left on their disks.
+"""What users rely on: imported names, commands, and files of older versions.
 
-`tests/contract` holds a dataset and a run of an older version; its README.md says which. What is
-written today has every key of then, and may have more. CHANGELOG.md tells what goes from here.
+`tests/contract` holds a dataset and a run of an older version, which its README.md names. Files
+that are written now have every key of the older files, and may have more. CHANGELOG.md lists what
+is removed.
 """
 
 import filecmp
@@ -60,7 +61,8 @@ NAMES = {
     "kit.estimate.rehearsal": "rehearse",
     "kit.config.spec": "FlopBasis PRESETS",
 }
-"""What README.md and the notebooks import from the `__init__.py` of a package."""
+"""Names that README.md and the notebooks import from the `__init__.py` of a package or from a
+module."""
 
 COMMANDS = {
     "bench": "--apply",
@@ -83,7 +85,7 @@ COMMANDS = {
     "validate": "",
     "watch": "",
 }
-"""What README.md and the notebooks type, with its options."""
+"""Commands in README.md and the notebooks, with their options."""
 
 TYPED = {
     "figures": (
@@ -103,10 +105,10 @@ TYPED = {
     ),
     "suites": "default smoke curve hlat",
 }
-"""Names of what the kit brings, as words of a command."""
+"""Names of figures, models, recipes, sites and suites that commands accept."""
 
 READERS = ("status", "watch", "status --why", "logs", "runs", "export --format csv", "figure")
-"""Commands that only look at a run."""
+"""Commands that only read a run."""
 
 PLACES = """
 run/spec.json
@@ -141,9 +143,10 @@ data/dataset.json train
 data/dataset.json files 0
 data/validation.jsonl
 """
-"""Of the sample: a file, or the last line of one; words after it lead into it."""
+"""Places in the sample: a file (the last line of a .jsonl file), and keys that lead into its
+value."""
 
-# What this version made of the sample. Tolerances are for other processors and versions of torch.
+# Results of this version on the sample. Tolerances allow other processors and versions of torch.
 WEIGHTS = "857b795f652f4a20ffe05c6dbc691c2a00dc951c0806f4e2c975b26a794dfeb3"
 EXPORTED = "1a9365dcdf79ab140557b5b09623154938b6c0192bcc442ac149ff232b710c24"
 LOSSES = {1: 5.667613983154297, 23: 3.4970169067382812, 24: 3.4015421867370605}
@@ -158,7 +161,7 @@ FIRST_TOKENS = [48, 65, 286, 221, 21, 199, 199, 45, 89, 266, 69, 73]
 
 
 def moved(folder: Path) -> Path:
-    """Returns a copy of the sample, moved as people move one: its run is told where its data is."""
+    """Returns a copy of the sample in another folder. Its recipe has the new path of the data."""
     shutil.copytree(SAMPLE, folder)
     recipe = folder / "run" / "recipe.json"
     recipe.write_text(json.dumps(json.loads(recipe.read_text()) | {"data": str(folder / "data")}))
@@ -177,7 +180,9 @@ def run(sample: Path) -> kit.Run:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sample after today's code has trained on, scored, and built the dataset again."""
+    """The sample after the present code has resumed the run, scored it, and built the dataset
+    again.
+    """
     folder = moved(tmp_path_factory.mktemp("fresh") / "went on")
     shutil.rmtree(folder / "run" / "eval")
     words = [sys.executable, "-m", "kit", "resume", str(folder / "run"), "--steps", "46"]
@@ -202,7 +207,7 @@ def shown(*words: str | Path) -> str:
 
 
 def written(folder: Path, place: str) -> list[dict[str, Any]]:
-    """Returns what stands in one of `PLACES`, once for each file of that name."""
+    """Returns the value at one of `PLACES`, for each file that matches."""
     pattern, *within = place.split()
     values = []
     for file in folder.glob(pattern):
@@ -216,7 +221,7 @@ def written(folder: Path, place: str) -> list[dict[str, Any]]:
 
 
 def steps(folder: Path, attempts: set[int]) -> list[dict[str, Any]]:
-    """Returns the lines that some attempts have written about their steps."""
+    """Returns the rows of the metrics that some attempts wrote."""
     rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if row["attempt"] in attempts]
 
@@ -230,13 +235,13 @@ def digest(parameters: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_a_name_that_notebooks_import_is_there(module: str) -> None:
+def test_names_imported_by_notebooks_exist(module: str) -> None:
     for name in NAMES[module].split():
         exec(f"from {module} import {name.partition('.')[0]}; {name}", {})
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_command_that_is_typed_has_its_options(words: str) -> None:
+def test_documented_commands_have_their_options(words: str) -> None:
     assert "Usage" in shown(*words.split(), "--help")
     command: Any = typer.main.get_command(app)
     for word in words.split():
@@ -245,14 +250,14 @@ def test_a_command_that_is_typed_has_its_options(words: str) -> None:
     assert options >= set(COMMANDS[words].split())
 
 
-def test_what_the_kit_brings_has_the_same_names() -> None:
+def test_names_of_figures_models_and_sites_remain() -> None:
     brought = {"figures": FIGURES, "models": PRESETS, "recipes": names(), "suites": SUITES}
     brought["sites"] = kit.Site.names()
     missing = {kind: {*words.split()} - {*brought[kind]} for kind, words in TYPED.items()}
     assert not any(missing.values()), missing
 
 
-def test_modules_that_scripts_of_older_runs_start_are_there() -> None:
+def test_modules_of_older_job_scripts_exist() -> None:
     (job,), script = written(SAMPLE, "run/job.json"), (SAMPLE / "run" / "submit.sh").read_text()
     words = [*job["argv"], *script.split()]
     modules = {module for flag, module in itertools.pairwise(words) if flag == "-m"}
@@ -261,12 +266,12 @@ def test_modules_that_scripts_of_older_runs_start_are_there() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES.strip().splitlines())
-def test_every_key_is_still_written(place: str, fresh: Path) -> None:
+def test_written_files_keep_every_older_key(place: str, fresh: Path) -> None:
     keys = set().union(*written(SAMPLE, place))
     assert all(set(value) >= keys for value in written(fresh, place))
 
 
-def test_every_file_and_number_of_a_step_is_still_written(fresh: Path) -> None:
+def test_run_keeps_every_older_file_and_metric(fresh: Path) -> None:
     files = [str(file.relative_to(SAMPLE)) for file in SAMPLE.rglob("run/**/*") if file.is_file()]
     names = {
         re.sub(r"step_\d+", "step_*", re.sub("attempt_0.", "attempt_03", file)) for file in files
@@ -280,7 +285,7 @@ def test_every_file_and_number_of_a_step_is_still_written(fresh: Path) -> None:
     assert set().union(*now) >= set().union(*before), "of some"
 
 
-def test_run_opens_with_what_it_was_asked_for(run: kit.Run) -> None:
+def test_older_run_opens_with_its_configuration(run: kit.Run) -> None:
     assert (run.name, run.spec.num_params) == ("run", 23160)
     assert (run.plan.num_devices, run.plan.zero_stage) == (2, 1)
     assert (run.recipe.num_steps, run.recipe.learning_rate, run.recipe.seed) == (40, 0.01, 1234)
@@ -297,7 +302,7 @@ def test_run_opens_with_what_it_was_asked_for(run: kit.Run) -> None:
     assert taken and taken.step == 24
 
 
-def test_metrics_are_those_of_both_attempts(run: kit.Run) -> None:
+def test_older_metrics_hold_both_attempts(run: kit.Run) -> None:
     metrics = run.metrics()
     assert metrics["step"].tolist() == list(range(1, 41))
     assert metrics["attempt"].tolist() == [1] * 23 + [2] * 17
@@ -310,7 +315,7 @@ def test_metrics_are_those_of_both_attempts(run: kit.Run) -> None:
     assert (summary["step"], summary["tokens"], summary["attempt"]) == (40, 10240, 2)
 
 
-def test_views_show_the_run(run: kit.Run) -> None:
+def test_views_show_an_older_run(run: kit.Run) -> None:
     row = status_row(run)
     assert (row["state"], row["step"], row["checkpoints"]) == ("done", 40, [40])
     assert row["scores"]["heldout"]["score"] == pytest.approx(BITS_PER_BYTE)
@@ -325,12 +330,13 @@ def test_views_show_the_run(run: kit.Run) -> None:
 
 
 @pytest.mark.parametrize("words", READERS)
-def test_commands_read_the_run(words: str, sample: Path) -> None:
+def test_commands_read_an_older_run(words: str, sample: Path) -> None:
     name, *options = words.split()
     assert shown(name, sample if name == "runs" else sample / "run", *options)
 
 
-def test_checkpoint_holds_the_same_weights_also_as_an_export(run: kit.Run, tmp_path: Path) -> None:
+def test_older_checkpoint_keeps_its_weights(run: kit.Run, tmp_path: Path) -> None:
+    """The weights are equal when loaded from the checkpoint and from its export."""
     assert run.checkpoints.steps() == [40]
     manifest = run.checkpoints.manifest(40)
     assert (manifest.step, manifest.samples, manifest.tokens) == (40, 320, 10240)
@@ -344,7 +350,7 @@ def test_checkpoint_holds_the_same_weights_also_as_an_export(run: kit.Run, tmp_p
     assert digest(load_file(tmp_path / "out" / "model.safetensors")) == EXPORTED
 
 
-def test_run_goes_on_as_it_would_have_then(fresh: Path) -> None:
+def test_older_run_resumes_with_the_same_losses(fresh: Path) -> None:
     run = kit.Run.open(fresh / "run")
     metrics = run.metrics()
     assert metrics["attempt"].tolist() == [1] * 23 + [2] * 17 + [3] * 6
@@ -355,7 +361,7 @@ def test_run_goes_on_as_it_would_have_then(fresh: Path) -> None:
     assert (alert["attempt"], alert["step"]) == (3, 42)
 
 
-def test_scores_are_the_same(run: kit.Run) -> None:
+def test_older_run_scores_are_unchanged(run: kit.Run) -> None:
     kept = EvalReport.read(run.directory / "eval" / "step_00000040.json")
     assert (kept.step, kept.attempt) == (40, 2)
     assert (kept["heldout"].num_items, kept["heldout"].total_items) == (4, 8)
@@ -366,7 +372,7 @@ def test_scores_are_the_same(run: kit.Run) -> None:
     assert bits == pytest.approx(BITS_PER_BYTE_OF_ALL, abs=1e-4)
 
 
-def test_dataset_has_the_same_tokens(sample: Path) -> None:
+def test_older_dataset_keeps_its_tokens(sample: Path) -> None:
     dataset = Dataset.open(sample / "data")
     dataset.verify()
     assert (dataset.train.num_tokens, dataset.validation.num_tokens) == (21_873, 3_325)
@@ -378,7 +384,7 @@ def test_dataset_has_the_same_tokens(sample: Path) -> None:
     assert dataset.unigram_baseline().bits_per_byte == pytest.approx(3.8411942808595883)
 
 
-def test_the_same_text_gives_the_same_files(fresh: Path) -> None:
+def test_rebuilt_dataset_equals_the_older_one(fresh: Path) -> None:
     parts = [f"{part}.{kind}" for part in ("train", "validation") for kind in ("bin", "idx")]
     same = ["tokenizer.json", "validation.jsonl", *parts]
     assert filecmp.cmpfiles(fresh / "data", SAMPLE / "data", same, shallow=False)[0] == same

@@ -1,4 +1,4 @@
-"""The examples in docstrings of public names do what they show, one after the other."""
+"""Public names have docstrings, and examples in docstrings run in their order as shown."""
 
 import doctest
 import inspect
@@ -12,13 +12,13 @@ from kit.data import build_dataset
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_every_public_name_says_what_it_is() -> None:
+def test_every_public_name_has_a_docstring() -> None:
     assert all(inspect.getdoc(getattr(kit, name)) for name in kit.__all__)
 
 
-# Ten seconds alone: a job of five steps.
+# Takes ten seconds on an idle machine: a job of five steps.
 @pytest.mark.timeout(600)
-def test_examples_do_what_they_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_docstring_examples_run_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(README.read_text() * 3)
     build_dataset("data/demo", "text.txt", vocab_size=300, progress=False)

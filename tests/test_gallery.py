@@ -1,4 +1,4 @@
-"""The gallery: which files a notebook leaves there."""
+"""The gallery: the files that a notebook leaves there, and their content."""
 
 import base64
 import io
@@ -33,9 +33,10 @@ def picture() -> str:
     return base64.b64encode(stream.getvalue()).decode()
 
 
-def test_page_of_a_notebook_shows_what_it_said_without_terminal_machine_and_dark_twin(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_page_shows_outputs_without_machine_details(folder: Path, tmp_path: Path) -> None:
+    """The page has no terminal colours, paths of this machine or dark figures. Older pictures of
+    the notebook are removed.
+    """
     folder.mkdir()
     for name in ("a--old.png", "b--other.png"):
         (folder / name).write_bytes(b"old")
@@ -89,7 +90,7 @@ def test_page_of_a_notebook_shows_what_it_said_without_terminal_machine_and_dark
 @pytest.mark.parametrize(
     "notebook", sorted(gallery.NOTEBOOKS.glob("*.ipynb")), ids=lambda notebook: notebook.stem
 )
-def test_page_in_the_gallery_is_of_the_notebook_as_it_is(notebook: Path) -> None:
+def test_gallery_page_matches_its_notebook(notebook: Path) -> None:
     page, again = (
         gallery.GALLERY / f"{notebook.stem}.md",
         f"python -m tests.gallery {notebook.stem}",
@@ -107,7 +108,7 @@ def test_page_in_the_gallery_is_of_the_notebook_as_it_is(notebook: Path) -> None
     assert sorted(pictures) == sorted(kept) and pictures, again
 
 
-def test_gallery_is_small_and_the_readme_leads_to_its_pages() -> None:
+def test_gallery_is_small_and_linked_from_readme() -> None:
     assert sum(file.stat().st_size for file in gallery.GALLERY.iterdir()) < 6e6
     readme = (gallery.REPOSITORY / "README.md").read_text()
     pages = [
@@ -117,9 +118,10 @@ def test_gallery_is_small_and_the_readme_leads_to_its_pages() -> None:
     assert all(f"(notebooks/gallery/{page.stem}.md)" in readme for page in pages)
 
 
-def test_figures_of_a_paper_are_kept_as_files_and_none_may_be_missing(
+def test_gallery_saves_every_figure_of_a_paper(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A figure that cannot be drawn is an error."""
     quick = {name: FIGURES[name] for name in ("hlat-data-mix", "hlat-averaging")}
     monkeypatch.setattr(gallery, "PAPERS", {"paper": ("hlat", quick, "study")})
     monkeypatch.setattr(gallery, "write_page", lambda name, executed: None)
@@ -142,7 +144,7 @@ def test_figures_of_a_paper_are_kept_as_files_and_none_may_be_missing(
         gallery.keep("paper", tmp_path / "unused.ipynb")
 
 
-def test_a_figure_is_kept_as_a_drawing_that_turns_dark_with_the_page(folder: Path) -> None:
+def test_gallery_figure_follows_the_dark_theme(folder: Path) -> None:
     folder.mkdir()
     with new_figure(height=2) as (figure, axis):
         axis.plot([1, 2], color=BLUE)
@@ -162,7 +164,7 @@ def test_every_notebook_of_a_paper_exists() -> None:
     assert all((gallery.NOTEBOOKS / f"{name}.ipynb").exists() for name in gallery.PAPERS)
 
 
-def test_front_page_leads_to_every_page_and_figure() -> None:
+def test_gallery_index_links_every_page_and_figure() -> None:
     page = gallery.index()
     assert page == (gallery.GALLERY / "README.md").read_text(encoding="utf-8"), "make gallery"
     linked = re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", page)
@@ -170,12 +172,12 @@ def test_front_page_leads_to_every_page_and_figure() -> None:
     assert all(f"`kit figure {name}`" in page for name in FIGURES)
 
 
-def test_code_host_keeps_only_the_alignment_of_styles() -> None:
+def test_gallery_html_keeps_only_text_alignment() -> None:
     html = "<div style='a'><b>72</b></div><td style='text-align:right'>"
     assert gallery._hosted(html, "x") == "<div><b>72</b></div><td align='right'>"
 
 
-def test_code_that_a_cell_shows_is_fenced_with_paths_of_a_reader() -> None:
+def test_shown_code_is_fenced_without_machine_paths() -> None:
     new = nbformat.v4.new_output
     code = f"cd {gallery.REPOSITORY} && exec {sys.prefix}/bin/python\n"
     html = '<div class="highlight"><pre>...</pre></div>'
@@ -186,7 +188,7 @@ def test_code_that_a_cell_shows_is_fenced_with_paths_of_a_reader() -> None:
     }
 
 
-def test_formulae_of_a_page_keep_their_backslashes_on_a_code_host() -> None:
+def test_page_formulae_keep_their_backslashes() -> None:
     cell = "With $a\\,b$, $c$ and `$HOME, $X`:\n\n$$x\\;y\n  = \\{z\\}.$$\n\nEnd."
     page = gallery.as_on_the_page("a", cell)
     assert page == (

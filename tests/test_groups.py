@@ -1,4 +1,4 @@
-"""`make test` and `make quick` run each test once, in groups, and go on after a failure."""
+"""`make test` and `make quick` run each test once, in groups, and continue after a failure."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,8 @@ def test_groups_split_the_notebooks_by_keywords() -> None:
     assert all(any(stem in name for name in names) for stem in re.findall(r"\d\d_", later))
 
 
-def test_groups_go_on_after_a_failure_and_print_one_after_the_other(capfdbinary) -> None:
+def test_groups_continue_after_a_failure(capfdbinary) -> None:
+    """The output of a group is printed in one piece."""
     commands = {
         "first": ["sh", "-c", "echo one; sleep 1; echo two; exit 3"],
         "second": ["sh", "-c", "echo three"],
@@ -53,7 +54,7 @@ def test_groups_go_on_after_a_failure_and_print_one_after_the_other(capfdbinary)
     assert {"three", "four"} < {*lines}
 
 
-def test_groups_run_at_most_so_many_at_a_time(tmp_path: Path) -> None:
+def test_groups_limit_concurrent_commands(tmp_path: Path) -> None:
     script = (
         f"mkdir {tmp_path}/$1 && ls {tmp_path} | grep -c running >>{tmp_path}/log; "
         f"sleep 0.3; rmdir {tmp_path}/$1"

@@ -1,4 +1,6 @@
-"""The layout is what kit/README.md says: which modules a module may import."""
+"""Rules of the source code: modules import only lower layers of kit/README.md, and some tasks
+belong to one module.
+"""
 
 import ast
 import functools
@@ -16,7 +18,7 @@ from tests.support.sources import ROOT, nodes
 
 
 def layers(package: str) -> dict[str, int]:
-    """Returns a package's layers in kit/README.md, each with its line: those above are lower."""
+    """Returns the line of each layer of a package in kit/README.md. Lower layers come first."""
     text = (ROOT / "kit" / "README.md").read_text()
     cells = enumerate(re.findall(rf"^\| (`{package}\.[^|]*) \|", text, re.M))
     return {name: line for line, cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
@@ -31,7 +33,9 @@ def modules() -> dict[str, Path]:
 
 @functools.cache
 def imports() -> dict[str, set[str]]:
-    """Returns for each module those of ours that it imports, at its top or anywhere in it."""
+    """Returns for each module the modules of `kit` and `cluster` that it imports, at its top or
+    anywhere in it.
+    """
     files = modules()
     found = {}
     for module, file in files.items():
@@ -61,7 +65,7 @@ def upward(graph: dict[str, set[str]], known: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("package", ["kit", "cluster"])
-def test_every_module_is_in_a_layer_of_the_table(package):
+def test_every_module_is_in_a_layer(package):
     known = layers(package)
     own = [module for module in imports() if module.startswith(f"{package}.")]
     assert not [module for module in own if not layer_of(module, known)]
@@ -69,30 +73,32 @@ def test_every_module_is_in_a_layer_of_the_table(package):
 
 
 @pytest.mark.parametrize("package", ["kit", "cluster"])
-def test_no_import_goes_from_a_lower_layer_to_a_higher_one(package):
+def test_no_module_imports_a_higher_layer(package):
     graph = without_faces()
     assert upward(graph, layers(package)) == []
 
 
 def without_faces() -> dict[str, set[str]]:
-    """Returns all imports but those of and by `kit` and `cluster`, which hand on the rest."""
+    """Returns all imports, except those of and by `kit` and `cluster`, which re-export other
+    modules.
+    """
     faces = {"kit", "cluster"}
     return {module: names - faces for module, names in imports().items() if module not in faces}
 
 
-def test_an_upward_import_is_found():
+def test_upward_import_is_found():
     graph = {"kit.data.corpus": {"kit.monitor.alerts"}, "kit.monitor.alerts": set()}
     assert upward(graph, layers("kit")) == ["kit.data.corpus -> kit.monitor.alerts"]
 
 
-def test_no_circle():
+def test_imports_have_no_cycle():
     assert list(graphlib.TopologicalSorter(without_faces()).static_order())
 
 
-def test_a_rank_imports_what_it_trains_with():
+def test_ranks_import_only_training_layers():
     """No planner, dashboard or converter: thousands of ranks read these files from one file system.
 
-    Building data, measuring and launching come with the faces of `kit` and `kit.data`.
+    Code that builds data, measures and launches is imported with `kit` and `kit.data`.
     """
     command = [sys.executable, "-c", "import sys, kit.train; print(*sys.modules)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -108,7 +114,7 @@ RANK_LAYERS = {
         " torch_private train trainer"
     ).split()
 }
-"""Rooms of the kit that `import kit.train` loads."""
+"""Layers of the kit that `import kit.train` loads."""
 STARTED_ABOVE = {
     ("cluster.poll", "f'cluster.{scheduler}'"),
     ("kit.cli.data", "kit"),
@@ -119,7 +125,7 @@ STARTED_ABOVE = {
 shows."""
 
 
-def test_what_is_started_by_name_is_known():
+def test_modules_started_by_name_are_listed():
     files, found = modules(), set()
     for module, file in files.items():
         known = layers(module.split(".")[0])
@@ -133,7 +139,7 @@ def test_what_is_started_by_name_is_known():
 def started(node: ast.AST) -> set[str]:
     """Returns the modules that a node of a syntax tree starts by name.
 
-    All of them, since no other call starts a Python: test_python_is_started_by_one_module.
+    No other call starts Python, as test_python_is_started_by_one_module checks.
     """
     names = set[str]()
     if isinstance(node, ast.Call):
@@ -149,13 +155,13 @@ def started(node: ast.AST) -> set[str]:
 
 PYTHON_WITHOUT_COMMAND = {
     "cluster/interpreter.py",
-    "cluster/login/submit.py",  # replaces it by the Python of the other side
-    "cluster/render.py",  # only the environment that it belongs to
-    "cluster/slurm/__init__.py",  # handed to cluster.slurm.script
+    "cluster/login/submit.py",  # replaces the path by the remote Python
+    "cluster/render.py",  # uses only its environment
+    "cluster/slurm/__init__.py",  # passed to cluster.slurm.script
     "cluster/slurm/container.py",  # in a message
-    "cluster/slurm/script.py",  # handed to source_command
+    "cluster/slurm/script.py",  # passed to source_command
     "kit/data/wheels.py",  # in a message
-    "kit/evaluate/sandbox.py",  # starts it with -I
+    "kit/evaluate/sandbox.py",  # starts Python with -I
 }
 """Files that name `sys.executable`, which no other file may."""
 ADVICE = {
@@ -164,9 +170,9 @@ ADVICE = {
     "kit/measure/collectives.py",
     "kit/papers/hlat_training.py",
 }
-"""Files that name a command of Python which a person types."""
+"""Files with a command that a person types, which starts Python."""
 STARTS_PYTHON = re.compile(r"python[\w.}\"']*(?: -[^P\s]\S*)* -[mc]\b")
-"""In a script: Python that is started without -P."""
+"""Matches a command in a script that starts Python without -P."""
 WRONG_STARTS = ["python -m kit", "exec {python} -u -m kit", "python3.12 -c code"]
 RIGHT_STARTS = ["python -P -m kit", "{python} -P -S -m kit", "python3 -I -c code"]
 
@@ -203,7 +209,7 @@ def test_private_names_of_torch_are_in_one_file():
 
 
 def test_engine_names_are_compared_in_engines_only():
-    """Elsewhere code asks `kit.engines.capabilities` what an engine can do."""
+    """Other code reads the features of an engine from `kit.engines.capabilities`."""
     wrong = []
     for file, parts in nodes().items():
         path = str(file.relative_to(ROOT))
@@ -224,25 +230,25 @@ def test_engine_names_are_compared_in_engines_only():
 
 
 ENTRIES = {
-    "cluster/attempts.py",  # a supervisor that somebody starts by hand
+    "cluster/attempts.py",  # a supervisor that a user starts by hand
     "cluster/submission.py",
-    "kit/cli/options.py",  # an output beside the files of a run
+    "kit/cli/options.py",  # an output file in a run directory
     "kit/interop/logs/importers.py",
     "kit/launcher.py",
 }
-"""Files that ask for the owner of a run directory by its path, once each. Other code has an object
-that holds the directory, and asks that: see `cluster.ownership.Owned`."""
+"""Files that check the owner of a run directory by its path, once each. Other code has an object
+that holds the directory: see `cluster.ownership.Owned`."""
 FILES_OF_OTHERS = {"cluster/files.py", "cluster/ownership.py", "kit/monitor/export.py"}
-"""Files that ask whose a file is. `export.py` asks it of wandb's settings."""
+"""Files that check who owns a file. `export.py` checks wandb's settings."""
 
 
-def test_ownership_of_run_is_asked_at_entries():
+def test_run_ownership_is_checked_at_entry_points():
     assert Counter(uses("refuse_other_owner")) == Counter([*ENTRIES, "cluster/ownership.py"])
     assert set(uses("other_owner")) == FILES_OF_OTHERS
 
 
-def test_mirror_of_run_is_known_to_few_places():
-    """`Run.open` brings a mirror up to date, and the job acts where it runs."""
+def test_run_mirrors_are_used_by_few_modules():
+    """`Run.open` updates a mirror, and a job acts on the machine where it runs."""
     importers = {module for module, names in imports().items() if "cluster.login.mirror" in names}
     assert {name for name in importers if name.startswith("kit.")} == KNOW_MIRRORS
     found = [*uses("mirror_of"), *uses("refresh")]
@@ -253,7 +259,7 @@ KNOW_MIRRORS = {"kit.cli.options", "kit.run", "kit.run.checkpoint"}
 
 
 def uses(function: str) -> list[str]:
-    """Returns the file of each use of a function by its name, imports apart."""
+    """Returns the file of each use of a function by its name. Imports do not count."""
     return [
         str(file.relative_to(ROOT))
         for file, parts in nodes().items()

@@ -1,6 +1,4 @@
-"""The notebooks: how they are written, and that each runs to its end, in the environment of its
-readers.
-"""
+"""The notebooks: rules for their form, and a run of each in the environment of a reader."""
 
 import ast
 import json
@@ -21,7 +19,7 @@ from tests.support.environments import outside
 FOLDER = REPOSITORY / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 AT_A_SCALE = ("00_quickstart", "03_launch_jobs", "05_evaluate")
-"""Those whose last section trains something of the reader's choice on the reader's cluster."""
+"""Notebooks whose last section trains a model of the reader on the reader's cluster."""
 MAX_CODE_CELLS, MAX_LINES, MAX_STATEMENTS, MAX_FIRST_IMPORTS = 25, 30, 18, 5
 EXECUTE = "import sys, pathlib, kit.demo; kit.demo.execute(*map(pathlib.Path, sys.argv[1:]))"
 by_name = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
@@ -29,8 +27,8 @@ by_name = pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: no
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder laid out like the repository, so that what notebooks write stays out of it; they
-    share one dataset.
+    """A folder laid out like the repository, so that notebooks write nothing into the repository.
+    All notebooks share one dataset.
     """
     workplace = tmp_path_factory.mktemp("notebooks")
     (workplace / "notebooks").mkdir()
@@ -38,7 +36,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @by_name
-def test_is_written_by_the_rules(notebook: Path) -> None:
+def test_notebook_follows_the_writing_rules(notebook: Path) -> None:
     cells = nbformat.read(notebook, as_version=4).cells
     code = [cell for cell in cells if cell.cell_type == "code"]
     assert len(code) <= MAX_CODE_CELLS
@@ -100,7 +98,7 @@ def test_names_in_code_cells_exist(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", AT_A_SCALE)
-def test_refuses_an_unknown_scale(name: str) -> None:
+def test_notebook_refuses_an_unknown_scale(name: str) -> None:
     code = [
         cell
         for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
@@ -114,7 +112,7 @@ def test_refuses_an_unknown_scale(name: str) -> None:
 
 
 @by_name
-def test_answers_to_exercises_hold(notebook: Path) -> None:
+def test_exercise_answers_pass_their_asserts(notebook: Path) -> None:
     for cell in nbformat.read(notebook, as_version=4).cells:
         for answer in re.findall(r"```python\n(.*?)```", cell.source, re.DOTALL):
             assert "assert " in answer
@@ -124,7 +122,7 @@ def test_answers_to_exercises_hold(notebook: Path) -> None:
 @by_name
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_runs_to_its_end_where_a_reader_has_installed_the_kit(
+def test_notebook_runs_in_a_readers_environment(
     notebook: Path, workplace: Path, reader_python
 ) -> None:
     copy = Path(shutil.copy(notebook, workplace / "notebooks"))

@@ -1,4 +1,4 @@
-"""Promises about the project: one list of dependencies, imports in one direction, light imports."""
+"""Rules of the project: one list of dependencies, imports in one direction, light imports."""
 
 import ast
 import itertools
@@ -25,7 +25,7 @@ def requirement_name(requirement: str) -> str:
 
 
 def notebooks() -> list[str]:
-    """Returns the requirements behind the extra `notebooks`, which names the other extras."""
+    """Returns the requirements of the extra `notebooks`, which consists of the other extras."""
     extras = PYPROJECT["optional-dependencies"]
     (itself,) = extras["notebooks"]
     return [each for extra in re.split(r"[\[\],]", itself)[1:-1] for each in extras[extra]]
@@ -69,7 +69,7 @@ def test_constraints_pin_every_direct_dependency():
     assert not [line for line in lines if "+cpu" in line or "://" in line]
 
 
-def test_one_environment_for_the_notebooks_holds_what_the_project_is_named_after():
+def test_notebooks_extra_includes_main_packages():
     assert closure("notebooks") >= NAMED, "and every package's own needs"
 
 
@@ -83,7 +83,10 @@ def imports_of(file: Path) -> set[str]:
     return found
 
 
-def test_imports_go_one_way():
+def test_packages_import_in_one_direction():
+    """`cluster` imports only the standard library, no package imports `tests`, and `kit.model`
+    imports no code for distributed training.
+    """
     for file in (file for file in nodes() if file.is_relative_to(ROOT / "cluster")):
         top = {name.split(".")[0] for name in imports_of(file)}
         assert not top - set(sys.stdlib_module_names) - {"cluster"}, f"{file}: {top}"
@@ -94,14 +97,14 @@ def test_imports_go_one_way():
 
 
 @pytest.mark.parametrize("package", ["kit", "cluster"])
-def test_importing_a_package_loads_nothing_heavy(package):
+def test_package_import_loads_no_heavy_dependency(package):
     code = f"import sys, {package}; print(*sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("\n", "")
 
 
-def test_the_search_needs_numpy_and_rich_alone(tmp_path: Path):
-    """So it runs where torch does not, as in a browser's Python."""
+def test_search_needs_only_numpy_and_rich(tmp_path: Path):
+    """The search runs where torch does not, as in a browser's Python."""
     allowed = {"numpy", "rich", "pygments", "markdown_it", "mdurl", "kit", "cluster"}
     program = tmp_path / "alone.py"
     program.write_text(
@@ -127,7 +130,7 @@ print(len(found.order), found)
 
 
 def test_packages_come_from_this_checkout():
-    """Both names exist on the public index, so an installed stranger would be imported silently."""
+    """PyPI has packages of both names, so a wrong package would be imported without an error."""
     import cluster
     import kit
 
@@ -135,7 +138,7 @@ def test_packages_come_from_this_checkout():
     assert Path(cluster.__file__).parent == ROOT / "cluster"
 
 
-def test_files_say_what_they_are_for():
+def test_every_module_has_a_docstring():
     for file, (tree, *_) in nodes().items():
         assert ast.get_docstring(tree), f"{file}: say what it is for in a first docstring"
 
@@ -143,7 +146,8 @@ def test_files_say_what_they_are_for():
 @pytest.mark.parametrize(
     ("runs", "taken"), [(("3.13", "3.14"), "python3.13"), (("",), "python3"), ((), None)]
 )
-def test_make_takes_a_python_that_runs_and_fits_or_names_the_way_to_one(runs, taken, tmp_path):
+def test_make_selects_a_supported_python(runs, taken, tmp_path):
+    """Without a supported Python, make prints the command that names one."""
     (tmp_path / "bin").mkdir()
     for version in ("3.11", "3.12", "3.13", "3.14", ""):
         shim = tmp_path / "bin" / f"python{version or 3}"

@@ -1,4 +1,4 @@
-"""The numbers in the notebooks' sentences are those of their code and their outputs."""
+"""Numbers in the sentences of notebooks equal numbers in their code and outputs."""
 
 import pytest
 
@@ -35,7 +35,7 @@ SAID = {
     "200": "of the paper",
     "1.8": "trillion tokens, of the paper",
 }
-"""Numbers that no output shows, and where they are from."""
+"""Numbers that no output shows, and their sources."""
 
 of_each = pytest.mark.parametrize(
     "notebook", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda notebook: notebook.stem
@@ -43,16 +43,16 @@ of_each = pytest.mark.parametrize(
 
 
 @of_each
-def test_numbers_in_sentences_are_those_of_the_outputs(notebook) -> None:
+def test_notebook_numbers_appear_in_code_or_outputs(notebook) -> None:
     missing = set(unseen(prose(notebook), evidence(notebook))) - set(SAID)
     assert missing == set(), "no output shows it; say where it is from"
 
 
 @of_each
-def test_page_has_the_sentences_of_the_notebook(notebook) -> None:
+def test_gallery_page_has_the_notebooks_text(notebook) -> None:
     page = (GALLERY / f"{notebook.stem}.md").read_text(encoding="utf-8")
     assert [text for text in markdown(notebook) if text not in page] == [], "make gallery"
 
 
-def test_a_number_that_no_output_shows_is_found() -> None:
+def test_number_without_output_is_found() -> None:
     assert unseen("1,024 devices, 38.4 %, 7 of 512", "x = 1024; 38.38 and 511") == ["512"]

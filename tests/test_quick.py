@@ -1,4 +1,6 @@
-"""What `make quick` leaves out is left out, whatever a test does about it."""
+"""`make quick` leaves out slow tests, and tests that start processes or browsers, even if they
+catch the refusal.
+"""
 
 import os
 import subprocess
@@ -43,7 +45,7 @@ def test_is_slow():
 """
 
 
-def test_only_what_computes_is_quick(tmp_path: Path) -> None:
+def test_quick_leaves_out_slow_and_process_tests(tmp_path: Path) -> None:
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     command = [sys.executable, "-m", "pytest", "-q", "--quick", "-p", "tests.conftest"]
     done = subprocess.run(

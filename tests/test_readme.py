@@ -1,5 +1,5 @@
-"""The first page: what it says can be done is done, in its order, by somebody who has nothing
-yet.
+"""README.md: its plan is up to date, and its commands run in their order for a user without any
+files.
 """
 
 import os
@@ -26,18 +26,20 @@ COMMANDS = re.findall(r"^\| [^|`]+ \| `(kit [^`]+)` \|", TEXT, re.M)
 SAID = re.compile(
     r"^```python\n(.*?)^```|^\$ (kit (?:[^\n]*\\\n)*[^\n]+)$|`(kit [^`\n]+)`", re.M | re.S
 )
-"""What a reader may type, in its order: Python, a command with its answer, which may continue over
-lines, and a command within a text."""
+"""Everything that a reader may type, in order: Python code, a command with its output, or a command
+within a sentence. A command may continue over lines."""
 ON_A_CLUSTER = ("mine.toml", "runs/web")
-"""Words of commands that need Slurm; `tests/cluster` runs them."""
+"""Words of commands that need Slurm. `tests/cluster` runs these commands."""
 
 
-def test_its_plan_is_what_the_command_says_now():
+def test_readme_plan_equals_the_commands_output():
     assert plan_example(README) in TEXT, "refresh it: `python -m tests.bench.headlines`"
 
 
-def test_its_plan_is_held_to_published_runs():
-    """The sentence below the plan has published times, and the prediction of a fit without them."""
+def test_readme_prediction_sentence_is_current():
+    """The sentence below the plan has published times, and the prediction of a fit without these
+    runs.
+    """
     sentence = re.search(r"^Predicted: ([\d.]+) s.*?\n\n", TEXT, re.M | re.S)
     assert sentence
     told = [float(number) for number in re.findall(r"([\d.]+) s\b", sentence[0])]
@@ -64,9 +66,9 @@ def _shape(spec: ModelSpec, plan: Plan) -> tuple[int, int, int, int]:
     return spec.num_params, *degrees
 
 
-# A minute and a half alone; on a busy machine several times that.
+# Takes 1.5 minutes on an idle machine, and several times as long on a busy one.
 @pytest.mark.timeout(1800)
-def test_its_commands_run_in_their_order_for_somebody_who_has_nothing(tmp_path):
+def test_readme_commands_run_in_order_in_empty_home(tmp_path):
     (tmp_path / "home").mkdir()
     environment = {
         name: value

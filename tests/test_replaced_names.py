@@ -1,5 +1,5 @@
-"""The names of our modules that tests replace exist: else a rename shows in that test alone, which
-may be one of the slow ones.
+"""Names of `kit` and `cluster` that tests patch exist. Otherwise only the patching test, which may
+be slow, would fail after a rename.
 """
 
 import ast
@@ -11,8 +11,8 @@ from tests.support.sources import ROOT
 
 
 def replaced(tree: ast.AST) -> list[tuple[str, str]]:
-    """Returns what a file gives to `monkeypatch.setattr`, as the full name of an object of our
-    packages and the name of the attribute.
+    """Returns (full name of the patched object, name of the attribute) for each `setattr` of
+    `monkeypatch` in a file on an object of our packages.
     """
     imported = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
@@ -43,7 +43,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_names_that_tests_replace_exist(file):
+def test_monkeypatched_names_exist(file):
     objects = {target: pkgutil.resolve_name(target) for target, _ in FILES[file]}
     missing = [each for each in FILES[file] if not hasattr(objects[each[0]], each[1])]
     assert not missing, "the test replaces what does not exist any more"

@@ -1,4 +1,6 @@
-"""Names that torch keeps to itself are in this torch, and give what their users need."""
+"""Private names of torch that the kit uses exist in the installed release and work as the kit
+needs.
+"""
 
 import datetime
 import inspect
@@ -17,13 +19,13 @@ from kit import torch_private
 
 @pytest.fixture
 def fake_group():
-    """This process is rank 1 of 4, and the only one."""
+    """A process group of 4 ranks that has only this process, as rank 1."""
     dist.init_process_group("fake", store=torch_private.fake_store(), rank=1, world_size=4)
     yield
     dist.destroy_process_group()
 
 
-def test_attention_calls_one_of_its_kernels():
+def test_attention_calls_a_listed_kernel():
     query = torch.zeros(1, 1, 8, 8, requires_grad=True)
     with torch.profiler.profile(acc_events=True) as profile:
         F.scaled_dot_product_attention(query, query, query, is_causal=True)
@@ -35,32 +37,32 @@ def test_attention_calls_one_of_its_kernels():
     }
 
 
-def test_attention_says_which_kernel_it_calls():
+def test_attention_choice_returns_a_known_kernel():
     query = torch.zeros(1, 2, 8, 8)
     chosen = torch_private.attention_choice(query, query[:, :1])
     assert SDPBackend(chosen).name in ("MATH", "FLASH_ATTENTION")
 
 
-def test_attention_within_documents_is_a_kernel():
+def test_document_attention_is_torchs_varlen_kernel():
     from torch.nn.attention.varlen import varlen_attn
 
     assert callable(varlen_attn) and "_varlen_attn" in str(torch_private.document_attention())
 
 
-def test_all_tensors_are_multiplied():
+def test_multiply_scales_every_tensor():
     tensors = [torch.ones(2), torch.full((3,), 2.0)]
     torch_private.multiply(tensors, torch.tensor(0.5))
     assert [tensor.sum().item() for tensor in tensors] == [1.0, 3.0]
 
 
-def test_a_ranks_part_is_that_of_a_dtensor(fake_group):
+def test_local_part_equals_the_dtensors_shard(fake_group):
     mesh, weight = init_device_mesh("cpu", (4,)), torch.arange(12.0).reshape(6, 2)
     target = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
     part = torch_private.local_part(weight, target)
     assert part.equal(target.to_local()) and part.data_ptr() != target.to_local().data_ptr()
 
 
-def test_a_stager_copies_any_number_of_states():
+def test_reusable_stager_copies_several_states():
     stager = torch_private.reusable_stager(StagingOptions(False, False, True, False))
     weight = torch.zeros(3)
     copies = []
@@ -70,7 +72,7 @@ def test_a_stager_copies_any_number_of_states():
     assert [copy.tolist() for copy in copies] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
 
 
-def test_groups_have_a_store_and_timeouts():
+def test_process_groups_have_store_and_timeouts():
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -86,21 +88,21 @@ def test_groups_have_a_store_and_timeouts():
         dist.destroy_process_group()
 
 
-def test_a_process_without_nccl_has_no_trace():
+def test_nccl_trace_returns_bytes_without_nccl():
     assert isinstance(torch_private.nccl_trace(), bytes)
 
 
-def test_compiling_can_be_watched():
+def test_compile_callbacks_can_be_registered():
     torch_private.on_compile(lambda *_: None, lambda *_: None)
 
 
-def test_memory_can_be_recorded():
+def test_memory_history_functions_exist():
     assert "max_entries" in inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert callable(torch.cuda.memory._dump_snapshot)
 
 
-def test_what_the_checkpoints_override_is_there():
-    """By `kit.run.checkpoint_reader` and `kit.run.checkpoint_writer`."""
+def test_overridden_checkpoint_names_exist():
+    """`kit.run.checkpoint_reader` and `kit.run.checkpoint_writer` override these names."""
     assert [*inspect.signature(FileSystemReader._slice_file).parameters][1:] == ["file", "sinfo"]
     assert "_cached_plans_key" in vars(DefaultSavePlanner(enable_plan_caching=True))
     assert torch_private.StorageInfo("name", 0, 1).relative_path == "name"

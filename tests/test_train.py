@@ -1,4 +1,4 @@
-"""Real jobs of real processes: what was promised about killed, stopped and moved runs."""
+"""Real jobs of several processes: resumed, stopped, moved and failing runs."""
 
 import importlib.metadata
 import io
@@ -44,7 +44,7 @@ def assert_done(run: Run) -> None:
 
 @pytest.fixture
 def forked(monkeypatch) -> None:
-    """Ranks of runs that are launched or resumed are forked, and have ended at the return."""
+    """Launched and resumed runs have forked ranks, which have ended when the call returns."""
 
     def submit(prepared: kit.launcher.Prepared) -> Run:
         run = prepared.run
@@ -59,7 +59,7 @@ def forked(monkeypatch) -> None:
     monkeypatch.setattr(kit.launcher, "submit", submit)
 
 
-def test_run_directory_holds_the_contract(unbroken):
+def test_run_directory_holds_the_documented_files(unbroken):
     names = {path.name for path in unbroken.directory.iterdir()}
     assert names >= {
         *"spec.json plan.json recipe.json site.json job.json submit.sh env.json state.json".split(),
@@ -76,8 +76,8 @@ def test_run_directory_holds_the_contract(unbroken):
     assert json.loads((unbroken.directory / "env.json").read_text())["torch"]
 
 
-def test_disk_full_amid_a_checkpoint_keeps_the_older_ones(spec, recipe, mount_memory, tmp_path):
-    # Bytes but no files, so that a write fails in the middle.
+def test_full_disk_keeps_older_checkpoints(spec, recipe, mount_memory, tmp_path):
+    # Space for bytes but not for files, so that a checkpoint fails in the middle.
     disk = mount_memory("size=64m,nr_inodes=12")
     plan = DP2.replace(data_parallel=1, zero_stage=0)
     often = recipe.replace(checkpoint_every=2)
@@ -108,8 +108,8 @@ def test_disk_full_amid_a_checkpoint_keeps_the_older_ones(spec, recipe, mount_me
     ],
     ids=["TP2", "PP2", "PP3 of 4 layers", "ZeRO3"],
 )
-def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, forked, tmp_path):
-    """Does the last 20 steps again, from the checkpoint of step 100, on another layout."""
+def test_resume_on_another_layout_keeps_the_loss(layout, unbroken, forked, tmp_path):
+    """Repeats the last 20 steps from the checkpoint of step 100 on another layout."""
     shutil.copytree(unbroken.directory, tmp_path / "moved")
     shutil.rmtree(Run.open(tmp_path / "moved").checkpoints.path(STEPS))
     run = kit.resume(
@@ -125,10 +125,10 @@ def test_resumed_on_another_layout_ends_with_the_same_loss(layout, unbroken, for
     assert all(torch.allclose(moved[name], stayed[name], atol=1e-4) for name in moved)
 
 
-def test_resumes_between_shard_sizes_and_phases_of_a_mix(
-    spec, recipe, forked, tiny_dataset, tmp_path
-):
-    """All replicas share states, then two and two, then all; each attempt meets another mix."""
+def test_resume_across_shard_sizes_and_data_phases(spec, recipe, forked, tiny_dataset, tmp_path):
+    """States are sharded over all replicas, then over two, then over all. Each attempt has another
+    data mix.
+    """
     for name in ("web", "code"):
         shutil.copytree(tiny_dataset.directory, tmp_path / name)
     sources = [
@@ -173,10 +173,10 @@ PLACES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_a_validation_reads_as_many_sequences_as_asked_whatever_the_batch(
-    place, spec, recipe, forked, tmp_path
-):
-    """The learning rate changes no weight; the loss is counted again on the whole model."""
+def test_validation_reads_the_requested_sequences(place, spec, recipe, forked, tmp_path):
+    """The batch size does not matter. The learning rate changes no weight, so that the test can
+    compute the loss again on the whole model.
+    """
     rates = {"warmup_steps": 0, "learning_rate": 1e-30, "min_learning_rate": 0}
     still = recipe.replace(num_steps=1, validation_every=1, **rates)
     held_out, plan = Dataset.open(recipe.data), ONE.replace(**PLACES[place])
@@ -194,8 +194,10 @@ def test_a_validation_reads_as_many_sequences_as_asked_whatever_the_batch(
 
 
 @pytest.mark.slow
-def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, tmp_path):
-    """A validation gathers the weights; what is saved after it is still the optimizer's."""
+def test_checkpoint_after_validation_resumes_exactly(spec, recipe, forked, tmp_path):
+    """A validation gathers the weights. The checkpoint of that step still holds the weights of the
+    optimizer.
+    """
     recipe = recipe.replace(num_steps=20, decay_steps=30, validation_every=10, checkpoint_every=10)
     whole = recipe.replace(num_steps=30)
     straight = kit.launch(tmp_path / "straight", spec=spec, plan=DP2, recipe=whole)
@@ -206,7 +208,9 @@ def test_checkpoint_of_a_step_with_a_validation_is_whole(spec, recipe, forked, t
 
 
 def test_more_steps_do_not_move_the_end_of_the_schedule(spec, recipe, forked, tmp_path):
-    """By `kit resume --steps` as by a launch into the same directory; only decay_steps moves it."""
+    """This holds for `kit resume --steps` and for a launch into the same directory. Only
+    decay_steps moves the end.
+    """
     rates = {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 0}
     recipe = recipe.replace(num_steps=6, validation_every=None, **rates)
     run = kit.launch(tmp_path / "run", spec=spec, plan=ONE, recipe=recipe)
@@ -219,7 +223,7 @@ def test_more_steps_do_not_move_the_end_of_the_schedule(spec, recipe, forked, tm
     assert run.metrics()["learning_rate"][-1] == pytest.approx(5.5e-4), "half way of 20"
 
 
-def test_stop_writes_a_checkpoint_and_resume_goes_on(unbroken, spec, recipe, tmp_path):
+def test_stop_writes_a_checkpoint_that_resumes(unbroken, spec, recipe, tmp_path):
     run = kit.launch(tmp_path / "stopped", spec=spec, plan=DP2, recipe=recipe)
     while run.metrics().summary()["step"] < 5:
         time.sleep(0.05)
@@ -234,16 +238,16 @@ def test_stop_writes_a_checkpoint_and_resume_goes_on(unbroken, spec, recipe, tmp
     assert run.metrics()["loss"].tolist() == unbroken.metrics()["loss"].tolist()
 
 
-def test_a_failing_rank_is_reported_with_its_own_words(spec, recipe, tmp_path, tiny_dataset):
+def test_failed_rank_is_reported_with_its_error(spec, recipe, tmp_path, tiny_dataset):
     gone = recipe.replace(data=str(tmp_path / "absent"))
     run = submit(draft(local_run(tmp_path / "broken", spec, DP2, gone)))
     status = run.job.wait(timeout_s=PATIENCE_S)
     assert status.state is JobState.FAILED
-    # Not rank 0's log: where the other failed first, rank 0 was ended before it could say a word.
+    # Not rank 0's log: if rank 1 fails first, rank 0 is ended before it can log the error.
     assert "DataError" in status.reason and "absent" in status.reason
 
 
-def test_checkpoint_of_another_model_or_cut_short_is_refused(unbroken, spec):
+def test_other_model_or_missing_step_is_refused(unbroken, spec):
     found, other = unbroken.checkpoints, spec.replace(num_layers=2)
     with pytest.raises(CheckpointError, match="spec.num_layers is 4 there and 2 here"):
         CheckpointTensors(found, found.describe(120), other)
@@ -251,7 +255,7 @@ def test_checkpoint_of_another_model_or_cut_short_is_refused(unbroken, spec):
         load_model(unbroken, step=7)
 
 
-def test_attempt_is_recorded_in_a_plain_checkout_without_git(spec, recipe, tmp_path, monkeypatch):
+def test_attempt_is_recorded_without_git(spec, recipe, tmp_path, monkeypatch):
     run = local_run(tmp_path / "run", spec, DP2, recipe)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(importlib.metadata.Distribution, "discover", lambda **_: iter(()))
@@ -261,7 +265,7 @@ def test_attempt_is_recorded_in_a_plain_checkout_without_git(spec, recipe, tmp_p
     assert (facts["attention"], facts["fp32_products"]) == ("FLASH_ATTENTION", "fp32")
 
 
-def test_wrong_process_count_is_refused_by_the_ranks(spec, recipe, tmp_path):
+def test_ranks_refuse_wrong_process_count(spec, recipe, tmp_path):
     run = local_run(tmp_path / "count", spec, DP2, recipe)
     attempt = Attempt(run, WORLD_SIZE="3")
     assert attempt.wait() == [os.EX_CONFIG] * 2

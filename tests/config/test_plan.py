@@ -43,7 +43,7 @@ engine=deepspeed tensor_parallel=2 sequence_parallel=true | plan.sequence_parall
 engine=deepspeed precision=bf16 | use zero_stage 1, also with one replica
 engine=deepspeed zero_stage=3 recompute=selective | not with zero_stage 3; use 'full'
 """  # noqa: E501
-"""Fields of a plan, and words of the message that refuses it."""
+"""Fields of a plan, and a part of the error message that refuses the plan."""
 TWO_STAGES = "pipeline_parallel=2 virtual_stages=2 global_batch_size=4 schedule="
 
 
@@ -85,13 +85,13 @@ def test_wrong_process_count_is_refused():
         Plan(tensor_parallel=2, pipeline_parallel=2).check(DEMO, 3)
 
 
-def test_json_round_trip():
+def test_plan_json_round_trip():
     plan = Plan(tensor_parallel=2, sequence_parallel=True, global_batch_size=8)
     assert Plan.from_json(plan.to_json()) == plan
     assert "tensor parallel" in plan._repr_html_()
 
 
-def test_zbv_is_refused_on_a_torch_that_cannot_run_it(monkeypatch):
+def test_zbv_needs_torch_2_13(monkeypatch):
     plan = Plan.from_dict(fields("ZBV"))
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.12.1+cpu")
     with pytest.raises(ConfigError, match="zbv.*torch 2.12.1"):

@@ -16,14 +16,17 @@ def test_warm_up_is_linear_and_ends_at_the_peak():
     assert HLAT_7B.learning_rate_at(2000) == pytest.approx(3e-4)
 
 
-def test_clamped_cosine_meets_its_floor_where_hlats_scheduler_does():
-    """max(floor, cosine) over the steps after warm-up; HLAT's 397,994 is of one from step 0."""
+def test_clamped_cosine_reaches_floor_as_in_hlat():
+    """The schedule is max(floor, cosine), with the cosine over the steps after warm-up. The floor
+    is reached at step 397,994.
+    """
     first = next(step for step in range(390_000, 410_000) if HLAT_7B.learning_rate_at(step) == 3e-5)
     assert first == math.ceil(2000 + 498_000 * math.acos(-0.8) / math.pi)
     assert HLAT_7B.learning_rate_at(500_000) == 3e-5
 
 
-def test_rescaled_cosine_ends_at_its_floor_and_lies_above_the_clamped_one():
+def test_rescaled_cosine_ends_at_its_floor():
+    """Before its end, the rescaled cosine lies above the clamped one."""
     rescaled = HLAT_7B.replace(cosine_floor="rescaled")
     assert rescaled.learning_rate_at(500_000) == pytest.approx(3e-5)
     # HLAT's 1.8T tokens are 429,153 steps: a rescaled cosine would still be at 4.3e-5 there.
@@ -31,7 +34,7 @@ def test_rescaled_cosine_ends_at_its_floor_and_lies_above_the_clamped_one():
     assert HLAT_7B.learning_rate_at(429_153) == 3e-5
 
 
-def test_floor_holds_after_the_decay_end():
+def test_learning_rate_floor_holds_after_decay():
     recipe = HLAT_7B.replace(decay_steps=10_000, cosine_floor="rescaled")
     assert recipe.learning_rate_at(20_000) == pytest.approx(3e-5)
 
@@ -54,19 +57,21 @@ def test_floor_holds_after_the_decay_end():
         ({"decay_share": float("nan")}, "recipe.decay_share"),
     ],
 )
-def test_bad_values_are_refused(change, message):
+def test_invalid_recipe_values_are_refused(change, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         HLAT_7B.replace(**change)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
-def test_without_warm_up_a_curve_from_step_0_begins_at_the_peak(schedule):
+def test_schedule_without_warm_up_starts_at_the_peak(schedule):
     recipe = Recipe(data="x", num_steps=9, learning_rate=1e-3, schedule=schedule)
     assert recipe.learning_rate_at(0) == 1e-3
 
 
-def test_stable_then_straight_down():
-    """As torchtitan 0.3's `linear_warmup_stable_decay`, but for where step 1 lies in warm-up."""
+def test_wsd_schedule_is_stable_then_linear():
+    """The schedule is torchtitan 0.3's `linear_warmup_stable_decay`, except for the position of
+    step 1 in warm-up. The schedule "constant" has no decay.
+    """
     rates = {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "warmup_steps": 100}
     recipe = Recipe(data="x", num_steps=1000, **rates, schedule="wsd", decay_share=0.2)
     at = recipe.learning_rate_at

@@ -1,4 +1,4 @@
-"""What every record offers a reader: its fields in `help` and a notebook, errors that name one."""
+"""Field documentation of records in `help` and in notebooks, and errors that name a field."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ class Small(Record):
     second: float | None = field_doc("where it ends", default=None)
 
 
-def test_a_docstring_ends_in_the_fields():
+def test_record_docstring_lists_the_fields():
     assert Small.__doc__ == (
         "Two numbers.\n\nFields:\n    first (int, required): where it <begins>\n"
         "    second (float | None, default None): where it ends"
@@ -32,7 +32,7 @@ def test_a_docstring_ends_in_the_fields():
 
 
 @pytest.mark.parametrize("record", PUBLIC)
-def test_help_has_every_field_with_its_meaning(record: type[Record]):
+def test_help_describes_every_field(record: type[Record]):
     text = " ".join(str(inspect.getdoc(record)).split())
     for field in dataclasses.fields(record):
         meaning = " ".join(field.metadata["doc"].split())
@@ -41,12 +41,13 @@ def test_help_has_every_field_with_its_meaning(record: type[Record]):
     assert max(map(len, str(record.__doc__).splitlines())) <= 100
 
 
-def test_no_import_puts_these_texts_together():
+def test_import_builds_no_field_docstrings():
+    """If the import built field docstrings, it would fail here."""
     code = "from cluster import field_docs; field_docs._told = None; import kit, kit.cli.app"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_notebook_shows_the_meaning_of_a_row_to_who_points_at_it():
+def test_notebook_table_rows_have_field_tooltips():
     cell = "<td style='text-align:left'>"
     shown = Small(first=1)._repr_html_()
     assert f"<tr title='where it &lt;begins&gt;'>{cell}first</td>" in shown
@@ -55,7 +56,7 @@ def test_a_notebook_shows_the_meaning_of_a_row_to_who_points_at_it():
     assert f"<tr title='{title}'>{cell}pipeline parallel</td>" in shown
 
 
-def test_a_mistyped_field_is_told_with_the_closest_name():
+def test_mistyped_field_error_suggests_closest_name():
     for record in PUBLIC:
         name = dataclasses.fields(record)[0].name
         with pytest.raises(ConfigError, match=rf"\.{name}x: unknown key. Did you mean '{name}'\?"):
@@ -65,7 +66,7 @@ def test_a_mistyped_field_is_told_with_the_closest_name():
 
 
 def test_suggestion_keeps_the_numbers_of_a_name():
-    """Another size or machine is another thing, and no misspelling."""
+    """A name with another size or machine is a different name, not a misspelling."""
     for name, known in (("llama4", "llama"), ("dgx-a100", "dgx-h100"), ("llama3-70b", "llama3-8b")):
         assert suggestion(name, [known]) == f"Allowed: {known}."
     for name, known in (("bf61", "bf16"), ("gpt22b", "gpt-22b"), ("frontir", "frontier")):
@@ -73,7 +74,7 @@ def test_suggestion_keeps_the_numbers_of_a_name():
 
 
 @pytest.mark.parametrize("family", [kit.ModelSpec.llama, kit.ModelSpec.gpt])
-def test_shapes_that_are_missing_are_named_all_at_once(family):
+def test_missing_shapes_are_reported_together(family):
     with pytest.raises(MissingError) as raised:
         family(name="x", num_layers=2)
     shapes = {"hidden_size", "num_heads", "vocab_size", "sequence_length"}
@@ -83,7 +84,7 @@ def test_shapes_that_are_missing_are_named_all_at_once(family):
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_record_is_pickled_and_copied_whole(protocol: int):
+def test_record_survives_pickle_and_copy(protocol: int):
     site = kit.Site.load("frontier")
     assert pickle.loads(pickle.dumps(site, protocol)) == site
     assert copy.copy(site) == site == copy.deepcopy(site)

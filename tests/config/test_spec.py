@@ -11,7 +11,7 @@ from kit.config.spec import PRESETS, FlopBasis, ModelSpec, RopeScaling
 from kit.errors import ConfigError
 from kit.model import Decoder, build_decoder
 
-# HLAT and Llama 3 by their published configurations, GPT-2 XL by its checkpoint, GPTs by name.
+# Sources: published configurations (HLAT, Llama 3), checkpoint (GPT-2 XL), model names (GPTs).
 PARAMS = {
     "hlat-7b": 6_738_415_616,
     "hlat-70b": 68_976_648_192,
@@ -29,12 +29,12 @@ ONE_SEQUENCE = torch.zeros(1, 40, dtype=torch.int64)
 
 
 @pytest.mark.parametrize("name", PARAMS)
-def test_published_parameter_counts(name):
+def test_presets_have_published_parameter_counts(name):
     assert ModelSpec.preset(name).num_params == PARAMS[name]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_counts_equal_torch(name):
+def test_parameter_counts_equal_torch(name):
     spec = ModelSpec.preset(name)
     with torch.device("meta"):
         decoder = Decoder(spec)
@@ -54,25 +54,30 @@ def test_model_flops_equal_torch_counter(name):
     assert counted == pytest.approx(spec.flops_per_token(), rel=1e-6)
 
 
-def test_hlat_flops_per_sequence_equal_the_published_formula():
-    """TFLOP per sequence of 4,096 tokens, of Neuron's training library for both models."""
+def test_hlat_flops_equal_the_published_formula():
+    """TFLOP per sequence of 4,096 tokens, by the formula of Neuron's training library, for both
+    models.
+    """
     for name, tera in (("hlat-7b", 192.29), ("hlat-70b", 1828.63)):
         spec = ModelSpec.preset(name)
         found = spec.flops_per_token(FlopBasis.NXDT) * spec.sequence_length
         assert found / 1e12 == pytest.approx(tera, abs=0.01)
 
 
-def test_megatron_bases_agree_with_ours_on_gpt():
+def test_megatron_flop_counts_agree_for_gpt_175b():
+    """Megatron-LM's formula equals the model FLOPs. Its formula with recomputation equals the
+    hardware FLOPs with full recomputation.
+    """
     spec = ModelSpec.preset("gpt-175b")
     ours = spec.flops_per_token()
     assert spec.flops_per_token(FlopBasis.MEGATRON) == pytest.approx(ours, rel=1e-3)
-    # A forward pass of the blocks more (1/3), without the output projection in both conventions.
+    # One more forward pass of the blocks (1/3). Both conventions leave out the output projection.
     again = spec.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
     assert again == pytest.approx(spec.hardware_flops_per_token("full", whole=True), rel=1e-3)
 
 
-def test_frontier_cost_of_one_trillion_on_twenty_trillion_tokens():
-    """120 million exaFLOP, as the paper says, is 6 N D."""
+def test_six_n_gives_frontiers_cost_of_gpt_1t():
+    """The paper's 120 million exaFLOP for 20 trillion tokens are 6 N D."""
     spec = ModelSpec.preset("gpt-1t")
     assert spec.flops_per_token(FlopBasis.SIX_N) * 20e12 / 1e18 == pytest.approx(120e6, rel=0.01)
 
@@ -81,8 +86,10 @@ def test_frontier_cost_of_one_trillion_on_twenty_trillion_tokens():
     ("recompute", "layers"), [("none", None), ("selective", None), ("full", None), ("full", 1)]
 )
 @pytest.mark.parametrize("spec", [GPT, LLAMA], ids=["gpt", "llama"])
-def test_hardware_flops_are_those_that_torch_counts_in_a_step(spec, recompute, layers):
-    """Attention written out, so that torch counts it both ways; a block that is not compiled."""
+def test_hardware_flops_equal_torch_counter(spec, recompute, layers):
+    """Attention uses the math kernel, whose operators torch counts in both passes. Blocks are not
+    compiled.
+    """
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         decoder = Decoder(spec, recompute=recompute, recompute_layers=layers)
         decoder(ONE_SEQUENCE).sum().backward()
@@ -95,7 +102,7 @@ def test_hardware_flops_are_those_that_torch_counts_in_a_step(spec, recompute, l
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_compiled_blocks_are_recomputed_whole():
-    """Products in the graphs that ran: 6 forward, 6 forward again, and 12 backward a block."""
+    """The graphs of a block run 6 products forward, 6 again for recomputation, and 12 backward."""
     ran, products = [], ("aten.mm.default", "aten.addmm.default")
 
     def counted(graph, _):
@@ -128,7 +135,7 @@ def test_compiled_blocks_are_recomputed_whole():
         ({"bias": 1}, "spec.bias: expected bool, got int 1"),
     ],
 )
-def test_bad_values_are_named_by_their_dotted_path(change, message):
+def test_invalid_spec_values_are_named_by_path(change, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         ModelSpec.preset("demo").replace(**change)
 
@@ -144,13 +151,14 @@ def test_bad_values_are_named_by_their_dotted_path(change, message):
         ("llama-13b", "None has 13B"),
     ],
 )
-def test_an_unknown_preset_is_answered_by_one_of_its_size(name, advice):
+def test_unknown_preset_suggests_preset_of_its_size(name, advice):
+    """If no preset has the size, the error says so."""
     with pytest.raises(ConfigError, match=re.escape(advice)):
         ModelSpec.preset(name)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_json_round_trip(name):
+def test_spec_json_round_trip(name):
     spec = ModelSpec.preset(name)
     assert ModelSpec.from_json(spec.to_json()) == spec
     assert f"{spec.num_params:,}" in spec._repr_html_()
@@ -159,6 +167,6 @@ def test_json_round_trip(name):
 @pytest.mark.parametrize(
     "wrong", [{"factor": 0.0}, {"low_freq_factor": 4.0}, {"original_max_position_embeddings": -1}]
 )
-def test_rope_scaling_that_makes_no_sense_is_refused(wrong):
+def test_invalid_rope_scaling_is_refused(wrong):
     with pytest.raises(ConfigError, match=r"spec\.rope_scaling: .* is not allowed"):
         RopeScaling(**wrong)

@@ -1,4 +1,6 @@
-"""The stand-in for NxD, put on the path as if installed; worker processes import it."""
+"""The stand-in for NxD, on the path as if it were installed. Worker processes import the
+stand-in.
+"""
 
 import os
 import sys
@@ -27,7 +29,7 @@ def install(folder: Path, versions: dict[str, str]) -> Path:
 
 @pytest.fixture
 def standin(tmp_path_factory, monkeypatch) -> Iterator[str]:
-    """The stand-in, installed; returns the PYTHONPATH of processes that shall find it."""
+    """Installs the stand-in, and yields the PYTHONPATH with which processes find it."""
     folder = install(tmp_path_factory.mktemp("installed"), VERSIONS)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.syspath_prepend(str(STANDIN))

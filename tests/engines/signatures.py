@@ -1,4 +1,4 @@
-"""What the stand-in was asked, held against signatures recorded of the real package."""
+"""Calls of the stand-in for NxD, checked against signatures recorded from the real package."""
 
 import functools
 import inspect
@@ -21,6 +21,7 @@ def versions() -> dict[str, dict[str, inspect.Signature]]:
 
 
 def signature(parameters: list[list[str]]) -> inspect.Signature:
+    """Returns the signature that rows of (name, kind[, default]) describe."""
     kinds = {
         "var_positional": inspect.Parameter.VAR_POSITIONAL,
         "var_keyword": inspect.Parameter.VAR_KEYWORD,

@@ -1,4 +1,4 @@
-"""On which device a rank computes, by what torch sees and what the site says."""
+"""The device on which a rank computes, given the GPUs that torch sees and the site."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ def _plan(ranks: int) -> Plan:
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A function: this machine has so many GPUs and ranks."""
+    """Returns a function that gives this machine the passed numbers of GPUs and local ranks."""
 
     def become(gpus: int, ranks: int) -> None:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -34,7 +34,7 @@ def machine(monkeypatch):
     return become
 
 
-def test_doctor_tells_what_torch_sees(machine, monkeypatch, capsys):
+def test_doctor_reports_torch_gpus_and_nccl(machine, monkeypatch, capsys):
     machine(2, 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "nccl", SimpleNamespace(version=lambda: (2, 27, 3)))
@@ -44,8 +44,10 @@ def test_doctor_tells_what_torch_sees(machine, monkeypatch, capsys):
     assert seen == "2 x NVIDIA H100, NCCL 2.27.3"
 
 
-def test_doctor_says_which_part_of_the_first_job_fails(monkeypatch):
-    """On a machine of GPUs the ranks are theirs; one GPU has no all-reduce to try."""
+def test_doctor_reports_matmul_and_all_reduce_rates(monkeypatch):
+    """Ranks use the GPUs of the machine. One GPU has no all-reduce to measure. A failure is
+    reported with the last line of its error and with the advice to set NCCL_DEBUG.
+    """
     node = {"nodes": [{"matmul_flops_per_s": 7e14}], "dtype": "bf16"}
     for gpus, sent in ((1, None), (8, 2e11)):
         seen = {gpus: {**node, "all_reduce_bytes_per_s": sent}}
@@ -75,7 +77,7 @@ def test_more_local_ranks_than_gpus_compute_on_the_cpu(machine, capsys, gpus, ra
     assert ("2 ranks, 1 GPU here" in capsys.readouterr().out) is (0 < gpus < ranks)
 
 
-def test_a_device_that_is_asked_for_is_the_one_that_is_judged(machine, capsys):
+def test_device_argument_selects_the_sites_device(machine, capsys):
     machine(2, 2)
     measured = LAPTOP.with_measured_peak("fp32", 1e11, "here").replace(devices_per_node=2)
     assert on_device(measured, _plan(2)) is measured, "its peak is a core's: on the cores"
@@ -87,7 +89,7 @@ def test_a_device_that_is_asked_for_is_the_one_that_is_judged(machine, capsys):
     assert on_device(gpu, _plan(2), "cpu").device == LAPTOP.device
 
 
-def test_a_device_that_is_not_here_is_refused_before_a_launch(machine):
+def test_on_device_refuses_unavailable_devices(machine):
     machine(1, 1)
     gpu = on_device(LAPTOP, _plan(1))
     asked: list[tuple[Site, DeviceName | None]] = [(LAPTOP, "cuda"), (gpu, None), (gpu, "cuda")]
@@ -101,12 +103,12 @@ def test_a_device_that_is_not_here_is_refused_before_a_launch(machine):
         on_device(LAPTOP, _plan(1), "tpu")  # type: ignore[arg-type]
 
 
-def test_a_scheduler_may_show_each_rank_one_gpu(machine):
+def test_scheduler_may_expose_one_gpu_per_rank(machine):
     machine(1, 4)
     assert _has_gpu(CLUSTER)
 
 
-def test_a_site_of_gpus_is_never_computed_on_the_cpu(machine):
+def test_gpu_site_does_not_fall_back_to_the_cpu(machine):
     machine(0, 4)
     with pytest.raises(ConfigError, match="A100.* sees 0 here for 4 ranks"):
         _has_gpu(CLUSTER)

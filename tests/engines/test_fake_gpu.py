@@ -1,5 +1,5 @@
-"""What torch compiles and calls on an H100, for the kit's own engine, without a GPU: see
-`tests/engines/fake_gpu`.
+"""Graphs, kernels and library calls that torch generates for an H100 and the native engine, without
+a GPU: see `tests/engines/fake_gpu`.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ HEADERS = sorted(SITE.glob("nvidia/**/driver_types.h"))
 
 
 def why_not() -> str:
-    """Returns why there can be no fake GPU here, or nothing."""
+    """Returns the reason why the simulated GPU cannot be used here, or an empty string."""
     if torch.version.cuda is None:
         return "needs a CUDA build of torch: make test-torch TORCH=2.11.0"
     if torch.cuda.is_available():
@@ -44,8 +44,8 @@ THREE_LAYERS = {"num_layers": 3}
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that is loaded before torch. torch's stand-in for `libcuda.so.1` is not loaded
-    where a library of this name is there already.
+    """The driver library that is loaded before torch. The stand-in for `libcuda.so.1` in torch is
+    not loaded if a library of this name is loaded already.
     """
     library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
     includes = [HEADERS[0].parent, SITE / "triton/backends/nvidia/include"]  # the latter has crt/
@@ -56,7 +56,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps_on_fake_gpu(driver: Path, plan: Plan, changes: dict[str, Any]) -> dict[str, Any]:
-    """Returns what three steps compile and call."""
+    """Returns what three training steps compile and call on the simulated GPU."""
     command = [sys.executable, "-m", "tests.engines.fake_gpu.step"]
     command += [plan.to_json(), json.dumps(changes)]
     environment = os.environ | {"LD_PRELOAD": str(driver), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -66,7 +66,7 @@ def steps_on_fake_gpu(driver: Path, plan: Plan, changes: dict[str, Any]) -> dict
 
 
 def assert_clean(found: dict[str, Any]) -> None:
-    """Fails for a graph break, and for a tensor that is not where it is used."""
+    """Fails for a graph break, and for a tensor on another device than its operator."""
     assert found["graph_breaks"] == {}
     assert found["mixed_devices"] == {}
     assert (found["state_on"], found["result_on"]) == (["cuda:0"], "cpu")
@@ -76,8 +76,9 @@ def assert_clean(found: dict[str, Any]) -> None:
     ("recompute", "backward_triton"), [("none", 9), ("selective", 12)], ids=["none", "selective"]
 )
 def test_h100_block_calls_few_kernels(driver: Path, recompute: Any, backward_triton: int) -> None:
-    """One graph per direction for all blocks and steps. RMSNorm with the residual, RoPE, and SiLU
-    with the product are fused. Attention is cuDNN's. Nothing expensive is computed again.
+    """There is one graph per direction for all blocks and steps. RMSNorm is fused with the
+    residual, and SiLU with the product. RoPE is fused too. Attention calls cuDNN. No expensive
+    operation is repeated.
     """
     plan = Plan(**GPU, global_batch_size=8, recompute=recompute)
     found = steps_on_fake_gpu(driver, plan, THREE_LAYERS)

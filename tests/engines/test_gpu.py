@@ -1,4 +1,6 @@
-"""Kernels on a GPU, told by what torch says of it; which of them then run, only a GPU can tell."""
+"""Kernels that the kit chooses for a GPU. The tests run on a CPU: they check the choice, not the
+kernels.
+"""
 
 import pytest
 import torch
@@ -12,12 +14,12 @@ from tests.support.workers import run_ranks
     ("hip", "precision", "is_tf32"),
     [(None, "bf16", True), (None, "fp32", False), ("7.0", "bf16", False)],
 )
-def test_tf32_is_for_bf16_on_nvidias_gpus_alone(hip, precision, is_tf32):
+def test_tf32_is_allowed_for_bf16_on_nvidia_gpus_only(hip, precision, is_tf32):
     assert run_ranks(1, rounds_factors, hip, precision) == [is_tf32]
 
 
-def test_chosen_kernels_are_those_that_run(llama_spec):
-    """On the CPU too torch says what it takes, grouped heads included."""
+def test_chosen_kernels_reports_flash_attention_on_cpu(llama_spec):
+    """Torch reports its attention kernel on the CPU too, also for grouped heads."""
     for tensor_parallel in (1, 2):
         plan = Plan(tensor_parallel=tensor_parallel)
         found = gpu.chosen_kernels(llama_spec, plan, torch.device("cpu"))
@@ -25,7 +27,9 @@ def test_chosen_kernels_are_those_that_run(llama_spec):
 
 
 def rounds_factors(hip: str | None, precision: str) -> bool:
-    """Returns whether TF32 is allowed, in a process whose GPU pretends."""
+    """Returns whether TF32 is allowed after the choice of kernels, in a process whose torch claims
+    a build for AMD (`hip` is a version) or NVIDIA (None).
+    """
     torch.version.hip = hip
     gpu.choose_kernels(torch.device("cuda"), Plan.from_dict({"precision": precision}))
     return torch.get_float32_matmul_precision() == "high"

@@ -1,4 +1,4 @@
-"""What is submitted for the papers' plans: command, environment, words to the engine."""
+"""Jobs of the papers' plans: their commands, environment, and configuration of the engine."""
 
 import json
 import re
@@ -27,8 +27,8 @@ FRONTIER_175B = Plan(
     precision="fp16",
     engine="deepspeed",
 )
-# of github.com/awslabs/HLAT, 7b/ and 70b/, but for the two XLA variables, of which the kit needs
-# none
+# From github.com/awslabs/HLAT, 7b/ and 70b/, without the two XLA variables, which the kit does not
+# need.
 HLAT = {
     "hlat-7b": {
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1",
@@ -57,7 +57,8 @@ BOTH = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_trainium_compiles_then_runs_with_the_recipes_environment(name, tmp_path):
+def test_hlat_scripts_compile_then_train(name, tmp_path):
+    """Both scripts set the environment of the published recipe."""
     run = a_run(tmp_path / "run", name, PLANS[name], "trn1.32xlarge")
     texts = scripts(launcher.job_spec(run), run.site)
     assert list(texts) == ["compile.sh", "submit.sh"], "in this order"
@@ -76,7 +77,8 @@ def test_trainium_compiles_then_runs_with_the_recipes_environment(name, tmp_path
     assert "neuron_parallel_compile" not in texts["submit.sh"]
 
 
-def test_frontier_runs_deepspeed_in_each_rank(tmp_path):
+def test_frontier_script_starts_one_rank_per_gpu(tmp_path):
+    """Each rank runs DeepSpeed, which finds its rank in RANK and LOCAL_RANK."""
     run = a_run(tmp_path / "run", "gpt-175b", FRONTIER_175B, "frontier")
     text = render(launcher.job_spec(run), run.site)
     for part in (
@@ -84,13 +86,15 @@ def test_frontier_runs_deepspeed_in_each_rank(tmp_path):
         "srun --nodes=16 --ntasks=128 --ntasks-per-node=8",
         f"-P {ROOT}/cluster/start.py kit.train --run {run.directory}",
         "--gpus-per-task=1 --gpu-bind=closest",
-        "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID",  # by which DeepSpeed finds its ranks
+        "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID",  # DeepSpeed reads both
     ):
         assert part in text
 
 
-def test_what_deepspeed_is_told_is_kept_with_the_run(tmp_path, monkeypatch):
-    """The layout of the 175B run in the authors' launch scripts."""
+def test_submit_writes_deepspeed_configuration(tmp_path, monkeypatch):
+    """The layout of the 175B run is the layout of the authors' launch scripts. A later submission
+    with another engine removes the files.
+    """
 
     def submit(prepared):
         with claimed(tmp_path / "run", prepared.files) as attempt:

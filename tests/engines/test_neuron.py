@@ -1,7 +1,7 @@
-"""The Neuron engine through a stand-in for NxD: it calls what NxD has, in order, and trains as the
-native engine does.
+"""The Neuron engine on a stand-in for NxD: its calls of NxD, their order, and training results
+equal to the native engine's.
 
-No test here has run NxD itself, but for those marked `neuron`, on a Trainium host.
+Only tests marked `neuron` run NxD itself, on a Trainium host.
 """
 
 import importlib
@@ -74,7 +74,7 @@ def neuron_plan(changes: dict) -> Plan:
 
 @pytest.fixture
 def small_spec(llama_spec) -> ModelSpec:
-    """With two query heads for each key/value head, as in the 70B."""
+    """A tiny Llama of two layers with two query heads for each key/value head, as in HLAT's 70B."""
     return llama_spec.replace(num_layers=2)
 
 
@@ -82,7 +82,8 @@ def small_spec(llama_spec) -> ModelSpec:
 
 
 EACH, SHARED, ONE = 4, 2, 1
-"""Key/value heads for four query heads: as in the 7B, as in the 70B, and copied by tensor ranks."""
+"""Key/value heads for four query heads: as many as in the 7B, grouped as in the 70B, and one that
+tensor ranks copy."""
 EQUAL = {
     **{name: (changes, SHARED, RECIPE) for name, changes in LAYOUTS.items()},
     "one fused matrix": (SP, EACH, RECIPE),
@@ -93,7 +94,7 @@ EQUAL = {
 
 
 @pytest.mark.parametrize("case", EQUAL)
-def test_equals_the_native_engine(case, standin, small_spec, native_run):
+def test_neuron_engine_equals_native_engine(case, standin, small_spec, native_run):
     changes, num_kv_heads, recipe = EQUAL[case]
     spec = small_spec.replace(num_kv_heads=num_kv_heads)
     found = compare(changes, "neuron", spec, native_run, recipe)
@@ -102,8 +103,8 @@ def test_equals_the_native_engine(case, standin, small_spec, native_run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", some_thorough(list(LAYOUTS)[2:], list(LAYOUTS)[-1:]))
-def test_learns_a_batch_in_bf16_as_one_process_does(layout, standin, small_spec, one_process):
-    """In fp32 a sum over ranks that is lost where dtypes differ does not show."""
+def test_bf16_layout_learns_as_one_process(layout, standin, small_spec, one_process):
+    """In fp32 a sum over ranks that is lost because dtypes differ would not show."""
     plan = neuron_plan({**LAYOUTS[layout], "precision": "bf16"})
     alone = neuron_plan({"precision": "bf16", "zero_stage": plan.zero_stage})
     losses, norms = zip(*run_ranks(plan.num_devices, overfit, small_spec, plan)[0], strict=True)
@@ -113,16 +114,18 @@ def test_learns_a_batch_in_bf16_as_one_process_does(layout, standin, small_spec,
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_bf16_recipes_follow_fp32(stage, standin, small_spec, native_run):
-    """On the CPU nothing rounds stochastically; a few steps do not need it."""
+def test_bf16_losses_follow_fp32(stage, standin, small_spec, native_run):
+    """The CPU has no stochastic rounding, which a few steps do not need."""
     changes = {"precision": "bf16", "zero_stage": stage, "data_parallel": 2}
     changes["recompute"] = "selective"
     found = compare(changes, "neuron", small_spec, native_run)
     assert 0 < found["loss"] < 1e-3 and found["grad_norm"] < 0.01, found
 
 
-def test_four_tensor_ranks_pair_copied_heads_wrongly(standin, small_spec, native_run, monkeypatch):
-    """Why the plan refuses them: NxD spreads the ranks over a node, and not their copies."""
+def test_tensor_parallel_4_refuses_copied_heads(standin, small_spec, native_run, monkeypatch):
+    """NxD spreads the tensor ranks over a node, but not the copies of a head. Without the check,
+    heads are paired wrongly and the gradient norm differs.
+    """
     changes = {"tensor_parallel": 4, "data_parallel": 2}
     with pytest.raises(ConfigError, match="tensor_parallel: 4 is not allowed with engine 'neuron'"):
         neuron_plan(changes).check(small_spec)
@@ -148,8 +151,8 @@ def calls_of_two_steps(spec: ModelSpec, plan: Plan, folder: Path) -> tuple[list[
     return [name for name, _ in CALLS[:made]], steps, rates
 
 
-def test_order_of_calls(standin, small_spec, tmp_path):
-    """In a pipeline all micro-batches go in one call."""
+def test_nxd_functions_are_called_in_order(standin, small_spec, tmp_path):
+    """In a pipeline one call takes all micro-batches."""
     made = "initialize_parallel_model", "initialize_parallel_optimizer"
     order = ["neuronx_distributed_config", *made, "zero_grad"]
     for changes in ({}, {"pipeline_parallel": 2, "zero_stage": 1}):
@@ -170,12 +173,12 @@ def test_order_of_calls(standin, small_spec, tmp_path):
         ("neuronx_distributed_config", {"context_parallel_size": 1}, "got an unexpected keyword"),
     ],
 )
-def test_a_call_that_a_version_does_not_take_is_noticed(name, arguments, message):
+def test_standin_refuses_arguments_nxd_does_not_take(name, arguments, message):
     with pytest.raises(TypeError, match=f"{name} of version 0.9.0: {message}"):
         check(f"neuronx_distributed.{name}", arguments)
 
 
-def test_signatures_name_their_source():
+def test_recorded_nxd_signatures_name_their_source():
     source = "https://github.com/aws-neuron/neuronx-distributed/tree/"
     for version, table in json.loads(SIGNATURES.read_text()).items():
         assert table["source"].startswith(source) and len(table["signatures"]) >= 15, version
@@ -183,7 +186,7 @@ def test_signatures_name_their_source():
 
 @pytest.mark.neuron
 @pytest.mark.skipif(HERE.state != "ok", reason=HERE.reason)
-def test_recorded_signatures_are_those_of_the_package():
+def test_recorded_signatures_match_installed_nxd():
     version = ".".join(HERE.versions["neuronx-distributed"].split(".")[:2]) + ".0"
     for name, parameters in json.loads(SIGNATURES.read_text())[version]["signatures"].items():
         module, _, symbol = name.rpartition(".")
@@ -194,7 +197,7 @@ def test_recorded_signatures_are_those_of_the_package():
 @pytest.mark.neuron
 @pytest.mark.timeout(3600)  # a device's graphs are compiled first
 @pytest.mark.skipif(HERE.state != "ok", reason=HERE.reason)
-def test_two_cores_train_two_steps(tmp_path, spec, recipe):
+def test_two_neuron_cores_train_two_steps(tmp_path, spec, recipe):
     recipe = recipe.replace(num_steps=2, warmup_steps=0, checkpoint_every=2)
     plan = neuron_plan({"tensor_parallel": 2, "precision": "bf16"})
     run = kit.launch(tmp_path / "run", spec=spec.replace(num_layers=2), plan=plan, recipe=recipe)
@@ -213,7 +216,9 @@ SAVED = STEPS // 2
 
 
 def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
-    """Trains half of the steps, saves, and returns what the others give."""
+    """Trains half of the steps, saves, and returns (loss, gradient norm) of each of the other
+    steps.
+    """
     engine = build(spec, plan)
     checkpoints = nxd_in(folder, spec, engine)
     mine = batches(spec, plan, engine.data_rank)
@@ -222,7 +227,7 @@ def save_and_go_on(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[floa
     checkpoints.save(facts(spec, SAVED, plan))
     if torch.distributed.get_rank() == 0:
         assert Checkpoints(folder).steps() == [], "it counts before its files are whole"
-    # The stand-in writes as the save is completed.
+    # The stand-in writes the files when the save is completed.
     rest = [engine.train_step(samples, 1e-3) for samples in mine[SAVED:]]
     for _ in range(SETTLE_STEPS):
         checkpoints.poll()
@@ -242,20 +247,20 @@ def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float
 
 
 @pytest.mark.parametrize("changes", [{"tensor_parallel": 2}, {"data_parallel": 2, "zero_stage": 1}])
-def test_a_resumed_run_goes_on_as_if_never_stopped(changes, standin, small_spec, tmp_path):
+def test_resumed_steps_equal_an_uninterrupted_run(changes, standin, small_spec, tmp_path):
     plan = neuron_plan(changes)
     expected = run_ranks(2, save_and_go_on, small_spec, plan, tmp_path)[0]
     assert run_ranks(2, resume, small_spec, plan, tmp_path)[0] == expected
 
 
-def test_plain_data_parallelism_resumes_on_other_replicas(standin, small_spec, tmp_path):
+def test_zero_0_resumes_on_fewer_replicas(standin, small_spec, tmp_path):
     two = neuron_plan({"data_parallel": 2})
     expected = run_ranks(2, save_and_go_on, small_spec, two, tmp_path)[0]
     found = run_ranks(1, resume, small_spec, neuron_plan({}), tmp_path)[0]
     assert found == [pytest.approx(pair, rel=TOLERANCE) for pair in expected]
 
 
-def test_sharded_optimizer_starts_anew_on_other_replicas(standin, small_spec, tmp_path, capfd):
+def test_zero_1_on_fewer_replicas_resets_the_moments(standin, small_spec, tmp_path, capfd):
     plan = neuron_plan({"data_parallel": 2, "zero_stage": 1})
     expected = run_ranks(2, save_and_go_on, small_spec, plan, tmp_path)[0]
     found = run_ranks(1, resume, small_spec, plan.replace(data_parallel=1), tmp_path)[0]
@@ -265,7 +270,7 @@ def test_sharded_optimizer_starts_anew_on_other_replicas(standin, small_spec, tm
     assert said in capfd.readouterr().out
 
 
-def test_other_tensor_degrees_are_refused(standin, small_spec, tmp_path):
+def test_resume_refuses_another_tensor_degree(standin, small_spec, tmp_path):
     run_ranks(1, save_and_go_on, small_spec, neuron_plan({}), tmp_path)
     two, message = neuron_plan({"tensor_parallel": 2}), "plan.tensor_parallel 1, now it is 2"
     with pytest.raises(AssertionError, match=f"CheckpointError: .* {message}"):
@@ -280,9 +285,10 @@ def test_other_tensor_degrees_are_refused(standin, small_spec, tmp_path):
         ({"tensor_parallel": 2, "pipeline_parallel": 2, "zero_stage": 1}, None),
     ],
 )
-def test_shards_are_those_that_the_converter_reads(changes, copies, standin, small_spec, tmp_path):
-    """The engine splits and orders heads by its own rules. `kit.interop.weights.neuron`, which puts
-    them together, shares no code with it. Without copies query, key and value are one matrix.
+def test_import_nxd_restores_the_engines_checkpoint(changes, copies, standin, small_spec, tmp_path):
+    """The engine splits and orders heads by its own rules. `kit.interop.weights.neuron`, which
+    joins the shards, shares no code with the engine. Without copies query, key and value are one
+    matrix.
     """
     spec = small_spec.replace(**{"num_heads": 8} if copies else {"num_kv_heads": EACH})
     plan = neuron_plan(changes)
@@ -315,7 +321,11 @@ def short_run(standin, spec, recipe, tmp_path) -> kit.Run:
     return local_run(tmp_path / "run", spec.replace(num_layers=2), neuron_plan({}), recipe)
 
 
-def test_compile_phase_writes_nothing_and_the_run_does_and_resumes(short_run):
+def test_compile_phase_leaves_run_directory_unchanged(short_run):
+    """The run that follows trains, saves and resumes. Its checkpoints hold NxD's files, which
+    `CheckpointTensors` refuses.
+    """
+
     def files() -> dict[Path, bytes]:
         every = short_run.directory.rglob("*.*")
         return {file: file.read_bytes() for file in every if file.suffix != ".log"}
@@ -335,7 +345,8 @@ def test_compile_phase_writes_nothing_and_the_run_does_and_resumes(short_run):
         CheckpointTensors(short_run.checkpoints, short_run.checkpoints.describe(6), short_run.spec)
 
 
-def test_a_run_in_the_wrong_precision_does_not_start(short_run):
+def test_run_with_wrong_rounding_does_not_start(short_run):
+    """The job's variable for stochastic rounding does not fit the precision of the plan."""
     attempt = Attempt(short_run, **NEEDED | {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"})
     assert attempt.wait() == [os.EX_CONFIG] and "Traceback" not in attempt.log()
     assert "ConfigError: plan.precision" in attempt.log()

@@ -1,4 +1,4 @@
-"""The probe tells absent, placeholder, wrong, broken and working packages apart."""
+"""The probe of NxD distinguishes missing, placeholder, wrong, broken and working packages."""
 
 import json
 import os
@@ -22,7 +22,9 @@ NEURON = Plan(engine="neuron", precision="bf16")
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Installs distributions and modules (name: source) for this process."""
+    """Returns a function that installs distributions and modules (name: source) for this
+    process.
+    """
 
     def install_them(versions: dict[str, str], modules: dict[str, str]) -> None:
         install(tmp_path / "site", versions)
@@ -34,7 +36,7 @@ def installed(tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(probe().state != "absent", reason="NxD is installed")
-def test_absent():
+def test_probe_reports_missing_nxd():
     status = probe()
     assert status.versions == {}
     for said in ("it is not installed", "requirements/trainium.txt", "plan.engine 'native'"):
@@ -91,7 +93,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("found", FOUND)
-def test_what_cannot_train_is_told_apart(installed, found):
+def test_probe_reports_why_nxd_is_unusable(installed, found):
     versions, modules, (state, said) = FOUND[found]
     installed(versions, modules)
     status = probe()
@@ -100,8 +102,8 @@ def test_what_cannot_train_is_told_apart(installed, found):
         assert doctor._neuron().ok is False
 
 
-def test_a_rank_tells_it_without_a_traceback(installed, spec, recipe, tmp_path):
-    """Ranks may run in another environment than the notebook that launched them."""
+def test_rank_reports_broken_nxd_without_traceback(installed, spec, recipe, tmp_path):
+    """Ranks may run in another environment than the notebook that launched the job."""
     raising = 'raise RuntimeError("operator torch_xla::op does not exist")'
     installed(VERSIONS, {"neuronx_distributed": "", "torch_neuronx": "", "torch_xla": raising})
     run = local_run(tmp_path / "run", spec, NEURON, recipe)
@@ -111,7 +113,7 @@ def test_a_rank_tells_it_without_a_traceback(installed, spec, recipe, tmp_path):
     assert "Traceback" not in attempt.log()
 
 
-def test_doctor_row(installed, monkeypatch):
+def test_doctor_reports_placeholder_nxd(installed, monkeypatch):
     assert doctor._neuron().ok is None or probe().state == "ok"
     installed({"neuronx-distributed": "0.1"}, {})
     row = doctor._neuron()
@@ -119,20 +121,21 @@ def test_doctor_row(installed, monkeypatch):
     assert "requirements/trainium.txt" in row.advice
 
 
-def test_doctor_does_not_promise_training_without_a_device(standin, monkeypatch):
+def test_doctor_reports_missing_neuron_device(standin, monkeypatch):
+    """The check of `kit doctor` neither succeeds nor fails."""
     monkeypatch.setattr("kit.engines.neuron.probe.has_device", lambda: False)
     row = doctor._neuron()
     assert row.ok is None and row.found.startswith("0.17.26814, imported; no Neuron device")
 
 
-def test_the_run_directory_gets_what_nxd_is_told(spec, recipe):
+def test_configuration_files_hold_nxd_arguments(spec, recipe):
     (text,) = configuration_files(spec, NEURON, recipe).values()
     told = {"zero_one_enabled": False, "grad_clipping": False}
     assert json.loads(text)["optimizer_config"] == told
 
 
 @pytest.mark.parametrize("name", ["trainium.txt", "hlat.txt"])
-def test_requirements_are_exact(name):
+def test_trainium_requirements_pin_exact_versions(name):
     lines = (ROOT / "requirements" / name).read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith(("#", "--extra-index-url "))]
     assert pins and all(re.fullmatch(r"[a-z0-9-]+==[0-9][0-9.]*", pin) for pin in pins), pins
@@ -146,13 +149,13 @@ def test_requirements_are_exact(name):
 
 NOTEBOOKS = {"anywidget", "matplotlib", "jupyterlab", "ipykernel", "ipywidgets", "nbclient"}
 OF_NEURON = {"torch", "numpy"}
-"""What AWS's own packages ask for, in their versions."""
+"""Packages that AWS's packages require in versions of their own."""
 
 
 @pytest.mark.parametrize(
     "file", ["requirements/trainium.txt", "tests/engines/real_nxd/requirements.txt"]
 )
-def test_requirements_hold_what_ranks_and_the_command_line_import(file):
+def test_trainium_requirements_hold_kit_dependencies(file):
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     needed = {line.partition(">=")[0] for line in ours} - NOTEBOOKS - OF_NEURON
     found = {line.partition("==")[0] for line in (ROOT / file).read_text().splitlines()}

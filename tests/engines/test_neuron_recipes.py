@@ -1,4 +1,6 @@
-"""HLAT's recipes, made from the Plan: what NxD is told, for which job, and what is refused."""
+"""HLAT's recipes as plans: NxD's arguments, the job's environment, and plans, models and sites that
+are refused.
+"""
 
 import contextlib
 import json
@@ -41,8 +43,10 @@ RECIPE = Recipe(data="none", num_steps=10)
 
 
 @pytest.mark.parametrize(("name", "has_fp32"), [("hlat-7b", False), ("hlat-70b", True)])
-def test_nxd_is_told_where_fp32_is(name, has_fp32):
-    """The 7B is pure bf16 without sharding, the 70B has fp32 beside it."""
+def test_nxd_arguments_set_fp32_weights_with_zero_1(name, has_fp32):
+    """HLAT's 7B is pure bf16 without ZeRO. The 70B has ZeRO 1 with fp32 master weights and fp32
+    gradient accumulation.
+    """
     spec, plan = ModelSpec.preset(name), PLANS[name]
     plan.check(spec, {"hlat-7b": 64, "hlat-70b": 256}[name] * 32)
     told = nxd_arguments(spec, plan)
@@ -55,7 +59,7 @@ def test_nxd_is_told_where_fp32_is(name, has_fp32):
     assert (told["pipeline_config"] is None) == (plan.pipeline_parallel == 1)
 
 
-def test_70b_has_an_even_pipeline_and_copied_heads():
+def test_70b_has_even_stages_and_copied_heads():
     spec = ModelSpec.preset("hlat-70b")
     assert HLAT_70B.kv_replication(spec) == 4 and HLAT_70B.num_microbatches == 32
     layout = nxd_arguments(spec, HLAT_70B)["pipeline_config"]
@@ -66,14 +70,14 @@ def test_70b_has_an_even_pipeline_and_copied_heads():
 
 
 def a_run(directory: Path, model: str, plan: Plan, site: str) -> kit.Run:
-    """Returns a run whose directory holds nothing yet."""
+    """Returns a run whose directory is still empty."""
     spec = ModelSpec.preset(model)
     return kit.Run(directory, spec=spec, plan=plan, recipe=RECIPE, site=Site.load(site))
 
 
 @pytest.mark.parametrize("site", ["trn1.32xlarge", "eks-trn1"])
 @pytest.mark.parametrize("name", PLANS)
-def test_job_sets_the_precision_that_the_plan_says(name, site, tmp_path):
+def test_job_environment_sets_the_plans_precision(name, site, tmp_path):
     run = a_run(tmp_path, name, PLANS[name], site)
     job = job_spec(run)
     assert job.num_processes == PLANS[name].num_devices
@@ -85,7 +89,7 @@ def test_job_sets_the_precision_that_the_plan_says(name, site, tmp_path):
     check_neuron_environment(run.plan, job.environment)
 
 
-def test_ranks_on_a_trainium_machine_are_started_by_torchrun(tmp_path, llama_spec):
+def test_local_neuron_ranks_are_started_by_torchrun(tmp_path, llama_spec):
     def job(**changes):
         plan = Plan(engine="neuron", precision="bf16").replace(**changes)
         return job_spec(local_run(tmp_path / plan.engine, llama_spec, plan, RECIPE))
@@ -100,12 +104,12 @@ def test_ranks_on_a_trainium_machine_are_started_by_torchrun(tmp_path, llama_spe
     assert job(engine="native", precision="fp32", tensor_parallel=2).num_processes == 2
 
 
-def test_a_site_that_is_no_trainium_is_refused(tmp_path):
+def test_job_spec_refuses_site_without_hlat_profile(tmp_path):
     with pytest.raises(ConfigError, match="site.slurm.profiles: 'hlat-7b' is unknown"):
         job_spec(a_run(tmp_path, "hlat-7b", HLAT_7B, "frontier"))
 
 
-def test_other_engines_get_no_variables(tmp_path, llama_spec):
+def test_native_engine_sets_no_job_environment(tmp_path, llama_spec):
     run = local_run(tmp_path / "run", llama_spec, Plan(), RECIPE)
     assert job_spec(run).environment == {}
 
@@ -123,8 +127,8 @@ ROUNDED = {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}
         (FP32, {"NEURON_CC_FLAGS": "--model-type transformer"}, "--auto-cast=none"),
     ],
 )
-def test_a_process_of_another_precision_is_refused(changes, environment, message):
-    """What is not set is off."""
+def test_environment_of_another_precision_is_refused(changes, environment, message):
+    """A variable that is not set counts as off."""
     plan, flags = HLAT_7B.replace(**changes), environment.get("NEURON_CC_FLAGS", "")
     with pytest.raises(ConfigError, match=message):
         check_neuron_environment(plan, environment)
@@ -135,8 +139,8 @@ def test_a_process_of_another_precision_is_refused(changes, environment, message
     check_neuron_environment(HLAT_70B.replace(**FP32), {"NEURON_CC_FLAGS": "--auto-cast none -O1"})
 
 
-def test_models_that_do_not_fit_the_recipes_are_refused(gpt_spec, llama_spec):
-    """Key/value heads are copied by this engine only."""
+def test_neuron_plan_refuses_gpt_and_uneven_heads(gpt_spec, llama_spec):
+    """Only this engine copies key/value heads."""
     plan, eight = Plan(engine="neuron", precision="bf16"), llama_spec.replace(num_heads=8)
     plan.check(llama_spec)
     copying = plan.replace(tensor_parallel=8)
@@ -165,7 +169,10 @@ def test_models_that_do_not_fit_the_recipes_are_refused(gpt_spec, llama_spec):
         (4, 1, 12, "plan.data_parallel: 12 is not allowed"),
     ],
 )
-def test_four_tensor_ranks_that_nxd_pairs(num_kv_heads, pipeline, data, message, llama_spec):
+def test_tensor_parallel_4_limits_heads_and_replicas(
+    num_kv_heads, pipeline, data, message, llama_spec
+):
+    """NxD pairs four tensor ranks correctly only in some layouts. The plan refuses the others."""
     spec = llama_spec.replace(num_kv_heads=num_kv_heads)
     degrees = {"tensor_parallel": 4, "pipeline_parallel": pipeline, "data_parallel": data}
     plan = Plan.from_dict({"engine": "neuron", **BF16, **degrees, "global_batch_size": data})
@@ -178,7 +185,10 @@ ALONE = "NEURON_EXPERIMENTAL_COMPRESS_RG"
 
 
 @pytest.mark.parametrize("site", ["trn1.32xlarge", "eks-trn1"])
-def test_four_tensor_ranks_are_named_group_by_group(site):
+def test_tensor_parallel_4_disables_compressed_groups(site):
+    """With NEURON_EXPERIMENTAL_COMPRESS_RG NxD names only its first group and guesses the others.
+    The guess is wrong for four tensor ranks, which are not neighbours.
+    """
     plan = HLAT_70B.replace(tensor_parallel=4, pipeline_parallel=1, data_parallel=8)
     environment = job_environment(plan, Site.load(site))
     assert environment[ALONE] == "0"
@@ -191,8 +201,10 @@ def test_four_tensor_ranks_are_named_group_by_group(site):
 @pytest.mark.parametrize(
     ("platform", "allowed"), [("trn1", 4), ("trn1n", 4), ("inf2", 4), ("trn2", 1), ("trn3", 0)]
 )
-def test_grouped_heads_are_laid_out_as_nxd_knows_the_platform(platform, allowed):
-    """By how many copies of a head are allowed; on Trn3 NxD makes no such layer."""
+def test_platform_limits_copies_of_grouped_heads(platform, allowed):
+    """Each platform allows a number of copies of a key/value head. On Trn3 NxD has no layer for
+    grouped heads.
+    """
     grouped, whole = ModelSpec.preset("hlat-70b"), ModelSpec.preset("hlat-7b")
     check_platform(HLAT_7B, whole, platform)
     for copies in (1, 4):
@@ -209,7 +221,7 @@ DEEPSPEED = HLAT_7B.replace(engine="deepspeed", zero_stage=1, sequence_parallel=
 
 @pytest.fixture
 def trn3(tmp_path) -> Site:
-    """A site of one's own, of newer devices."""
+    """A user's own site with Trainium 3 devices."""
     text = 'base = "trn1.32xlarge"\ndevice.name = "AWS Trainium3, one NeuronCore-v4"\n'
     (tmp_path / "trn3.toml").write_text(text)
     return Site.load(tmp_path / "trn3.toml")
@@ -227,7 +239,8 @@ def trn3(tmp_path) -> Site:
         (HLAT_70B, "trn3", "num_kv_heads: 8 for num_heads 64 .*'neuron' is not allowed on 'trn3'"),
     ],
 )
-def test_devices_of_another_engine_are_refused_everywhere(plan, site, message, trn3, tmp_path):
+def test_plan_launch_and_rehearse_refuse_wrong_device(plan, site, message, trn3, tmp_path):
+    """The engine of the plan cannot train on the devices of the site."""
     spec = ModelSpec.preset("hlat-70b" if plan is HLAT_70B else "hlat-7b")
     site = trn3 if site == "trn3" else Site.load(site)
     asked = {"spec": spec, "plan": plan, "recipe": RECIPE, "site": site}
@@ -243,7 +256,7 @@ def test_devices_of_another_engine_are_refused_everywhere(plan, site, message, t
 
 
 @pytest.mark.parametrize("site", ["trn1.32xlarge", "eks-trn1", "laptop"])
-def test_a_trainium_site_and_this_machine_are_not_refused(site, trn3):
+def test_check_site_accepts_devices_of_the_engine(site, trn3):
     check_site(ModelSpec.preset("hlat-70b"), HLAT_70B, Site.load(site))
     check_site(ModelSpec.preset("hlat-7b"), HLAT_7B, trn3)
     check_site(ModelSpec.preset("hlat-7b"), Plan(), Site.load("frontier"))

@@ -1,4 +1,6 @@
-"""A Trainium job's part of the kit needs torch 2.9 only; the suite runs on newer ones."""
+"""The modules of the kit that a Trainium job imports need only torch 2.9. The test suite runs on
+newer releases.
+"""
 
 import ast
 import importlib
@@ -33,7 +35,7 @@ REFUSED = {
 
 
 def import_anew() -> None:
-    """Imports the kit's part once more, in a process of its own."""
+    """Imports the modules of OWN again with the names of torch 2.9. Runs in a child process."""
     for name in [name for name in sys.modules if name.split(".")[0] == "kit"]:
         del sys.modules[name]
     refuse_what_it_lacks()
@@ -41,12 +43,12 @@ def import_anew() -> None:
         importlib.import_module(name)
 
 
-def test_torch_2_9_is_enough_for_the_engine_to_be_imported():
+def test_neuron_engine_imports_with_torch_2_9():
     in_a_child(import_anew)
 
 
 def try_lines() -> list[str]:
-    """Returns how each line of REFUSED fails in a module of the kit."""
+    """Returns the error of each line of REFUSED in a module of the kit."""
     refuse_what_it_lacks()
     said = []
     for line in REFUSED:
@@ -56,12 +58,12 @@ def try_lines() -> list[str]:
     return said
 
 
-def test_what_torch_2_9_lacks_is_refused():
+def test_names_missing_in_torch_2_9_are_refused():
     for said, expected in zip(in_a_child(try_lines), REFUSED.values(), strict=True):
         assert said.startswith(expected)
 
 
-def test_groups_are_called_as_torch_2_9_and_torch_xla_take_it():
+def test_distributed_calls_fit_torch_2_9_and_torch_xla():
     refused, calls = [], 0
     for place, name, call in group_calls():
         named = {keyword.arg: ... for keyword in call.keywords if keyword.arg}
@@ -78,7 +80,7 @@ def test_groups_are_called_as_torch_2_9_and_torch_xla_take_it():
     assert calls > 50 and not refused, refused
 
 
-def test_every_function_of_groups_that_is_called_is_recorded():
+def test_called_distributed_functions_are_recorded():
     import torch.distributed as dist
 
     called = {name for _, name, _ in group_calls() if inspect.isfunction(getattr(dist, name))}

@@ -1,9 +1,9 @@
-"""What the torch of Trainium hosts (2.9) lacks of newer ones, and how it is called:
+"""Names that torch 2.9, the release on Trainium hosts, lacks, and signatures of its functions:
 data/trainium_torch.json.
 
-`refuse_what_it_lacks` lets the kit's modules find nothing of it while they are imported. Whenever
-one of them imports another module of torch, the record is made again, where `make test-nxd` has
-made its environment, by
+`refuse_what_it_lacks` hides these names from modules of the kit while they are imported. When a
+module of the kit imports another module of torch, make the record again. The command needs the
+environment of `make test-nxd`:
 
     build/nxd/bin/python -m tests.engines.trainium_torch .venv/bin/python
 """
@@ -39,7 +39,7 @@ def record() -> dict[str, Any]:
 
 @functools.cache
 def lacking() -> frozenset[str]:
-    """Returns the full names of what it lacks."""
+    """Returns the full names that torch 2.9 lacks."""
     lacks = record()["lacks"].items()
     return frozenset(f"{module}.{name}" for module, names in lacks for name in names)
 
@@ -77,7 +77,7 @@ def is_module(name: str) -> bool:
 
 
 def group_calls() -> Iterator[tuple[str, str, ast.Call]]:
-    """Yields place, name and call of each `dist.NAME(...)` of the kit."""
+    """Yields (place, name, call) of each `dist.NAME(...)` in the kit."""
     for file, tree in sources():
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -90,7 +90,7 @@ def group_calls() -> Iterator[tuple[str, str, ast.Call]]:
 
 
 class Old(types.ModuleType):
-    """A module of torch, as the kit sees it: without what 2.9 lacks."""
+    """A module of torch as modules of the kit see it: without the names that torch 2.9 lacks."""
 
     def __init__(self, name: str, real: types.ModuleType) -> None:
         super().__init__(name)
@@ -105,7 +105,7 @@ class Old(types.ModuleType):
 
 
 def refuse_what_it_lacks() -> None:
-    """Makes imports by modules of the kit, from now on and in this process, those of torch 2.9."""
+    """Changes imports by modules of the kit in this process: they find only names of torch 2.9."""
     real_import, covered = builtins.__import__, record()["lacks"].keys()
 
     def import_old(
@@ -116,7 +116,7 @@ def refuse_what_it_lacks() -> None:
             return real_import(name, globals, locals, fromlist, level)
         if name in lacking():
             raise ModuleNotFoundError(f"torch 2.9 has no module {name}", name=name)
-        for each in fromlist or ():  # Python would look among the modules that are loaded
+        for each in fromlist or ():  # Python would search the loaded modules
             if f"{name}.{each}" in lacking():
                 raise ImportError(f"torch 2.9 has no {name}.{each}", name=name)
         assert name in covered, f"{name} is not in {RECORD.name}; {__doc__}"
@@ -131,7 +131,9 @@ def refuse_what_it_lacks() -> None:
 
 
 def inventory(modules: list[str]) -> dict[str, list[str]]:
-    """Returns what this torch has: names by module, and under "torch.ops" its operators."""
+    """Returns the names that the installed torch has, by module. The key "torch.ops" has the
+    operators.
+    """
     found = {}
     for name in filter(is_module, modules):
         module = importlib.import_module(name)
@@ -143,19 +145,23 @@ def inventory(modules: list[str]) -> dict[str, list[str]]:
 
 
 def signatures(names: set[str]) -> dict[str, list[list[str]]]:
-    """Returns signatures of `torch.distributed`, as in nxd_signatures.json, defaults left out."""
+    """Returns signatures of `torch.distributed` in the format of nxd_signatures.json. Values of
+    defaults are left out.
+    """
     return {
         name: [
             [p.name, p.kind.name.lower(), *([] if p.default is p.empty else ["..."])]
             for p in inspect.signature(getattr(dist, name)).parameters.values()
         ]
         for name in sorted(names)
-        if inspect.isfunction(getattr(dist, name))  # classes of C++ tell nothing
+        if inspect.isfunction(getattr(dist, name))  # C++ classes have no signature
     }
 
 
 def make(newer_python: str) -> dict[str, Any]:
-    """Returns the record, made beside torch 2.9 and Torch-XLA; another Python has a newer one."""
+    """Returns the record. This process has torch 2.9 and Torch-XLA, and `newer_python` has a newer
+    torch.
+    """
     asked = [newer_python, "-m", "tests.engines.trainium_torch", "inventory"]
     said = subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True)
     newer = json.loads(said.stdout)

@@ -1,6 +1,6 @@
-"""What goes wrong in training, done to real runs.
+"""Faults of training, applied to real runs.
 
-`--kills 100` is the full form (`make faults`).
+`make faults` uses `--kills 100`.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from tests.support.workers import local_run
 
 @pytest.fixture(scope="package", autouse=True)
 def results(pytestconfig):
+    """Writes the measured costs of faults after the tests of this folder."""
     load = load_average()
     yield
     if ROWS:
@@ -26,7 +27,7 @@ def results(pytestconfig):
 
 @pytest.fixture
 def prepare(tmp_path, spec, recipe) -> Callable[..., Run]:
-    """Returns a function that makes a run directory; its keywords change recipe and plan."""
+    """Returns a function that makes a run directory. Keywords change recipe and plan."""
 
     def prepared(name: str, plan: Plan = DP2, **changes) -> Run:
         return local_run(tmp_path / name, spec, plan, recipe.replace(**changes))

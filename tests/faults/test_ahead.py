@@ -1,5 +1,5 @@
-"""A device that works on a step while the next is launched: the same rows, and bad steps answered
-one step late. The CPU plays the GPU.
+"""Devices that compute a step while the host launches the next one: metrics are equal, and bad
+steps are handled one step late. The CPU counts as such a device.
 """
 
 import math
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def ahead(*then: Callable[[int], None]) -> Callable[[int], None]:
-    """Returns a sabotage: this CPU runs behind its process; and others."""
+    """Returns a sabotage that makes the CPU an asynchronous device, and applies other sabotages."""
 
     def sabotage(rank: int) -> None:
         loop.ASYNCHRONOUS_DEVICES = ("cpu",)
@@ -41,7 +41,7 @@ def ahead(*then: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def crash(step: int) -> Callable[[int], None]:
-    """Returns a sabotage: the launch of a step fails."""
+    """Returns a sabotage that makes the launch of a step fail."""
 
     def failing(trainer: Trainer) -> None:
         if trainer.step + 1 == step:
@@ -55,15 +55,17 @@ SETTINGS = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3, "validation
 
 @pytest.fixture
 def straight(prepare):
+    """A finished run without asynchronous steps."""
     run = prepare("straight", **SETTINGS)
     finished(run)
     return run
 
 
-def test_results_read_late_are_the_same_and_all_there(prepare, straight):
+def test_asynchronous_results_equal_synchronous_results(prepare, straight):
+    """Results are read one step late, except before a validation and a checkpoint."""
     late = prepare("late", **SETTINGS)
     log = finished(late, 1, ahead()).log()
-    # Late, but before a validation and a checkpoint.
+    # Results are late, except before a validation and a checkpoint.
     for said in ("launched 6, finished 4", "launched 8, finished 7", "launched 11, finished 10"):
         assert said in log
     assert_same(late, straight)
@@ -74,7 +76,7 @@ def test_results_read_late_are_the_same_and_all_there(prepare, straight):
 
 
 @pytest.mark.thorough
-def test_a_killed_run_whose_results_are_read_late_ends_as_an_unbroken_one(prepare, straight):
+def test_killed_asynchronous_run_resumes_identically(prepare, straight):
     killed = prepare("killed", **SETTINGS)
     attempt = Attempt(killed, 1, ahead())
     attempt.until_step(14)
@@ -86,19 +88,21 @@ def test_a_killed_run_whose_results_are_read_late_ends_as_an_unbroken_one(prepar
 @pytest.mark.parametrize(
     ("step", "launched"), [(10, 10), (13, 14)], ids=["at a checkpoint", "between"]
 )
-def test_bad_step_is_answered_one_step_late_but_before_a_checkpoint(prepare, step, launched):
+def test_bad_step_stops_run_before_the_next_checkpoint(prepare, step, launched):
+    """The run stops one step late. At a step with a checkpoint it stops at once."""
     run = prepare("bad", ALONE, num_steps=30, checkpoint_every=5)
     attempt = Attempt(run, 1, ahead(poison(step, rank=0)))
     assert attempt.wait() == [os.EX_CONFIG]
     said = attempt.log()
     assert f"stopped at step {step}: the gradient norm is nan" in said
     assert f"launched {launched}," in said and f"launched {launched + 1}," not in said
-    told = lines_of(run)  # nobody reads the step that came after
+    told = lines_of(run)  # the step after it is not read
     assert [row["step"] for row in told] == list(range(1, step + 1))
     assert math.isnan(told[-1]["grad_norm"]) and run.checkpoints.steps()[-1] == (step - 1) // 5 * 5
 
 
-def test_what_a_run_goes_on_after_is_answered_at_once(prepare):
+def test_roll_back_drops_no_step_after_the_bad_step(prepare):
+    """The roll-back at step 13 drops the three updates after the checkpoint of step 10."""
     run = prepare("back", ALONE, num_steps=20, checkpoint_every=10, on_nan="roll_back")
     finished(run, 1, ahead(poison(13, rank=0)))
     assert [row["step"] for row in lines_of(run) if row.get("skipped")] == [13]
@@ -106,7 +110,7 @@ def test_what_a_run_goes_on_after_is_answered_at_once(prepare):
 
 
 def torn(step: int) -> Callable[[int], None]:
-    """Returns a sabotage: the data of a step cannot be read."""
+    """Returns a sabotage that makes the read of a step's data fail."""
 
     def sabotage(_: int) -> None:
         batch = Samples.batch
@@ -122,8 +126,8 @@ def torn(step: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("sabotage", [ahead(crash(8)), torn(8)], ids=["launch", "data read ahead"])
-def test_a_step_that_fails_is_told_when_its_turn_comes(prepare, sabotage):
-    """No step before it is lost."""
+def test_failed_launch_keeps_rows_of_earlier_steps(prepare, sabotage):
+    """Rows are also kept if the data of a step cannot be read ahead."""
     run = prepare("failed", ALONE, num_steps=30)
     assert Attempt(run, 1, sabotage).wait() == [1]
     assert [row["step"] for row in lines_of(run)] == list(range(1, 8))
@@ -154,7 +158,7 @@ def test_all_ranks_agree_on_requests_at_the_same_steps(prepare, every_s, steps):
     ask(run.directory, "stop")
     assert attempt.wait() == [0, 0]
     looks = [int(step) for step in re.findall(r"look for stop after step (\d+)", attempt.log())]
-    # Of the first step, which may compile, nothing is known.
+    # The first step may compile, so its time is not used.
     assert looks == [1, *range(2, looks[-1] + 1, steps)]
     stopped, state = read_taken(run.directory, "stop"), read_state(run.directory)
     assert taken and stopped and run.checkpoints.steps() == [taken.step, stopped.step]

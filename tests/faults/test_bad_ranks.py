@@ -26,7 +26,9 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def overworked(here: int) -> None:
-    """A sabotage: rank 1 computes 0.2 s longer than the other, and both tell of each step."""
+    """A sabotage: rank 1 computes 0.2 s longer than rank 0, and both ranks write a heartbeat at
+    each step.
+    """
     heartbeat.BEAT_EVERY_S = 0.0
     forward_backward = NativeEngine._forward_backward
 
@@ -39,7 +41,7 @@ def overworked(here: int) -> None:
     NativeEngine._forward_backward = slower
 
 
-def test_slow_rank_is_named_though_all_wait_for_it(prepare):
+def test_slow_rank_is_found_while_others_wait(prepare):
     run = prepare("slow", num_steps=10_000)
     attempt, ranks = Attempt(run, 1, overworked), RankTimes(run.directory, 2, 1)
     start = None
@@ -55,12 +57,14 @@ def test_slow_rank_is_named_though_all_wait_for_it(prepare):
 
 
 def gathered(here: int) -> None:
-    """A sabotage: two ranks are as many as a thousand."""
+    """A sabotage: two ranks count as many ranks, whose heartbeats rank 0 gathers."""
     heartbeat.MANY, heartbeat.GATHER_EVERY_S = 1, 0.0
 
 
-def test_many_ranks_are_heard_without_files_of_their_own(prepare):
-    """Rank 0 gathers what they did, at most every ten seconds."""
+def test_rank_0_gathers_heartbeats_of_many_ranks(prepare):
+    """Rank 0 writes one file for all ranks, at most every ten seconds. Other ranks write
+    no files.
+    """
     run = prepare("gathered", num_steps=12)
     finished(run, 1, gathered)
     beats = read_rank_heartbeats(run.directory, 1)
@@ -96,7 +100,7 @@ def test_hung_rank_ends_the_attempt_and_is_named(prepare, request):
 
 
 @pytest.mark.thorough
-def test_whole_job_that_was_frozen_and_thawed_goes_on(prepare):
+def test_job_continues_after_all_ranks_are_paused(prepare):
     run = prepare("thawed", num_steps=150, hung_after_s=1.0)
     attempt = Attempt(run)
     attempt.until_step(30)
@@ -108,10 +112,11 @@ def test_whole_job_that_was_frozen_and_thawed_goes_on(prepare):
 
 
 def starved(_: int) -> None:
-    """A sabotage: from the third step on this process may have 64 MB more than it has now, and
-    needs gigabytes.
+    """A sabotage: from the third step on this process may use 64 MB more memory than now, and needs
+    gigabytes.
 
-    So many that the memory which it has inherited, freed by other tests, is too small as well.
+    The need is so large that memory that the process has inherited, and other tests have freed, is
+    too small as well.
     """
 
     def limited(trainer: Any) -> None:
@@ -125,7 +130,7 @@ def starved(_: int) -> None:
     before_each_launch(limited)
 
 
-def test_out_of_memory_gives_the_planners_advice(prepare):
+def test_out_of_memory_error_gives_planners_advice(prepare):
     run = prepare("starved", DP2.replace(micro_batch_size=4), num_steps=10)
     attempt = Attempt(run, 1, starved)
     start = time.monotonic()
@@ -140,7 +145,8 @@ def test_out_of_memory_gives_the_planners_advice(prepare):
     cost("out of memory: ended with the planner's advice", took_s, "s", at_most=60)
 
 
-def test_advice_counts_what_each_change_would_need():
+def test_memory_saving_changes_need_less_memory():
+    """The changes that the error for exhausted memory suggests, with the estimated need of each."""
     spec = ModelSpec.preset("gpt-22b")
     plan = Plan(tensor_parallel=2, data_parallel=4, micro_batch_size=4, global_batch_size=64)
     plan = plan.replace(precision="bf16")

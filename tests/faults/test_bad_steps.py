@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite, and spikes: stop, skip, roll back."""
+"""Non-finite losses and gradients, and loss spikes: the run stops, skips steps or rolls back."""
 
 import math
 import os
@@ -22,12 +22,14 @@ pytestmark = pytest.mark.timeout(900)
 
 
 ALONE = kit.Plan(micro_batch_size=8, global_batch_size=8)
-"""For the many steps that a spike needs before it: what it is among several ranks, the other
-faults show."""
+"""Plan of one rank, for the many steps that a spike needs before it. The other faults cover several
+ranks."""
 
 
 def poison(step: int, *, rank: int, value: float = math.nan) -> Callable[[int], None]:
-    """Returns a sabotage: one rank's gradient of one weight is not finite at one step."""
+    """Returns a sabotage that sets one rank's gradient of one weight to `value` (NaN or infinite)
+    at one step.
+    """
 
     def sabotage(here: int) -> None:
         engine_step, now = NativeEngine._forward_backward, {}
@@ -46,7 +48,9 @@ def poison(step: int, *, rank: int, value: float = math.nan) -> Callable[[int], 
 
 
 def garble(*steps: int) -> Callable[[int], None]:
-    """Returns a sabotage: the batches of some steps hold random tokens, as a damaged shard does."""
+    """Returns a sabotage that replaces the batches of some steps by random tokens, as in a damaged
+    shard.
+    """
 
     def sabotage(_: int) -> None:
         read = Batches._read
@@ -64,7 +68,10 @@ def garble(*steps: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_gradient_that_is_not_finite_stops_before_anything_is_overwritten(prepare, value):
+def test_non_finite_gradient_stops_before_checkpoint(prepare, value):
+    """The checkpoint that is due at the bad step is not written, and the checkpoint
+    before remains.
+    """
     run = prepare("stopped", num_steps=30, checkpoint_every=5)
     attempt = Attempt(run, 1, poison(10, rank=1, value=value))
     assert attempt.wait() == [os.EX_CONFIG] * 2
@@ -94,7 +101,7 @@ SHORT = {"num_steps": 8, "warmup_steps": 2, "checkpoint_every": None, "on_nan": 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory, spec, recipe) -> kit.Run:
-    """A run that drops the update of step 4, by a fault of its first rank."""
+    """A run that skips the update of step 4, because of a fault of rank 0."""
     folder = tmp_path_factory.mktemp("runs") / "reference"
     run = local_run(folder, spec, LAYOUTS["DP2"], recipe.replace(**SHORT))
     finished(run, 1, poison(4, rank=0))
@@ -102,12 +109,12 @@ def reference(tmp_path_factory, spec, recipe) -> kit.Run:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bad_update_is_dropped_on_every_layout_and_by_all_ranks(prepare, reference, layout):
+def test_bad_update_is_skipped_by_all_ranks(prepare, reference, layout):
     run = prepare(layout, LAYOUTS[layout], **SHORT)
     finished(run, 1, poison(4, rank=1))
     rows = lines_of(run)
     assert [row.get("skipped", 0) for row in rows] == [0, 0, 0, 1, 0, 0, 0, 0]
-    # Without sharing, the norm in the metrics is that of rank 0, which saw no fault.
+    # Without sharding, the metrics have the norm of rank 0, which had no fault.
     assert layout == "DP2" or not math.isfinite(rows[3]["grad_norm"])
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert run.checkpoints.manifest(8).skipped == 1
@@ -126,11 +133,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("field", "answer"), FAULTS)
-def test_answered_fault_is_recorded_and_the_resumed_run_is_bit_for_bit_the_same(
-    prepare, field, answer
-):
-    """The second run ends right after the fault, and goes on from a checkpoint before it or
-    after it.
+def test_skip_and_roll_back_resume_bit_identically(prepare, field, answer):
+    """The second run is killed right after the fault. It resumes from a checkpoint before the
+    fault, or after it if the kill comes late. Metrics and manifest record the skipped updates.
     """
     is_nan, (sabotage, dropped) = field == "on_nan", FAULTS[field, answer]
     last, cut, every, plan = (30, 14, 10, DP2) if is_nan else (110, 104, 50, ALONE)
@@ -152,7 +157,7 @@ def test_answered_fault_is_recorded_and_the_resumed_run_is_bit_for_bit_the_same(
     cost(name, dropped, note=note)
 
 
-def test_skipping_without_end_stops(prepare):
+def test_ten_bad_steps_in_a_row_stop_the_run(prepare):
     run = prepare("hopeless", num_steps=40, checkpoint_every=5, on_nan="skip")
 
     def sabotage(rank: int) -> None:

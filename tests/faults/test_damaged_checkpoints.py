@@ -1,4 +1,6 @@
-"""Damaged checkpoints are found by their checksums and kept aside; the one before is used."""
+"""Checksums find damaged checkpoints, which are set aside. The run resumes from the checkpoint
+before.
+"""
 
 import os
 import shutil
@@ -32,7 +34,9 @@ def bit_flipped(file: Path) -> None:
 
 @pytest.fixture
 def damaged(with_checkpoints, tmp_path) -> Run:
-    """The same after step 20: its newest checkpoint is to be damaged."""
+    """A copy of the finished run without the checkpoint of step 30. A test damages the checkpoint
+    of step 20.
+    """
     shutil.copytree(with_checkpoints.directory, tmp_path / "damaged")
     run = Run.open(tmp_path / "damaged")
     shutil.rmtree(run.checkpoints.path(30))
@@ -48,9 +52,10 @@ def damaged(with_checkpoints, tmp_path) -> Run:
         (bit_flipped, "manifest.json"),
     ],
 )
-def test_damaged_checkpoint_is_found_kept_and_the_one_before_is_used(
-    with_checkpoints, damaged, damage, which
-):
+def test_damaged_checkpoint_is_set_aside_on_resume(with_checkpoints, damaged, damage, which):
+    """The run resumes from the checkpoint before. The damaged folder keeps its bytes, and log,
+    history, state and alerts report the damage.
+    """
     folder = damaged.checkpoints.path(20)
     damage(min(folder.glob(which)))
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -72,7 +77,8 @@ def test_damaged_checkpoint_is_found_kept_and_the_one_before_is_used(
     cost(name, lost, at_most=0, note=note)
 
 
-def test_run_without_a_sound_checkpoint_is_not_begun_anew(damaged):
+def test_run_with_only_damaged_checkpoints_stops(damaged):
+    """The run does not start again from step 0."""
     for step in (10, 20):
         bit_flipped(min(damaged.checkpoints.path(step).glob("*.distcp")))
     attempt = Attempt(damaged, 2)
@@ -81,7 +87,7 @@ def test_run_without_a_sound_checkpoint_is_not_begun_anew(damaged):
     assert damaged.checkpoints.steps() == [10, 20]
 
 
-def test_damaged_checkpoint_is_not_evaluated(damaged):
+def test_load_model_refuses_damaged_checkpoint(damaged):
     bit_flipped(damaged.checkpoints.path(20) / ".metadata")
     with pytest.raises(CheckpointError, match=".metadata is damaged: its checksum"):
         load_model(damaged, 20)
@@ -90,7 +96,7 @@ def test_damaged_checkpoint_is_not_evaluated(damaged):
         load_model(damaged, 20)
 
 
-def test_verification_is_fast(tmp_path):
+def test_checkpoint_checksum_exceeds_50_mb_per_s(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(os.urandom(1 << 20) * 64)
     start = time.perf_counter()

@@ -82,7 +82,9 @@ def fault_name(fault: Fault) -> str:
 
 
 def sampled(faults: list[Fault], count: int) -> list:
-    """Returns all faults as parameters of a test, all but `count` of them for `make faults`."""
+    """Returns all faults as parameters of a test. `make test` tries `count` of them, `make faults`
+    all.
+    """
     quick = random.Random(SEED).sample(faults, count)
     marks = {False: [pytest.mark.thorough], True: []}
     return [
@@ -104,7 +106,7 @@ def disk(library: Path, tmp_path: Path) -> FailingDisk:
 
 @pytest.fixture
 def launch(disk, tmp_path, spec, recipe) -> Iterator[Callable[..., Run]]:
-    """Returns a function that launches a run on the failing disk; keywords change the recipe."""
+    """Returns a function that launches a run on the failing disk. Keywords change the recipe."""
     runs: list[Run] = []
 
     def launched(**changes) -> Run:
@@ -143,7 +145,7 @@ def steps_per_s(run: Run, begin: float, end: float) -> float:
 
 
 def test_monitoring_faults_end_no_attempt(launch, disk, request):
-    """One run meets the faults one after the other."""
+    """One run gets the faults one after the other."""
     faults = MONITORING
     if not request.config.getoption("--thorough"):
         faults = random.Random(SEED).sample(MONITORING, 4)
@@ -173,7 +175,7 @@ def test_monitoring_faults_end_no_attempt(launch, disk, request):
 
 @pytest.mark.thorough
 def test_slow_renames_do_not_slow_steps(launch, disk):
-    """Renames take 2 s. Before, each second's heartbeat delayed a step by two of them."""
+    """Each rename takes 2 s. A heartbeat has two renames, for which no step may wait."""
     run = launch(num_steps=10**6, checkpoint_every=None)
     until_step(run, 5)
     begin = time.time()
@@ -220,7 +222,7 @@ def slow_hook(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, spec, recipe) -> Run:
-    """A finished run of 30 steps on a sound disk."""
+    """A finished run of 30 steps on a working disk."""
     asked = recipe.replace(num_steps=30, warmup_steps=2, decay_steps=1000, checkpoint_every=5)
     run = local_run(tmp_path_factory.mktemp("undisturbed") / "run", spec, ONE, asked)
     finished(run)

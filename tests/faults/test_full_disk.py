@@ -1,4 +1,4 @@
-"""A disk that is full under the whole run directory: for a while, for good, and with a kill."""
+"""A full disk under the run directory: for some steps, permanently, and with a killed rank."""
 
 import os
 import re
@@ -26,7 +26,7 @@ SETTINGS = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3}
 
 @pytest.fixture
 def prepare_small(mount_memory, spec, recipe) -> Callable[..., Run]:
-    """Returns a function that makes a run on a disk of 16 MB; its keywords change the recipe."""
+    """Returns a function that makes a run on a disk of 16 MB. Keywords change the recipe."""
     disk = mount_memory("size=16m")
 
     def prepared(**changes) -> Run:
@@ -38,11 +38,11 @@ def prepare_small(mount_memory, spec, recipe) -> Callable[..., Run]:
 def full_between(
     run: Run, full_at: int, then: Callable[[Trainer, Path], None]
 ) -> Callable[[int], None]:
-    """Returns a sabotage: the disk is full from the launch of a step on, and `then` is asked before
-    each that follows.
+    """Returns a sabotage that fills the disk at the launch of step `full_at`. Rank 0 calls `then`
+    at that launch and each later one.
 
-    Each rank beats at each step, and says something; rank 0 has a warning to tell, and a request to
-    take.
+    Each rank writes a heartbeat and a log line at each step. Rank 0 also has a warning to report
+    and a request to take.
     """
     filler = run.directory.parent / "filler"
 
@@ -52,9 +52,9 @@ def full_between(
 
         def meddle(trainer: Trainer) -> None:
             if rank == 0 and trainer.step + 1 == full_at:
-                trainer.checkpoints.finish()  # else the save of an earlier step fails
+                trainer.checkpoints.finish()  # otherwise the save of an earlier step fails
                 fill(filler)
-                # Afterwards: the background would take it at once, while there is room.
+                # Only now: the background thread takes a request at once while there is space.
                 (run.directory / "control").mkdir()
                 (run.directory / "control" / "request_checkpoint").touch()
                 trainer.notices.add("hook", f"told on a full disk {'.' * 5000}", full_at)
@@ -69,10 +69,11 @@ def full_between(
 
 
 def assert_each_step_is_told_once(run: Run) -> None:
+    """Fails unless the metrics have each of the 30 steps once."""
     assert [line["step"] for line in lines_of(run)] == list(range(1, 31))
 
 
-def test_disk_that_is_full_for_a_while_costs_no_step(prepare_small, with_checkpoints):
+def test_temporarily_full_disk_loses_no_step(prepare_small, with_checkpoints):
     run = prepare_small()
 
     def free_at_18(trainer: Trainer, filler: Path) -> None:
@@ -90,9 +91,8 @@ def test_disk_that_is_full_for_a_while_costs_no_step(prepare_small, with_checkpo
     cost("disk full under the run for 6 steps: steps lost", lost, at_most=0, note=note)
 
 
-def test_what_waits_is_written_though_room_comes_as_late_as_the_last_checkpoint(
-    prepare_small, with_checkpoints
-):
+def test_disk_freed_at_last_checkpoint_loses_no_step(prepare_small, with_checkpoints):
+    """Rows that wait for space are written even if the disk is full until the last checkpoint."""
     run = prepare_small(checkpoint_every=None)
 
     def free_for_the_checkpoint(trainer: Trainer, filler: Path) -> None:
@@ -104,9 +104,8 @@ def test_what_waits_is_written_though_room_comes_as_late_as_the_last_checkpoint(
     assert_same(run, with_checkpoints)
 
 
-def test_rows_that_wait_when_a_rank_is_killed_are_lost_as_its_steps_are(
-    prepare_small, with_checkpoints
-):
+def test_unwritten_rows_of_killed_rank_are_repeated(prepare_small, with_checkpoints):
+    """Rows that wait for space are lost with the rank. The resumed run repeats their steps."""
     run = prepare_small()
 
     def kill_at_18(trainer: Trainer, filler: Path) -> None:
@@ -138,13 +137,13 @@ def on_step(state):
         fill(Path({filler!r}))
     return {{}}
 """
-"""Fills the disk once, when the checkpoint before is complete."""
+"""Hook that fills the disk once, at step 16, when the checkpoint of step 10 is complete."""
 
 
-def test_disk_that_stays_full_ends_the_run_aloud_and_resume_goes_on(
-    prepare_small, with_checkpoints, tmp_path
-):
-    """The whole way once: supervisor, status and the user's commands."""
+def test_permanently_full_disk_fails_the_run(prepare_small, with_checkpoints, tmp_path):
+    """End to end, with supervisor, status and the user's commands: the full disk is the reported
+    reason. `kit.resume` is refused until there is space, and then continues the run.
+    """
     run, filler = prepare_small(), tmp_path / "mounted-0" / "filler"
     hook = tmp_path / "hook.py"
     saved = run.checkpoints.path(10) / "manifest.json"

@@ -1,4 +1,6 @@
-"""Killed at any moment, a run loses no finished checkpoint and ends as an unbroken one."""
+"""A run that is killed at any moment loses no complete checkpoint, and ends like an uninterrupted
+run.
+"""
 
 import dataclasses
 import itertools
@@ -30,7 +32,7 @@ SEED = 8
 
 @dataclasses.dataclass
 class Toll:
-    """What kills have cost so far."""
+    """Losses that the kills have caused so far."""
 
     kills: int = 0
     in_writes: int = 0
@@ -42,14 +44,18 @@ class Toll:
 
 @dataclasses.dataclass
 class Moment:
-    """When an attempt is killed: inside a checkpoint's write, after some more steps, or early."""
+    """The moment at which an attempt is killed: inside the write of a checkpoint, after some more
+    steps, or early.
+    """
 
     writes: int | None
-    """Whole checkpoints to let pass before one is hit; None: any moment."""
+    """Number of complete checkpoints before the kill inside the next write. If None, the kill is
+    not tied to a write."""
     steps: int
     start_s: float
     later_s: float
-    """Once the moment has come: so that it is not always the beginning of a write or a step."""
+    """Seconds of delay before the kill, so that kills do not always hit the beginning of a write or
+    a step."""
 
     @classmethod
     def drawn(cls, draw: random.Random) -> "Moment":
@@ -72,14 +78,14 @@ class Moment:
 
 
 def contents(run: Run, steps: list[int]) -> dict[Path, int]:
-    """Returns the checksum of every file of some checkpoints."""
+    """Returns the checksum of each file of some checkpoints."""
     files = (file for step in steps for file in run.checkpoints.path(step).iterdir())
     return {file: zlib.crc32(file.read_bytes()) for file in files}
 
 
 def live(run: Run, number: int, draw: random.Random, toll: Toll, *, kill: bool) -> bool:
-    """Runs one attempt, kills it at a random moment or in mid-write, and returns whether it had
-    finished.
+    """Runs one attempt, kills it at a random moment or inside a write, and returns whether the
+    attempt had ended before.
     """
     metrics = run.directory / "metrics.jsonl"
     steps, before = run.checkpoints.steps(), metrics.read_bytes() if metrics.exists() else b""
@@ -119,7 +125,10 @@ def live(run: Run, number: int, draw: random.Random, toll: Toll, *, kill: bool) 
     return over
 
 
-def test_killed_at_random_moments_and_in_checkpoint_writes(prepare, unbroken, request):
+def test_random_kills_lose_no_checkpoint(prepare, unbroken, request):
+    """About half of the kills are inside the write of a checkpoint. Each run ends bit for bit like
+    an uninterrupted run.
+    """
     kills, draw, toll = request.config.getoption("--kills"), random.Random(SEED), Toll()
     for number_of_runs in itertools.count(1):
         run, number = prepare(f"killed{number_of_runs}"), 1
@@ -136,7 +145,7 @@ def test_killed_at_random_moments_and_in_checkpoint_writes(prepare, unbroken, re
     cost(name, toll.steps_lost, at_most=0, note=note)
     cost("SIGKILL: bytes lost of checkpoints and metrics", toll.bytes_lost, at_most=0)
     assert every is not None
-    # One checkpoint may be due and another still on its way to the disk.
+    # One checkpoint may be due while the write of another is not complete.
     repeated, note = max(toll.steps_repeated), f"a checkpoint every {every} steps"
     cost("SIGKILL: most steps to repeat", repeated, at_most=2 * every, note=note)
     note = f"at most {max(toll.recovery_s):.1f} s; without the start of Python and torch"
@@ -144,8 +153,10 @@ def test_killed_at_random_moments_and_in_checkpoint_writes(prepare, unbroken, re
     cost("SIGKILL: seconds to the next step, median", middle_s, "s", note=note)
 
 
-def test_killed_and_resumed_with_everything(prepare):
-    """The whole way once: supervisor killed, found lost, resumed by the user's command."""
+def test_resume_after_the_supervisor_was_killed(prepare):
+    """End to end: the supervisor is killed, the job is found lost, and the user's command resumes
+    from the newest checkpoint.
+    """
     run = prepare("whole", num_steps=5000, checkpoint_every=10)
     launcher.submit(launcher.draft(run))
     deadline = time.monotonic() + 120

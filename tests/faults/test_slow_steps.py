@@ -1,4 +1,4 @@
-"""Steps made slow in a known way: `kit status --why` names what was done."""
+"""Steps that are slowed in a known way: `kit status --why` names the slow part."""
 
 import json
 import mmap
@@ -22,7 +22,8 @@ from tests.support.runs import new_run
 
 pytestmark = pytest.mark.timeout(900)
 EACH, STALL_S = 10, 0.15
-"""Steps of each case, and the shortest stall: on a busy machine it is as long as a healthy step."""
+"""Steps of each case, and the shortest stall in seconds. On a busy machine a stall is as long as a
+healthy step."""
 CASES = {
     "slow data loader": "waiting for data",
     "slow optimizer": "the optimizer",
@@ -34,11 +35,13 @@ CASES = {
 
 
 BURNT = memoryview(mmap.mmap(-1, 2 * 8)).cast("q")
-"""How often each rank has burnt, shared by those that are forked."""
+"""Number of `burn` calls of each rank. Forked ranks share the memory."""
 
 
 def burn(rank: int, seconds: float) -> None:
-    """Computes for so long, and on until the other rank has: so neither waits for it."""
+    """Computes for some seconds, and on until the other rank has computed too, so that no rank
+    waits for the other.
+    """
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         pass
@@ -48,7 +51,7 @@ def burn(rank: int, seconds: float) -> None:
 
 
 def sabotage(rank: int) -> None:
-    """Slows each EACH steps in another way; the first are left as they are."""
+    """Slows each group of EACH steps in another way. The first group is not slowed."""
     cases, case_now, stall_s = ["none", *CASES], "none", STALL_S
     launches: list[float] = []
 
@@ -82,7 +85,7 @@ def sabotage(rank: int) -> None:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory, spec, recipe) -> dict[str, Run]:
-    """A run for each way, with the rows of its own steps of one real run."""
+    """One run for each case, with the rows of its steps from one real run."""
     folder = tmp_path_factory.mktemp("runs")
     settings = recipe.replace(num_steps=EACH * (1 + len(CASES)))
     settings = settings.replace(checkpoint_every=None, validation_every=None)
@@ -103,20 +106,21 @@ def cases(tmp_path_factory, spec, recipe) -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_was_done_is_named(cases, name: str) -> None:
+def test_compare_speed_names_the_slow_part(cases, name: str) -> None:
     found = compare_speed(cases[name])
     assert found.verdict.startswith("slower than expected"), found.verdict
     said = found.verdict, found.parts_s
     assert found.slow_part == CASES[name] and CASES[name] in found.verdict, said
 
 
-def test_parts_of_a_healthy_step_add_up_and_are_told(cases) -> None:
+def test_step_parts_add_up_and_are_in_status(cases) -> None:
+    """Parts of healthy steps. `kit status --why` reports them."""
     run: Run = cases["none"]
     metrics = run.metrics()
     parts = "data_s", "forward_backward_s", "reduction_s", "optimizer_s"
     phases = sum(metrics[name] for name in parts)
     assert (phases <= metrics["step_time_s"] + 1e-5).all()
-    # The others take the core away between two parts of a step, of some steps.
+    # Other processes may take the core between two parts of a step, so the median counts.
     assert np.median(phases / metrics["step_time_s"]) > 0.8
     told = CliRunner().invoke(app, ["status", str(run.directory), "--why", "--json"])
     assert "forward and backward pass" in json.loads(told.output)["pace"]["parts_s"]

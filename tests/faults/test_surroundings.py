@@ -1,4 +1,6 @@
-"""Clocks that jump, directories that cannot be written, launches in each other's way."""
+"""Jumps of the clock, directories that cannot be written or are removed, concurrent launches, and
+orphan ranks.
+"""
 
 import os
 import subprocess
@@ -22,7 +24,9 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def jumpy(offsets: dict[int, float]) -> Callable[[int], None]:
-    """Returns a sabotage: the wall clock is so many seconds off from some steps on."""
+    """Returns a sabotage that shifts the wall clock: offsets in seconds by the step from which they
+    apply.
+    """
 
     def sabotage(_: int) -> None:
         now, offset = time.time, [0.0]
@@ -36,7 +40,7 @@ def jumpy(offsets: dict[int, float]) -> Callable[[int], None]:
     return sabotage
 
 
-def test_clock_that_jumps_changes_nothing_but_the_times_that_are_written(prepare, with_checkpoints):
+def test_clock_jump_changes_only_recorded_times(prepare, with_checkpoints):
     settings = {"num_steps": 30, "checkpoint_every": 10, "keep_last": 3, "hung_after_s": 5.0}
     run = prepare("jumpy", **settings)
     finished(run, 1, jumpy({5: 7200.0, 12: -7200.0, 20: 0.0}))
@@ -47,7 +51,7 @@ def test_clock_that_jumps_changes_nothing_but_the_times_that_are_written(prepare
     assert run.checkpoints.steps() == [10, 20, 30]
 
 
-def test_heartbeats_go_on_after_the_clock_is_set_back(prepare):
+def test_heartbeats_continue_after_clock_is_set_back(prepare):
     run = prepare("back", num_steps=100_000)
     attempt = Attempt(run, 1, jumpy({5: -7200.0}))
     seen: set[int] = set()
@@ -65,8 +69,8 @@ def test_heartbeats_go_on_after_the_clock_is_set_back(prepare):
     cost(name, silence_s, "s", at_most=10, note=note)
 
 
-def test_read_only_directory_is_told_before_anything_starts(spec, recipe, mount_memory):
-    read_only = mount_memory("ro,size=1m")  # root may write to a directory that is only marked so
+def test_launch_refuses_read_only_run_directory(spec, recipe, mount_memory):
+    read_only = mount_memory("ro,size=1m")  # root ignores permissions of a directory
     start = time.monotonic()
     told = "run cannot be written: Read-only file system. Use another run directory"
     with pytest.raises(RunError, match=told):
@@ -87,10 +91,10 @@ kit.launch(here / "twice", spec=spec, plan=plan, recipe=recipe)
 """
 
 
-def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(
-    prepare, tmp_path, spec, recipe
-):
-    """The loser asks for another plan, which must not reach the winner's files."""
+def test_one_of_two_concurrent_launches_is_refused(prepare, tmp_path, spec, recipe):
+    """The refused launch has another plan, which must not reach the files of the accepted
+    launch.
+    """
     directory = tmp_path / "twice"
     (tmp_path / "spec.json").write_text(spec.to_json())
     (tmp_path / "recipe.json").write_text(recipe.replace(num_steps=100_000).to_json())
@@ -128,17 +132,19 @@ def test_of_two_launches_at_the_same_moment_one_wins_and_keeps_its_settings(
 
 
 def inode(file: Path) -> int:
-    """Returns the number of a file, 0 while it is missing."""
+    """Returns the inode number of a file, or 0 while the file is missing."""
     return file.stat().st_ino if file.exists() else 0
 
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
-def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, replaced):
-    """Without a supervisor: as a pod's ranks, or those of a node that is cut off."""
+def test_ranks_end_when_run_directory_is_removed(prepare, replaced):
+    """There is no supervisor, as for the ranks of a pod or of a node that has lost its network. The
+    ranks write nothing into a new directory of that name.
+    """
     run = prepare("gone", num_steps=100_000, checkpoint_every=3)
     attempt = Attempt(run)
     attempt.until_step(5)
-    # Just after a heartbeat of each: no rank is caught in the middle.
+    # Just after a heartbeat of each rank, so that no rank is writing one.
     beats = ["state.json", *(f"ranks/rank_{rank:05d}.json" for rank in range(2))]
     waiting = {run.directory / name: inode(run.directory / name) for name in beats}
     while waiting := {file: old for file, old in waiting.items() if inode(file) == old}:
@@ -157,7 +163,8 @@ def test_ranks_end_when_their_directory_is_gone_and_write_nothing(prepare, repla
     cost("run directory deleted: ranks ended by themselves", took_s, "s", at_most=30)
 
 
-def test_orphan_of_an_older_attempt_ends_and_writes_nothing(prepare):
+def test_orphan_rank_of_older_attempt_ends(prepare):
+    """After a newer attempt has started, the orphan writes neither state nor checkpoint."""
     run = prepare("orphan", num_steps=100_000, checkpoint_every=None)
     attempt = Attempt(run)
     attempt.until_step(5)

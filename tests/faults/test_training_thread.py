@@ -1,4 +1,4 @@
-"""The training thread opens, replaces and locks no file by which people watch the run."""
+"""The training thread opens, replaces and locks no file that is used to monitor the run."""
 
 import json
 import os

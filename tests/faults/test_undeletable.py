@@ -1,4 +1,6 @@
-"""Old checkpoints that cannot be deleted, as on NFS while a process has one of their files open."""
+"""Old checkpoints that cannot be deleted, as on NFS while a process has a file of the checkpoint
+open.
+"""
 
 import errno
 import os
@@ -14,7 +16,7 @@ ONE_RANK = Plan(micro_batch_size=2, global_batch_size=2)
 
 
 def hold_folders_open(rank: int) -> None:
-    """Lets a rank delete files but no folder of a checkpoint."""
+    """A sabotage: the rank can delete files, but no folder of a checkpoint."""
     rmdir = os.rmdir
 
     def refuse(path: str, *, dir_fd: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""How often ranks talk in one step: what is gathered or computed twice costs every step."""
+"""Number of collectives in one step. A repeated gather or reduction would slow down every step."""
 
 import warnings
 
@@ -11,8 +11,10 @@ LAYERS = 4
 
 
 @pytest.mark.parametrize("zero_stage, gathers", [(1, LAYERS + 2), (3, 2 * LAYERS + 2)])
-def test_each_weight_is_gathered_when_it_is_needed(zero_stage, gathers, llama_spec, run_standing):
-    """Under ZeRO 3 blocks twice a micro-batch; the backward pass of the ends needs no other."""
+def test_zero_gathers_no_weight_more_than_needed(zero_stage, gathers, llama_spec, run_standing):
+    """Under ZeRO 3 each block is gathered twice per micro-batch. Embedding and output need no
+    second gather for the backward pass.
+    """
     plan = {"data_parallel": 2, "zero_stage": zero_stage, "micro_batch_size": 4}
     counts = run_standing(2, collectives, llama_spec, make_plan(plan))[0]
     assert counts["_allgather_base_"] == gathers
@@ -20,7 +22,9 @@ def test_each_weight_is_gathered_when_it_is_needed(zero_stage, gathers, llama_sp
 
 
 def test_tied_weights_are_gathered_once(gpt_spec, run_standing):
-    """As one group with the norm, and under ZeRO 3 kept for the backward pass."""
+    """They form one group with the final norm. Under ZeRO 3 they stay gathered for the backward
+    pass.
+    """
     plan = {"data_parallel": 2, "zero_stage": 3, "micro_batch_size": 4}
     counts = run_standing(2, collectives, gpt_spec, make_plan(plan))[0]
     assert counts["_allgather_base_"] == 2 * LAYERS + 1
@@ -29,8 +33,8 @@ def test_tied_weights_are_gathered_once(gpt_spec, run_standing):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_recomputation_keeps_sums_over_tensor_ranks(sequence_parallel, llama_spec, run_standing):
-    """Computed again whole, a block has two sums over ranks more; selectively it has none."""
+def test_selective_recompute_adds_no_reductions(sequence_parallel, llama_spec, run_standing):
+    """With full recomputation a block has two more sums over tensor ranks."""
     two_layers = llama_spec.replace(num_layers=2)
     layout = {"tensor_parallel": 2, "sequence_parallel": sequence_parallel, "micro_batch_size": 8}
     none, selective = (
@@ -46,6 +50,6 @@ def collectives(spec, plan):
     engine = build(spec, plan)
     samples = batches(spec, plan, engine.data_rank)[0]
     engine.train_step(samples, 1e-3)
-    with warnings.catch_warnings(action="ignore"), CommDebugMode() as mode:  # of its own hooks
+    with warnings.catch_warnings(action="ignore"), CommDebugMode() as mode:  # CommDebugMode warns
         engine.train_step(samples, 1e-3)
     return {str(op).split(".")[-1]: count for op, count in mode.get_comm_counts().items()}

@@ -1,4 +1,4 @@
-"""Compiled blocks train as eager ones, whatever is recomputed and however the model is cut."""
+"""Compiled blocks train as eager blocks, with every recompute mode and layout."""
 
 import functools
 import warnings
@@ -31,7 +31,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler() -> None:
-    """Workers are forked from this process, so that one import of what compiles serves them all."""
+    """Imports the compiler once. Workers are forked from this process."""
     ones = torch.ones(2, 2, requires_grad=True)
     torch.compile(lambda x: (x @ x).sum(), backend="aot_eager")(ones)
     torch._dynamo.reset()
@@ -42,28 +42,28 @@ def compiler() -> None:
 def test_compiled_llama_equals_eager(layout, llama_spec):
     plan = make_plan({**LAYOUTS[layout], "compile": True})
     spec = fit(llama_spec, plan)
-    # In a build for GPUs autograd's threads may have started here. Then a fork cannot train.
+    # With a GPU build, autograd's threads may run here already. A forked process then cannot train.
     method = "fork" if torch.version.cuda is None else "spawn"
     ranks = run_ranks(plan.num_devices, compiled, spec, plan, method=method)
     eager = run_ranks(1, train, spec, make_plan({}), RECIPE, method=method)[0]
     found = differences([trained for trained, _ in ranks], eager)
     assert max(found.values()) <= TOLERANCE, found
-    # One graph for training and one without gradients, and the loss's: no block, no step compiled
-    # its own.
+    # One graph for training, one without gradients, and one for the loss. No block or step compiles
+    # another graph.
     graphs = 2 if plan.tensor_parallel > 1 else 3
     assert [found for _, found in ranks] == [graphs] * len(ranks)
 
 
 def compiled(spec, plan):
-    """Returns what this rank says of the steps, and how many graphs were compiled.
+    """Returns (training results of this rank, number of compiled graphs).
 
-    The tracing and the graphs of both passes are those of a GPU; only no kernels are written, which
-    would cost minutes of C++.
+    Tracing and the graphs of both passes are as on a GPU. No kernels are generated, because their
+    C++ code would take minutes to compile.
     """
     from torch._dynamo.utils import counters
 
     counters.clear()  # another test may have compiled in the process that this one is forked from
-    warnings.simplefilter("default")  # those that torch raises while it traces are no errors
+    warnings.simplefilter("default")  # torch's own warnings while tracing are no errors
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
     trained = train(spec, plan, RECIPE)
     return trained, counters["stats"]["unique_graphs"]

@@ -1,4 +1,6 @@
-"""The DeepSpeed engine trains as the native one does on one process, and moves checkpoints."""
+"""The DeepSpeed engine trains as the native engine on one process, and exchanges checkpoints with
+other layouts and engines.
+"""
 
 import contextlib
 import importlib
@@ -61,14 +63,14 @@ LAYOUTS = {
 THREE = ("TP2 x PP2 x DP2, ZeRO 1",)
 GPT_LAYOUTS = ("DP2, ZeRO 3", "TP2", "PP2", *THREE)
 IN_BF16 = ("one process", "DP2, ZeRO 2", "DP2, ZeRO 3, recompute full", "PP2", "TP2 x DP2, ZeRO 3")
-"""What `make test` trains in bf16; `make faults` trains all."""
+"""Layouts that `make test` trains in bf16. `make faults` trains all layouts."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def imported():
-    """Workers are forked from this process, so one import serves them all."""
+    """Imports DeepSpeed once. Workers are forked from this process."""
     with pytest.MonkeyPatch.context() as here:
-        here.setenv("TORCHDYNAMO_DISABLE", "1")  # as the import does, but gone afterwards
+        here.setenv("TORCHDYNAMO_DISABLE", "1")  # as the import does, but undone afterwards
         import_deepspeed(CPU)
         yield
 
@@ -82,7 +84,7 @@ def make_plan(changes: dict) -> Plan:
     ("family", "layout"),
     [*some_thorough(LAYOUTS, (), "llama"), *some_thorough(GPT_LAYOUTS, THREE, "gpt")],
 )
-def test_equals_the_native_engine(family, layout, llama_spec, gpt_spec, native_run):
+def test_deepspeed_engine_equals_native_engine(family, layout, llama_spec, gpt_spec, native_run):
     spec = {"llama": llama_spec, "gpt": gpt_spec}[family]
     found = compare(LAYOUTS[layout], "deepspeed", spec, native_run)
     assert max(found.values()) <= TOLERANCE, found
@@ -93,7 +95,7 @@ def test_equals_the_native_engine(family, layout, llama_spec, gpt_spec, native_r
     "layout",
     some_thorough([name for name in LAYOUTS if "ZeRO 0" not in name], {*LAYOUTS} - {*IN_BF16}),
 )
-def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_process):
+def test_bf16_gradients_equal_one_process(layout, llama_spec, one_process):
     changes = {"zero_stage": 1, **LAYOUTS[layout]}
     assert_trains_in_bf16(changes, "deepspeed", llama_spec, one_process)
 
@@ -103,14 +105,16 @@ def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_proce
     "layout",
     some_thorough(["DP2, ZeRO 2", "DP2, ZeRO 3", "TP2 x PP2, ZeRO 1", *THREE], THREE),
 )
-def test_fp16_with_a_scaled_loss_follows_fp32(layout, llama_spec, native_run):
+def test_fp16_with_loss_scaling_follows_fp32(layout, llama_spec, native_run):
     changes = {**ALL, "data_parallel": 1} if "TP2 x PP2, ZeRO" in layout else LAYOUTS[layout]
     found = compare({**changes, "precision": "fp16"}, "deepspeed", llama_spec, native_run)
     assert 0 < found["loss"] < 1e-4 and found["grad_norm"] < 1e-3, found
 
 
 def steps_in_fp16(spec: ModelSpec, plan: Plan) -> list[tuple[float, dict[str, float], float]]:
-    """Returns norm, scaling and a sum over the weights of four steps of far too large a scale."""
+    """Returns (gradient norm, loss scaling, sum of absolute weights) of four steps with a much too
+    large loss scale.
+    """
     config = deepspeed_config(plan, RECIPE)
     config["fp16"] |= {"initial_scale_power": 30, "hysteresis": 1}
     engine = DeepSpeedEngine(spec, plan, RECIPE, CPU, config=config)
@@ -122,7 +126,7 @@ def steps_in_fp16(spec: ModelSpec, plan: Plan) -> list[tuple[float, dict[str, fl
     return steps
 
 
-def test_steps_that_overflow_in_fp16_are_skipped_counted_and_scaled_down(llama_spec):
+def test_fp16_overflow_skips_step_and_lowers_scale(llama_spec):
     plan = make_plan({"zero_stage": 1, "precision": "fp16"})
     steps = run_ranks(1, steps_in_fp16, fit(llama_spec, plan), plan)[0]
     norms, scalings, weights = zip(*steps, strict=True)
@@ -131,7 +135,7 @@ def test_steps_that_overflow_in_fp16_are_skipped_counted_and_scaled_down(llama_s
     assert {*norms} == {float("inf")} and len({*weights}) == 1
 
 
-def test_norms_are_told_without_clipping_too(llama_spec, native_run):
+def test_gradient_norm_is_reported_without_clipping(llama_spec, native_run):
     recipe = RECIPE.replace(gradient_clip=None)
     found = compare(LAYOUTS["DP2, ZeRO 1"], "deepspeed", llama_spec, native_run, recipe)
     assert max(found.values()) <= TOLERANCE, found
@@ -141,7 +145,9 @@ def test_norms_are_told_without_clipping_too(llama_spec, native_run):
 
 
 def go_on(spec: ModelSpec, plan: Plan, directory: Path, steps: range) -> list[tuple[float, float]]:
-    """Takes steps of the batches, from the checkpoint before the first, and leaves another."""
+    """Trains the given steps from the checkpoint before the first one, and saves a checkpoint after
+    the last one. Returns (loss, gradient norm) of each step.
+    """
     engine = build_engine(spec, plan, RECIPE, CPU, initialise=not steps.start)
     mine = batches(spec, plan, engine.data_rank)
     if steps.start:
@@ -149,7 +155,7 @@ def go_on(spec: ModelSpec, plan: Plan, directory: Path, steps: range) -> list[tu
         manifest = checkpoints.describe(steps.start)
         tensors = CheckpointTensors(checkpoints, manifest, spec)
         engine.load(tensors.fill_all, num_updates=steps.start)
-        engine.validation_loss(mine[0])  # leaves what was loaded as it is
+        engine.validation_loss(mine[0])  # must not change the loaded state
     found = [engine.train_step(mine[step], 1e-3) for step in steps]
     writer = writer_in(directory)
     writer.start(engine.state_dict(), facts(spec, steps.stop, plan))
@@ -176,7 +182,7 @@ MOVES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("move", some_thorough(MOVES, {"native 3D to ZeRO 3"}))
-def test_a_checkpoint_moves_between_engines_and_layouts(move, gpt_spec, native_run, tmp_path):
+def test_checkpoint_moves_between_engines_and_layouts(move, gpt_spec, native_run, tmp_path):
     spec = gpt_spec.replace(num_layers=2)
     expected = native_run(spec)[1]
     for leg, (engine, layout) in enumerate(MOVES[move]):
@@ -189,6 +195,7 @@ def test_a_checkpoint_moves_between_engines_and_layouts(move, gpt_spec, native_r
 
 
 def start_with(spec: ModelSpec, plan: Plan, changes: dict) -> str:
+    """Returns the error of an engine whose configuration has these changes, or "started"."""
     config = {**deepspeed_config(plan, RECIPE), **changes}
     try:
         DeepSpeedEngine(spec, plan, RECIPE, CPU, config=config)
@@ -198,8 +205,8 @@ def start_with(spec: ModelSpec, plan: Plan, changes: dict) -> str:
 
 
 @pytest.mark.parametrize("layout", ["DP2, ZeRO 1", "PP2"])
-def test_another_batch_in_the_configuration_is_refused(layout, llama_spec):
-    """As in the 175B run on Frontier whose speed was printed four times too high."""
+def test_batch_size_mismatch_with_deepspeed_is_refused(layout, llama_spec):
+    """In the 175B run on Frontier such a mismatch made the printed speed four times too high."""
     plan = make_plan({**LAYOUTS[layout], "micro_batch_size": 1})
     tampered = {"train_micro_batch_size_per_gpu": 4}
     tampered["gradient_accumulation_steps"] = plan.num_microbatches // 4
@@ -207,7 +214,7 @@ def test_another_batch_in_the_configuration_is_refused(layout, llama_spec):
         assert "plan.micro_batch_size: the plan says 1, but DeepSpeed reports 4" in message
 
 
-def test_each_batch_number_is_compared():
+def test_check_batch_compares_global_batch_size():
     plan = make_plan({})
     reported = {"micro_batch_size": 4, "num_microbatches": 2, "global_batch_size": 8}
     check_batch(plan, reported)
@@ -215,8 +222,10 @@ def test_each_batch_number_is_compared():
         check_batch(plan, reported | {"global_batch_size": 32})
 
 
-def test_a_start_needs_no_compiler_and_waits_for_no_lock(llama_spec, tmp_path):
-    """A job killed while DeepSpeed compiled leaves a lock, on which later ones would wait."""
+def test_deepspeed_start_ignores_stale_compiler_locks(llama_spec, tmp_path):
+    """A job killed while DeepSpeed compiled leaves a lock, on which later jobs would wait. The
+    start needs no compiler.
+    """
     for python in ("", "py311_cpu/", "py312_cpu/"):
         (tmp_path / f"{python}deepspeed_shm_comm").mkdir(parents=True)
         (tmp_path / f"{python}deepspeed_shm_comm" / "lock").touch()
@@ -235,7 +244,7 @@ def test_a_start_needs_no_compiler_and_waits_for_no_lock(llama_spec, tmp_path):
 # Plans and words ----------------------------------------------------------------------------------
 
 
-def test_a_job_whose_engine_is_not_installed_is_not_started(llama_spec, tmp_path, monkeypatch):
+def test_launch_refuses_missing_or_old_deepspeed(llama_spec, tmp_path, monkeypatch):
     for found, message in (
         (Mock(side_effect=PackageNotFoundError), "needs deepspeed, which is not installed"),
         (Mock(return_value="0.12.3"), "needs DeepSpeed 0.19: version 0.12.3 .* Run: pip install"),
@@ -247,8 +256,8 @@ def test_a_job_whose_engine_is_not_installed_is_not_started(llama_spec, tmp_path
 
 
 def probe_anew(folder: Path) -> tuple[int, str]:
-    """Returns how the step that `kit doctor` asks for ends, and its words, where a folder is first
-    on the path and nothing of DeepSpeed has been imported.
+    """Returns (exit code, error output) of DeepSpeed's probe, as `kit doctor` runs it. The folder
+    is first on the path, and nothing of DeepSpeed is imported yet.
     """
     for name in [name for name in sys.modules if "deepspeed" in name]:
         del sys.modules[name]
@@ -258,7 +267,7 @@ def probe_anew(folder: Path) -> tuple[int, str]:
         return probe.main(), said.getvalue()
 
 
-def test_a_broken_installation_is_told_without_a_traceback(tmp_path):
+def test_broken_deepspeed_is_reported_without_traceback(tmp_path):
     (tmp_path / "deepspeed").mkdir()
     broken = 'raise RuntimeError("undefined symbol: deepspeed_op")'
     (tmp_path / "deepspeed" / "__init__.py").write_text(broken)
@@ -267,7 +276,7 @@ def test_a_broken_installation_is_told_without_a_traceback(tmp_path):
     assert code == 1 and told in said and "Traceback" not in said
 
 
-def test_a_notebook_shows_the_message_alone(capsys):
+def test_notebook_hides_traceback_of_deepspeed_error(capsys):
     from IPython.core.interactiveshell import InteractiveShell
 
     code = "from kit.engines.deepspeed import package; raise package.DeepSpeedError('too old')"
@@ -281,7 +290,8 @@ def test_a_notebook_shows_the_message_alone(capsys):
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_and_ends_as_an_unbroken_native_one(spec, recipe, tmp_path):
+def test_killed_deepspeed_run_resumes_as_native_run(spec, recipe, tmp_path):
+    """Losses and weights at the end equal an uninterrupted run of the native engine."""
     recipe = recipe.replace(num_steps=40, checkpoint_every=10)
     alone = Plan(micro_batch_size=8, global_batch_size=8)
     native = local_run(tmp_path / "native", spec, alone, recipe)

@@ -1,4 +1,6 @@
-"""Attention that ends where a document does: each as if alone, on one process and on several."""
+"""Attention within documents: a document gives the results that it gives alone, on one process and
+on several.
+"""
 
 import pytest
 import torch
@@ -16,13 +18,15 @@ END = 0
 
 
 class PlainVarlen:
-    """torch's operator for CPUs, where it has no kernel: scores of each sequence written out."""
+    """CPU kernel for torch's varlen attention, which has none. Computes the scores of each sequence
+    explicitly.
+    """
 
     def __init__(self) -> None:
         self.calls = 0
 
     def scores(self, query, key, begins_N, is_causal, window):
-        """Yields where a sequence lies, and its probabilities [N, T, T]."""
+        """Yields (slice of the tokens, probabilities [N, T, T]) of each sequence."""
         assert begins_N.dtype == torch.int32
         assert is_causal or tuple(window) == (-1, 0), "two ways of saying causal, by version"
         for first, last in zip(begins_N.tolist(), begins_N.tolist()[1:], strict=False):
@@ -75,6 +79,9 @@ def documents(spec: ModelSpec, lengths: tuple[int, ...]) -> list[Tensor]:
 
 
 def three_steps(spec: ModelSpec, plan: Plan, masked: bool) -> list[tuple[float, float]]:
+    """Returns (loss, gradient norm) of three steps on random tokens, with or without document
+    masks.
+    """
     engine = build(spec, plan)
     if masked:
         engine.mask_documents(END)
@@ -85,8 +92,8 @@ def three_steps(spec: ModelSpec, plan: Plan, masked: bool) -> list[tuple[float, 
     return [engine.train_step(whole[engine.data_rank * share :][:share], 1e-3) for _ in range(3)]
 
 
-def test_layouts_agree(llama_spec, run_standing):
-    # The first test here: a CUDA build of torch cannot fork after a backward pass.
+def test_document_masks_agree_between_layouts(llama_spec, run_standing):
+    # This test comes first: a CUDA build of torch cannot fork after a backward pass.
     spec = llama_spec.replace(num_layers=2)
     one, unmasked = (run_standing(1, three_steps, spec, make_plan({}), is_so) for is_so in (1, 0))
     assert abs(one[0][0][0] - unmasked[0][0][0]) > 1e-4
@@ -100,8 +107,10 @@ def test_layouts_agree(llama_spec, run_standing):
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["mask", "kernel"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_each_document_as_if_alone(llama_spec, recompute, kernel):
-    """Logits and gradients: rotary positions are relative, so where it begins changes nothing."""
+def test_packed_documents_equal_separate_documents(llama_spec, recompute, kernel):
+    """Logits and gradients are equal. Rotary positions are relative, so the position of a document
+    in its row does not matter.
+    """
     spec = llama_spec.replace(tied_embeddings=False)
     if kernel and "enable_gqa" not in DOCUMENT_ARGUMENTS:
         spec = spec.replace(num_kv_heads=spec.num_heads)
@@ -116,7 +125,7 @@ def test_each_document_as_if_alone(llama_spec, recompute, kernel):
     before = PLAIN.calls
     together = decoder(row, past=seen)
     together.square().sum().backward()
-    times = 2 if recompute == "full" else 1  # a policy keeps what it gave
+    times = 2 if recompute == "full" else 1  # otherwise its output is saved for backward
     assert PLAIN.calls - before == (times * spec.num_layers if kernel else 0)
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
     for parameter, gradient in zip(decoder.parameters(), wanted, strict=True):
@@ -125,7 +134,7 @@ def test_each_document_as_if_alone(llama_spec, recompute, kernel):
     assert (unmasked - alone).abs().max() > 1e-3, "without the mask they see each other"
 
 
-def test_documents_begin_after_an_end_and_with_each_row():
+def test_documents_begin_after_end_token_or_at_row_start():
     rows = torch.tensor([[5, 0, 7, 8], [0, 0, 3, 0], [4, 4, 4, 4]])
     assert document_begins(rows, END).tolist() == [0, 2, 4, 5, 6, 8, 12, 12]
     assert document_begins(torch.ones(1, 6, dtype=torch.long), END).tolist() == [0, 6]
@@ -133,8 +142,10 @@ def test_documents_begin_after_an_end_and_with_each_row():
     assert len(sizes) <= 2, "few sizes to compile for"
 
 
-def test_begins_are_found_in_the_samples(llama_spec, run_standing):
-    """On a GPU the samples are in the memory of the host, so that no micro-batch waits for it."""
+def test_document_begins_are_read_from_host_samples(llama_spec, run_standing):
+    """On a GPU the samples are in host memory, so no micro-batch waits for the GPU to find the
+    begins.
+    """
     assert run_standing(1, begins_of_a_step, llama_spec.replace(num_layers=2)) == [True]
 
 
@@ -158,7 +169,7 @@ def begins_of_a_step(spec: ModelSpec) -> bool:
         patch.setattr(past, "document_begins", begins)
         engine.train_step(samples, 1e-3)
     wanted = []
-    for part in samples.split(2):  # as if documents were cut by hand, token by token
+    for part in samples.split(2):  # reference: search the begins token by token
         tokens = part[:, :-1].flatten().tolist()
         length = spec.sequence_length
         starts = [n for n, _ in enumerate(tokens) if n % length == 0 or tokens[n - 1] == END]
@@ -167,7 +178,7 @@ def begins_of_a_step(spec: ModelSpec) -> bool:
     return True
 
 
-def test_the_kernel_is_taken_on_gpus_of_nvidia_alone(monkeypatch):
+def test_document_kernel_is_used_on_nvidia_gpus_only(monkeypatch):
     for device, hip, precision, has in (
         ("cuda", None, "bf16", True),
         ("cuda", None, "fp32", False),

@@ -1,4 +1,4 @@
-"""Process groups: their connections and calls, and what is said when a rank does not come."""
+"""Process groups: their connections and calls, and the error when a rank is missing."""
 
 import datetime
 import os
@@ -41,7 +41,7 @@ def listening() -> list[str]:
     return [line[1] for line in lines if line[3] == "0A" and line[1].endswith(port)]
 
 
-def test_the_store_of_ranks_of_one_machine_listens_to_no_network() -> None:
+def test_single_machine_store_listens_on_localhost() -> None:
     [(found,)] = run_ranks(2, listening)[:1]
     assert found.startswith("0100007F:"), "127.0.0.1"
 
@@ -60,7 +60,7 @@ def leave_or_join(rank: int, port: int, queue: Any) -> None:
     os._exit(0)
 
 
-def test_a_rank_that_is_gone_is_noticed_when_a_group_is_made() -> None:
+def test_group_creation_times_out_for_an_exited_rank() -> None:
     context, port = mp.get_context("fork"), free_port()
     queue = context.SimpleQueue()
     ranks = [context.Process(target=leave_or_join, args=(rank, port, queue)) for rank in range(3)]
@@ -81,7 +81,9 @@ def start_fake() -> None:
 
 
 def count_calls(is_bound: bool) -> tuple[list[int], tuple[str, ...], int]:
-    """Returns the sizes of the groups that were asked for, the axes, and the seconds of CPU."""
+    """Returns (size of the groups of each creating call, axes of the mesh, size of the shard axis)
+    of 3,072 ranks.
+    """
     asked, make = [], dist.new_group
 
     def new_group(ranks: list[int], **options: Any) -> Any:
@@ -103,19 +105,24 @@ def count_calls(is_bound: bool) -> tuple[list[int], tuple[str, ...], int]:
     return asked, mesh.mesh_dim_names or (), mesh["shard"].size()
 
 
-def test_groups_of_3072_ranks_take_a_call_an_axis_where_a_device_is_bound() -> None:
+def test_bound_device_splits_groups_once_per_axis() -> None:
+    """Mesh of 3,072 ranks. Axes of size 1 are left out."""
     [(asked, axes, shards)] = run_ranks(1, count_calls, True, start=start_fake)
     assert axes == ("pipeline", "shard", "tensor") and shards == 6, "no axis of size 1"
     assert asked == [64, 6, 8, 2], "one split for each, and one for tied stages"
 
 
-def test_groups_of_3072_ranks_without_a_device() -> None:
+def test_unbound_device_creates_each_group_separately() -> None:
+    """Mesh of 3,072 ranks."""
     [(asked, _, _)] = run_ranks(1, count_calls, False, start=start_fake)
     assert len(asked) == 3072 // 64 + 3072 // 6 + 3072 // 8
 
 
 def build_with_a_device(spec: ModelSpec, plan: Plan) -> bool:
-    """Returns whether DeepSpeed's grid saw no bound device, which torch asks for each group."""
+    """Builds the engine while the world's group is bound to a GPU. Gloo has no backend for a GPU,
+    so a new group of the bound world would fail. Returns whether the group is bound again after
+    DeepSpeed's grid was built.
+    """
     from kit.engines.deepspeed.layers import LayerBuilder
 
     world: Any = dist.group.WORLD
@@ -136,7 +143,8 @@ def build_with_a_device(spec: ModelSpec, plan: Plan) -> bool:
 SEEN: list[bool] = []
 
 
-def test_deepspeeds_grid_splits_no_communicator_of_the_world(gpt_spec: ModelSpec) -> None:
+def test_deepspeed_grid_ignores_the_bound_device(gpt_spec: ModelSpec) -> None:
+    """With a bound device torch would split the communicator of the world for each group."""
     pytest.importorskip("deepspeed")
     plan = make_plan({"pipeline_parallel": 2}, "deepspeed")
     assert all(run_ranks(2, build_with_a_device, gpt_spec.replace(num_layers=2), plan))

@@ -90,7 +90,8 @@ IN_BF16 = (
     "PP2, ZBV",
     "PP2 x DP2, ZeRO 3",
 )
-"""What `make test` trains of the layouts of eight ranks, and in bf16; `make faults` trains all."""
+"""Layouts that `make test` trains: IN_FP32 of the layouts of eight ranks, and IN_BF16 in bf16.
+`make faults` trains all."""
 
 
 UNEVEN = {
@@ -104,7 +105,8 @@ UNEVEN = {
     ),
     "2 layers, TP2 x PP4, SP": (2, {**SP, "pipeline_parallel": 4}),
 }
-"""Layers, and stages that they do not divide over: embedding and loss stand for a layer each."""
+"""(Number of layers, layout): the number of stages does not divide the number of layers. Embedding
+and loss count as one layer each."""
 
 
 @pytest.fixture(autouse=True)
@@ -125,13 +127,15 @@ def runs_on_this_torch(request: pytest.FixtureRequest) -> None:
     "layout", some_thorough(UNEVEN, [name for name in UNEVEN if "TP2" in name])
 )
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_uneven_stages(family, layout, llama_spec, gpt_spec, native_run, run_standing):
+def test_uneven_stages_equal_one_process(
+    family, layout, llama_spec, gpt_spec, native_run, run_standing
+):
     layers, changes = UNEVEN[layout]
     spec, plan = {"llama": llama_spec, "gpt": gpt_spec}[family], make_plan(changes)
     spec = spec.replace(num_layers=layers)
     parts = [len(plan.stage_layers(spec, stage)) for stage in range(plan.num_stages)]
     assert parts[0] == parts[-1] == parts[1] - 1 and sum(parts) == layers
-    few = RECIPE.replace(num_steps=3)  # stages share out layers, and the optimizer knows none
+    few = RECIPE.replace(num_steps=3)  # the split into stages does not affect the optimizer
     found = run_standing(plan.num_devices, train, spec, plan, few)
     found = differences(found, native_run(spec, few))
     assert max(found.values()) <= TOLERANCE, found
@@ -152,12 +156,14 @@ def test_layout_equals_one_process(family, layout, llama_spec, gpt_spec, native_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", some_thorough(LAYOUTS, {*LAYOUTS} - {*IN_BF16}))
-def test_bf16_gradients_equal_those_of_one_process(layout, llama_spec, one_process, run_standing):
+def test_bf16_gradients_equal_one_process(layout, llama_spec, one_process, run_standing):
     assert_trains_in_bf16(LAYOUTS[layout], "native", llama_spec, one_process, run_standing)
 
 
-def test_copies_of_a_shard_are_summed_once_a_step(llama_spec, run_standing):
-    """However many micro-batches there are, of which each reduces inside its group under ZeRO 3."""
+def test_shard_replicas_are_summed_once_per_step(llama_spec, run_standing):
+    """The number of micro-batches does not matter. Under ZeRO 3 each micro-batch reduces only
+    inside its shard group.
+    """
     layout = LAYOUTS["DP4, ZeRO 3 over 2"]
     plans = [make_plan({**layout, "global_batch_size": size}) for size in (4, 16)]
     few, many = run_standing(4, _sums_over_copies, llama_spec, plans)[0]
@@ -165,7 +171,9 @@ def test_copies_of_a_shard_are_summed_once_a_step(llama_spec, run_standing):
 
 
 def _sums_over_copies(spec: ModelSpec, plans: list[Plan]) -> list[int]:
-    """Returns how often a step of each plan sums gradients over copies of a shard."""
+    """Returns the number of all-reduces of gradients over replicas of a shard, in one step of each
+    plan.
+    """
     sum_up, sizes, found = dist.all_reduce, [], []
 
     def counted(tensor, *args, **kwargs):
@@ -181,13 +189,13 @@ def _sums_over_copies(spec: ModelSpec, plans: list[Plan]) -> list[int]:
     return found
 
 
-def test_bf16_follows_fp32(llama_spec, native_run):
+def test_bf16_loss_follows_fp32(llama_spec, native_run):
     found = compare({"precision": "bf16"}, "native", llama_spec, native_run)
     assert 0 < found["loss"] < 1e-3, found
 
 
-def test_clipping_bounds_the_update(llama_spec):
-    """A batch's gradient clipped to 0.01 has the same direction and that norm."""
+def test_clipping_bounds_the_gradient_norm(llama_spec):
+    """A gradient that is clipped to 0.01 has the norm 0.01."""
     before, after = run_ranks(1, _clipped_norms, llama_spec)[0]
     assert before > 0.05
     assert after == pytest.approx(0.01, rel=1e-3)

@@ -1,4 +1,4 @@
-"""A finished step, as callbacks see it."""
+"""A finished training step, as callbacks get it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What counts as a bad step."""
+"""Decisions on bad steps, and recipe settings that an engine or a layout does not support."""
 
 import math
 from typing import Any
@@ -21,20 +21,22 @@ from tests.support.workers import run_ranks
 RECIPE = Recipe(data="data", num_steps=100)
 
 
-def test_what_is_not_finite_is_answered_as_the_recipe_says():
+def test_judge_skips_non_finite_loss_and_gradient():
     judge = StepJudge(RECIPE.replace(on_nan="skip"), Plan())
     assert judge.judge(2.0, 1.0) == ("go on", "")
     assert judge.judge(math.nan, 1.0) == ("skip", "the loss is nan")
     assert judge.judge(2.0, math.inf) == ("skip", "the gradient norm is inf")
 
 
-def test_gradients_that_overflow_in_fp16_are_the_engines_own_affair():
+def test_judge_ignores_fp16_gradient_overflow():
+    """DeepSpeed skips steps with overflowing gradients itself. A NaN loss still stops the run."""
     judge = StepJudge(RECIPE, Plan(engine="deepspeed", precision="fp16", zero_stage=1))
     assert judge.judge(2.0, math.inf)[0] == "go on"
     assert judge.judge(math.nan, 1.0)[0] == "stop"
 
 
-def test_spike_is_seen_only_beside_enough_losses_and_patience_ends():
+def test_judge_finds_spikes_after_a_full_window():
+    """MAX_BAD_STEPS bad steps in a row stop the run."""
     judge = StepJudge(RECIPE.replace(on_spike="skip"), Plan())
     for i in range(WINDOW):
         assert judge.judge(100.0, 1.0)[0] == "go on", "too few losses to judge by"
@@ -62,21 +64,24 @@ LACKING: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("asked", "plan", "message"), LACKING)
-def test_what_an_engine_or_a_layout_cannot_do_is_refused(asked, plan, message):
+def test_check_recipe_refuses_unsupported_settings(asked, plan, message):
     plan = make_plan({"data_parallel": 2, **plan})
     check_recipe(RECIPE, plan)
     with pytest.raises(ConfigError, match=message):
         check_recipe(RECIPE.replace(**asked), plan)
 
 
-def test_a_step_that_is_judged_sums_its_loss_once(llama_spec):
+def test_judging_a_step_adds_no_all_reduce(llama_spec):
+    """A refused step leaves the weights unchanged."""
     free, kept, dropped = run_ranks(1, collectives_of_a_step, llama_spec)[0]
     assert kept[0] == dropped[0] == free[0] > 0, "being asked costs no collective of the engine's"
     assert free[1] and kept[1] and not dropped[1], "whether the weights have moved"
 
 
 def collectives_of_a_step(spec: ModelSpec) -> list[tuple[int, bool]]:
-    """Returns all-reduces of a step, and whether it moved weights: unasked, accepted, refused."""
+    """Returns (number of all-reduces, whether weights changed) of three steps: without a judge,
+    accepted, and refused.
+    """
     found = []
     for answer in (None, True, False):
         engine = build(spec, make_plan({}))

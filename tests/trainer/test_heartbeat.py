@@ -36,7 +36,7 @@ def test_late_rank_writes_nothing_into_another_directory(tmp_path, monkeypatch):
 
 
 def test_silent_ranks_ignore_the_clocks_of_nodes(tmp_path, monkeypatch):
-    """The clock of the second node is an hour behind, and the third rank says nothing more."""
+    """The clock of the second node is an hour behind. The third rank writes no second heartbeat."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     home, notices = RunDirectory(tmp_path), Notices(tmp_path, 1)
@@ -64,7 +64,7 @@ def background(tmp_path):
 
 
 def test_background_work_never_blocks_its_caller(background):
-    """Work that hangs, as in a file system whose server is away."""
+    """The work hangs, as on a file system whose server does not answer."""
     release = threading.Event()
     background.add(release.wait)
     background.start()
@@ -106,7 +106,7 @@ def test_background_raises_loss_of_run_in_training_thread(background, tmp_path):
     assert not written, "nothing is written after the run directory was lost"
 
 
-def test_request_is_recorded_with_the_step_that_acts_on_it(tmp_path):
+def test_request_is_recorded_with_its_step(tmp_path):
     (tmp_path / "control").mkdir()
     requests = Requests(tmp_path)
     requests.look()
@@ -125,7 +125,7 @@ def test_request_is_recorded_with_the_step_that_acts_on_it(tmp_path):
     assert taken is not None and taken.step == 4
 
 
-def test_metrics_continue_a_torn_line_after_a_stale_handle(tmp_path, monkeypatch):
+def test_metrics_complete_torn_line_after_stale_handle(tmp_path, monkeypatch):
     """A write fails in the middle of a line, with an error that needs a new handle."""
     file = tmp_path / "metrics.jsonl"
     writer = MetricsWriter(file)

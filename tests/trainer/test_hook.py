@@ -1,4 +1,4 @@
-"""A user's own numbers of each step, from real ranks."""
+"""The user's hook, which adds numbers to the metrics of each step, on real ranks."""
 
 import hashlib
 import json
@@ -41,6 +41,8 @@ def on_step(state):
 
 @pytest.fixture
 def trained(spec, recipe, tmp_path):
+    """Returns a function that trains a run of two pipeline stages with this hook."""
+
     def trained(text: str, steps: int = 5) -> Run:
         file = tmp_path / "mine.py"
         file.write_text(text)
@@ -54,7 +56,7 @@ def trained(spec, recipe, tmp_path):
     return trained
 
 
-def test_numbers_of_a_hook_are_in_the_metrics_the_views_and_the_sinks(trained, spec):
+def test_hook_numbers_reach_metrics_views_and_exports(trained, spec):
     run = trained(WEIGHTS)
     assert (run.directory / HOOK).read_text() == WEIGHTS
     found = lines_of(run)
@@ -71,7 +73,8 @@ def test_numbers_of_a_hook_are_in_the_metrics_the_views_and_the_sinks(trained, s
     assert HOOK not in run.asked(), "its file is gone"
 
 
-def test_an_exception_on_one_rank_turns_it_off_on_all_and_training_goes_on(trained):
+def test_exception_disables_the_hook_on_all_ranks(trained):
+    """Training continues."""
     run = trained(FAILS)
     assert [row.get("hook/x") for row in lines_of(run)] == [1.0, 2.0, None, None, None]
     (alert,) = AlertLog(run.directory / "alerts.jsonl").alerts
@@ -88,7 +91,7 @@ def hook_in(folder: Path, text: str, notices: Any = None) -> Hook:
 
 
 def called(folder: Path, text: str) -> tuple[dict, list[str]]:
-    """Returns what a hook adds to a row, and the notices."""
+    """Returns (numbers that a hook adds to a row, notices)."""
     said, step = [], done()
     row = dict(step.row)
     notices = SimpleNamespace(add=lambda kind, notice, number: said.append(notice))
@@ -106,18 +109,18 @@ def called(folder: Path, text: str) -> tuple[dict, list[str]]:
         ({3: 1.0}, "gave 3 = 1.0"),
     ],
 )
-def test_what_is_no_dict_of_numbers_is_named(returned, message):
+def test_hook_result_must_be_a_dict_of_numbers(returned, message):
     with pytest.raises(TypeError, match=message):
         _checked(returned)
 
 
-def test_a_wrong_return_is_told_with_the_file_on_the_rank_itself(tmp_path):
+def test_wrong_hook_result_names_its_rank_and_file(tmp_path):
     numbers, [told] = run_ranks(1, called, tmp_path, "def on_step(state):\n    return 3\n")[0]
     assert numbers == {} and "rank 0: hook.py: TypeError: on_step returned int" in told
     assert _checked({"a": torch.tensor(2.0), "b": 3}) == {"a": 2.0, "b": 3.0}
 
 
-def test_a_file_that_is_no_hook_is_refused(tmp_path):
+def test_invalid_hook_file_is_refused(tmp_path):
     for text, message in (
         ("def on_step(:\n", r"hook.py, line 1: SyntaxError"),
         ("x = 1\n\n1 / 0\n", r"hook.py, line 3: ZeroDivisionError"),

@@ -1,4 +1,4 @@
-"""Training that starts from Hugging Face's weights: transformers' own loss on every layout."""
+"""Training from Hugging Face weights: the first loss is transformers' loss on every layout."""
 
 import json
 from pathlib import Path
@@ -34,13 +34,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def of_one_batch(layout: dict[str, Any]) -> Plan:
+    """Returns the plan of a layout whose global batch is BATCH sequences."""
     count = 2 if "pipeline_parallel" in layout else 1
     size = BATCH // (count * layout.get("data_parallel", 1))
     return make_plan({"micro_batch_size": size, "global_batch_size": BATCH, **layout})
 
 
 def save(folder: Path, spec: ModelSpec) -> Path:
-    """Writes a random model of two layers, of large weights, as transformers itself does."""
+    """Writes a random model of two layers with large weights by `save_pretrained` of transformers.
+    Returns the folder.
+    """
     import transformers
 
     random = spec.replace(num_layers=2, vocab_size=300, init_std=0.2, tied_embeddings=True)
@@ -51,6 +54,7 @@ def save(folder: Path, spec: ModelSpec) -> Path:
 
 
 def their_loss(folder: Path, samples: torch.Tensor) -> float:
+    """Returns the loss that transformers computes for these samples."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -70,7 +74,7 @@ def first_losses(spec: ModelSpec, plan: Plan, folder: Path, samples: torch.Tenso
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_first_loss_is_transformers(
+def test_first_loss_equals_transformers_loss(
     layout: str, family: str, tmp_path: Path, request, run_standing
 ) -> None:
     folder = save(tmp_path / family, request.getfixturevalue(f"{family}_spec"))
@@ -89,8 +93,10 @@ def test_first_loss_is_transformers(
 @pytest.mark.parametrize(
     "layout", [{}, {"tensor_parallel": 3, "pipeline_parallel": 2}], ids=["one process", "TP3 x PP2"]
 )
-def test_first_loss_of_smollm2_is_transformers(layout: dict, tmp_path: Path) -> None:
-    """Its nine heads, on three keys and values, cannot be cut in two."""
+def test_first_loss_of_smollm2_equals_transformers(layout: dict, tmp_path: Path) -> None:
+    """The model has nine query heads and three key/value heads, which two tensor ranks cannot
+    split.
+    """
     from kit.interop.weights.smollm2 import load_smollm2
 
     model, tokenizer = load_smollm2()
@@ -103,7 +109,8 @@ def test_first_loss_of_smollm2_is_transformers(layout: dict, tmp_path: Path) -> 
     assert found[0] == pytest.approx(their_loss(folder, samples), abs=1e-4)
 
 
-def test_a_run_starts_from_them_once(tmp_path: Path, llama_spec, recipe) -> None:
+def test_run_starts_from_initial_weights_once(tmp_path: Path, llama_spec, recipe) -> None:
+    """A resumed run loads its own checkpoint, so the initial weights may be deleted."""
     folder = save(tmp_path / "theirs", llama_spec)
     spec = load_spec(str(folder)).replace(sequence_length=16)
     recipe = Recipe(data=recipe.data, num_steps=3, learning_rate=1e-9, min_learning_rate=0)
@@ -121,7 +128,9 @@ def test_a_run_starts_from_them_once(tmp_path: Path, llama_spec, recipe) -> None
     assert "resumed from step 3" in log and "started from" not in log, "its folder may be gone"
 
 
-def test_what_does_not_fit_is_refused(tmp_path, llama_spec, tiny_dataset, monkeypatch) -> None:
+def test_init_from_refuses_other_model_or_tokenizer(
+    tmp_path, llama_spec, tiny_dataset, monkeypatch
+) -> None:
     folder = save(tmp_path / "theirs", llama_spec)
     spec = load_spec(str(folder))
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=3, init_from=str(folder))
@@ -136,9 +145,12 @@ def test_what_does_not_fit_is_refused(tmp_path, llama_spec, tiny_dataset, monkey
         launcher.check_weights(spec, recipe)
 
 
-def test_a_model_is_named_by_config_json(tmp_path: Path, llama_spec) -> None:
+def test_load_spec_reads_config_json(tmp_path: Path, llama_spec) -> None:
+    """The file may be a link, as in the cache of the hub. A spec.json beside config.json comes
+    first. Unsupported configurations are refused.
+    """
     folder = save(tmp_path / "theirs", llama_spec)
-    (tmp_path / "blobs").mkdir()  # as the hub's cache keeps files: a snapshot links to them
+    (tmp_path / "blobs").mkdir()  # as in the hub's cache, where snapshots are links
     (folder / "config.json").rename(tmp_path / "blobs" / "config")
     (folder / "config.json").symlink_to(tmp_path / "blobs" / "config")
     spec = load_spec(str(folder / "config.json"))

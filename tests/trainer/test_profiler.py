@@ -16,13 +16,14 @@ DP2 = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=
 
 
 def recorded(trace: Path) -> int:
+    """Returns the number of optimizer steps in a trace."""
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     return sum(event["name"].startswith("Optimizer.step#") for event in events)
 
 
 @pytest.fixture
 def prepared(tmp_path, spec, recipe):
-    """A function: a run of two ranks, new or to go on, with changes to its recipe."""
+    """Returns a function that makes or continues a run of two ranks. Keywords change the recipe."""
 
     def get(**changes) -> Run:
         asked = recipe.replace(checkpoint_every=None, warmup_steps=0, decay_steps=9, **changes)
@@ -32,7 +33,8 @@ def prepared(tmp_path, spec, recipe):
 
 
 @pytest.mark.slow
-def test_the_steps_are_recorded_and_a_run_that_goes_on_may_name_others(prepared):
+def test_profile_steps_are_recorded_on_named_ranks(prepared):
+    """A resumed run may name other steps. It records only steps after its checkpoint."""
     run = prepared(num_steps=8, profile_steps=(3, 5), profile_ranks=(1,))
     assert Attempt(run).wait() == [0, 0]
     folder = run.directory / "profile"
@@ -51,7 +53,10 @@ def test_the_steps_are_recorded_and_a_run_that_goes_on_may_name_others(prepared)
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_before_leaves_what_it_has_and_a_failing_disk_ends_nothing(prepared):
+def test_profiling_tolerates_early_end_and_disk_errors(prepared):
+    """A run that ends before the last profiled step writes the steps that it has. If the profile
+    cannot be written, the run logs a message and continues.
+    """
     run = prepared(num_steps=5, profile_steps=(4, 90))
     assert Attempt(run).wait() == [0, 0]
     assert recorded(run.directory / "profile" / "step_4" / "rank_00000.trace.json.gz") == 2

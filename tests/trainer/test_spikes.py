@@ -1,4 +1,6 @@
-"""The one rule of what a loss spike is: what it finds and leaves, and that all judge by it."""
+"""The rule for a loss spike: the spikes that it finds, and its use by both the step judge and the
+alerts.
+"""
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from kit.trainer.spikes import WINDOW, bad_start, spikes, stands_out
 
 
 def losses(steps: int, seed: int = 3) -> np.ndarray:
-    """Returns a loss that falls as in training, with noise of 2 % of its end."""
+    """Returns losses that fall as in training, with noise of 2 % of the last loss."""
     noise = np.random.default_rng(seed).normal(size=steps)
     return 1.9 + 9 * (1 + np.arange(steps) / 30) ** -0.45 + 0.04 * noise
 
@@ -25,7 +27,7 @@ def test_planted_spikes_are_found_without_false_alarms() -> None:
     assert pieces == planted.tolist(), "in whatever pieces the rows came in"
 
 
-def test_a_spike_is_found_while_the_loss_still_falls() -> None:
+def test_spike_is_found_while_the_loss_still_falls() -> None:
     found = 0
     for seed in range(20):
         loss = losses(400, seed)
@@ -34,7 +36,7 @@ def test_a_spike_is_found_while_the_loss_still_falls() -> None:
     assert found >= 18
 
 
-def test_what_is_constant_or_not_finite_is_no_spike() -> None:
+def test_constant_or_non_finite_loss_is_no_spike() -> None:
     for nothing in (np.full(500, 2.0), np.full(500, np.nan), np.empty(0)):
         assert spikes(nothing) == []
     loss = losses(300)
@@ -43,7 +45,7 @@ def test_what_is_constant_or_not_finite_is_no_spike() -> None:
     assert spikes(loss) == [] and spikes(loss, 120) == []
 
 
-def test_a_line_for_many_steps_counts_once() -> None:
+def test_loss_repeated_over_steps_is_one_spike() -> None:
     lines = losses(2000)
     lines[1500] += 1
     for every in (1, 10, 200):
@@ -51,10 +53,10 @@ def test_a_line_for_many_steps_counts_once() -> None:
 
 
 GUESS = float(np.log(4096))
-"""8.3 nats."""
+"""Loss of a uniform guess over 4,096 tokens, 8.3 nats."""
 
 
-# The demo model at a learning rate of 0.5, warmed up in five steps, as it trained.
+# Losses of the demo model at a learning rate of 0.5 after five steps of warm-up.
 TOO_FAST = "8.33 8.18 17.4 18.1 26.7 19.6 13.6 16.5 16.0 20.1 18.9 21.0 20.2 29.7 39.2 44.4 40.0"
 RUINED = "2.1 2.2 2.6 3.4 3.9 4.4 4.8 5.1 5.3 5.4 5.5 5.5 5.6 5.5"  # fine-tuning
 WARMING_UP = "8.3 8.4 8.6 8.9 9.0 9.1 9.0 8.8 8.5 8.3 8.0 7.8"
@@ -68,13 +70,13 @@ LUMI = "60.7 60.8 60.8 60.7 60.6 59 57 54 50 45 40 36 32 28 24 21 18 15 12.5 10.
     [
         (TOO_FAST, 11),
         (RUINED, 13),
-        ([60.0 - 0.01 * i for i in range(60)], 39),  # as bad as it began, and still
+        ([60.0 - 0.01 * i for i in range(60)], 39),  # constantly as bad as at the start
         (WARMING_UP, None),
         (SMALL_BATCHES, None),
         (LUMI, None),
     ],
 )
-def test_a_bad_start_is_told_by_step_40(losses: str | list[float], told: int | None) -> None:
+def test_bad_start_is_found_by_step_40(losses: str | list[float], told: int | None) -> None:
     losses = [*map(float, losses.split())] if isinstance(losses, str) else losses
     guess = GUESS if losses[0] < 60 else float(np.log(51200))
     followed = np.append(losses, np.linspace(min(losses[-1], 60), min(losses[-1], 60) - 1, 60))
@@ -83,7 +85,7 @@ def test_a_bad_start_is_told_by_step_40(losses: str | list[float], told: int | N
 
 @pytest.mark.parametrize("every", [1, 10])
 @pytest.mark.parametrize("first", [GUESS, 1.02 * GUESS, 2.0])
-def test_a_healthy_start_is_none(first: float, every: int) -> None:
+def test_healthy_start_is_not_a_bad_start(first: float, every: int) -> None:
     for seed in range(50):
         noise = np.random.default_rng(seed).normal(size=60)
         falling = first * (0.7 + 0.3 * np.exp(-np.arange(60) / 40)) * (1 + 0.03 * noise)
@@ -91,7 +93,7 @@ def test_a_healthy_start_is_none(first: float, every: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_judge_and_alerts_judge_every_loss_alike(seed: int) -> None:
+def test_step_judge_and_alerts_find_the_same_spikes(seed: int) -> None:
     random, loss = np.random.default_rng(seed), losses(1000, seed)
     loss[random.choice(1000, size=60)] += random.uniform(0.2, 3, size=60)
     loss[random.choice(1000, size=10)] = np.nan

@@ -1,4 +1,4 @@
-"""What is done beside the steps on a GPU that pretends; no tensor waits for the collector."""
+"""Measurements beside the training steps on a simulated GPU, and Python's garbage collection."""
 
 import gc
 import json
@@ -50,12 +50,13 @@ def tensors_in_cycles(spec: ModelSpec, engine_name: str, changes: dict) -> int:
         ("deepspeed", {"zero_stage": 3}),
     ],
 )
-def test_no_tensor_waits_for_pythons_collector(llama_spec, engine, changes):
+def test_train_step_leaves_no_tensors_in_cycles(llama_spec, engine, changes):
     left = run_ranks(1, tensors_in_cycles, llama_spec, engine, changes)[0]
     assert left < 3, "not one a step; what torch makes once and keeps may be among them"
 
 
-def test_garbage_is_collected_at_the_same_steps_whatever_turned_it_on(monkeypatch):
+def test_garbage_is_collected_at_fixed_steps(monkeypatch):
+    """Code that enables the collector does not change these steps."""
     collected = []
     monkeypatch.setattr(gc, "collect", collected.append)
     try:
@@ -70,7 +71,7 @@ def test_garbage_is_collected_at_the_same_steps_whatever_turned_it_on(monkeypatc
 
 
 class Event:
-    """A torch.cuda.Event whose work is done after the second look."""
+    """Replaces `torch.cuda.Event`. Its work is done at the second query."""
 
     looks = 0
 
@@ -88,7 +89,8 @@ class Event:
         return 1e3 * (end.at - self.at)
 
 
-def test_own_speed_is_measured_now_and_then_and_never_waited_for(monkeypatch):
+def test_speed_probe_measures_without_waiting(monkeypatch):
+    """The next measurement starts after PROBE_EVERY_S seconds."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(telemetry, "PROBE_SIZE", 16)
     launched = Mock(wraps=torch.mm)
@@ -104,11 +106,11 @@ def test_own_speed_is_measured_now_and_then_and_never_waited_for(monkeypatch):
     assert launched.call_count == 2 * products
 
 
-def test_a_watchdog_hears_of_compilations():
+def test_watchdog_pauses_while_torch_compiles():
     watchdog = Watchdog(
         None, rank=0, alive=lambda: None, look_at_ranks=lambda: None, silent_ranks=lambda: None
     )
-    watchdog.after_step(done())  # the first, which nobody waits for
+    watchdog.after_step(done())  # the first step has no limit
     seen = []
     begun, ended = on_compile_start(watchdog.compile_begins), on_compile_end(watchdog.compile_ends)
     try:
@@ -129,7 +131,8 @@ def test_a_watchdog_hears_of_compilations():
     assert seen == [1, 1] and list(watchdog.times) == [1.0], "a step that compiles tells nothing"
 
 
-def test_settings_are_made_where_nobody_made_them(tmp_path, monkeypatch):
+def test_set_environment_keeps_user_settings(tmp_path, monkeypatch):
+    """Only variables that the user has not set get a value."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", gpu.TRACE_FILE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
@@ -143,7 +146,7 @@ def test_settings_are_made_where_nobody_made_them(tmp_path, monkeypatch):
     assert "PYTORCH_ALLOC_CONF" not in os.environ, "it would come before what the user has set"
 
 
-def test_last_collectives_are_left_where_the_logs_are(tmp_path, monkeypatch):
+def test_flight_recorder_is_dumped_beside_the_logs(tmp_path, monkeypatch):
     monkeypatch.delenv(gpu.TRACE_FILE, raising=False)
     monkeypatch.setattr(gpu, "nccl_trace", lambda: b"trace")
     monkeypatch.setattr(gpu.dist, "get_rank", lambda: 3)
@@ -152,14 +155,17 @@ def test_last_collectives_are_left_where_the_logs_are(tmp_path, monkeypatch):
     (file,) = tmp_path.iterdir()
     assert (file.name, file.read_bytes()) == ("nccl_trace_rank_3", b"trace")
     monkeypatch.setenv(gpu.TRACE_FILE, str(tmp_path / "gone" / "trace"))
-    # and nothing is said of it, after the reason for the rank's end
+    # An error is not reported: the reason for the rank's end stays the last message.
     gpu.dump_flight_recorder()
 
 
 @pytest.mark.parametrize(
     ("hung_after_s", "waits_s"), [(40.0, 300.0), (200.0, 400.0), (600.0, 600.0), (None, None)]
 )
-def test_collectives_of_gpus_wait_less_after_the_first_step(monkeypatch, hung_after_s, waits_s):
+def test_shorten_timeouts_follows_hung_after_s(monkeypatch, hung_after_s, waits_s):
+    """Collectives on GPUs get the shorter timeout after the first step. Backends of CPUs keep their
+    timeout.
+    """
     given, (cpu, cuda) = [], map(torch.device, ("cpu", "cuda"))
     backend = SimpleNamespace(_set_default_timeout=given.append)
     both = SimpleNamespace(_device_types=[cpu, cuda], _get_backend=lambda _: backend)
@@ -169,7 +175,7 @@ def test_collectives_of_gpus_wait_less_after_the_first_step(monkeypatch, hung_af
     assert given == ([timedelta(seconds=waits_s)] if waits_s else [])
 
 
-def test_memory_of_a_gpu_is_in_the_metrics(tmp_path: Path, monkeypatch):
+def test_gpu_memory_is_in_the_metrics(tmp_path: Path, monkeypatch):
     stats = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 2}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     row = memory_row(torch.device("cuda"))
@@ -181,7 +187,8 @@ def test_memory_of_a_gpu_is_in_the_metrics(tmp_path: Path, monkeypatch):
         assert run.metrics()[name].tolist() == [value] * 3
 
 
-def test_each_thread_reads_its_own_time_in_a_cores_queue(monkeypatch):
+def test_busy_time_file_is_opened_once_per_thread(monkeypatch):
+    """The file has the time that a thread has waited for a core."""
     opened, system_open = [], os.open
     monkeypatch.setattr(
         telemetry.os, "open", lambda file, flags: opened.append(file) or system_open(file, flags)

@@ -1,4 +1,4 @@
-"""The watchdog of a rank when the file system, which may be why a step hangs, answers to nobody."""
+"""The watchdog of a rank while the file system hangs, which may be the reason why a step hangs."""
 
 import os
 import time
@@ -15,7 +15,8 @@ from kit.trainer.watchdog import MANY_LIMIT_S, Watchdog, patience_s
 from tests.trainer.steps import done
 
 
-def test_patience_grows_with_the_ranks_unless_it_was_given():
+def test_hang_timeout_grows_with_the_number_of_ranks():
+    """A value of `hung_after_s` in the recipe comes first."""
     recipe, many = Recipe(data="data", num_steps=1), Plan(data_parallel=65, global_batch_size=65)
     assert [patience_s(recipe, plan) for plan in (Plan(), many)] == [150.0, MANY_LIMIT_S]
     for asked in (None, 90.0):
@@ -23,7 +24,9 @@ def test_patience_grows_with_the_ranks_unless_it_was_given():
 
 
 def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **settings: Any) -> int:
-    """Returns the exit code of a process under a quick watchdog, whose words are in `log`."""
+    """Returns the exit code of a process with a watchdog that checks every 0.02 s. `log` gets its
+    error output.
+    """
     monkeypatch.setattr(watchdog, "TICK_S", 0.02)
     if (pid := os.fork()) == 0:
         os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY), 2)
@@ -42,7 +45,7 @@ def end_of_a_rank(monkeypatch, log: Path, act: Callable[[Watchdog], Any], **sett
 @pytest.mark.parametrize(
     ("silent", "said"), [([3], "rank 3 no longer answers"), (None, ": the stacks"), ("hangs", "")]
 )
-def test_ends_though_every_file_hangs(monkeypatch, tmp_path, silent, said):
+def test_watchdog_ends_rank_while_files_hang(monkeypatch, tmp_path, silent, said):
     monkeypatch.setattr(watchdog, "REPORT_WAIT_S", 0.3)
     settings = {
         "limit_s": 0.2,
@@ -64,14 +67,14 @@ def test_collectives_are_dumped_before_any_rank_ends(monkeypatch, tmp_path, rank
         time.sleep(30)
 
     def act(dog: Watchdog) -> None:
-        dog.after_step(done(100.0))  # it compiled; a first step's duration makes nobody wait
+        dog.after_step(done(100.0))  # the first step compiles: its duration sets no limit
 
     settings = {"limit_s": 0.1, "rank": rank, "dump": dump}
     assert end_of_a_rank(monkeypatch, tmp_path / "log", act, **settings) == 1
     assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "trace1"]
 
 
-def test_nothing_is_late_while_torch_compiles(monkeypatch, tmp_path):
+def test_watchdog_does_not_fire_while_torch_compiles(monkeypatch, tmp_path):
     def act(dog: Watchdog) -> None:
         dog.after_step(done(0.001))
         dog.compile_begins()

@@ -60,8 +60,8 @@ def materialise(module: torch.nn.Module, *, device: torch.device, recurse: bool 
 
 
 def main(plan_json: str, changes_json: str) -> None:
-    """Takes the steps, prints what was compiled, and ends the process without clean-up, in which
-    torch would ask the driver for a device.
+    """Runs the steps, prints what was compiled and called, and ends the process without clean-up,
+    because torch's clean-up would ask the driver for a device.
     """
     plan = Plan.from_json(plan_json)
     spec = llama("llama-1b").replace(**json.loads(changes_json))

@@ -4,12 +4,12 @@ a Trainium device.
     make test-nxd NXD=path/to/neuronx-distributed      a checkout of
                                                        github.com/aws-neuron/neuronx-distributed
 
-builds an environment of its own (`requirements.txt` here) and runs what is in this folder. Tensors
-are Torch-XLA's lazy ones on its CPU device, and NxD's layers, ZeRO 1, pipeline, recomputation and
-checkpoints run as they are, down the paths that they take on a device. Three things are ours: the
-closed parts of the Neuron SDK are empty (`closed.py`), XLA's collectives travel over gloo
-(`collectives.py`), and ranks are told apart by RANK and WORLD_SIZE.
+makes a separate environment (`requirements.txt` here) and runs the tests of this folder. Tensors
+are Torch-XLA's lazy tensors on its CPU device. NxD's layers, ZeRO 1, pipeline, recomputation and
+checkpoints are unchanged, and run the code that runs on a device. Three parts are replaced: the
+closed packages of the Neuron SDK are empty (`closed.py`), XLA's collectives use gloo
+(`collectives.py`), and ranks are identified by RANK and WORLD_SIZE.
 
-Not shown: neuronx-cc, NeuronCores, stochastic rounding, what torch_neuronx changes in Torch-XLA,
+Not tested: neuronx-cc, NeuronCores, stochastic rounding, the changes of torch_neuronx to Torch-XLA,
 and speed.
 """

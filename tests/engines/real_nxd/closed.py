@@ -1,8 +1,8 @@
-"""What the open source of NxD imports and nobody can install outside AWS's index: found, but empty.
+"""Empty replacements of the packages that NxD imports and that only AWS's index has.
 
-NxD imports the closed packages for kernels and compilers that training on the CPU never calls, and
-for three facts that it does use: the platform, the size of a host, and which ranks pass to which.
-Those are given here.
+NxD imports these closed packages for kernels and compilers that training on the CPU never calls. It
+uses three of their facts: the platform, the size of a host, and the pairs of sending and receiving
+ranks. This module provides these facts.
 """
 
 import importlib.abc
@@ -23,14 +23,16 @@ CLOSED = (
     "neuronx_distributed_inference",
 )
 ABSENT = "libneuronxla.libneuronpjrt_path"
-"""By its being there Torch-XLA takes a machine for a Neuron host."""
+"""Module whose presence makes Torch-XLA take the machine for a Neuron host."""
 PLATFORM = "NXD_PLATFORM"
-"""The variable that says which platform NxD believes to be on: trn1 without it."""
+"""Environment variable with the platform that NxD is shown. The default is trn1."""
 PATCHED = ("torch_xla.core.xla_env_vars", "torch_xla.core.xla_model", "torch_xla.runtime")
 
 
 def installed() -> dict[str, str]:
-    """Returns what counts as installed, and its versions; NxD on the path says its own."""
+    """Returns the versions of the packages that count as installed. NxD's version comes from its
+    source on the path.
+    """
     spec = importlib.machinery.PathFinder.find_spec("neuronx_distributed")
     found = {"torch_neuronx": "2.9.0.2.12.22436"}
     if spec is not None and spec.origin is not None:
@@ -40,7 +42,9 @@ def installed() -> dict[str, str]:
 
 
 class ClosedPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds closed packages, whatever their modules, and distributions that are asked for."""
+    """Import hook that finds every module of a closed package, and the distributions of
+    `installed`.
+    """
 
     def find_spec(
         self, fullname: str, path: Any = None, target: Any = None
@@ -72,7 +76,9 @@ class ClosedPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Patching(importlib.abc.Loader):
-    """Loads a module of Torch-XLA and puts `collectives` in place of what needs a device."""
+    """Loads a module of Torch-XLA and replaces the functions that need a device by
+    `collectives`.
+    """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -101,7 +107,7 @@ class Installed(importlib.metadata.Distribution):
 
 
 class EmptyModule(types.ModuleType):
-    """A module that has every name: a class where the name is written as one, else a `Nothing`."""
+    """A module with every name. A name in CapWords is a class, any other name is a `Nothing`."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -116,7 +122,9 @@ class EmptyModule(types.ModuleType):
 
 
 class Nothing:
-    """Stands for a kernel, a decorator or a constant: gives another, or what it decorates."""
+    """Replaces a kernel, a decorator or a constant. A call returns the decorated function or
+    another `Nothing`.
+    """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
@@ -149,7 +157,7 @@ class EmptyClass(type):
 
 
 class SourcesAndTargets:
-    """Who passes to whom in a ring, of torch_neuronx's kernels: NxD's groups ask for it."""
+    """Pairs of (source, target) ranks of a ring, which NxD's groups request from torch_neuronx."""
 
     def __init__(self, *, replica_groups: list[list[int]]) -> None:
         self.rank_src_tgt_pairs = {
@@ -160,12 +168,12 @@ class SourcesAndTargets:
 
 
 def platform(*arguments: Any, **named: Any) -> str:
-    """Returns what get_platform_target does."""
+    """Returns the platform. Replaces `get_platform_target`."""
     return os.environ.get(PLATFORM, "trn1")
 
 
 def _register_device_class() -> None:
-    """The C++ of torch_neuronx registers classes under `torch.classes.neuron`."""
+    """Registers `torch.classes.neuron`, as the C++ code of torch_neuronx does."""
     import torch
 
     vars(torch.classes)["neuron"] = EmptyModule("torch.classes.neuron")

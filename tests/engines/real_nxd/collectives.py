@@ -1,14 +1,14 @@
-"""XLA's collectives between processes that have a CPU device each: over the host, by gloo.
+"""XLA's collectives by gloo, over the host, between processes that have one CPU device each.
 
-Every process of Torch-XLA on CPUs is a world of its own, so what `xla_model` and `runtime` say of
-the world, and the collectives of `xla_model`, are replaced. Sums of bf16 are made in fp32 and
-rounded once.
+On CPUs each process of Torch-XLA is a separate world. This module therefore replaces the functions
+of `xla_model` and `runtime` that describe the world, and the collectives of `xla_model`. Sums of
+bf16 are computed in fp32 and rounded once.
 
-On a device a collective is a node of the step's one graph. Here it ends a graph, and must end it
-for all tensors: one read alone is computed by a graph of its own, and Torch-XLA 2.9 tells graphs
-apart by a hash that does not see which of several inputs of one shape an operation takes
-(github.com/pytorch/xla/issues/8353). So two weights of one shape, read while the gradient norm is
-still to be computed, are both updated by the first one's gradient.
+On a device a collective is a node of the step's only graph. Here a collective ends the graph, and
+must end it for all tensors. A tensor that is read alone is computed by a separate graph. Torch-XLA
+2.9 identifies graphs by a hash that ignores which of several inputs of one shape an operation takes
+(github.com/pytorch/xla/issues/8353). If two weights of one shape are read while the gradient norm
+is not computed yet, both are updated by the gradient of the first weight.
 """
 
 import datetime
@@ -43,10 +43,10 @@ def local_world_size() -> int:
 
 
 def members(groups: Groups) -> tuple[int, ...]:
-    """Returns the ranks of this rank's group, in order; without groups, all ranks.
+    """Returns the ranks of this rank's group, in order. Without groups, returns all ranks.
 
-    With NEURON_EXPERIMENTAL_COMPRESS_RG NxD names the first group alone: the others have as many
-    neighbours each.
+    With NEURON_EXPERIMENTAL_COMPRESS_RG NxD names only the first group. The other groups have as
+    many neighbouring ranks each.
     """
     if not groups:
         return tuple(range(world_size()))
@@ -61,7 +61,7 @@ def members(groups: Groups) -> tuple[int, ...]:
 
 
 def gloo(ranks: tuple[int, ...]) -> Any:
-    """Returns the process group of these ranks, of which others need not know."""
+    """Returns the gloo group of these ranks. Only these ranks need to call the function."""
     if ranks not in _made:
         name = "over-gloo-" + "-".join(map(str, ranks))
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -94,9 +94,11 @@ def back(value: Tensor, like: Tensor) -> Tensor:
 
 
 def listed(one: Callable[[Tensor], Tensor], given: Any, output: Any) -> Any:
-    """Returns `one` of a tensor or of each of a list; into `output`, where there is one."""
+    """Returns `one` applied to a tensor, or to each tensor of a list. If `output` is given, the
+    results are copied into its tensors.
+    """
     many = isinstance(given, list | tuple)
-    torch_xla.sync()  # before any is read: see the top
+    torch_xla.sync()  # before any tensor is read: see the docstring of the module
     made = [one(tensor) for tensor in (given if many else [given])]
     if output is None:
         return made if many else made[0]
@@ -114,7 +116,7 @@ def all_reduce(
     groups: Groups = None,
     pin_layout: bool = True,
 ) -> Any:
-    """A tensor gives a new one; a list is changed in place."""
+    """Returns a new tensor for a tensor. A list is reduced in place."""
     is_list = not isinstance(inputs, Tensor)
     return listed(
         lambda t: back(total(reduce_type, t, groups, scale), t), inputs, inputs if is_list else None
@@ -193,9 +195,9 @@ def rendezvous(tag: str, payload: bytes = b"", replicas: Any = None) -> list[byt
 
 
 def replacements(module: str) -> dict[str, Any]:
-    """Returns what takes the place of names in a module of Torch-XLA."""
+    """Returns the replaced names of a module of Torch-XLA, with their replacements."""
     if module == "torch_xla.core.xla_env_vars":
-        # The name of the variable that says how many hosts there are.
+        # Name of the environment variable with the number of hosts.
         return {"HOST_WORLD_SIZE": "HOST_WORLD_SIZE"}
     if module == "torch_xla.runtime":
         return {

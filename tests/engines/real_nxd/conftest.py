@@ -1,4 +1,6 @@
-"""Runs where `make test-nxd` puts NxD's source on the path; else nothing is collected."""
+"""These tests run where `make test-nxd` puts NxD's source on the path. Elsewhere no test is
+collected.
+"""
 
 import functools
 import os
@@ -15,19 +17,21 @@ collect_ignore_glob = [] if "tests.engines.real_nxd.closed" in sys.modules else 
 
 @pytest.fixture(scope="session", autouse=True)
 def imported() -> None:
-    """NxD and Torch-XLA, imported once, before ranks are forked; their devices are not touched."""
+    """Imports NxD and Torch-XLA once, before ranks are forked. The import does not use their
+    devices.
+    """
     import neuronx_distributed  # noqa: F401  # pyright: ignore[reportMissingImports]
     import torch_xla  # noqa: F401  # pyright: ignore[reportMissingImports]
 
 
 @pytest.fixture(scope="session")
 def mha(llama_spec: ModelSpec) -> ModelSpec:
-    """As in HLAT's 7B, every query head has a key/value head."""
+    """A tiny Llama with one key/value head for each query head, as in HLAT's 7B."""
     return llama_spec.replace(name="tiny-mha", num_layers=2, num_kv_heads=4)
 
 
 def start_xla() -> None:
-    """Joins the ranks as `kit.train` does."""
+    """Starts the process group of a rank, as `kit.train` does."""
     import logging
 
     from kit.engines.process_group import start_process_group

@@ -1,4 +1,4 @@
-"""Checkpoints of NxD itself, on a disk as slow as may be; resumed, and imported."""
+"""Checkpoints that NxD itself writes on a slow disk, resumed and imported."""
 
 import threading
 from pathlib import Path
@@ -27,7 +27,9 @@ SAVED = {
 
 
 def save_on_a_slow_disk(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float]]:
-    """Trains three steps, saves, and returns three more, which end before the disk writes."""
+    """Trains three steps, saves, and returns (loss, gradient norm) of three more steps. They end
+    before the disk writes.
+    """
     from neuronx_distributed.trainer import checkpoint_storage  # pyright: ignore[reportMissingImports]
 
     storage, trained = checkpoint_storage.FilesysCheckpointStorage, threading.Event()
@@ -59,7 +61,7 @@ def resume(spec: ModelSpec, plan: Plan, folder: Path) -> list[tuple[float, float
 
 
 @pytest.mark.parametrize("recipe", SAVED)
-def test_resumes_as_if_never_stopped(recipe, mha, tmp_path):
+def test_nxd_resume_equals_uninterrupted_training(recipe, mha, tmp_path):
     spec = mha.replace(num_kv_heads=4 if recipe == "7B" else 2)
     plan = make_plan(SAVED[recipe], "neuron")
     expected = run_xla(2, save_on_a_slow_disk, spec, plan, tmp_path)
@@ -71,7 +73,7 @@ def test_resumes_as_if_never_stopped(recipe, mha, tmp_path):
 
 
 def saved_steps(state: dict) -> set[int]:
-    """Returns AdamW's counts of steps in a file of its state."""
+    """Returns the step counts in a file of AdamW's state."""
     states = state.get("base_state") or state["state"]
     return {int(of_weight["step"]) for of_weight in states.values()}
 
@@ -86,7 +88,7 @@ def save_initial(spec: ModelSpec, plan: Plan, folder: Path, use_xser: bool) -> N
 
 
 def save_as_the_converter(folder: Path) -> None:
-    """Writes shards as AWS's converter with --save_xser: memory's tensors stay in the file."""
+    """Writes shards as AWS's converter does with --save_xser: CPU tensors stay in the main file."""
     import torch_xla.utils.serialization as xser  # pyright: ignore[reportMissingImports]
 
     for file in folder.glob("*.pt"):
@@ -95,7 +97,7 @@ def save_as_the_converter(folder: Path) -> None:
 
 @pytest.mark.parametrize("use_xser", [False, True])
 @pytest.mark.parametrize(("num_kv_heads", "tensor", "pipeline"), [(4, 2, 1), (2, 2, 2), (1, 2, 1)])
-def test_is_imported_whole(num_kv_heads, tensor, pipeline, use_xser, mha, tmp_path):
+def test_import_nxd_restores_every_weight(num_kv_heads, tensor, pipeline, use_xser, mha, tmp_path):
     spec = mha.replace(num_kv_heads=num_kv_heads)
     degrees = {"tensor_parallel": tensor, "pipeline_parallel": pipeline}
     plan = make_plan({**degrees, "zero_stage": 1}, "neuron")

@@ -1,4 +1,6 @@
-"""Collectives of the test end a graph where a device's do not, and carry the same."""
+"""The gloo collectives of these tests end a graph, which a device's collectives do not, and return
+equal values.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ pytestmark = pytest.mark.neuron
 
 
 def gather_unfinished() -> list[float]:
-    """Returns what is gathered of two tensors whose graphs are one to Torch-XLA."""
+    """Returns two gathered tensors whose pending graphs have one hash in Torch-XLA."""
     import torch_xla  # pyright: ignore[reportMissingImports]
     import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
 
@@ -20,6 +22,6 @@ def gather_unfinished() -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tensors_of_one_list_come_from_their_own_inputs(ranks):
+def test_bucketized_gather_returns_each_input(ranks):
     expected = [-2.0] * ranks + [-3.0] * ranks
     assert run_xla(ranks, gather_unfinished) == [expected] * ranks

@@ -1,4 +1,4 @@
-"""What the ordinary suite believes of this torch and this Torch-XLA."""
+"""The record that the test suite uses for torch 2.9 and Torch-XLA equals the installed packages."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.engines.trainium_torch import inventory, record, signatures
 pytestmark = pytest.mark.neuron
 
 
-def test_is_as_recorded():
+def test_torch_record_matches_installed_versions():
     import torch_xla.distributed.xla_backend  # noqa: F401  # pyright: ignore[reportMissingImports]  # makes groups
 
     has, recorded = inventory(list(record()["lacks"])), record()["torch"] | record()["torch_xla"]

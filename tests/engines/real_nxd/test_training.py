@@ -1,4 +1,4 @@
-"""Both recipes of HLAT in miniature train on NxD as the native engine on one process."""
+"""Small versions of both HLAT recipes train on NxD as the native engine trains on one process."""
 
 import functools
 import os
@@ -42,13 +42,13 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "70B: TP2, sequence parallel, copied heads": (ONE, {**SP2, **ZERO}),
     "70B: TP8, sequence parallel, four copies": (SHARED, {**SP2, **ZERO, "tensor_parallel": 8}),
 }
-"""Key/value heads for the query heads, four or one on each tensor rank, and what the plan
-changes."""
+"""Key/value heads (for four query heads, or one query head on each of more tensor ranks) and
+changes of the plan, by name of the layout."""
 
 
 @functools.cache
 def native(spec: ModelSpec, precision: str) -> Trained:
-    """Returns what the native engine says on one process."""
+    """Returns the training results of the native engine on one process."""
     return run_ranks(
         1, train, spec, make_plan({"precision": precision}), RECIPE.replace(num_steps=STEPS)
     )[0]
@@ -56,7 +56,7 @@ def native(spec: ModelSpec, precision: str) -> Trained:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_trains_as_the_native_engine(layout, precision, mha, record_property):
+def test_nxd_trains_as_the_native_engine(layout, precision, mha, record_property):
     num_kv_heads, changes = LAYOUTS[layout]
     plan = make_plan({**changes, "precision": precision}, "neuron")
     spec = mha.replace(
@@ -73,19 +73,19 @@ def test_trains_as_the_native_engine(layout, precision, mha, record_property):
 
 
 def build_on_trn3(spec: ModelSpec, plan: Plan) -> list[str]:
-    """Returns what the engine says of a platform, and what NxD does where nobody asks."""
+    """Returns (error of the kit's engine on trn3, error of NxD without the engine's check)."""
     from kit.engines.neuron import engine
 
     os.environ[PLATFORM], said = "trn3", []
     for _ in range(2):
-        with pytest.raises(Exception) as raised:  # NxD raises no other
+        with pytest.raises(Exception) as raised:  # NxD raises no narrower type
             build(spec, plan)
         said.append(str(raised.value))
         engine.check_platform = lambda *_: None
     return said
 
 
-def test_grouped_heads_are_refused_where_nxd_makes_no_layer_of_them(mha):
+def test_trn3_refuses_grouped_heads_as_nxd_does(mha):
     spec, plan = mha.replace(num_kv_heads=2), make_plan({}, "neuron")
     [[ours, theirs]] = run_xla(1, build_on_trn3, spec, plan)
     assert ours.startswith(
@@ -103,8 +103,10 @@ def repeat_one_batch(spec: ModelSpec, plan: Plan) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
-def test_four_tensor_ranks_learn_a_batch(zero_stage, mha):
-    """As the native engine with fp32 weights; without them, as one process of its own."""
+def test_tensor_parallel_4_learns_as_one_process(zero_stage, mha):
+    """With ZeRO 1, which has fp32 weights, the reference is the native engine. Without fp32 weights
+    it is the Neuron engine.
+    """
     changes = {**SP2, "tensor_parallel": 4, "precision": "bf16", "zero_stage": zero_stage}
     alone = make_plan({"precision": "bf16"}, "native" if zero_stage else "neuron")
     run_alone = run_ranks if zero_stage else run_xla

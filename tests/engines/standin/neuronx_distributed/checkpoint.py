@@ -1,8 +1,8 @@
-"""Checkpoints of the stand-in: NxD's names and marks, written when saving is finished, as by
-async_save on a slow disk.
+"""Checkpoints of the stand-in, with NxD's file names and marks. Files are written when the save is
+finished, as by async_save on a slow disk.
 
-What counts as memory of the device is copied at the save. AdamW counts its steps on the host: those
-are written as they are when the writer comes to them.
+Tensors that count as memory of the device are copied at the save. AdamW's step counts are on the
+host, and are written with the values that they have when the writer reads them.
 """
 
 import copy
@@ -56,14 +56,16 @@ def save_checkpoint(
 
 
 def from_device(state: Any, name: str = "") -> Any:
-    """Returns the state to write: copies, but for what is on the host."""
+    """Returns the state to write. Step counts, which are on the host, are not copied."""
     if isinstance(state, dict):
         return {key: from_device(value, key) for key, value in state.items()}
     return state if name == "step" else copy.deepcopy(state)
 
 
 def stage(model) -> dict[str, torch.Tensor]:
-    """Returns the weights of this pipeline stage: each rank holds all, but writes its own."""
+    """Returns the weights of this pipeline stage. Each rank holds the whole model, but writes its
+    own stage.
+    """
     state = model.state_dict()
     if model.layout is None:
         return state
@@ -93,7 +95,9 @@ def finalize_checkpoint():
 
 @recorded(NAME)
 def load_checkpoint(path, tag, model=None, optimizer=None):
-    """The optimizer first, as in 0.17: its master weights start from the model that it finds."""
+    """Loads the optimizer first, as in 0.17: its master weights start from the weights that the
+    model has at that time.
+    """
     folder = Path(path) / tag
     assert (folder / "done").exists()
     if optimizer is not None:

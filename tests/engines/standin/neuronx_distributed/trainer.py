@@ -148,7 +148,7 @@ class NxDOptimizer:
             self.optimizer.init_zero = self.init_zero
 
     def shard(self, whole):
-        """Returns this replica's part of the first dimension, filled up with zeros."""
+        """Returns this replica's shard of the first dimension, padded with zeros."""
         if not self.is_sharded:
             return whole
         data = parallel_state.mesh()["data"].get_group()
@@ -159,7 +159,7 @@ class NxDOptimizer:
 
     @torch.no_grad()
     def spread(self):
-        """Gives the weights what the replicas' shards hold."""
+        """Writes the gathered shards of the replicas to the weights."""
         data = parallel_state.mesh()["data"].get_group()
         for stepped, parameter in zip(self.stepped, self.parameters, strict=True):
             parts = [stepped.data]
@@ -200,7 +200,7 @@ class NxDOptimizer:
 
 
 def add_up(tensors, group):
-    """Changes tensors of one dtype to their sums over the group."""
+    """Replaces tensors of one dtype by their sums over the group."""
     if tensors and group.size() > 1:
         whole = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(whole, group=group)

@@ -1,4 +1,4 @@
-"""Which platform the stand-in says it is on."""
+"""The platform that the stand-in reports."""
 
 
 def get_platform_target() -> str:

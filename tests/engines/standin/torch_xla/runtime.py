@@ -1,4 +1,4 @@
-"""The world of the stand-in."""
+"""Size of the world of the stand-in."""
 
 import torch.distributed as dist
 

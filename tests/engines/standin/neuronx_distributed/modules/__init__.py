@@ -1,1 +1,1 @@
-"""Of the stand-in."""
+"""Modules of the stand-in."""

@@ -1,6 +1,6 @@
-"""Cut layers of the stand-in.
+"""Layers of the stand-in whose weights are split over tensor ranks.
 
-As in NxD, a weight is known to be cut only once `init_weight_cpu` was called.
+As in NxD, a weight counts as split only after `init_weight_cpu` was called.
 """
 
 import torch
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Whole(torch.autograd.Function):
-    """As NxD since 0.11: a gradient of another dtype is copied; the copy's sum is dropped."""
+    """Copies a gradient of another dtype and drops the sum of the copy, as NxD does since 0.11."""
 
     @staticmethod
     def forward(ctx, x, reduce_dtype):

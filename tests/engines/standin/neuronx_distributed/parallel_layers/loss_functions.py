@@ -10,7 +10,7 @@ from tests.engines.signatures import recorded
 
 @recorded("neuronx_distributed.parallel_layers.loss_functions")
 def parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0):
-    """Returns each row's loss; logits [N, V / ranks]."""
+    """Returns the loss of each row. The shape of the logits is [N, V / ranks]."""
     group, logits = tensor_group(), vocab_parallel_logits
     peak = logits.detach().amax(-1)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)

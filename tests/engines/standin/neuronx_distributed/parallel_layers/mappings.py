@@ -1,4 +1,4 @@
-"""Cutting and joining sequences over tensor ranks, along the first dimension."""
+"""Splitting and joining of sequences over tensor ranks, along the first dimension."""
 
 import torch
 import torch.distributed as dist

@@ -1,8 +1,8 @@
 """Groups of ranks of the stand-in: tensor ranks are neighbours, then replicas, then pipeline
 stages, as in NxD on Trn1.
 
-Four tensor ranks are not, as there: they are spread over their node, of which the groups of copied
-key/value heads do not know.
+As in NxD, four tensor ranks are not neighbours but spread over their node. The groups of copied
+key/value heads ignore this.
 """
 
 import os
@@ -69,7 +69,7 @@ def get_tensor_model_parallel_group(as_list=False):
 
 @recorded(NAME)
 def get_pipeline_model_parallel_group(as_list=False):
-    """Of one rank: each runs the whole model, so there is nothing to add up."""
+    """Returns a group of one rank: each rank runs the whole model, so there is nothing to sum."""
     return STATE["alone"]
 
 

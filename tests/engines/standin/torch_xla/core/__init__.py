@@ -1,1 +1,1 @@
-"""Of the stand-in."""
+"""Core of the stand-in."""

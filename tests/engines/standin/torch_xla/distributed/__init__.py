@@ -1,1 +1,1 @@
-"""Of the stand-in."""
+"""Process groups of the stand-in."""

@@ -13,7 +13,7 @@ def _group(store, rank, size, timeout):
 def new_xla_process_group(
     ranks=None, timeout=dist.default_pg_timeout, backend=None, pg_options=None
 ):
-    """Takes the place of `dist.new_group`, which takes more."""
+    """Replaces `dist.new_group`. Takes fewer arguments."""
     return _new_group(ranks=ranks, timeout=timeout, backend=backend, pg_options=pg_options)
 
 
