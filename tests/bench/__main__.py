@@ -1,4 +1,4 @@
-"""`python -m tests.bench [NAME ...]`: measures side by side here; the tables go into
+"""`python -m tests.bench [NAME ...]`: runs benchmarks on this machine and writes their tables into
 `docs/benchmarks.md`.
 """
 
@@ -64,11 +64,14 @@ BENCHMARKS = {
     "hour": Benchmark("hour"),
 }
 QUIET, PATIENCE_S = 2.0, 600.0
-"""Other work makes ratios uncertain; the load that was left stands under each table."""
+"""Load below which a benchmark starts, and longest wait for it in seconds. Other load makes ratios
+uncertain. The load before the benchmark is written under each table."""
 
 
 def quiet_load(console: Console) -> float:
-    """Returns the load average once it is below `QUIET`, or what it is after `PATIENCE_S`."""
+    """Waits until the load average is below `QUIET`, at most `PATIENCE_S` seconds. Returns the load
+    average.
+    """
     end = time.monotonic() + PATIENCE_S
     with console.status(f"waiting for a load below {QUIET:g}, {PATIENCE_S / 60:g} minutes at most"):
         while load_average() >= QUIET and time.monotonic() < end:

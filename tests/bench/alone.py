@@ -1,5 +1,5 @@
-"""A part of a benchmark in a process of its own: its memory is its own, and a process group changes
-no state but its own.
+"""Runs part of a benchmark in its own process, so that its peak memory is measured alone and a
+process group changes no state of the caller.
 """
 
 import json
@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 
 
 class Alone(NamedTuple):
-    """What a function of JSON values returned, and the most memory that its process had."""
+    """JSON result of a function, and the peak memory of its process."""
 
     found: Any
     peak_bytes: int
     bare_bytes: int
-    """Of the interpreter, before anything was imported for the function."""
+    """Peak memory of the interpreter in bytes, before the modules of the function were imported."""
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Alone:
-    """Returns what a function of a module returns there.
+    """Runs a module-level function in a new process and returns its result and memory.
 
     Raises:
-        RuntimeError: it failed; with its last words.
+        RuntimeError: the function failed. The message has the last line of its error output.
     """
     command = [sys.executable, "-W", "ignore", "-m", "tests.bench.alone"]
     done = subprocess.run(command, input=pickle.dumps((function, arguments)), capture_output=True)
@@ -36,8 +36,8 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Alone:
 
 
 def _peak_bytes() -> int:
-    """Returns the most memory that this program has had (`ru_maxrss` counts what its parent had
-    before it, too).
+    """Returns the peak memory of this program in bytes. `ru_maxrss` is not used, since it includes
+    the memory of the parent before exec.
     """
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found

@@ -37,14 +37,14 @@ from kit.model import Decoder, empty_decoder, initial_weight
 
 NUM_BATCHES = 8
 SETUP = Path("setup.json")
-# No weight decay, since the Trainer spares norms from it and the kit does not: so that all train
+# No weight decay: the Trainer excludes norms from it and the kit does not. Without it all train
 # the same model.
 RECIPE = Recipe(data="memory", num_steps=1, learning_rate=1e-4, weight_decay=0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup(Record):
-    """What all train, and on what."""
+    """Model, batch and device that all contestants train with."""
 
     spec: ModelSpec = field_doc("the model")
     batch_size: int = field_doc("sequences of one step")
@@ -62,7 +62,7 @@ class Setup(Record):
 
     @property
     def plan(self) -> Plan:
-        """The kit's plan for it, on one device."""
+        """The kit's plan of this setup on one device."""
         return Plan(
             global_batch_size=self.batch_size,
             micro_batch_size=self.micro_batch_size,
@@ -77,12 +77,12 @@ SHAPES = {
     "llama-1b": (16, 2048, 32, 8, 8192, 32_000, 2048),
     "tiny": (2, 64, 4, 4, 128, 4096, 64),
 }
-"""Layers, hidden size, heads, key/value heads, size of the feed-forward block, vocabulary and
-sequence length."""
+"""(layers, hidden size, heads, key/value heads, size of the feed-forward block, vocabulary,
+sequence length) by name."""
 
 
 def llama(name: str) -> ModelSpec:
-    """Returns a Llama of the table."""
+    """Returns the Llama of a row of SHAPES."""
     layers, hidden, heads, kv_heads, ffn, vocab, length = SHAPES[name]
     return ModelSpec.llama(
         name=name,
@@ -98,17 +98,17 @@ def llama(name: str) -> ModelSpec:
 
 DEMO = Setup(spec=ModelSpec.preset("demo"), batch_size=16)
 LARGER = Setup(spec=llama("llama-100m"), batch_size=2)
-"""A model of 110M parameters, whose step is nearly all matrix products."""
+"""A model of 110M parameters. Nearly all of its step time is matrix products."""
 
 
 class Turns:
-    """Runs the steps that standard input asks for, and says how long they took."""
+    """Runs the steps that standard input requests, and prints their times, losses and memory."""
 
     def __init__(self) -> None:
         self.left = 0
 
     def wait(self) -> None:
-        """Waits for the next turn; ends the process when there is none."""
+        """Waits for the next turn. Ends the process if standard input has ended."""
         order = sys.stdin.readline()
         if not order:
             sys.exit(0)
@@ -119,16 +119,16 @@ class Turns:
         self.wall_s, self.cpu_s = time.perf_counter(), time.process_time()
 
     def step_done(self, loss: Any) -> None:
-        """Must be called after each step with its loss, (loss, norm), or a result that gives those
-        by `read`.
+        """Must be called after each step. `loss` is a loss, (loss, norm), or a result whose `read`
+        returns either.
 
-        The last of a turn reports, and waits for the next turn.
+        After the last step of a turn, prints the answer and waits for the next turn.
         """
         self.losses.append(loss)
         self.left -= 1
         if self.left:
             return
-        # Waits for a device.
+        # `read` waits for the device.
         read = [each.read() if hasattr(each, "read") else each for each in self.losses]
         losses = [float(each[0] if isinstance(each, tuple) else each) for each in read]
         if torch.cuda.is_available():
@@ -142,24 +142,23 @@ class Turns:
         self.wait()
 
     def run(self, step: Callable[[Tensor], Any], data: Tensor) -> None:
-        """Takes steps on one batch after the other, from the first turn on."""
+        """Runs steps on one batch after another, from the first turn until standard input ends."""
         self.wait()
         for samples in itertools.cycle(data):
             self.step_done(step(samples))
 
 
 def batches(setup: Setup) -> Tensor:
-    """Returns the batches in memory, int64 [N, B, T + 1].
-
-    Random tokens: the time of a step does not depend on them.
+    """Returns batches of random tokens, int64 [N, B, T + 1]. Step time does not depend on the
+    tokens.
     """
     shape = (NUM_BATCHES, setup.batch_size, setup.spec.sequence_length + 1)
     return torch.randint(setup.spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
 def initial_decoder(setup: Setup) -> Decoder:
-    """Returns the kit's model with the weights that all start from; an engine of the kit makes the
-    same on the same device.
+    """Returns the kit's model with the initial weights of all contestants. An engine of the kit
+    makes equal weights on an equal device.
     """
     decoder = empty_decoder(setup.spec).to(setup.device)
     with torch.no_grad():
@@ -170,24 +169,24 @@ def initial_decoder(setup: Setup) -> Decoder:
 
 
 def kit(turns: Turns, setup: Setup, **changes: Any) -> None:
-    """An engine of the kit, as one rank of a job runs it, with some changes of the plan."""
+    """Trains with an engine of the kit, as one rank of a job. `changes` are changes of the plan."""
     join_alone(setup.device)
     plan = setup.plan.replace(**changes)
     engine = build_engine(setup.spec, plan, RECIPE, torch.device(setup.device))
-    # As the loop of a rank.
+    # The loop of a rank calls `begin_step` too.
     step = engine.begin_step
     turns.run(lambda samples: step(samples, RECIPE.learning_rate), batches(setup))
 
 
 def join_alone(device: str = "cpu") -> None:
-    """Starts a process group of this process."""
+    """Starts a process group that has only this process."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def plain(turns: Turns, setup: Setup) -> None:
-    """The shortest loop over the kit's model with the fast parts of torch, as nanoGPT: loss
-    compiled, fused AdamW.
+    """Trains with the shortest loop over the kit's model that uses torch's fast parts, like
+    nanoGPT: compiled loss, fused AdamW.
     """
     model = initial_decoder(setup)
 
@@ -211,7 +210,7 @@ def _train(
     loss_of: Callable[[Tensor], Tensor],
     clip: Callable[[list, float], object],
 ) -> None:
-    """Minimises a mean loss by a loop without an engine."""
+    """Minimises a mean loss with a loop that uses no engine."""
     optimizer = adamw(model.parameters(), RECIPE)
 
     def step(samples: Tensor) -> Tensor:
@@ -229,8 +228,8 @@ def _train(
 
 
 def transformers(turns: Turns, setup: Setup) -> None:
-    """Hugging Face's model of the same shapes and weights under its Trainer, without evaluation,
-    saving or reports.
+    """Trains Hugging Face's model, with equal shapes and weights, under its Trainer. Evaluation,
+    saving and reports are off.
     """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -280,7 +279,7 @@ def transformers(turns: Turns, setup: Setup) -> None:
 
 
 def theirs(decoder: Decoder) -> Any:
-    """Returns transformers' model of the same shapes and weights: its Llama, or its GPT-2."""
+    """Returns transformers' Llama or GPT-2 with the shapes and weights of `decoder`."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     config = {**config_of(decoder.spec), "use_cache": False}
@@ -300,8 +299,8 @@ def _their_weights(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def torchtitan(turns: Turns, setup: Setup) -> None:
-    """torchtitan's own Llama, `parallelize_llama` and loss (written for 0.3.0), as its trainer
-    puts them together.
+    """Trains torchtitan's own Llama with its `parallelize_llama` and loss, combined as in its
+    trainer. Written for torchtitan 0.3.0.
     """
     if setup.spec.family != "llama":
         sys.exit("torchtitan has no GPT-2")
@@ -343,8 +342,8 @@ def torchtitan(turns: Turns, setup: Setup) -> None:
 
 
 def _torchtitan_config(spec: ModelSpec) -> Any:
-    """Returns torchtitan's configuration of a Llama of these shapes, as its `llama3_configs`
-    build theirs.
+    """Returns torchtitan's configuration of a Llama with the shapes of `spec`, built as in its
+    `llama3_configs`.
     """
     from torchtitan.models import llama3  # type: ignore
     from torchtitan.models.common.attention import ScaledDotProductAttention  # type: ignore

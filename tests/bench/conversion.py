@@ -1,8 +1,8 @@
-"""Export of a 70B model to a Hugging Face folder: peak memory of the process, and how fast.
+"""Export of a 70B model to a Hugging Face folder: peak memory of the process, and time.
 
-The checkpoint says that it has all layers, in fp32, but all of them lie in the same bytes of its
-file; a finished shard is replaced by a hole of its size. So 6 GB of disk and one shard do for 276
-GB read and 138 GB written.
+The checkpoint lists all layers in fp32, but all layers share the bytes of the first one in its
+file. A finished shard is replaced by a hole of its size. So 6 GB of disk and one shard are enough
+for 276 GB read and 138 GB written.
 """
 
 import os
@@ -31,7 +31,7 @@ SHARD_BYTES = 5 * 10**9
 
 
 def measure(workplace: Path, spec: ModelSpec = SPEC, shard_bytes: int = SHARD_BYTES) -> list[Row]:
-    """Returns peak memory and speed of an export in bf16, which needs 25 GB of disk."""
+    """Returns peak memory and time of an export in bf16. Needs 25 GB of disk."""
     alone(make_run, workplace / "run", spec)
     (seconds, files), peak_bytes, _ = alone(export, workplace, spec, shard_bytes)
     size = 4e-9 * spec.num_params
@@ -45,7 +45,7 @@ def measure(workplace: Path, spec: ModelSpec = SPEC, shard_bytes: int = SHARD_BY
 
 
 def export(folder: Path, spec: ModelSpec, shard_bytes: int) -> tuple[float, int]:
-    """Returns the seconds of an export of `folder`/run, and how many weight files it made."""
+    """Exports `folder`/run. Returns (seconds, number of weight files)."""
     weights = run_weights(Run.open(folder / "run"))
 
     def fill(targets: Any) -> None:
@@ -66,7 +66,7 @@ def export(folder: Path, spec: ModelSpec, shard_bytes: int) -> tuple[float, int]
 
 
 def make_run(directory: Path, spec: ModelSpec) -> None:
-    """Makes a run whose checkpoint has the weights of the first layer in all layers."""
+    """Writes a run whose checkpoint has the weights of the first layer in all layers."""
     plan, shapes = Plan(), parameter_shapes(spec)
     run = local_run(directory, spec, plan, Recipe(data="none", num_steps=1))
     folder = run.checkpoints.path(1)
@@ -93,5 +93,5 @@ def make_run(directory: Path, spec: ModelSpec) -> None:
 
 
 def _kept(name: str) -> str:
-    """Returns the parameter whose bytes stand for another: that of the first layer."""
+    """Returns the parameter of the first layer whose bytes also serve as parameter `name`."""
     return f"layers.0.{name.split('.', 2)[-1]}" if name.startswith("layers.") else name

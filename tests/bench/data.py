@@ -1,8 +1,9 @@
-"""Data loading and tokenisation on this machine, per CPU-second: flat windows, samples, text to
+"""Data loading and tokenisation on this machine per CPU-second: flat windows, samples, and text to
 tokens.
 
-Flat is what a loop without an epoch does: windows from anywhere in the file, drawn before, by the
-same requests. The kit's samples are each window once an epoch, in an order that is computed.
+Flat windows start at random positions of the file, drawn in advance, as in a loop without epochs.
+The kit's samples read each window once per epoch, in a computed order. Both make equal read
+requests.
 """
 
 import time
@@ -52,7 +53,7 @@ def measure(workplace: Path, dataset: Dataset, *, text_bytes: int = TEXT_BYTES) 
 
 
 def _seconds(read: Callable[[int], np.ndarray]) -> float:
-    """Returns CPU-seconds a batch of a reader that is called with 0, 1, 2, ..."""
+    """Returns CPU-seconds per batch of a reader that is called with 0, 1, 2, ..."""
     read(0)
     batch, start = 0, time.process_time()
     while (spent := time.process_time() - start) < ROUND_S:

@@ -1,9 +1,9 @@
-"""The order of 1.5e9 documents and 1.8e12 tokens, as one rank draws it: memory, start, a batch, how
-random it is.
+"""Data order over 1.5e9 documents and 1.8e12 tokens on one rank: memory, start, time per batch, and
+randomness.
 
-The token files are sparse: of the right size to the byte, and all zeros, so what a disk takes is
-not in the times. Half of the tokens are in one file, half in 300 shards; the shares change at
-1.4e12 tokens, as in HLAT's Table III.
+The token files are sparse: right sizes, all zeros. Disk reads are therefore not in the times. Half
+of the tokens are in one file, half in 300 shards. The weights change at 1.4e12 tokens, as in HLAT's
+Table III.
 """
 
 import math
@@ -35,10 +35,12 @@ def measure(
     epochs: int = EPOCHS,
     whole: int = WHOLE,
 ) -> list[Row]:
-    """Returns what a rank takes, and how the order of the windows compares with NumPy's
-    permutation: `draws` windows of each of so many epochs, and a `whole` epoch of so many windows.
+    """Returns memory and times of one rank, and how the order of the windows compares with NumPy's
+    permutation.
 
-    The files are terabytes long and take a few hundred blocks.
+    `draws` is the number of windows drawn from each of `epochs` epochs, `whole` the number of
+    windows of an epoch that is read completely. The files are terabytes long and occupy a few
+    hundred blocks.
     """
     write_sources(workplace)
     took = alone(rank, str(dataset.directory), workplace)
@@ -61,14 +63,14 @@ def measure(
 
 
 def write_sources(folder: Path) -> None:
-    """Makes the sparse token files: `one` and `part_*`."""
+    """Writes the sparse token files `one` and `part_*`."""
     write_sparse(folder / "one", TOKENS // 2, DOCUMENTS // 2)
     for i in range(SHARDS):
         write_sparse(folder / f"part_{i:03d}", TOKENS // 2 // SHARDS, DOCUMENTS // 2 // SHARDS)
 
 
 def write_sparse(prefix: Path, tokens: int, documents: int) -> None:
-    """Makes a Megatron token file of zeros whose index tells only where its last document ends."""
+    """Writes a Megatron token file of zeros. Its index has only the end of the last document."""
     with open(f"{prefix}.bin", "wb") as stream:
         stream.truncate(2 * tokens)
     with open(f"{prefix}.idx", "wb") as stream:
@@ -79,7 +81,7 @@ def write_sparse(prefix: Path, tokens: int, documents: int) -> None:
 
 
 def rank(dataset: str, folder: Path) -> tuple[float, float]:
-    """Returns the seconds to the first batch, and of a later one."""
+    """Returns (seconds to the first batch, median seconds of a later batch)."""
     sources = (
         DataSource(paths=(f"{folder}/one",), weight=0.4),
         DataSource(paths=(f"{folder}/part_*",), weight=0.6),
@@ -98,11 +100,11 @@ def rank(dataset: str, folder: Path) -> tuple[float, float]:
 
 
 def compare(draws: int, epochs: int) -> tuple[float, str]:
-    """Returns how far the furthest statistic's mean is from that of NumPy's orders, in standard
-    errors, and its name.
+    """Returns (distance, name) of the statistic whose mean is furthest from its mean for NumPy's
+    orders. The distance is in standard errors.
 
-    NumPy cannot permute so many windows here: independent draws stand for the beginning of its
-    permutation, which they equal but for a few that come twice.
+    NumPy cannot permute so many windows here. Independent draws replace the start of its
+    permutation. They differ only by a few repeated windows.
     """
     count = TOKENS // 2 // SEQUENCE_LENGTH
     ours, theirs = [], []
@@ -119,7 +121,7 @@ def compare(draws: int, epochs: int) -> tuple[float, str]:
 
 
 def met_once(whole: int) -> float:
-    """Returns the share of windows that an epoch of so many reads exactly once."""
+    """Returns the share of the `whole` windows of an epoch that the epoch reads exactly once."""
     times, part = np.zeros(whole, np.uint8), 1 << 18
     for first in range(0, whole, part):
         times[permuted(np.arange(first, min(first + part, whole)), whole, (1, 0, 0))] += 1

@@ -1,9 +1,9 @@
-"""Speed of scoring on this machine: the harness's own Hugging Face model, as the kit packs its
-requests and as it is, taking turns.
+"""Scoring speed on this machine: the Hugging Face model of the evaluation harness with the kit's
+packing of requests, and without, in turns.
 
-Same weights, same tokenizer, same items of the smoke suite's tasks, one process, one thread, fp32;
-the harness's whole path is timed, from building prompts to metrics. Each round gives both the same
-fresh items.
+Weights, tokenizer and items of the smoke suite's tasks are equal. Each runs in one process with one
+thread in fp32. The time is of the complete path of the harness, from building prompts to metrics.
+Both score the same new items in each round.
 """
 
 import contextlib
@@ -29,27 +29,28 @@ from tests.bench.turns import median_row, ratio_row, take_turns
 TASKS = ("piqa", "arc_easy", "winogrande")
 TARGET = 2.0
 SAME_NATS = 1e-3
-"""Log-likelihoods may differ by so much; more, and the two do not score the same thing."""
+"""Largest difference of log-likelihoods, in nats, at which both contestants score equal inputs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model to score, and how much of each task in a round."""
+    """A model to score, and the number of items per task and round."""
 
     name: str
     decoder: Decoder
     tokenizer: Tokenizer
     items: int
     rounds: int
-    batch_size: int  # of the rival
+    batch_size: int  # Of the harness without packing.
 
 
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
-    """Returns items/s of both, and the kit's ratio, for the demo model and for SmolLM2-135M.
+    """Returns items per second of both contestants, and the kit's ratio, for the demo model and
+    SmolLM2-135M.
 
     Raises:
         DataError: the benchmarks or SmolLM2 can neither be found nor downloaded.
-        RuntimeError: the two do not agree about an item.
+        RuntimeError: the log-likelihoods of an item differ.
     """
     build_mirror()
     torch.set_num_threads(1)
@@ -95,7 +96,7 @@ def compare(subject: Subject) -> list[Row]:
 
 
 def _score(lm: Any, name: str, task: Any, items: list[int]) -> tuple[float, list[float]]:
-    """Returns the seconds that the harness took, and the log-likelihood of each continuation."""
+    """Returns (seconds of the harness, log-likelihood of each continuation)."""
     from lm_eval.evaluator import evaluate
 
     start = time.perf_counter()
@@ -119,7 +120,9 @@ def check_same(found: dict[str, list[tuple[float, list[float]]]], task: str) -> 
 
 
 def judged(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[Row]:
-    """Returns items/s of both and the kit's ratio, from seconds by task, contestant and round."""
+    """Returns items per second of both contestants and the kit's ratio. `times` has seconds by
+    task, contestant and round.
+    """
     whole = {
         who: [sum(rounds) for rounds in zip(*(times[task][who] for task in TASKS), strict=True)]
         for who in ("kit", "HFLM")
@@ -137,7 +140,7 @@ def judged(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[R
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Within the context, neither the harness nor its model prints notes or progress bars."""
+    """Within the context, the harness and its model print no notes and no progress bars."""
     import lm_eval.api.model
     from lm_eval.models import huggingface
 

@@ -80,7 +80,7 @@ DRY_RUN = "tiny"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction(Record):
-    """What the planner says of one contestant before it is measured."""
+    """Step time and memory that the planner predicts for one contestant."""
 
     step_s: float = field_doc("step time in seconds, centre of the interval")
     low_s: float = field_doc("lower end of the 90 % interval")
@@ -113,8 +113,8 @@ def models(has_gpu: bool | None = None) -> dict[str, tuple[Setup, int]]:
 def measure(
     workplace: Path, *, model: str | None = None, rounds: int = 5, compiled: bool = True
 ) -> list[Row]:
-    """Returns the rows of one model, by default the first for this machine's device; `workplace` is
-    an empty folder.
+    """Returns the rows of one model. The default is the first model for this machine's device.
+    `workplace` is an empty folder.
 
     Raises:
         KeyError: no such model for this device.
@@ -142,7 +142,7 @@ def product_rate(setup: Setup, device_name: str) -> Row:
 def take_each_alone(
     workplace: Path, setup: Setup, *, rounds: int, steps: int, limit_s: float = LIMIT_S
 ) -> Answers:
-    """Returns the answers of all contestants, each of which has the device to itself.
+    """Returns the answers of all contestants. Each runs alone on the device.
 
     A contestant may take its share of the seconds that are left of `limit_s`. Prints one line when
     a contestant is done.
@@ -183,7 +183,7 @@ def results_name(model: str) -> str:
 
 
 def datasheet_site(device: str) -> Site | None:
-    """Returns the site that has this GPU, None if no site file has it."""
+    """Returns the site with this GPU. None if no site file has the GPU."""
     site = next((site for part, site in DATASHEETS.items() if part in device), None)
     return Site.load(site) if site else None
 

@@ -1,8 +1,8 @@
-"""Ranks joining: descriptors, reads of the store and CPU seconds.
+"""Joining ranks: file descriptors, reads of the store, and CPU seconds.
 
-The ranks are forked and do nothing but join, make the groups for control and checkpoints, and use
-each once. Descriptors and reads are counts; of many processes on few cores, CPU seconds are good to
-some 20 %.
+The ranks are forked. They only join, make the groups for control and checkpoints, and use each
+once. Descriptors and reads are exact counts. CPU seconds have an error of some 20 %, because many
+processes share few cores.
 """
 
 import datetime
@@ -22,10 +22,10 @@ from tests.support.workers import run_ranks
 
 RANKS = 128
 GROUPS = 2
-"""The world's, which is control's too, and that of checkpoints."""
+"""Number of process groups: the world, which control uses too, and the group of checkpoints."""
 c10d: Any = dist.distributed_c10d
 SEEN: dict[str, Any] = {}
-"""Of this rank's process."""
+"""Counts of this rank's process by name."""
 
 
 class CountingStore(c10d.Store):
@@ -56,7 +56,7 @@ class CountingStore(c10d.Store):
 
 
 def join_lazily() -> None:
-    """Joins as a rank of the kit, counting."""
+    """Joins as a rank of the kit does, and records descriptors and reads in SEEN."""
     local_store = process_group.local_store
 
     def counted(*args: Any) -> dict[str, Any]:
@@ -74,7 +74,9 @@ def join_lazily() -> None:
 
 
 def use(groups: int) -> dict[str, float]:
-    """Returns what one rank has seen once so many groups were made and used."""
+    """Makes and uses `groups` groups. Returns this rank's descriptors, reads of the store and CPU
+    seconds.
+    """
     for group in (dist.group.WORLD, *(cpu_group(f"group {i}") for i in range(1, groups))):
         dist.broadcast(torch.zeros(2), src=0, group=group)
         dist.barrier(group)
@@ -91,8 +93,9 @@ def _descriptors() -> int:
 
 
 def measure(workplace: Path, ranks: int = RANKS) -> list[Row]:
-    """Returns what ranks that join and use their groups need, of any but the first the most;
-    nothing is written.
+    """Returns descriptors, reads and CPU seconds of ranks that join and use their groups.
+    Descriptors and reads are the maximum over all ranks but rank 0. Nothing is written to
+    `workplace`.
     """
     first, *others = seen = run_ranks(ranks, use, GROUPS, start=join_lazily)
     most = {key: max(rank[key] for rank in others) for key in first}

@@ -1,8 +1,8 @@
-"""How cost grows with size: the exponent of the power law through four sizes of each kind of work.
+"""Growth of cost with size: exponent of the power law through four sizes of each kind of work.
 
-1 is linear. Time is CPU time, of which the least of some repeats counts, after one at the smallest
-size to warm up. What is simulated needs no other ranks: the cutting code of one rank on torch's
-fake process group, rank 0's part in planning a save, and what each rank reads at a resume.
+An exponent of 1 is linear. Time is CPU time, the least of some repeats after one warm-up at the
+smallest size. Simulated work needs no other ranks: sharding of one rank on torch's fake process
+group, rank 0's part of planning a save, and the reads of each rank at a resume.
 """
 
 import json
@@ -29,17 +29,17 @@ from tests.bench.contestants import llama
 from tests.support.recorded_runs import recorded_run
 
 MOST = 1.15
-"""The largest exponent that still passes for linear."""
+"""Largest exponent that counts as linear."""
 LEAST_REPEATS, MOST_REPEATS, REPEATED_S = 2, 5, 0.5
-"""Work is repeated until it has taken so long in all."""
+"""Work is repeated until its total is `REPEATED_S` seconds, within the least and most repeats."""
 RUN_STEPS = 20
 DOCUMENT_BYTES = 200
 Costs = tuple[int, dict[str, float]]
-"""How large the work was, and CPU seconds by what they were spent on."""
+"""(size of the work, CPU seconds by kind of work)."""
 
 
 def start(folder: Path, ranks: int, data: Path) -> Costs:
-    """The last rank of a job: its mesh and its part of the model."""
+    """Measures the start of the last rank of a job: its mesh and its part of the model."""
     from kit.parallel.simulate import view_rank
 
     plan = Plan(
@@ -54,8 +54,8 @@ def start(folder: Path, ranks: int, data: Path) -> Costs:
 
 
 def checkpoint(folder: Path, ranks: int, data: Path) -> Costs:
-    """A checkpoint of a model with a block for each pipeline stage, so that tensors grow with
-    ranks.
+    """Measures save and resume of a model with one block per pipeline stage, so that tensors grow
+    with ranks.
     """
     stages = ranks // 16
     spec = llama("tiny").replace(num_layers=stages, num_heads=8, num_kv_heads=8)
@@ -71,7 +71,7 @@ def checkpoint(folder: Path, ranks: int, data: Path) -> Costs:
     path = checkpoints.path(2)
     for name, size in files.items():
         with (path / name).open("ab") as stream:
-            stream.truncate(size)  # of tensors, holes
+            stream.truncate(size)  # The files of tensors are holes.
     facts: dict[str, Any] = {"step": 2, "attempt": 1, "samples": 0, "tokens": 0, "seed": 0}
     manifest = Manifest(spec=spec, plan=plan, time=0.0, files=files, **facts)
     checkpoints.complete(path, manifest)
@@ -85,12 +85,12 @@ def checkpoint(folder: Path, ranks: int, data: Path) -> Costs:
 
 
 def steps(folder: Path, count: int, data: Path) -> Costs:
-    """The metrics of a run."""
+    """Measures reading a run's metrics."""
     return count, {"metrics read": cpu_s(scale.metrics(folder, count))}
 
 
 def documents(folder: Path, count: int, data: Path) -> Costs:
-    """Text of so many documents made into a dataset."""
+    """Measures building a dataset from the text of `count` documents."""
     texts = [each.text for each in Dataset.open(data).validation_documents()]
     text = "".join(texts)[: 1 << 20]
     folder.mkdir(parents=True)
@@ -109,7 +109,7 @@ def documents(folder: Path, count: int, data: Path) -> Costs:
 
 
 def order(folder: Path, count: int, data: Path) -> Costs:
-    """The first batch out of a file of so many documents."""
+    """Measures the first batch from a file of `count` documents."""
     folder.mkdir(parents=True)
     data_order.write_sparse(folder / "one", 1000 * count, count)
     recipe = Recipe(data=str(data), num_steps=1, sources=(DataSource(paths=(f"{folder}/one",)),))
@@ -121,21 +121,23 @@ def order(folder: Path, count: int, data: Path) -> Costs:
 
 
 def layouts(folder: Path, batch: int, data: Path) -> Costs:
-    """A search, which a larger batch gives more layouts."""
+    """Measures a search. A larger batch has more layouts."""
     site, found = Site.load("dgx-h100"), []
     seconds = cpu_s(lambda: found.append(search(scale.TRILLION, site, 512, batch)))
     return len(found[-1].layouts), {"searched": seconds}
 
 
 def runs(folder: Path, count: int, data: Path) -> Costs:
-    """The table of all runs below a folder, as `kit runs` lists them."""
+    """Measures listing all runs below a folder, as `kit runs` does."""
     for number in range(count):
         recorded_run(folder / f"run-{number:05d}", steps=RUN_STEPS)
     return count, {"listed": cpu_s(lambda: runs_table(folder))}
 
 
 def items(folder: Path, count: int, data: Path) -> Costs:
-    """Items of PIQA scored by a tiny model; they are made up, and as long as real ones."""
+    """Measures scoring of PIQA items by a tiny model. The items are made up and as long as real
+    items.
+    """
     import pyarrow
     import pyarrow.parquet
     import torch
@@ -163,7 +165,7 @@ def items(folder: Path, count: int, data: Path) -> Costs:
 
 
 class Kind(NamedTuple):
-    """What grows, of which sizes, and what is done with it."""
+    """Name of what grows, its sizes, and the function that measures the costs of a size."""
 
     what: str
     sizes: tuple[int, ...]
@@ -186,9 +188,7 @@ KINDS = {
 def measure(
     workplace: Path, dataset: Dataset, sizes: Mapping[str, Sequence[int]] | None = None
 ) -> list[Row]:
-    """Returns the exponent of each kind of work, at other `sizes` than its own where they are
-    given.
-    """
+    """Returns the exponent of each kind of work. `sizes` replaces the default sizes."""
     asked = {name: kind.sizes for name, kind in KINDS.items()} | dict(sizes or {})
     found = alone(grown, workplace, asked, dataset.directory.resolve()).found
     return [
@@ -199,7 +199,7 @@ def measure(
 
 
 def grown(folder: Path, sizes: Mapping[str, Sequence[int]], data: Path) -> dict[str, list[Costs]]:
-    """Returns what each kind of work costs at its sizes."""
+    """Returns the costs of each kind of work at its sizes, by name of the kind."""
     found = {}
     for name, asked in sizes.items():
         costs = KINDS[name].costs
@@ -209,8 +209,8 @@ def grown(folder: Path, sizes: Mapping[str, Sequence[int]], data: Path) -> dict[
 
 
 def exponent_row(name: str, points: Mapping[int, float]) -> Row:
-    """Returns the slope of log time on log size by least squares; what is steeper than linear is
-    said to be so.
+    """Returns a row with the least-squares slope of log time on log size. A slope above MOST is
+    noted as steeper than linear.
     """
     slope = float(np.polyfit(np.log(list(points)), np.log(list(points.values())), 1)[0])
     times = ", ".join(format_value(seconds, "") for seconds in points.values())
@@ -220,7 +220,7 @@ def exponent_row(name: str, points: Mapping[int, float]) -> Row:
 
 
 def cpu_s(work: Callable[[], object]) -> float:
-    """Returns the CPU seconds of some work, its processes included: the least of some repeats."""
+    """Returns the least CPU seconds over some repeats of `work`, child processes included."""
     took = []
     while len(took) < LEAST_REPEATS or (len(took) < MOST_REPEATS and sum(took) < REPEATED_S):
         start = _used_s()

@@ -1,7 +1,6 @@
-"""What the first page says was measured: a sentence, a plan, and five rows, those that were met
-first.
+"""Measured results on the first page: a sentence, a plan, and five rows, with met targets first.
 
-`python -m tests.bench.headlines` refreshes it, and the tables of `docs/benchmarks.md`, from
+`python -m tests.bench.headlines` updates them and the tables of `docs/benchmarks.md` from
 `results/`.
 """
 
@@ -19,7 +18,7 @@ from tests.bench.results import RESULTS, Results
 from tests.bench.tables import write_tables
 
 DOCUMENTS = (Path("docs/benchmarks.md"), Path("README.md"))
-"""Whose tables are refreshed, below the current directory."""
+"""Documents with tables to update, relative to the current directory."""
 HEADLINES = {
     "evaluate": (
         "kit / HFLM, SmolLM2-135M, all",
@@ -42,18 +41,18 @@ HEADLINES = {
         "CPU of the live dashboard at four updates a second, of one core",
     ),
 }
-"""Results by name; the row of each, and how a newcomer reads it."""
+"""(name of a row, its title on the first page) by name of the results."""
 ERROR = "published runs, their own group held out: median error"
 STRANGER = "never met, 0 runs: mean error"
 SEARCH = "Search: 1T on 3,072 devices, whole space"
 
 
 def write_headlines(directory: Path = RESULTS) -> bool:
-    """Writes `directory`/headlines.json and returns True; False where one of the five was not
-    measured here.
+    """Writes `directory`/headlines.json and returns True. Returns False if one of the five results
+    is missing.
 
     Raises:
-        KeyError: results have no such row.
+        KeyError: the results have no such row.
     """
     found = _measured(directory)
     if not found:
@@ -76,8 +75,8 @@ def write_headlines(directory: Path = RESULTS) -> bool:
 
 
 def front(directory: Path = RESULTS) -> str | None:
-    """Returns the sentence of the first page, made of measured rows; None where they were not
-    measured here.
+    """Returns the sentence of the first page, built from measured rows. None if a result is
+    missing.
     """
     found = _measured(directory)
     if not found:
@@ -98,8 +97,8 @@ def front(directory: Path = RESULTS) -> str | None:
 
 
 def plan_example(document: Path = Path("README.md")) -> str:
-    """Returns, as a code block, what `kit plan` explains about a layout: the command that
-    `document` shows, which may continue over lines, at 80 columns.
+    """Returns a code block with the output of the `kit plan` command that `document` shows, at 80
+    columns. The command may continue over lines.
     """
     command = re.search(r"^\$ (kit plan (?:.*\\\n)*.*)$", document.read_text(), re.M)
     assert command
@@ -116,10 +115,10 @@ def plan_example(document: Path = Path("README.md")) -> str:
 
 
 def refresh(*documents: Path) -> Iterator[str]:
-    """Rewrites what the documents say was measured, and yields a line for each of them.
+    """Updates the measured parts of the documents. Yields one line of text per part.
 
     Raises:
-        ConfigError: as `write_tables`.
+        ConfigError: for the reasons of `write_tables`.
     """
     write_headlines()
     texts = {"front": front(), "plan": plan_example()}
@@ -132,7 +131,7 @@ def refresh(*documents: Path) -> Iterator[str]:
 
 
 def _measured(directory: Path) -> dict[str, Results]:
-    """Returns the results that the first page needs; none where one is missing."""
+    """Returns the results that the first page needs, by name. Empty if one is missing."""
     files = {name: directory / f"{name}.json" for name in HEADLINES}
     return (
         {n: Results.read(f) for n, f in files.items()}

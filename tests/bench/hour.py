@@ -1,5 +1,5 @@
-"""A dashboard that is left open for an hour while steps come in: what its first minute takes, and
-what its last one.
+"""A dashboard that stays open for an hour while steps arrive: cost of its first and its last
+minute.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ from tests.support.lab import Lab, Notebook
 from tests.support.recorded_runs import recorded_run, say
 
 STEPS = 100_000
-"""That the run has when it is opened: what an hour adds is a seventh."""
+"""Steps of the run before it is opened. An hour adds a seventh."""
 HOUR_S, MINUTE_S, SETTLED_S = 3600.0, 60.0, 30.0
 NOTE_NO_DRAWS = "() => { window.seen = { push() {} }; }"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Minute:
-    """What the kernel and the page took in one minute."""
+    """Cost of one minute in the kernel and in the page."""
 
     cpu_ms: float  # of the kernel, a step
     late_ms: float  # from a step's line in the file to its picture, the median
@@ -44,7 +44,9 @@ class Minute:
 
 
 def measure(workplace: Path, seconds: float = HOUR_S, minute_s: float = MINUTE_S) -> list[Row]:
-    """Returns how the last minute differs from the first; without a browser a row that says so."""
+    """Returns the ratios of the last minute to the first. Without a browser, returns a row with the
+    reason.
+    """
     if missing := lab.why_not():
         return [row("a widget open for an hour", 0, note=f"not measured: {missing}")]
     run = recorded_run(workplace / "run", steps=0, planned=2 * STEPS)

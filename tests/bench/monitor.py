@@ -1,4 +1,4 @@
-"""The live dashboard on a run of a million steps, in a real JupyterLab, beside the same
+"""The live dashboard on a run of a million steps in a real JupyterLab, compared with an equal
 dashboard made with plotly.
 """
 
@@ -35,15 +35,14 @@ LINE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A dashboard: the cell that shows it, and how the page tells what it has drawn.
+    """A dashboard: the cell that shows it, and scripts that read its drawing from the page.
 
     Attributes:
-        imports: what the cell needs; not timed.
-        last: script that returns the last step drawn, null before there is any.
-        detail: script that returns something which changes when the kernel's answer to a zoom is
-            drawn.
+        imports: imports of the cell, which are not timed.
+        last: script that returns the last step drawn, or null before the first.
+        detail: script whose result changes when the kernel's answer to a zoom is drawn.
         surface: selector of the area to drag over.
-        saved: what its notebook is saved with.
+        saved: description of the picture in the saved notebook.
     """
 
     imports: str
@@ -95,8 +94,8 @@ STATE_SIZE = (
 
 
 def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
-    """Returns the rows of both dashboards; without a browser those of the kernel's side, which then
-    say so. The run takes 300 MB.
+    """Returns the rows of both dashboards. Without a browser, returns only the rows of the kernel's
+    side, with the reason. The run takes 300 MB.
     """
     run = recorded_run(workplace / "run", steps=0, planned=2 * steps)
     with (run.directory / "metrics.jsonl").open("w") as stream:
@@ -119,8 +118,8 @@ def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
 
 
 def _live(browser: Any, server: Lab, run: Run, step: int, contestant: Contestant) -> list[Row]:
-    """Returns what a dashboard costs and how quick it is while steps come in after `step`; it has
-    a page and a kernel of its own.
+    """Returns cost and latency of a dashboard while steps arrive after `step`. It has its own page
+    and kernel.
     """
     opened = f"import kit\n{contestant.imports}\nrun = kit.Run.open({str(run.directory)!r})"
     notebook: Any = Notebook(browser, server, [opened, contestant.cell, STATE_SIZE])
@@ -162,7 +161,7 @@ def _live(browser: Any, server: Lab, run: Run, step: int, contestant: Contestant
 
 
 def side_by_side(kit: list[Row], plotly: list[Row]) -> list[Row]:
-    """Returns the rows of the live dashboards: ours with its target, the other, and their ratio."""
+    """Returns the rows of both dashboards: the kit's with the target, plotly's with the ratio."""
     rows = []
     for ours, theirs in zip(kit, plotly, strict=True):
         told = f"{theirs.value / ours.value:.1f} x; {theirs.note}".removesuffix("; ")
@@ -171,7 +170,7 @@ def side_by_side(kit: list[Row], plotly: list[Row]) -> list[Row]:
 
 
 def kernel_process(server: Lab) -> psutil.Process:
-    """Returns the newest kernel of a server."""
+    """Returns the process of the newest kernel of a server."""
     children = psutil.Process(server.process.pid).children(recursive=True)
     kernels = [each for each in children if "ipykernel" in " ".join(each.cmdline())]
     return max(kernels, key=lambda each: each.create_time())
@@ -179,7 +178,9 @@ def kernel_process(server: Lab) -> psutil.Process:
 
 @contextlib.contextmanager
 def steps_coming(run: Run, step: int) -> Iterator[dict[int, float]]:
-    """Adds a step to a run now and then, as its job would; gives the time of each."""
+    """Within the context, appends steps to a run at RATE_HZ, as its job would. Yields the time of
+    each step.
+    """
     stamps: dict[int, float] = {}
     ended = threading.Event()
 
@@ -202,7 +203,7 @@ def steps_coming(run: Run, step: int) -> Iterator[dict[int, float]]:
 
 
 def _kernel_side(run: Run, steps: int) -> list[Row]:
-    """Returns what reading and picturing the run takes without any browser."""
+    """Returns the time of reading and drawing the run without a browser."""
     start = time.perf_counter()
     dashboard = Dashboard(run)
     dashboard.read_all()
@@ -218,7 +219,7 @@ def _kernel_side(run: Run, steps: int) -> list[Row]:
 
 
 def lines(first: int, last: int) -> str:
-    """Returns lines of `metrics.jsonl`: a falling, noisy loss with a spike now and then."""
+    """Returns lines of `metrics.jsonl`: a falling, noisy loss with rare spikes."""
     step = np.arange(first, last + 1)
     noise = np.random.default_rng(first).normal(size=(4, len(step)))
     seconds = 1 + 0.02 * abs(noise[0])
@@ -235,8 +236,8 @@ def lines(first: int, last: int) -> str:
 
 
 def latencies(stamps: dict[int, float], seen: list[list[float]]) -> list[float]:
-    """Returns for each step the seconds from its line in the file to the first picture that
-    holds it.
+    """Returns for each step the seconds from its line in the file to the first picture with the
+    step.
     """
     found = []
     for step, written in stamps.items():
@@ -248,7 +249,7 @@ def latencies(stamps: dict[int, float], seen: list[list[float]]) -> list[float]:
 
 
 def _zoom(notebook: Any, contestant: Contestant, left: float) -> float:
-    """Drags over a curve; returns the seconds until the kernel's detail is drawn."""
+    """Drags over a curve. Returns the seconds until the kernel's detail is drawn."""
     notebook.evaluate(NOTE_ZOOM, contestant.detail)
     page = notebook.page
     box = page.locator(contestant.surface).first.bounding_box()

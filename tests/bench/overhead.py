@@ -1,9 +1,9 @@
-"""What recording costs a run: metrics, heartbeats, requests, asynchronous checkpoints, as a share
-of its time; and what the kit does beside its engine, by the step.
+"""Cost of recording (metrics, heartbeats, requests, asynchronous checkpoints) as a share of a run's
+time, and milliseconds per step outside the engine.
 
-The share comes from the run's own records: time outside steps is what the stamps of `metrics.jsonl`
-leave when the step times are taken off. A checkpoint also slows the steps during which it is
-written; that is the excess of the steps after it over the median step.
+The share comes from the run's own records. Time outside steps is the difference between stamps of
+`metrics.jsonl` minus the step time. A checkpoint also slows the steps during which it is written:
+the excess of the steps after it over the median step.
 """
 
 import statistics
@@ -32,19 +32,21 @@ RECORDED = {"1 process": ONE, "DP2, 2 processes": ONE.replace(data_parallel=2)}
 CHECKPOINT_EVERY = 50
 NUM_CHECKPOINTS = 5
 SLOWED_STEPS = 2
-"""Steps after a checkpoint that are taken to overlap with its writing; a demo checkpoint takes
-about one."""
+"""Number of steps after a checkpoint that count as overlapping with its writing. A demo checkpoint
+takes about one step."""
 WATCHED_STEPS, WARM_STEPS = 400, 5
 DEMO = ModelSpec.preset("demo").replace(sequence_length=32)
 SHORT = Plan(global_batch_size=1)
-"""Steps so short that few are followed by a look at requests or a heartbeat, while the optimizer
-empties the caches as ever."""
+"""A plan with steps so short that few are followed by a look at requests or a heartbeat. The
+optimizer still empties the caches."""
 HOOK = "def on_step(state):\n    return {'one': 1.0}\n"
 REQUESTS, BEAT = "requests", "heartbeat"
 
 
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
-    """Returns, as fractions of the run time, what recording and checkpoints cost the demo model."""
+    """Returns the cost of recording and checkpoints for the demo model, as fractions of the run
+    time.
+    """
     rows, steps = [], CHECKPOINT_EVERY * (NUM_CHECKPOINTS + 1) - 1
     for name, plan in RECORDED.items():
         run = trained(
@@ -63,13 +65,13 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
 
 
 def costs(metrics: Metrics) -> dict[str, float]:
-    """Returns what recording and checkpoints cost in a run with a checkpoint every
-    `CHECKPOINT_EVERY` steps, seconds.
+    """Returns seconds that recording and checkpoints cost in a run with a checkpoint every
+    `CHECKPOINT_EVERY` steps.
 
-    step_s: of one step. recording_s: between two steps, for metrics, heartbeat and requests.
-    checkpoint_s: more than that where a checkpoint starts, the copy that lets training go on.
-    slowed_s: by how much the steps during which it is written are slower. The median checkpoint
-    counts for all, so that other work in one of them does not decide.
+    step_s: one step. recording_s: time between two steps, for metrics, heartbeat and requests.
+    checkpoint_s: additional time between two steps if a checkpoint starts, for the copy after which
+    training continues. slowed_s: slowdown of the steps during which a checkpoint is written. All
+    are medians, so that other load during one checkpoint does not decide.
     """
     step_s, stamps, steps = metrics["step_time_s"], metrics["time"], metrics["step"]
     between_s = np.diff(stamps) - step_s[1:]
@@ -88,8 +90,8 @@ def costs(metrics: Metrics) -> dict[str, float]:
 def measure_beside(
     workplace: Path, dataset: Dataset, *, steps: int = WATCHED_STEPS, spec: ModelSpec = DEMO
 ) -> list[Row]:
-    """Returns the ms that are not the engine's: of each step, with a hook that does nothing, what
-    a look at requests and a heartbeat add to the step after which they come, and all of it.
+    """Returns milliseconds outside the engine: per step with a hook that does nothing, the addition
+    by a look at requests and by a heartbeat, and the total.
     """
     data = str(dataset.directory.resolve())
     found = alone(beside, workplace, data, steps, spec).found[WARM_STEPS:]
@@ -120,8 +122,8 @@ def measure_beside(
 
 
 def beside(folder: Path, data: str, steps: int, spec: ModelSpec) -> list[dict[str, float]]:
-    """Returns for each step of a model that this process trains the seconds from the engine's end
-    of the one before to its begin: of all that is done, and by who does it.
+    """Returns seconds by component for each step of a model trained in this process, from the
+    engine's end of the step before to its start.
     """
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -1,5 +1,5 @@
-"""The dashboard's curves once more as a plotly FigureWidget, to compare with: same data, same
-windows, same rhythm.
+"""The dashboard's curves as a plotly FigureWidget, for comparison: equal data, windows and update
+rate.
 """
 
 import threading
@@ -15,7 +15,7 @@ TICK_S = 0.25
 
 
 class PlotlyDashboard:
-    """Four panels of band and average; `widget` is shown in a cell. A thread follows the run."""
+    """Four panels with band and average. A cell shows `widget`. A thread follows the run."""
 
     def __init__(self, run: Run) -> None:
         from plotly.graph_objects import FigureWidget, Scatter

@@ -1,5 +1,5 @@
-"""What a rehearsal counts, beside what a real job of eight training ranks does, on a real Slurm of
-four nodes; nothing without Slurm.
+"""Counts of a rehearsal compared with a real job of eight training ranks on a real Slurm with four
+nodes. Without Slurm nothing is measured.
 """
 
 import contextlib
@@ -22,7 +22,9 @@ PLAN = kit.Plan(
 
 
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
-    """Returns what was counted and what was seen, for each count that eight ranks can show."""
+    """Returns rows of the rehearsed and the observed value for each count that eight ranks can
+    show.
+    """
     if missing := why_not():
         print(f"rehearsal: {missing}")
         return []
@@ -65,10 +67,10 @@ def _pair(what: str, told: float, seen: float, unit: str, note: str) -> list[Row
 
 
 def _ranks(run: Run) -> list[int]:
-    """Returns the ranks of a job, on all nodes of the sandbox."""
+    """Returns the process ids of a job's ranks on all nodes of the sandbox."""
     mark, found = f"KIT_RUN_DIR={run.directory}\0", []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # The process has ended.
             environment, command = (
                 (process / file).read_text(errors="replace") for file in ("environ", "cmdline")
             )

@@ -12,12 +12,12 @@ from cluster.record import Record, counted, field_doc
 from kit.show.results import Row
 
 RESULTS = Path("results")
-"""Where results are kept, under the current directory."""
+"""Folder of the results, relative to the current directory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Results(Record):
-    """The rows of one benchmark, and under what conditions they were taken."""
+    """The rows of one benchmark, and the conditions of the measurement."""
 
     name: str = field_doc("of the benchmark, and of its file")
     command: str = field_doc("that measured it")
@@ -32,10 +32,10 @@ class Results(Record):
 def write_results(
     name: str, rows: Iterable[Row], *, command: str, load_before: float, directory: Path = RESULTS
 ) -> Results:
-    """Writes `directory`/NAME.json and returns what it holds.
+    """Writes `directory`/NAME.json and returns its content.
 
-    `command` is told as a user would type it; `load_before` is `load_average()` before the
-    measurement began.
+    `command` is the command as a user types it. `load_before` is `load_average()` before the
+    measurement.
     """
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M")
     results = Results(
@@ -51,7 +51,7 @@ def write_results(
 
 
 def machine() -> str:
-    """Returns cores and CPU model of this machine, for people."""
+    """Returns a text with the cores and the CPU model of this machine."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -64,5 +64,5 @@ def machine() -> str:
 
 
 def load_average() -> float:
-    """Returns how many processes wanted a core in the last minute, on average."""
+    """Returns the average number of processes that wanted a core in the last minute."""
     return os.getloadavg()[0]

@@ -70,16 +70,14 @@ def measure(
 
 
 def window(length_s: float) -> tuple[float, float]:
-    """Returns the beginning and the end of a span of time that begins now, and waits for its
-    end.
-    """
+    """Waits for `length_s` seconds. Returns (start, end) in Unix time."""
     start = time.time()
     time.sleep(length_s)
     return start, start + length_s
 
 
 def step_s(run: Run, start: float, end: float) -> float:
-    """Returns the mean seconds between the ends of steps, of those that ended in a span of time."""
+    """Returns the mean seconds between step ends, for steps that end between `start` and `end`."""
     ended_at = run.metrics()["time"]
     inside = ended_at[(ended_at >= start) & (ended_at < end)]
     if len(inside) < 2:

@@ -1,6 +1,6 @@
-"""How long a user waits: for `import kit`, from `launch` to the first optimizer step of the demo
-model, and from `git clone` to the first loss by phase, as `make demo` does it with the caches as
-they are.
+"""Waiting times of a user: for `import kit`, from `launch` to the first optimizer step of the demo
+model, and from `git clone` to the first loss by phase. The phases follow `make demo` with the
+caches as they are.
 """
 
 import os
@@ -52,10 +52,10 @@ def first_step_s(directory: Path, plan: Plan, dataset: Dataset) -> float:
 
 
 def trained(directory: Path, plan: Plan, dataset: Dataset, **recipe: Any) -> Run:
-    """Returns a run of the demo model that has ended.
+    """Trains the demo model and returns the finished run.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the run failed.
     """
     return ended(launched(directory, plan, dataset, **recipe))
 
@@ -67,7 +67,9 @@ def launched(directory: Path, plan: Plan, dataset: Dataset, **recipe: Any) -> Ru
 
 
 def ended(run: Run) -> Run:
-    """Returns a run once its job is done, or raises RuntimeError with what it says instead."""
+    """Waits for a run's job and returns the run. Raises RuntimeError with the job's reason if it
+    failed.
+    """
     status = run.job.wait(600)
     if status.state != "done":
         raise RuntimeError(f"{run.directory} is {status.state}: {status.reason}")
@@ -75,8 +77,8 @@ def ended(run: Run) -> Run:
 
 
 def at_step(run: Run, step: int) -> Run:
-    """Returns a run once its job has done so many steps, or raises RuntimeError if it ends
-    before.
+    """Waits until a run's job has finished `step` steps and returns the run. Raises RuntimeError if
+    the job ends before.
     """
     while ((status := run.job.status()).step or 0) < step:
         if status.state.is_final:
@@ -92,9 +94,7 @@ def _import_row(package: str) -> Row:
 
 
 def _import_s(package: str, *, repeats: int) -> tuple[float, bool]:
-    """Returns the median seconds of an import in a new interpreter, and whether torch came with
-    it.
-    """
+    """Returns (median seconds of an import in a new interpreter, whether torch is imported too)."""
     code = (
         f"import sys, time; start = time.perf_counter(); import {package}; "
         "print(time.perf_counter() - start, 'torch' in sys.modules)"
@@ -115,15 +115,15 @@ print(first_step_s(Path(sys.argv[1]), ONE, Dataset.open(sys.argv[2])))
 def measure_cold(
     workplace: Path, *, install: bool = True, text_bytes: int | None = None
 ) -> list[Row]:
-    """Returns the seconds of each phase, and of all together.
+    """Returns the seconds of each phase and their sum.
 
     Args:
-        workplace: gets the clone and its environment, several GB.
-        install: False skips what a package index has to answer, and uses the Python that runs this.
-        text_bytes: of the data set; default: that of the demo.
+        workplace: folder for the clone and its environment, several GB.
+        install: False skips phases that need a package index, and uses the running Python.
+        text_bytes: size of the dataset's text. The default is the text of the demo.
 
     Raises:
-        RunError: this is no clone, or a phase failed; with its last words.
+        RunError: this is no clone, or a phase failed. The message has its last line of output.
     """
     if not (ROOT / ".git").exists():
         raise RunError(

@@ -1,12 +1,12 @@
-"""Checkpoints on this machine: saving and loading beside a plain write of as many bytes; and rank
-0's CPU seconds for planning and describing a save of gpt-1t.
+"""Checkpoints on this machine: saving and loading compared with a plain write of equal size, and
+rank 0's CPU seconds for planning and describing a save of gpt-1t.
 
-Saving: the stall is what `save` keeps training waiting for, the copy. Writing goes on behind it,
-and how much that slows the steps is in the table of recording.
+Saving: the stall is the time for which `save` stops training, the copy. Writing continues in the
+background. Its effect on steps is in the table of recording.
 
-Planning: the plans of one stage's 48 ranks come from the real cutting code (fake process group,
-meta device); the other stages get copies with their own layers' names. Nothing is sent: what is
-gathered was pickled before, and is unpickled.
+Planning: the plans of one stage's 48 ranks come from the real sharding code (fake process group,
+meta device). The other stages get copies with their own layer names. Nothing is sent: gathered
+objects were pickled before and are unpickled.
 """
 
 import dataclasses
@@ -46,12 +46,12 @@ from tests.bench.turns import ratio_row
 SMALL = llama("checkpoint-26m")
 REPEATS = 5
 PAUSE_S = 3.0
-"""Before each write: a virtual machine gives freed memory back to its host in between, as
-between real checkpoints."""
+"""Pause before each write in seconds. A virtual machine returns freed memory to its host meanwhile,
+as between real checkpoints."""
 
 
 def measure(workplace: Path, spec: ModelSpec = SMALL, *, pause_s: float = PAUSE_S) -> list[Row]:
-    """Returns MB/s of saving, loading and of a plain write, and the stall."""
+    """Returns MB/s of saving, of loading and of a plain write, and the stall of training."""
     found = alone(times, workplace, spec, pause_s).found
     size = found.pop("bytes") / 1e6
     middle = {name: statistics.median(seconds) for name, seconds in found.items()}
@@ -68,7 +68,7 @@ def measure(workplace: Path, spec: ModelSpec = SMALL, *, pause_s: float = PAUSE_
 
 
 def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict[str, Any]:
-    """Returns bytes of a checkpoint, and seconds of each repeat of saving, its stall, loading
+    """Returns the bytes of a checkpoint, and the seconds of each repeat of saving, stall, loading
     and a plain write.
     """
     keep_freed_memory()
@@ -76,7 +76,7 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict[str, Any]:
     plan = Plan(global_batch_size=2)
     engine = build_engine(spec, plan, Recipe(data="none", num_steps=1), torch.device("cpu"))
     assert isinstance(engine, PortableEngine)
-    # Makes the moments.
+    # Creates the moments of AdamW.
     engine.train_step(torch.zeros((2, spec.sequence_length + 1), dtype=torch.long), 1e-4)
     checkpoints = Checkpoints(folder / "checkpoints")
     writer = CheckpointWriter(checkpoints, attempt=1, keep_last=1, keep_every=None)
@@ -86,7 +86,7 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict[str, Any]:
         facts = {"step": step, "samples": step, "tokens": step, "seed": 1}
         start = time.perf_counter()
         writer.start(engine.state_dict(), {**facts, "spec": spec, "plan": plan})
-        # at most so long: in training a forward and a backward pass come before
+        # An upper limit: in training a forward and a backward pass come before the wait.
         writer.wait_for_copies()
         found["stall"].append(time.perf_counter() - start)
         writer.finish()
@@ -100,12 +100,14 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict[str, Any]:
         found["plain"].append(_plain_write(folder / f"plain-{step}", found["bytes"]))
         (folder / f"plain-{step - 1}").unlink(missing_ok=True)
     dist.destroy_process_group()
-    # 0 warms up.
+    # Step 0 is the warm-up.
     return {name: value[1:] if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _plain_write(file: Path, size: int) -> float:
-    """Returns the seconds that a new file takes, made beside the one before, as a checkpoint is."""
+    """Returns the seconds of writing a new file. The previous file still exists, as with
+    checkpoints.
+    """
     content = memoryview(bytearray(os.urandom(1 << 20)) * (size // (1 << 20)))
     start = time.perf_counter()
     with file.open("wb") as stream:
@@ -130,7 +132,9 @@ PLAN = Plan(
 def measure_planning(
     workplace: Path, stages: int = 64, spec: ModelSpec = TRILLION, plan: Plan = PLAN
 ) -> list[Row]:
-    """Returns rank 0's CPU seconds of a first and a later save of so many stages, 48 ranks each."""
+    """Returns rank 0's CPU seconds for a first and a later save of `stages` stages with 48 ranks
+    each.
+    """
     found = alone(saves, workplace, stages, spec, plan).found
     first, later = found["seconds"]
     note = f"{found['items']:,} tensors and parts to write, .metadata of"
@@ -143,11 +147,10 @@ def measure_planning(
 
 
 def plans_of_a_stage(spec: ModelSpec, plan: Plan) -> list[Any]:
-    """Returns the plans of the ranks of the second pipeline stage, by torch's own code."""
+    """Returns the save plans of the second pipeline stage's ranks, made by torch's own code."""
     size = plan.num_devices // plan.pipeline_parallel
     ranks = range(size, 2 * size)
-    # A process each: torch keeps what it once computed of a rank's parts for every mesh of that
-    # shape.
+    # One process per rank: torch caches a rank's shards for every mesh of that shape.
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         return pool.starmap(_plan, [(spec, plan, rank) for rank in ranks], chunksize=1)
 
@@ -166,7 +169,7 @@ def _plan(spec: ModelSpec, plan: Plan, rank: int) -> Any:
 
 
 def of_stage(plans: list[Any], spec: ModelSpec, plan: Plan, stage: int) -> list[Any]:
-    """Returns copies of the plans of the second stage for another."""
+    """Returns copies of the plans of the second stage with the layer names of stage `stage`."""
     layers = zip(plan.stage_layers(spec, 1), plan.stage_layers(spec, stage), strict=True)
     names = {f".layers.{a}.": f".layers.{b}." for a, b in layers}
 
@@ -189,10 +192,9 @@ def of_stage(plans: list[Any], spec: ModelSpec, plan: Plan, stage: int) -> list[
 
 
 def saves(folder: Path, stages: int, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
-    """Returns rank 0's CPU seconds of two saves, and of each how many ranks, items, and bytes by
-    file there are.
+    """Returns rank 0's CPU seconds of two saves, the numbers of ranks and items, and bytes by file.
 
-    Checkpoints 1 and 2 of `folder` get their description and nothing else.
+    Checkpoints 1 and 2 of `folder` get only their description.
     """
     own = plans_of_a_stage(spec, plan)
     plans = [each for stage in range(stages) for each in of_stage(own, spec, plan, stage)]
@@ -216,13 +218,13 @@ def saves(folder: Path, stages: int, spec: ModelSpec, plan: Plan) -> dict[str, A
         writer.finish(described, [pickle.loads(each) for each in results])
         took.append(time.process_time() - resumed + paused - start)
         gc.enable()
-        # What ranks whose plan has not changed send.
+        # Ranks with an unchanged plan send this.
         sent = [pickle.dumps(SavePlan([], usable=False))] * len(sent)
     return {"seconds": took, "ranks": len(sent), "items": items, "files": files}
 
 
 def _results(plan: Any) -> list[Any]:
-    """Returns what a rank says that it has written."""
+    """Returns the write results that a rank would report."""
     file = f"{plan.storage_data.prefix}0.distcp"
     return [
         WriteResult(item.index, 1000, _StorageInfo(file, 1000 * i, 1000))

@@ -1,7 +1,7 @@
 """The tables of a document, made from results.
 
-A document holds `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, each on a line of its own; what
-stands between them is replaced, so that no measured number is ever typed.
+A document has `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, each on its own line. The text
+between them is replaced, so that no measured number is typed by hand.
 """
 
 import re
@@ -21,14 +21,13 @@ BETWEEN_MARKERS = re.compile(
 def write_tables(
     document: Path, *, directory: Path = RESULTS, texts: Mapping[str, str | None] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Replaces the tables of `document` and returns the names written, and those kept for want of
-    results.
+    """Replaces the tables of `document`. Returns (names written, names kept without results).
 
     Args:
-        document: has the markers; it is written only if all of them, and all results, are in order.
-        directory: of the results.
-        texts: what stands between the markers of a name instead of a table; None keeps what is
-            there.
+        document: file with the markers. It is written only if all markers and results are valid.
+        directory: folder of the results.
+        texts: text by name to put between the markers instead of a table. None keeps the present
+            text.
 
     Raises:
         ConfigError: the document is missing, a marker has no partner, or a results file is damaged.
@@ -80,7 +79,5 @@ def table(results: Results) -> str:
 
 
 def _cell(text: str) -> str:
-    """Returns text as a cell of a Markdown table: on one line, without what would end the cell
-    or begin a tag.
-    """
+    """Returns text as a cell of a Markdown table, on one line and with markup escaped."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

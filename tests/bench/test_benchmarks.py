@@ -1,5 +1,5 @@
-"""The benchmarks at sizes that are quick: they measure the rows that `docs/benchmarks.md` shows,
-like is compared with like, and costs are read from records correctly.
+"""The benchmarks at small sizes: they give the rows of `docs/benchmarks.md`, compare only equal
+work, and compute costs correctly from records.
 """
 
 import importlib
@@ -64,7 +64,7 @@ SIZES = {"search": 1024, "rank": 512, "heartbeats": 300, "monitor": 2000, "metri
 
 
 def documented(name: str) -> set[str]:
-    """Returns the names of the rows of a benchmark's table, of which sizes do not count."""
+    """Returns the row names of a benchmark's table, with each number replaced by N."""
     table = re.search(rf"<!-- bench:{name} -->(.*?)<!-- /bench:{name} -->", DOCUMENT, re.S)
     assert table, name
     return {_sizeless(cell) for cell in re.findall(r"^\| ([^|\s].*?) \|", table[1], re.M)}
@@ -75,7 +75,7 @@ def _sizeless(name: str) -> str:
 
 
 def assert_documented(name: str, rows: list[Row]) -> dict[str, Row]:
-    """Returns rows by name, which must be those of the document, each with a number."""
+    """Asserts that rows are those of the document and have values. Returns the rows by name."""
     assert {_sizeless(each.name) for each in rows} == documented(name)
     assert all(np.isfinite(each.value) and each.value >= 0 for each in rows)
     return {each.name: each for each in rows}
@@ -83,8 +83,8 @@ def assert_documented(name: str, rows: list[Row]) -> dict[str, Row]:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a benchmark does alone is done in a fork of this process, which imports nothing anew;
-    its memory is not measured. `data_order` keeps a process of its own.
+    """Runs each isolated part of a benchmark in a fork of this process, which imports nothing
+    again. Peak memory is not measured. `data_order` keeps a process of its own.
     """
 
     def alone(function: Callable[..., Any], *arguments: Any) -> Alone:
@@ -96,20 +96,18 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "alone", alone)
 
 
-def test_each_table_of_speed_is_of_a_benchmark() -> None:
+def test_every_speed_table_has_a_benchmark() -> None:
     first, after = DOCUMENT.split("## How far estimates")[:2]
     names = set(re.findall(r"<!-- bench:(\w+) -->", first)) - {"compiled_demo"}
     assert names - {"compiled_llama_100m"} | {"gpu"} == set(BENCHMARKS)
 
 
-def test_checkpoints_are_saved_and_loaded_beside_a_plain_write(
-    llama_spec, tmp_path: Path, forked
-) -> None:
+def test_checkpoint_benchmark_gives_documented_rows(llama_spec, tmp_path: Path, forked) -> None:
     rows = assert_documented("checkpoints", storage.measure(tmp_path, llama_spec, pause_s=0))
     assert all(each.value > 0 for each in rows.values())
 
 
-def test_first_and_later_saves_are_planned_and_timed(llama_spec, tmp_path: Path, forked) -> None:
+def test_planning_benchmark_times_first_and_later_save(llama_spec, tmp_path: Path, forked) -> None:
     first, later = assert_documented(
         "planning", storage.measure_planning(tmp_path, 2, llama_spec, PLAN)
     ).values()
@@ -117,7 +115,7 @@ def test_first_and_later_saves_are_planned_and_timed(llama_spec, tmp_path: Path,
     assert int(first.note.split()[0]) > 8 * 3
 
 
-def test_an_export_is_measured(llama_spec, tmp_path: Path, forked) -> None:
+def test_conversion_benchmark_measures_export(llama_spec, tmp_path: Path, forked) -> None:
     spec = llama_spec.replace(name="hlat-70b")
     peak, seconds = assert_documented(
         "conversion", conversion.measure(tmp_path, spec, shard_bytes=50_000)
@@ -125,22 +123,20 @@ def test_an_export_is_measured(llama_spec, tmp_path: Path, forked) -> None:
     assert peak.value == 0.5 and "to 1 files" not in peak.note and seconds.value > 0
 
 
-def test_every_case_of_scale_is_measured(tmp_path: Path, forked) -> None:
+def test_scale_benchmark_measures_every_case(tmp_path: Path, forked) -> None:
     assert set(SIZES) == set(scale.CASES)
     rows = assert_documented("scale", scale.measure(tmp_path, SIZES))
     assert len(rows) == 7 and all(each.target and each.value > 0 for each in rows.values())
 
 
-def test_growth_is_fitted_to_what_each_kind_of_work_takes(
-    tiny_dataset, tmp_path: Path, forked
-) -> None:
+def test_growth_benchmark_gives_documented_rows(tiny_dataset, tmp_path: Path, forked) -> None:
     assert set(GROWN) == set(growth.KINDS)
     rows = growth.measure(tmp_path, tiny_dataset, GROWN)
     assert {_sizeless(each.name) for each in rows} == documented("growth")
     assert all(np.isfinite(each.value) and each.note.count(",") >= 2 for each in rows)
 
 
-def test_what_is_steeper_than_linear_is_said_to_be_so() -> None:
+def test_growth_steeper_than_linear_is_noted() -> None:
     linear = growth.exponent_row("a", {10: 2.0, 100: 20.0, 1000: 200.0})
     square = growth.exponent_row("b", {10: 0.01, 100: 1.0})
     assert (linear.value, linear.ok) == (pytest.approx(1), True) and "steeper" not in linear.note
@@ -148,7 +144,7 @@ def test_what_is_steeper_than_linear_is_said_to_be_so() -> None:
     assert square.note == "steeper than linear: 0.0100, 1 s at 10, 100"
 
 
-def test_what_is_done_beside_the_engine_is_told_by_who_does_it(
+def test_step_overhead_is_split_by_component(
     tiny_dataset, spec, tmp_path: Path, monkeypatch, forked
 ) -> None:
     monkeypatch.setattr(overhead.heartbeat, "BEAT_EVERY_S", 0.1)
@@ -164,7 +160,7 @@ def test_what_is_done_beside_the_engine_is_told_by_who_does_it(
 
 
 @pytest.mark.thorough
-def test_waits_of_a_run_that_is_there_and_of_a_reader(tiny_dataset, tmp_path: Path) -> None:
+def test_waits_benchmark_gives_documented_rows(tiny_dataset, tmp_path: Path) -> None:
     rows = assert_documented("waits", waits.measure(tmp_path, tiny_dataset, repeats=1))
     assert all(each.value > 0 for each in rows.values())
 
@@ -177,16 +173,17 @@ def test_ranks_join_without_a_full_mesh(tmp_path: Path) -> None:
     assert to_join.value == 0 and in_all.value > 0
 
 
-def test_data_is_read_both_ways_and_text_is_encoded(
-    tiny_dataset, tmp_path: Path, monkeypatch
-) -> None:
+def test_data_benchmark_gives_documented_rows(tiny_dataset, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(data, "ROUND_S", 0.02)
     rows = assert_documented("data", data.measure(tmp_path, tiny_dataset, text_bytes=50_000))
     flat, ours, ratio, tokenised = (each.value for each in rows.values())
     assert flat > 0.1 and ours > 0.1 and ratio > 0.05 and tokenised > 0
 
 
-def test_a_rank_has_room_for_any_data_in_an_order_like_numpys(tiny_dataset, tmp_path: Path) -> None:
+def test_data_order_benchmark_meets_its_targets(tiny_dataset, tmp_path: Path) -> None:
+    """Memory of a rank and randomness of the order meet their targets. The sparse files take under
+    20 MB.
+    """
     small = {"draws": 20_000, "epochs": 20, "whole": 300_000}
     rows = [
         *assert_documented(
@@ -197,9 +194,7 @@ def test_a_rank_has_room_for_any_data_in_an_order_like_numpys(tiny_dataset, tmp_
     assert sum(file.stat().st_blocks for file in tmp_path.iterdir()) * 512 < 20e6
 
 
-def test_a_batch_reads_its_windows_and_nothing_else(
-    tiny_dataset, tmp_path: Path, monkeypatch
-) -> None:
+def test_batch_reads_only_its_windows(tiny_dataset, tmp_path: Path, monkeypatch) -> None:
     import kit.data.token_file as token_file
 
     data_order.write_sparse(tmp_path / "one", data_order.TOKENS // 2, data_order.DOCUMENTS // 2)
@@ -214,7 +209,7 @@ def test_a_batch_reads_its_windows_and_nothing_else(
     assert reads == 12 * [2 * 4097]
 
 
-def test_costs_are_found_in_stamps() -> None:
+def test_overhead_is_computed_from_time_stamps() -> None:
     steps = np.arange(1, 4 * CHECKPOINT_EVERY)
     first = (steps % CHECKPOINT_EVERY == 1) & (steps > 1)
     step_s = np.where(first, 0.75, 0.5)
@@ -225,9 +220,9 @@ def test_costs_are_found_in_stamps() -> None:
 
 
 @pytest.mark.thorough
-def test_a_clone_comes_to_its_first_loss(tmp_path: Path) -> None:
-    """Without what a package index would have to answer; with the demo's model, on a tenth of
-    its text.
+def test_cold_start_benchmark_measures_each_phase(tmp_path: Path) -> None:
+    """Phases that need a package index are left out. The demo's model trains on a tenth of its
+    text.
     """
     *phases, whole = startup.measure_cold(tmp_path, install=False, text_bytes=2_400_000)
     assert phases[0].name == "git clone" and phases[-1].value > 0.5
@@ -235,7 +230,7 @@ def test_a_clone_comes_to_its_first_loss(tmp_path: Path) -> None:
     assert whole.value == pytest.approx(sum(each.value for each in phases))
 
 
-def test_scores_are_compared_by_totals_within_a_round(monkeypatch) -> None:
+def test_scoring_speed_is_compared_within_rounds(monkeypatch) -> None:
     found = {
         task: {"kit": [1.0, 2.0, 4.0], "HFLM": [2.0, 6.0 + (task == "piqa") * 6, 4.0]}
         for task in evaluate.TASKS
@@ -255,8 +250,8 @@ def test_scores_are_compared_by_totals_within_a_round(monkeypatch) -> None:
 def answered(
     entrants, *_, setup=train_speed.DEMO, losses=(), step_s=(), absent=(), **__
 ) -> train_speed.Answers:
-    """Returns what contestants would answer: a second a step, nine to warm up, and the same losses
-    unless told otherwise.
+    """Returns simulated answers of contestants: a warm-up step of 9 s, later steps of 1 s, equal
+    losses. Arguments change this by contestant.
     """
     given, used = {}, {"allocated_bytes": 40e9, "reserved_bytes": 44e9}
     for name in entrants.keys() - dict(absent).keys():
@@ -269,9 +264,8 @@ def answered(
     return train_speed.Answers(setup=setup, given=ordered, absent=dict(absent))
 
 
-def test_speeds_are_taken_after_the_warm_up_of_those_that_train_the_same_model(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_speeds_exclude_warm_up_and_other_losses(tmp_path: Path, monkeypatch) -> None:
+    """A contestant whose losses differ trains another model and gets no ratio."""
     monkeypatch.setattr(train_speed, "take_answers", answered)
     rows = assert_documented("train_speed", train_speed.measure(tmp_path))
     assert rows["kit, 1 thread"].value == 16 * 256 and rows["kit / Trainer, 1 thread"].value == 1
@@ -287,7 +281,7 @@ def test_speeds_are_taken_after_the_warm_up_of_those_that_train_the_same_model(
     assert rows["not measured, here"].note == "lost: none"
 
 
-def test_contestant_beyond_its_time_limit_is_named(tmp_path: Path) -> None:
+def test_contestant_beyond_time_limit_is_named(tmp_path: Path) -> None:
     setup, steps = gpu.models(False)["tiny"]
     given = {gpu.KIT: gpu.ENTRANTS[gpu.KIT]}
     with pytest.raises(RuntimeError, match="kit did not train tiny: not measured within 0 s"):
@@ -295,7 +289,7 @@ def test_contestant_beyond_its_time_limit_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_tiny_form_runs_all_side_by_side(tmp_path: Path, monkeypatch) -> None:
+def test_gpu_benchmark_without_gpu_runs_tiny_model(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     rows = {row.name: row for row in gpu.measure(tmp_path, model="tiny", rounds=1, compiled=False)}
     absent = {"torchtitan"} if importlib.util.find_spec("torchtitan") is None else set()
@@ -349,14 +343,14 @@ print(not_installed(tests.bench.gpu.ENTRANTS["kit"]) or "all there")
 """
 
 
-def test_gpu_benchmark_needs_torch_and_numpy_alone() -> None:
+def test_gpu_benchmark_needs_only_torch_and_numpy() -> None:
     """Any other package is hidden from the process."""
     command = [sys.executable, "-c", BARE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "all there\n", done.stderr
 
 
-def test_benchmarks_are_called_with_what_they_take() -> None:
+def test_benchmark_parameters_match_declaration() -> None:
     for name, benchmark in BENCHMARKS.items():
         module = importlib.import_module(f"tests.bench.{benchmark.module}")
         parameters = inspect.signature(getattr(module, benchmark.function)).parameters
@@ -364,8 +358,8 @@ def test_benchmarks_are_called_with_what_they_take() -> None:
         assert ("dataset" in parameters) is benchmark.reads_dataset, name
 
 
-def test_gpu_benchmark_keeps_what_was_measured(tmp_path: Path, monkeypatch, capsys) -> None:
-    """The kit fails, the Trainer is not installed, and the others are measured all the same."""
+def test_gpu_benchmark_keeps_results_after_a_failure(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The kit fails and the Trainer is not installed. The other contestants are measured."""
     setup, steps = gpu.models(True)["llama-1b"]
 
     def take(entrants, workplace, *, limit_s, **_) -> train_speed.Answers:
@@ -393,7 +387,7 @@ def test_gpu_benchmark_keeps_what_was_measured(tmp_path: Path, monkeypatch, caps
 PRODUCT = row("matrix product, bf16", 700, "TFLOP/s")
 
 
-def test_rows_of_a_gpu_are_judged_by_its_data_sheet() -> None:
+def test_gpu_rows_are_judged_by_data_sheet() -> None:
     setup, _ = gpu.models(True)["gpt-1.4b"]
     site = gpu.datasheet_site("NVIDIA H100 80GB HBM3")
     assert site is not None and gpu.datasheet_site("Unknown") is None
@@ -418,7 +412,7 @@ def test_rows_of_a_gpu_are_judged_by_its_data_sheet() -> None:
     assert f"{unit:.4g} s measured" in predicted.note and predicted.value < 0.5
 
 
-def test_rows_of_a_cpu_are_those_of_the_document() -> None:
+def test_cpu_rows_match_documented_tables() -> None:
     for name, (setup, _) in gpu.models(False).items():
         taken = answered(gpu.ENTRANTS, setup=setup, absent={"torchtitan": "none"})
         rows = gpu.judged(taken, row("matrix product, fp32", 0.1, "TFLOP/s"), None)
@@ -426,7 +420,7 @@ def test_rows_of_a_cpu_are_those_of_the_document() -> None:
             assert_documented(f"compiled_{name.replace('-', '_')}", rows)
 
 
-def test_latency_is_from_the_line_to_the_first_picture_that_holds_it() -> None:
+def test_latency_is_from_line_to_first_picture() -> None:
     stamps = {11: 100.0, 12: 100.25, 13: 100.5}
     seen = [[10, 99_900.0], [11, 100_100.0], [13, 100_600.0], [13, 101_000.0]]
     assert monitor.latencies(stamps, seen) == pytest.approx([0.1, 0.1, 0.35])
@@ -434,9 +428,8 @@ def test_latency_is_from_the_line_to_the_first_picture_that_holds_it() -> None:
         monitor.latencies(stamps, seen[:2] + [[12, 100_600.0]])
 
 
-def test_without_a_browser_the_kernel_side_is_measured_and_the_rest_named(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_monitor_benchmark_without_browser_is_partial(tmp_path: Path, monkeypatch) -> None:
+    """The kernel's side is measured. The rows name what was not measured."""
     monkeypatch.setattr(lab, "chromium", lambda: None)
     rows = monitor.measure(tmp_path, steps=2000)
     assert {_sizeless(each.name) for each in rows} < documented("monitor")
@@ -444,7 +437,8 @@ def test_without_a_browser_the_kernel_side_is_measured_and_the_rest_named(
     assert "not measured: " in rows[0].note and "install" in rows[0].note
 
 
-def test_only_ours_has_a_target_and_the_other_dashboard_its_ratio() -> None:
+def test_side_by_side_rows_have_target_and_ratio() -> None:
+    """The kit's dashboard has the target. The other dashboard has the ratio."""
     ours, theirs = row("zoom", 0.15, "s", at_most=0.2), row("zoom", 0.45, "s", note="p95")
     own, other = monitor.side_by_side([ours], [theirs])
     assert own == ours and (other.name, other.ok) == ("zoom: plotly", None)

@@ -1,4 +1,4 @@
-"""Results in files, and the tables of a document."""
+"""Results in files, and the tables of a document that are made from them."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ def _write(folder: Path) -> None:
     )
 
 
-def test_table_replaces_what_stands_between_its_markers(tmp_path: Path) -> None:
+def test_tables_replace_text_between_markers(tmp_path: Path) -> None:
     _write(tmp_path / "results")
     document = tmp_path / "README.md"
     document.write_text(
@@ -40,7 +40,7 @@ def test_table_replaces_what_stands_between_its_markers(tmp_path: Path) -> None:
     assert document.read_text() == text, "a second time changes nothing"
 
 
-def test_cell_stays_on_one_line_and_is_no_markup() -> None:
+def test_cell_is_one_line_without_markup() -> None:
     note = table(
         Results(
             name="a",
@@ -54,7 +54,7 @@ def test_cell_stays_on_one_line_and_is_no_markup() -> None:
     assert "| x | 1 |  |  | a &lt;b> \\| c |" in note.splitlines()
 
 
-def test_lost_marker_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+def test_missing_marker_is_refused_before_writing(tmp_path: Path) -> None:
     _write(tmp_path / "results")
     document = tmp_path / "README.md"
     document.write_text("<!-- bench:speed -->\nno end\n")
@@ -69,7 +69,7 @@ def test_results_round_trip(tmp_path: Path) -> None:
     assert [item.ok for item in results.rows] == [True, False, None]
 
 
-def test_the_first_lines_of_the_benchmarks_are_rows_of_its_tables_and_name_all_that_is_missed():
+def test_benchmark_headlines_are_rows_and_name_misses():
     lead, _, tables = (ROOT / "docs/benchmarks.md").read_text().partition("\n## ")
     rows = [line for line in lead.splitlines() if re.search(r" \| [\d,.]+ .* \|$", line)]
     assert len(rows) >= 8 and [row for row in rows if row not in tables] == []

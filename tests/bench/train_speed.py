@@ -1,10 +1,10 @@
-"""Training speed on this machine: the kit, its engines, transformers' Trainer and a plain loop,
-taking turns.
+"""Training speed on this machine: the kit, its engines, transformers' Trainer and a plain loop, in
+turns.
 
-Turns alternate between processes (A B C A B C ...), so that other work on the machine meets all
-alike; ratios are taken within a round, and the median round counts. A shared machine changes its
-speed by a fifth from one second to the next, so a turn is one step and the rounds are many: six
-rounds of three steps said 0.96x where sixty of one said 1.00x.
+Turns alternate between processes (A B C A B C ...), so that other load affects all equally. Ratios
+are taken within a round, and the median round counts. The speed of a shared machine changes by a
+fifth within a second, so a turn is one step and there are many rounds: six rounds of three steps
+gave 0.96x where sixty of one step gave 1.00x.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from kit.show.results import Row, row
 from tests.bench.contestants import DEMO, LARGER, SETUP, Setup
 from tests.bench.turns import median_row, ratio_row
 
-ROUNDS = 40  # half as many of the larger model, whose steps take six seconds
+ROUNDS = 40  # The larger model has half as many, since its steps take six seconds.
 EARLY_STEPS = 5
 SAME_LOSS = {"fp32": 2e-5, "bf16": 1e-3}
-"""Relative difference of losses of the first `EARLY_STEPS` up to which two loops train the same
-model.
+"""Largest relative difference of the losses of the first `EARLY_STEPS` at which two loops count as
+training the same model, by precision.
 
 Other seeds differ by 1e-4 to 4e-3, the contestants in bf16 by 2e-5 (all measured with models below
 2M parameters)."""
@@ -51,7 +51,7 @@ AS_USED = {
     "Trainer": Entrant("transformers", keep_freed_memory=False, packages=TRAINER),
     "plain loop": Entrant("plain", keep_freed_memory=False),
 }
-"""Each as it runs when a user starts it: the kit's ranks change one setting of the allocator."""
+"""Contestants with the settings of normal use. The kit's ranks change one allocator setting."""
 
 SAME_ALLOCATOR = {
     "Trainer, kit's allocator setting": Entrant("transformers", packages=TRAINER),
@@ -70,22 +70,22 @@ UNITS = {"step_s": "tokens/s", "step_cpu_s": "tokens/CPU-s"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answers:
-    """What contestants answered in each round, the first to warm up. The first contestant is
+    """Answers of the contestants by round. The first round is the warm-up. The first contestant is
     compared with the others.
     """
 
     setup: Setup
     given: dict[str, list[dict]]
     absent: dict[str, str]
-    """Those without answers, and why."""
+    """Reasons by name of the contestants without answers."""
 
     def times(self, clock: str = "step_s") -> dict[str, list[float]]:
-        """Returns the seconds per step of each in each round."""
+        """Returns the seconds per step of each contestant in each round after the warm-up."""
         return {name: [answer[clock] for answer in given[1:]] for name, given in self.given.items()}
 
     def unlike(self, where: str) -> dict[str, Row]:
-        """Returns a row for each whose first losses are not those of the first contestant: it does
-        not train the same model.
+        """Returns a row for each contestant whose first losses differ from those of the first
+        contestant. It trains another model.
         """
         losses = {
             name: [loss for answer in given for loss in answer["losses"]][:EARLY_STEPS]
@@ -93,7 +93,8 @@ class Answers:
         }
         subject, limit, rows = next(iter(losses)), SAME_LOSS[self.setup.precision], {}
         for name, found in losses.items():
-            pairs = zip(losses[subject], found, strict=False)  # a limit may have ended one early
+            # The time limit may have ended a contestant early, so lengths may differ.
+            pairs = zip(losses[subject], found, strict=False)
             by = max(abs(theirs / ours - 1) for ours, theirs in pairs)
             if by > limit:
                 told = f"{name}, {where}: losses differ from the {subject}'s"
@@ -102,13 +103,15 @@ class Answers:
         return rows
 
     def missing(self, where: str) -> list[Row]:
-        """Returns a row of those that were not measured, where there are any."""
+        """Returns a row that names the contestants without answers. Empty if there are none."""
         note = "; ".join(f"{name}: {reason}" for name, reason in self.absent.items())
         return [row(f"not measured, {where}", len(self.absent), note=note)] if note else []
 
 
 def measure(workplace: Path) -> list[Row]:
-    """Returns tokens/s of each loop and the kit's ratio to each, on one thread and on two."""
+    """Returns tokens per second of each loop and the kit's ratio to each loop, on one and on two
+    threads.
+    """
     both = {**AS_USED, **SAME_ALLOCATOR}
     wanted = dict.fromkeys([*both][1:], 1.0)
     one = take_answers(both, workplace, rounds=ROUNDS)
@@ -124,14 +127,14 @@ def measure(workplace: Path) -> list[Row]:
 def speeds(
     answers: Answers, where: str, wanted: Mapping[str, float | None], *, clock: str = "step_s"
 ) -> list[Row]:
-    """Returns tokens/s of each, by the wall or by the processor, and the first's ratio to each that
-    is in `wanted` and trains the same model.
+    """Returns tokens per second of each contestant by wall or processor time. Adds the ratio of the
+    first one to each contestant in `wanted` with equal losses.
 
     Args:
-        answers: of the contestants.
-        where: ends the names of the rows.
-        wanted: the least ratio to each; None only informs.
-        clock: one of `UNITS`.
+        answers: answers of the contestants.
+        where: end of the names of the rows.
+        wanted: least ratio by contestant. None has no limit.
+        clock: key of `UNITS`.
     """
     setup, times, unlike = answers.setup, answers.times(clock), answers.unlike(where)
     tokens, subject, rows = setup.batch_size * setup.spec.sequence_length, next(iter(times)), []
@@ -149,8 +152,8 @@ def speeds(
 
 
 def measure_engines(workplace: Path) -> list[Row]:
-    """Returns each engine's step time on one GPU or CPU process, and how much longer than the
-    native engine's it is, turn by turn.
+    """Returns each engine's step time on one GPU or CPU process, and its ratio to the native
+    engine's step time within a round.
     """
     setup = DEMO.replace(device="cuda" if torch.cuda.is_available() else "cpu")
     answers = take_answers(ENGINES, workplace, rounds=ROUNDS, setup=setup)
@@ -224,12 +227,12 @@ def not_installed(entrant: Entrant) -> str:
 def _process(
     entrant: Entrant, workplace: Path, threads: int, device: str, end: float
 ) -> Iterator[subprocess.Popen]:
-    """A contestant that waits for its first turn, and is killed at `end` on the monotonic clock,
-    or when left.
+    """Within the context, a contestant waits for turns. It is killed at `end` on the monotonic
+    clock or at exit.
     """
     command = [sys.executable, "-W", "ignore", "-m", "tests.bench.contestants", entrant.name]
     command += [str(threads), *["--keep-freed-memory"] * entrant.keep_freed_memory]
-    root = Path(__file__).parents[2]  # it works in a folder of its own
+    root = Path(__file__).parents[2]  # The process runs in `workplace`.
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
@@ -251,7 +254,7 @@ def _process(
 
 
 def _one_turn(process: subprocess.Popen, steps: int) -> dict:
-    """Returns the answer of one turn, or raises EOFError where the process has ended."""
+    """Returns the answer of one turn. Raises EOFError if the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(f"{steps}\n")

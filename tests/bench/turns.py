@@ -1,5 +1,5 @@
-"""What is timed turn by turn: other work on the machine meets all alike, ratios are taken within a
-round, and the median counts.
+"""Timing in turns: alternating the contestants spreads other load over all of them. Ratios are
+taken within a round, and the median round counts.
 """
 
 import statistics
@@ -9,11 +9,14 @@ from typing import Any
 from kit.show.results import Row, format_value, row
 
 MANY_ROUNDS = 20
-"""From which the middle half of them says more than the two that were met by other work."""
+"""Number of rounds from which quartiles are reported instead of minimum and maximum. With many
+rounds the extremes show other load on the machine."""
 
 
 def take_turns(ways: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Returns what each way returns in each round, whose number it is called with."""
+    """Calls each function of `ways` in turn with the number of the round. Returns results by name,
+    one per round.
+    """
     found: dict[str, list[Any]] = {name: [] for name in ways}
     for number in range(rounds):
         for name, way in ways.items():
@@ -24,9 +27,9 @@ def take_turns(ways: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, 
 def median_row(
     name: str, values: Sequence[float], unit: str, *, note: str = "", **limit: float | None
 ) -> Row:
-    """Returns the median of what was measured in each round, judged by a limit as `row` is.
+    """Returns a row with the median over rounds. `limit` is the limit of `row`.
 
-    Its note has the range, or where the rounds are many what the middle half of them say.
+    The note has the range, or the quartiles from MANY_ROUNDS rounds on.
     """
     many = len(values) >= MANY_ROUNDS
     low, high = statistics.quantiles(values)[::2] if many else (min(values), max(values))
@@ -38,6 +41,8 @@ def median_row(
 def ratio_row(
     name: str, longer: Sequence[float], shorter: Sequence[float], **limit: float | None
 ) -> Row:
-    """Returns the median ratio of two's times within a round, judged by a limit as `row` is."""
+    """Returns a row with the median of `longer` / `shorter` within a round. `limit` is the limit of
+    `row`.
+    """
     ratios = [one / other for one, other in zip(longer, shorter, strict=True)]
     return median_row(name, ratios, "x", **limit)

@@ -1,5 +1,5 @@
-"""How long a user waits later on: from `resume` to the next step, for a checkpoint and an end that
-were asked for, and for the first picture of the first notebook.
+"""Later waiting times of a user: from `resume` to the next step, for a requested checkpoint or end,
+and for the first picture of the first notebook.
 """
 
 import re
@@ -26,8 +26,8 @@ PICTURE = re.compile("<(img|svg)")
 
 
 def measure(workplace: Path, dataset: Dataset, *, repeats: int = REPEATS) -> list[Row]:
-    """Returns the seconds to the next step of a run that is resumed, to a checkpoint and to an end
-    that are asked for, and to the first picture of the first notebook.
+    """Returns the seconds to the next step of a resumed run, to a requested checkpoint, to a
+    requested end, and to the first picture of the first notebook.
     """
     rows = []
     for name, plan in LAYOUTS.items():
@@ -57,14 +57,14 @@ def measure(workplace: Path, dataset: Dataset, *, repeats: int = REPEATS) -> lis
 
 
 def resumed_s(directory: Path, num_steps: int) -> float:
-    """Returns the seconds from the call of `resume` to the end of the step that was left to do."""
+    """Returns the seconds from the call of `resume` to the end of the next step."""
     start = time.time()
     run = ended(resume(directory, num_steps=num_steps))
     return float(run.metrics()["time"][-1]) - start
 
 
 def saved_s(run: Run) -> float:
-    """Returns the seconds from asking a running job for a checkpoint until it is complete."""
+    """Returns the seconds from requesting a checkpoint of a running job until it is complete."""
     before, start = run.checkpoints.steps(), time.time()
     run.job.checkpoint()
     while (steps := run.checkpoints.steps()) == before:
@@ -75,7 +75,7 @@ def saved_s(run: Run) -> float:
 
 
 class Reader(TerminalClient):
-    """Runs a notebook, and knows when it has shown its first picture."""
+    """Runs a notebook and records when its first picture was shown."""
 
     drawn: float | None = None
 
@@ -87,8 +87,8 @@ class Reader(TerminalClient):
 
 
 def first_picture_s(folder: Path, dataset: Dataset) -> tuple[float, float, str]:
-    """Returns the seconds from opening a copy of notebook 00, whose dataset is there, to its first
-    picture and to the end of that cell, which is named. No kernel is running before.
+    """Opens a copy of notebook 00, whose dataset exists, without a running kernel. Returns (seconds
+    to its first picture, seconds to the end of that cell, name of the cell).
     """
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "demo").symlink_to(dataset.directory.resolve())

@@ -17,13 +17,15 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """As they are: `fully_shard` gives storages up by resizing them."""
+        """Bytes of all live storages at their present size. `fully_shard` frees a storage by
+        resizing it.
+        """
         storages = [ref() for ref in self._held.values()]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # they come again as plain tensors
+            return NotImplemented  # The call is dispatched again with plain tensors.
         result = func(*args, **(kwargs or {}))
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(result):

@@ -1,4 +1,4 @@
-"""Calibration: known coefficients are found again, doubt is stated, chosen runs tell more."""
+"""Calibration: fits recover known coefficients, intervals cover runs, proposed runs narrow them."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def bloom():
 
 @pytest.fixture(scope="module")
 def invented(bloom):
-    """Rows whose seconds are the model's own with TRUE coefficients."""
+    """Rows whose step times are computed by the model with TRUE coefficients."""
     rows = published_rows(bloom)
     return dataclasses.replace(
         rows, step_time_s=step_time(rows.layouts, rows.hardware, TRUE).total_s
@@ -46,21 +46,21 @@ def off(found, rows):
     return np.abs(np.exp(times) / rows.step_time_s - 1)
 
 
-def test_invented_runs_are_reproduced_and_their_speed_is_found(invented):
+def test_fit_recovers_model_that_made_the_runs(invented):
     found = fit(invented, Prior.default())
     assert off(found, invented).max() < 0.01
     speed = found.coefficients.factor / found.coefficients.gemm_efficiency
     assert speed == pytest.approx(1.1 / 0.7, rel=0.06)
 
 
-def test_one_disturbed_run_in_ten_does_not_move_the_fit(invented):
+def test_fit_ignores_one_outlier_in_ten(invented):
     seconds = invented.step_time_s.copy()
     seconds[::10] *= 1.6
     found = fit(dataclasses.replace(invented, step_time_s=seconds), Prior.default())
     assert off(found, invented).mean() < 0.02
 
 
-def test_fit_without_rows_is_the_prior_and_with_them_stays_inside_bounds(bloom, invented):
+def test_fit_equals_prior_without_rows_and_keeps_bounds(bloom, invented):
     prior = Prior.default()
     nothing = fit(invented.select(np.zeros(len(invented), dtype=bool)), prior)
     assert np.array_equal(nothing.values, prior.mean)
@@ -71,14 +71,14 @@ def test_fit_without_rows_is_the_prior_and_with_them_stays_inside_bounds(bloom, 
     assert found.gemm_efficiency == pytest.approx(1) == found.factor, "no product above its ceiling"
 
 
-def test_only_holds_the_other_coefficients_at_their_mean(invented):
+def test_only_fixes_other_coefficients_at_prior_mean(invented):
     prior = Prior.default().only(["factor"])
     values = fit(invented, prior).values
     moved = np.abs(values - prior.mean) > 1e-3
     assert [name for name, each in zip(NAMES, moved, strict=True) if each] == ["factor"]
 
 
-def test_stack_factors_tell_two_programs_on_one_machine_apart(invented):
+def test_stack_factors_separate_two_programs(invented):
     stack = np.arange(len(invented)) % 2
     seconds = invented.step_time_s * np.where(stack == 1, 1.3, 1.0)
     rows = dataclasses.replace(invented, step_time_s=seconds, stack=stack)
@@ -86,7 +86,7 @@ def test_stack_factors_tell_two_programs_on_one_machine_apart(invented):
     assert np.exp(found.stack_factors[1] - found.stack_factors[0]) == pytest.approx(1.3, rel=0.05)
 
 
-def test_derivatives_are_those_of_the_model(invented):
+def test_log_time_and_slopes_match_model(invented):
     values = Prior.default().mean
     centre, slopes = log_time_and_slopes(invented.layouts, invented.hardware, values)
     assert slopes[:, NAMES.index("factor")] == pytest.approx(1)
@@ -95,7 +95,7 @@ def test_derivatives_are_those_of_the_model(invented):
     assert np.exp(centre) == pytest.approx(times.total_s)
 
 
-def test_calibration_says_what_the_runs_could_not_tell(bloom):
+def test_calibration_names_unidentified_coefficients(bloom):
     calibration = calibrate(bloom)
     assert calibration.num_runs == len(bloom) and calibration.error < 0.06
     assert "flash_efficiency" in calibration.unidentified, "none of these runs has fused attention"
@@ -103,7 +103,7 @@ def test_calibration_says_what_the_runs_could_not_tell(bloom):
     assert "not told by the runs" in calibration._repr_html_()
 
 
-def test_intervals_hold_the_measured_times_and_widen_without_runs(bloom):
+def test_intervals_cover_runs_and_widen_without_runs(bloom):
     layouts, measured = published.layouts(bloom), published.step_times(bloom)
     prediction = calibrate(bloom).predict(layouts)
     inside = (prediction.low_s < measured) & (measured < prediction.high_s)
@@ -113,7 +113,7 @@ def test_intervals_hold_the_measured_times_and_widen_without_runs(bloom):
     assert "average of published machines" in blind.warnings[0]
 
 
-def test_what_no_fit_has_seen_widens_the_interval_and_is_named():
+def test_untried_traits_widen_interval_and_are_named():
     def width(**fields):
         plan = Plan.from_dict({"global_batch_size": 64, "data_parallel": 8} | fields)
         layouts = Layouts.of(ModelSpec.preset("llama3-8b"), [plan])
@@ -136,12 +136,12 @@ def test_what_no_fit_has_seen_widens_the_interval_and_is_named():
 
 
 def untried(layouts, hardware, measured) -> set[str]:
-    """Returns the names of what no fit, and none of these runs, has seen."""
+    """Returns the names of traits that occur in no fit and not in the measured range."""
     found = interval.untried_counts(layouts, hardware, measured)
     return {name for name, each in found.items() if each.any()}
 
 
-def test_a_measured_trait_is_no_longer_untried(bloom):
+def test_trait_of_measured_runs_is_not_untried(bloom):
     rows = published_rows(bloom[:6])
     rate = 2 * np.asarray(rows.hardware.matmul_flops_per_s)
     narrow = dataclasses.replace(rows.hardware, matmul_flops_per_s=rate)
@@ -150,7 +150,7 @@ def test_a_measured_trait_is_no_longer_untried(bloom):
     assert not untried(rows.layouts, narrow, measured)
 
 
-def test_runs_that_fit_badly_widen_the_interval_of_the_next(invented):
+def test_misfit_of_runs_widens_next_interval(invented):
     noise = np.random.default_rng(0).normal(0, 0.3, len(invented))
     rough = dataclasses.replace(invented, step_time_s=invented.step_time_s * np.exp(noise))
     widths = []
@@ -160,7 +160,8 @@ def test_runs_that_fit_badly_widen_the_interval_of_the_next(invented):
     assert widths[0] < interval.SCALES.misfit < 0.6 * widths[1]
 
 
-def test_left_out_errors_are_those_of_fits_without_the_runs_of_a_model(invented):
+def test_left_out_errors_match_refits(invented):
+    """Each refit leaves out all runs of one model."""
     noise = np.random.default_rng(1).normal(0, 0.05, len(invented))
     rows = dataclasses.replace(invented, step_time_s=invented.step_time_s * np.exp(noise)).select(
         np.arange(0, 40, 2)
@@ -176,20 +177,20 @@ def test_left_out_errors_are_those_of_fits_without_the_runs_of_a_model(invented)
     assert found.left_out_error == pytest.approx(np.array(apart), rel=0.4)
 
 
-def test_quantiles_are_those_of_students_t():
+def test_quantiles_match_student_t():
     assert [interval.student_quantile(n) for n in (4, 5, 10, 1e6)] == pytest.approx(
         [2.132, 2.015, 1.812, 1.645], rel=2e-3
     )
 
 
-def test_a_layout_unlike_any_run_carries_a_warning(bloom):
+def test_layout_outside_measured_range_is_warned(bloom):
     plan = Plan(tensor_parallel=2, global_batch_size=64)
     layouts = Layouts.of(ModelSpec.preset("gpt-22b"), [plan])
     warnings = calibrate(bloom).predict(layouts).warnings
     assert any("extrapolation" in each for each in warnings if each.startswith("parameters 2.2"))
 
 
-def test_proposed_runs_narrow_the_interval_more_than_random_ones(bloom, invented):
+def test_proposed_runs_narrow_interval_more_than_random(bloom, invented):
     rows, prior = invented, Prior.default()
     chosen = calibrate([], Site.load("jean-zay")).propose(rows.layouts, 3)
     assert len(set(chosen)) == 3
@@ -205,7 +206,7 @@ def test_proposed_runs_narrow_the_interval_more_than_random_ones(bloom, invented
 
 
 def local_run(directory, plan, coefficients):
-    """Writes a run directory whose step times are the model's."""
+    """Writes a run directory with step times of the model. Returns (run, seconds per step)."""
     spec, site = ModelSpec.preset("demo"), Site.load("laptop")
     run = new_run(directory, spec=spec, plan=plan, recipe=Recipe(data="x", num_steps=8), site=site)
     plan.write(directory / "plan.attempt_01.json")
@@ -220,7 +221,7 @@ def local_run(directory, plan, coefficients):
     return run, seconds
 
 
-def test_three_local_runs_predict_the_others_within_their_interval(tmp_path):
+def test_three_local_runs_predict_others_in_interval(tmp_path):
     true = Coefficients(launch_s=2e-5, gemm_efficiency=0.5, node_latency_s=1.5e-4, step_s=0.03)
     plans = [
         Plan(global_batch_size=8, micro_batch_size=4),
@@ -239,7 +240,7 @@ def test_three_local_runs_predict_the_others_within_their_interval(tmp_path):
     assert ((prediction.low_s < measured) & (measured < prediction.high_s)).all()
 
 
-def test_more_processes_than_cores_share_them():
+def test_oversubscribed_cores_halve_compute_rate():
     site = Site.load("laptop").replace(devices_per_node=2)
     plans = [Plan(), Plan(data_parallel=4, global_batch_size=4)]
     layouts = Layouts.of(ModelSpec.preset("demo"), plans)
@@ -247,15 +248,15 @@ def test_more_processes_than_cores_share_them():
     assert rate[0] == 2 * rate[1]
 
 
-def test_fp16_is_as_fast_as_bf16_everywhere():
-    """The fit takes the rate of bf16 for its runs in fp16, so views of a run in fp16 do so too."""
+def test_fp16_rate_equals_bf16_rate():
+    """Fits use the bf16 rate for runs in fp16, so every view of a run in fp16 must use it too."""
     site = Site.load("frontier")
     layouts = Layouts.of(ModelSpec.preset("demo"), [Plan()])
     rates = [hardware_on(site, layouts, dtype).matmul_flops_per_s for dtype in ("fp16", "bf16")]
     assert rates[0] == rates[1] == Hardware.of(site).matmul_flops_per_s
 
 
-def test_what_cannot_calibrate_is_refused(tmp_path, bloom):
+def test_calibration_refuses_unusable_runs(tmp_path, bloom):
     run, _ = local_run(tmp_path / "run", Plan(), Coefficients())
     (run.directory / "metrics.jsonl").write_text("")
     unknown = dict(system="x", source="x", device="chip", peak_flops_per_s=None)
@@ -275,13 +276,13 @@ def test_what_cannot_calibrate_is_refused(tmp_path, bloom):
 
 
 @pytest.mark.parametrize("name", ["dgx-h100", "kaist", "tpu-v4"])
-def test_no_fit_implies_a_rate_that_the_machine_was_never_seen_to_reach(name):
+def test_fitted_rates_stay_below_measured_ceilings(name):
     found = published_calibration(Site.load(name)).coefficients.to_dict()
     rates = [value for key, value in found.items() if key.endswith("efficiency")]
     assert len(rates) == 7 and max(rates) <= found["factor"]
 
 
-def test_a_site_laid_over_another_keeps_its_calibration_while_the_device_is_the_same(tmp_path):
+def test_site_with_base_keeps_calibration_of_same_device(tmp_path):
     def laid_over(lines, name='name = "mine"'):
         file = tmp_path / "mine.toml"
         file.write_text(f'base = "dgx-h100"\n{name}\n{lines}')
@@ -301,7 +302,7 @@ def test_a_site_laid_over_another_keeps_its_calibration_while_the_device_is_the_
     assert published_calibration(Site.load("eks-trn1")).num_runs == 11
 
 
-def test_the_interval_of_a_published_calibration_holds_its_own_runs():
+def test_published_calibration_covers_its_own_runs():
     runs = [run for run in published.load(system="Frontier") if run.status in ("read", "mixed")]
     runs = [run for run in runs if run.kind == "measured"]
     prediction = published_calibration(Site.load("frontier")).predict(published.layouts(runs))
@@ -309,14 +310,14 @@ def test_the_interval_of_a_published_calibration_holds_its_own_runs():
     assert np.mean((prediction.low_s < measured) & (measured < prediction.high_s)) >= 0.85
 
 
-def test_published_runs_are_of_other_software_than_the_readers():
+def test_published_calibration_widens_for_other_stack():
     site, runs = Site.load("dgx-h100"), published.of_site("dgx-h100")
     ours, theirs = calibrate(runs, site), published_calibration(site)
     assert ours.coefficients == theirs.coefficients
     assert theirs.misfit**2 == pytest.approx(ours.misfit**2 + interval.OTHER_STACK**2)
 
 
-def test_published_runs_calibrate_their_site_and_no_other():
+def test_published_runs_calibrate_only_their_site():
     frontier, h100 = (published_calibration(Site.load(name)) for name in ("frontier", "dgx-h100"))
     assert frontier.num_runs == 20 and frontier.error < 0.15
     assert h100.num_runs == 16, "9 in bf16 and 7 in fp8"

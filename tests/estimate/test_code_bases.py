@@ -1,4 +1,4 @@
-"""The memory model for other code bases than the kit's engines, and in narrow formats."""
+"""Memory and speed of code bases other than the kit's engines, and of narrow number formats."""
 
 import dataclasses
 
@@ -18,7 +18,10 @@ from kit.estimate.theory.memory import CODE_BASES, memory, memory_by_stage
 GPT = ModelSpec.preset("gpt-22b")
 
 
-def test_megatron_core_runs_that_ran_fit_by_its_own_kernels_and_reserve():
+def test_megatron_core_runs_fit_in_predicted_memory():
+    """Exactly 2 of 70 published runs have a predicted out-of-memory risk above 5 %. Kernels and
+    reserve are those of Megatron Core.
+    """
     runs = [
         run for run in published.load() if run.system == "Eos-class H100" or "Bridge" in run.source
     ]
@@ -36,7 +39,10 @@ def test_megatron_core_runs_that_ran_fit_by_its_own_kernels_and_reserve():
     assert (kit > device).mean() > 0.3, "by the kit's own kernels many of them are impossible"
 
 
-def test_fp8_keeps_narrow_inputs_and_on_some_devices_one_copy_of_a_weight():
+def test_fp8_memory_of_activations_and_weights():
+    """Narrow inputs shrink the activations. Only devices that multiply without a transposed copy
+    store one byte per weight.
+    """
     formats = (("bf16", True), ("fp8", False), ("fp8", True), ("mxfp8", True))
     degrees = {"tensor_parallel": 4, "sequence_parallel": True, "data_parallel": 2}
     plan = Plan(**degrees, zero_stage=1, global_batch_size=2)
@@ -51,9 +57,10 @@ def test_fp8_keeps_narrow_inputs_and_on_some_devices_one_copy_of_a_weight():
     assert half.activations == whole.activations / 2
 
 
-def test_a_code_base_brings_its_schedules_its_overlap_and_its_kernels():
-    """Megatron-LM's examples/llama set --overlap-grad-reduce and --overlap-param-gather, and
-    megatron/core/pipeline_parallel has 1F1B and its interleaved form alone."""
+def test_code_base_sets_schedules_overlap_and_kernels():
+    """Megatron-LM's examples/llama set --overlap-grad-reduce and --overlap-param-gather. Its
+    megatron/core/pipeline_parallel has only 1F1B and interleaved 1F1B.
+    """
     asked = ModelSpec.preset("llama3-8b"), Site.load("dgx-h100"), 16, 64
     core = search(*asked, code_base="megatron-core").layouts
     fp8, titan = (
@@ -70,9 +77,11 @@ def test_a_code_base_brings_its_schedules_its_overlap_and_its_kernels():
 
 
 @pytest.mark.parametrize(("replicas", "teraflops"), [(64, 430), (128, 400)])
-def test_the_speed_of_llama_3_405b_as_it_was_trained_lies_in_the_interval(replicas, teraflops):
-    """Llama 3, arXiv 2407.21783, table 4: TP8 PP16 in bf16, 16M tokens of sequences of 8,192; a
-    check, fitted by nothing. How many stages a device had is not said."""
+def test_llama_405b_step_time_is_inside_interval(replicas, teraflops):
+    """The speed is from Llama 3, arXiv 2407.21783, table 4: TP8 PP16 in bf16, batches of 16M tokens
+    in sequences of 8,192. No fit uses this speed. The paper does not give the number of stages per
+    device, so the test tries 2, 4 and 8.
+    """
     spec = ModelSpec.preset("llama3.1-405b").replace(sequence_length=8192)
     degrees = {"tensor_parallel": 8, "sequence_parallel": True, "pipeline_parallel": 16}
     shares = {"data_parallel": replicas, "zero_stage": 1, "global_batch_size": 2048}

@@ -54,7 +54,7 @@ def zero_gradients(module: torch.nn.Module) -> None:
 
 @RECOMPUTE
 @FAMILY
-def test_activations_of_the_kits_own_block(family, recompute):
+def test_block_activations_match_live_bytes(family, recompute):
     spec, batch = TINY[family], 2
     block = Block(spec, recompute).to(torch.bfloat16)
     rotary = Decoder(spec).rotary(spec.sequence_length, torch.device("cpu"))
@@ -66,17 +66,19 @@ def test_activations_of_the_kits_own_block(family, recompute):
         kept = live.now - y.nbytes
         live.peak = live.now
         y.backward(torch.ones_like(y))
-    # The CPU has no fused RMSNorm, so what it keeps shows in `norm_bytes`.
+    # The CPU has no fused RMSNorm. What its norm saves for backward is counted in `norm_bytes`.
     layouts = Layouts.of(spec, [Plan(recompute=recompute)], fused_norm=False)
     layer, tokens = LayerActivations(layouts, KIT), batch * spec.sequence_length
     assert tokens * layer.saved_bytes.item() == pytest.approx(kept, rel=0.01)
-    held = kept + 2 * y.nbytes  # the output and its gradient
+    held = kept + 2 * y.nbytes  # The output and its gradient.
     assert tokens * layer.workspace_bytes.item() == pytest.approx(live.peak - held, rel=0.15)
 
 
 @pytest.fixture
 def fake_ranks():
-    """A function: makes this rank 0 of so many, whose collectives only take their memory."""
+    """A function that makes this process rank 0 of a fake process group of `world` ranks.
+    Collectives allocate their memory and send nothing.
+    """
     yield lambda world: dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     dist.destroy_process_group()
 
@@ -84,7 +86,9 @@ def fake_ranks():
 @RECOMPUTE
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @FAMILY
-def test_activations_of_a_tensor_parallel_rank(family, sequence_parallel, recompute, fake_ranks):
+def test_tensor_parallel_activations_match_live_bytes(
+    family, sequence_parallel, recompute, fake_ranks
+):
     fake_ranks(2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
     spec, batch = TINY[family], 2
@@ -102,7 +106,7 @@ def test_activations_of_a_tensor_parallel_rank(family, sequence_parallel, recomp
 
 
 @pytest.mark.parametrize("chunk", [0, 2**18, 2**25])
-def test_loss_of_the_kit(chunk, monkeypatch):
+def test_loss_memory_matches_live_bytes(chunk, monkeypatch):
     monkeypatch.setattr("kit.model.cross_entropy.logits_at_once", lambda _memory: chunk)
     spec = ModelSpec.gpt(**SHAPES | dict(num_layers=1, hidden_size=32, vocab_size=8192))
     decoder, tokens = Decoder(spec).to(torch.bfloat16), torch.randint(0, 8192, (2, 64))
@@ -110,19 +114,19 @@ def test_loss_of_the_kit(chunk, monkeypatch):
         if chunk:
             loss = decoder(tokens, tokens)
         else:
-            logits = decoder(tokens)  # held while the gradients are made
+            logits = decoder(tokens)  # The logits are held during backward.
             loss = cross_entropy(logits, tokens, None)
         loss.backward()
     layouts = Layouts.of(spec, [Plan(micro_batch_size=2, global_batch_size=2)])
     modelled = memory(layouts, kernels=KIT.replace(chunk_logits=chunk)).stages[0]
     held = modelled.embedding_logits + modelled.workspace + modelled.activations
-    # In bf16, from the backward pass, where the peak is; of chunks it is in the forward pass.
+    # bf16 gradients exist at the peak, in the backward pass. With chunks the peak is in forward.
     gradients = 0 if chunk else 2 * modelled.params.item()
     assert held.item() == pytest.approx(live.peak - gradients, rel=0.05)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_weight_is_counted(name):
+def test_memory_model_counts_every_weight(name):
     spec = ModelSpec.preset(name)
     assert memory(Layouts.of(spec, [Plan()])).stages[0].params.item() == spec.num_params
 
@@ -131,10 +135,8 @@ def test_every_weight_is_counted(name):
 @pytest.mark.parametrize(
     "family, layers, t, p", [*((family, 4, 2, 2) for family in TINY), ("llama", 6, 1, 4)]
 )
-def test_weights_of_each_pipeline_device_are_those_of_the_engine(
-    family, layers, t, p, schedule, stages
-):
-    """Also of uneven stages: six layers on four devices."""
+def test_pipeline_device_weights_match_engine(family, layers, t, p, schedule, stages):
+    """Includes uneven stages: six layers on four devices."""
     spec = TINY[family].replace(num_layers=layers)
     degrees = {"tensor_parallel": t, "pipeline_parallel": p, "virtual_stages": stages}
     plan = Plan(**degrees, schedule=schedule, global_batch_size=8)
@@ -146,15 +148,14 @@ def test_weights_of_each_pipeline_device_are_those_of_the_engine(
 @pytest.mark.parametrize(
     ("stages", "shard_size", "over", "weights", "gradients", "optimizer"),
     [
-        # Of stage 3 the optimizer's are the only shards.
+        # With ZeRO 3 the optimizer's fp32 weights are the only shards.
         ((0, 1, 2, 3), None, 4, [2, 2, 2, 0], [4, 4, 1, 1], [12, 3, 3, 3]),
         ((1, 2, 3), 2, 2, [2, 2, 0], [4, 2, 2], [6, 6, 6]),
     ],
     ids=["all replicas", "a shard size"],
 )
-def test_zero_stages_divide_state_as_the_engine_does(
-    stages, shard_size, over, weights, gradients, optimizer
-):
+def test_zero_stages_divide_training_state(stages, shard_size, over, weights, gradients, optimizer):
+    """Compares bytes per parameter with the expected ones, and sharded weights with the engine."""
     spec = TINY["llama"]
     plan = Plan(data_parallel=4 if shard_size is None else 8, global_batch_size=16)
     plans = [plan.replace(zero_stage=stage, shard_size=shard_size) for stage in stages]
@@ -168,7 +169,7 @@ def test_zero_stages_divide_state_as_the_engine_does(
     assert stage.params[-1] / over == pytest.approx(sharded, rel=0.01)
 
 
-def test_gradients_stay_whole_under_a_pipeline():
+def test_pipeline_zero_2_does_not_shard_gradients():
     plan = Plan(pipeline_parallel=2, data_parallel=2, global_batch_size=4, zero_stage=2)
     stage = memory(Layouts.of(TINY["gpt"], [plan], gradient_bytes=4.0)).stages[0]
     assert stage.term("gradients").item() == 4 * stage.params.item()
@@ -176,9 +177,7 @@ def test_gradients_stay_whole_under_a_pipeline():
 
 @pytest.mark.parametrize("schedule, stages", [*SCHEDULES, ("gpipe", 1), ("interleaved", 3)])
 @pytest.mark.parametrize("devices, micro_batches", [(4, 8), (4, 16), (2, 4), (8, 16)])
-def test_micro_batches_in_flight_are_those_of_the_schedule(
-    schedule, stages, devices, micro_batches
-):
+def test_micro_batches_in_flight_match_schedule(schedule, stages, devices, micro_batches):
     shape = {"pipeline_parallel": devices, "virtual_stages": stages}
     plan = Plan(**shape, schedule=schedule, global_batch_size=micro_batches)
     order = Order.of(schedule, **shape, num_microbatches=micro_batches)
@@ -186,7 +185,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedule(
     assert np.allclose(modelled, order.peak_in_flight)
 
 
-def test_korthikanti_layer_in_closed_form():
+def test_layer_activations_match_korthikanti_formula():
     shape = {"num_layers": 48, "hidden_size": 6144, "num_heads": 64}
     spec = ModelSpec.gpt(name="22B", **shape, vocab_size=51_200, sequence_length=2048)
     plans = [
@@ -200,7 +199,7 @@ def test_korthikanti_layer_in_closed_form():
     assert np.allclose(kept / spec.hidden_size, expected)
 
 
-def test_heaviest_device_is_the_heaviest_of_all():
+def test_memory_reports_fullest_pipeline_device():
     rng = np.random.default_rng(5)
     for _ in range(40):
         p, kinds = int(rng.choice([2, 4, 8])), (("1f1b", 1), ("gpipe", 1), ("interleaved", 2))
@@ -224,7 +223,7 @@ def test_heaviest_device_is_the_heaviest_of_all():
         assert last.item() == pytest.approx(everywhere[-1])
 
 
-def test_layers_that_do_not_divide():
+def test_memory_of_uneven_pipeline_stages():
     spec = TINY["llama"].replace(num_layers=70)
     run = Layouts.of(spec, [Plan(pipeline_parallel=12, global_batch_size=24)])
     ends, second = memory(run), memory_by_stage(run, layers=[5, *[6] * 10, 5])
@@ -234,7 +233,7 @@ def test_layers_that_do_not_divide():
         memory_by_stage(run, layers=[6] * 11)
 
 
-def test_frontier_conventions():
+def test_bytes_per_parameter_of_each_convention():
     spec = ModelSpec.preset("gpt-1t")
     layouts = Layouts.of(spec, [Plan(global_batch_size=2)])
     states = {
@@ -252,7 +251,7 @@ def test_frontier_conventions():
     }
 
 
-def test_probability_of_running_out():
+def test_out_of_memory_risk_is_half_at_capacity():
     layouts = Layouts.of(ModelSpec.preset("gpt-22b"), [Plan(tensor_parallel=8)])
     found = memory(layouts)
     used = found.used_bytes.item()
@@ -264,7 +263,7 @@ def test_probability_of_running_out():
         RESERVE.replace(factor=9.0)
 
 
-def test_fits_find_what_made_the_data():
+def test_memory_fits_recover_true_parameters():
     rng = np.random.default_rng(3)
     choices = itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4), ("none", "full"))
     base = Plan(tensor_parallel=2, global_batch_size=64)
@@ -294,7 +293,7 @@ def test_fits_find_what_made_the_data():
     [("none", None), ("selective", None), ("full", None), ("full", 6), ("full", 2)],
 )
 @FAMILY
-def test_peak_of_a_whole_step_of_the_kit(family, recompute, layers):
+def test_forward_backward_peak_matches_live_bytes(family, recompute, layers):
     spec, batch = TINY[family].replace(num_layers=8), 16
     some: dict[str, Any] = {"recompute": recompute, "recompute_layers": layers}
     decoder = Decoder(spec, **some).to(torch.bfloat16)
@@ -309,7 +308,7 @@ def test_peak_of_a_whole_step_of_the_kit(family, recompute, layers):
 
 
 @pytest.mark.parametrize("zero, micro_batches", [(0, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2)])
-def test_whole_steps_of_the_native_engine(zero, micro_batches, fake_ranks):
+def test_native_engine_peak_matches_live_bytes(zero, micro_batches, fake_ranks):
     fake_ranks(4)
     spec, batch = TINY["llama"].replace(num_layers=6), 4 * micro_batches
     plan = Plan(data_parallel=4, zero_stage=zero, global_batch_size=batch, precision="bf16")
@@ -327,7 +326,7 @@ def test_whole_steps_of_the_native_engine(zero, micro_batches, fake_ranks):
     ("layers", "device"),
     [(1, "full none none none"), (2, "full none full none"), (3, "full full full none")],
 )
-def test_the_engine_recomputes_the_first_blocks_of_its_stages(fake_ranks, layers, device):
+def test_engine_recomputes_first_blocks_of_stages(fake_ranks, layers, device):
     fake_ranks(2)
     spec, degrees = TINY["llama"].replace(num_layers=8), {"pipeline_parallel": 2}
     stages: dict[str, Any] = {"schedule": "interleaved", "virtual_stages": 2}
@@ -339,8 +338,10 @@ def test_the_engine_recomputes_the_first_blocks_of_its_stages(fake_ranks, layers
     assert plan.recomputed_layers(spec) == 2 * layers
 
 
-def test_what_deepspeed_keeps_of_gradients():
-    """As counted in DeepSpeed 0.19.8 on two processes; ZeRO 2 keeps a bucket beside 14.1 bytes."""
+def test_deepspeed_gradient_memory_by_zero_stage():
+    """The expected bytes were counted in DeepSpeed 0.19.8 on two processes. ZeRO 2 needs a gradient
+    bucket in addition to 14.1 bytes per parameter.
+    """
     larger = SHAPES | dict(num_layers=8, hidden_size=512, vocab_size=1024)
     spec = ModelSpec.llama(**larger, ffn_hidden_size=1408)
     plan = Plan(data_parallel=2, global_batch_size=2, engine="deepspeed")

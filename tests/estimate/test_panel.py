@@ -1,4 +1,4 @@
-"""The panel of notebook 02 without a browser: what it computes, refuses, writes, how fast it is."""
+"""The panel of notebook 02 without a browser: estimates, refusals, written Python, and speed."""
 
 import base64
 import html
@@ -42,7 +42,7 @@ def panel() -> Panel:
     return Panel("gpt-175b", "frontier", PLAN)
 
 
-def test_it_says_what_the_search_says(panel: Panel) -> None:
+def test_panel_and_search_estimates_agree(panel: Panel) -> None:
     found = panel.estimate()
     site = found.machine.site
     fixed = (
@@ -74,8 +74,10 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_panel_estimates_the_plan_it_is_given(name: str) -> None:
-    """Held to `step_time` and to the advice of a job that runs out of memory, on the same plan."""
+def test_panel_estimates_its_initial_plan(name: str) -> None:
+    """Compares with `step_time` and with the advice after running out of memory, for the panel's
+    plan.
+    """
     plan = GIVEN[name]
     is_recipe = name in recipe_names()
     model = published_recipe(name).model if is_recipe else "gpt-175b"
@@ -95,8 +97,10 @@ def test_panel_estimates_the_plan_it_is_given(name: str) -> None:
     assert f"engine: {plan.engine}" in words and f"precision: {plan.precision}" in words
 
 
-def test_panel_refuses_what_it_cannot_estimate() -> None:
-    """An engine of another machine or a precision is refused, never replaced by another one."""
+def test_panel_refuses_unsupported_choices() -> None:
+    """An unsupported engine, precision or site is refused. The panel does not replace it by
+    another.
+    """
     plan = PLAN.replace(compile=False)
     panel = Panel("gpt-175b", "frontier", plan)
     for control, value, reason in (
@@ -115,8 +119,10 @@ def test_panel_refuses_what_it_cannot_estimate() -> None:
 @pytest.mark.parametrize(
     "changes", [{}, {"recompute": "none"}, {"zero_stage": 0, "tensor_parallel": 8}]
 )
-def test_the_bars_add_up_to_the_number_in_the_title(changes: dict) -> None:
-    """Read from the drawing: tops of the bars of pipeline devices, the stroke, memory's line."""
+def test_memory_bars_add_up_to_title(changes: dict) -> None:
+    """Reads the drawing: tops of the pipeline devices' bars, the line of the interval, and the line
+    of the capacity.
+    """
     panel = Panel("gpt-175b", "frontier", PLAN.replace(**changes))
     [told] = re.findall(
         r"Memory: ([\d.]+) GiB \(([\d.]+) to ([\d.]+)\) of (\d+) on", panel.view.value
@@ -131,7 +137,7 @@ def test_the_bars_add_up_to_the_number_in_the_title(changes: dict) -> None:
     assert axis.collections[-1].get_label() == "reserve"
 
 
-def test_the_step_s_stroke_is_its_interval_and_its_terms_add_up(panel: Panel) -> None:
+def test_step_figure_shows_interval_and_all_terms(panel: Panel) -> None:
     found = panel.estimate()
     axis = found.figures()[1].axes[0]
     stroke = axis.lines[0].get_xdata() * found.step_s[0] / 100
@@ -139,7 +145,7 @@ def test_the_step_s_stroke_is_its_interval_and_its_terms_add_up(panel: Panel) ->
     assert max(bar.get_x() + bar.get_width() for bar in axis.patches) == pytest.approx(100)
 
 
-def test_a_device_with_memory_at_the_end_of_the_interval_runs_out_at_95_to_5(panel: Panel) -> None:
+def test_memory_interval_ends_have_risk_95_and_5(panel: Panel) -> None:
     found = panel.estimate()
     used = found.machine.memory(Layouts.of(found.spec, [found.plan])).used_bytes
     for end, risk in ((2, 0.05), (1, 0.95)):
@@ -148,8 +154,10 @@ def test_a_device_with_memory_at_the_end_of_the_interval_runs_out_at_95_to_5(pan
 
 
 @pytest.mark.slow
-def test_a_move_costs_hardly_more_than_its_picture(panel: Panel) -> None:
-    """Both on the same core in turn, so that what runs beside them slows both: 0.2 s alone."""
+def test_control_change_costs_little_above_drawing(panel: Panel) -> None:
+    """Both are timed in turn on one core, so that other load slows both. A change takes 0.2 s on an
+    idle machine.
+    """
     moves, pictures, found = [], [], panel.estimate()
     for stage in (0, 1) * 2:
         begin = time.process_time()
@@ -161,7 +169,7 @@ def test_a_move_costs_hardly_more_than_its_picture(panel: Panel) -> None:
     assert min(moves) < 1.5 * min(pictures)
 
 
-def test_the_largest_model_is_drawn_too() -> None:
+def test_largest_model_is_drawn() -> None:
     spec, site = ModelSpec.preset("gpt-1t"), Site.load("frontier")
     machine = machine_of(site, published_calibration(site))
     degrees = {"tensor_parallel": 8, "pipeline_parallel": 64, "data_parallel": 6}
@@ -169,7 +177,7 @@ def test_the_largest_model_is_drawn_too() -> None:
     assert Estimate.of(spec, machine, plan).to_png().startswith(b"\x89PNG")
 
 
-def test_an_impossible_layout_is_answered_with_the_reason_and_the_next_possible_one_drawn(
+def test_panel_explains_impossible_layout_and_recovers(
     panel: Panel,
 ) -> None:
     panel.controls["tensor_parallel"].value = 7
@@ -184,7 +192,7 @@ def test_an_impossible_layout_is_answered_with_the_reason_and_the_next_possible_
     assert panel.plan == PLAN
 
 
-def test_the_text_of_a_layout_is_python_that_makes_it(panel: Panel) -> None:
+def test_written_python_recreates_the_plan(panel: Panel) -> None:
     panel.write()
     code = html.unescape(panel.text.value.partition(">")[2].removesuffix("</pre>"))
     assert eval(code, {"kit": kit}) == panel.plan
@@ -192,14 +200,14 @@ def test_the_text_of_a_layout_is_python_that_makes_it(panel: Panel) -> None:
     assert panel.text.value == "", "of no other layout"
 
 
-def test_every_pair_of_model_and_machine_is_drawn_or_refused(panel: Panel) -> None:
+def test_models_on_lumi_are_drawn_or_refused(panel: Panel) -> None:
     panel.controls["site"].value = "lumi"
     for model in ("demo", "hlat-70b", "gpt-22b"):
         panel.controls["model"].value = model
         assert ("Impossible: " in panel.view.value) == (panel.plan is None)
 
 
-def test_the_still_is_the_picture_below_the_controls(panel: Panel, monkeypatch) -> None:
+def test_static_image_shows_controls_and_figures(panel: Panel, monkeypatch) -> None:
     shown = []
     monkeypatch.setattr("IPython.display.display", lambda data, **_: shown.append(data))
     panel._ipython_display_()
@@ -215,8 +223,8 @@ def test_the_still_is_the_picture_below_the_controls(panel: Panel, monkeypatch) 
     assert len(words) == len(panel.controls) and {"tensor: 4", "recompute: full"} <= set(words)
 
 
-def test_the_share_of_the_bubble_is_that_of_the_whole_step(panel: Panel) -> None:
-    """Not of the few micro-batches that are drawn, in which devices wait much longer."""
+def test_bubble_share_in_title_is_of_whole_step(panel: Panel) -> None:
+    """In the few micro-batches that are drawn, devices wait for a much larger share."""
     found = panel.estimate()
     title = found.titles["timeline"]
     share = float(re.findall(r"bubble ([\d.]+)% of the step", title)[0])
@@ -236,8 +244,10 @@ def test_the_share_of_the_bubble_is_that_of_the_whole_step(panel: Panel) -> None
         ("1f1b", 1, 1, 8),
     ],
 )
-def test_drawn_timeline_is_the_beginning_of_the_step(schedule, pipeline, stages, tensor) -> None:
-    """Held to the simulation of all micro-batches. The picture has no operation of the drain."""
+def test_drawn_timeline_is_start_of_full_simulation(schedule, pipeline, stages, tensor) -> None:
+    """Compares with the simulation of all micro-batches. The figure has no operation of the
+    pipeline's drain.
+    """
     fields = {"schedule": schedule, "virtual_stages": stages, "compile": False}
     fields["recompute"] = "none" if schedule in SPLIT_SCHEDULES else "full"
     degrees = {"tensor_parallel": tensor, "pipeline_parallel": pipeline}
@@ -268,7 +278,7 @@ def _operations(simulation: Simulation, end: float) -> list[tuple[float, float, 
     return sorted(rounded)
 
 
-def test_short_step_is_drawn_whole() -> None:
+def test_short_step_is_drawn_completely() -> None:
     panel = Panel("gpt-175b", "frontier", PLAN.replace(global_batch_size=64))
     found = panel.estimate()
     assert found.timeline.order.num_microbatches == found.plan.num_microbatches == 32
@@ -276,7 +286,7 @@ def test_short_step_is_drawn_whole() -> None:
 
 
 @pytest.mark.parametrize("degrees", [(4, 16), (8, 1)])
-def test_no_text_of_the_pictures_lies_on_another_or_is_cut(degrees: tuple[int, int]) -> None:
+def test_panel_texts_do_not_overlap_or_leave_figure(degrees: tuple[int, int]) -> None:
     tensor, pipeline = degrees
     plan = PLAN.replace(tensor_parallel=tensor, pipeline_parallel=pipeline)
     panel = Panel("gpt-175b", "frontier", plan)

@@ -1,4 +1,4 @@
-"""Published runs: the shipped file reads clean, the field's traps are refused with the reason."""
+"""Published runs: the shipped file is accepted, and common errors in rows are refused."""
 
 import csv
 
@@ -40,7 +40,7 @@ def runs():
     return published.load()
 
 
-def test_shipped_rows_are_all_accepted_and_every_one_has_a_source(runs):
+def test_shipped_rows_are_accepted_and_have_a_source(runs):
     with FILE.open() as stream:
         count = sum(1 for _ in csv.DictReader(stream))
     assert count - len(runs) == 6, "six rows have no layout or no time"
@@ -49,7 +49,8 @@ def test_shipped_rows_are_all_accepted_and_every_one_has_a_source(runs):
     assert all(run.step_time_s is None for run in runs if run.kind == "oom")
 
 
-def test_every_measured_machine_has_a_site_and_stays_below_its_ceiling(runs):
+def test_measured_rates_stay_below_site_ceiling(runs):
+    """Every measured machine has a site."""
     for run in runs:
         assert run.site() is not None, run.system
         rate = run.flops_per_s()
@@ -57,7 +58,7 @@ def test_every_measured_machine_has_a_site_and_stays_below_its_ceiling(runs):
             assert rate < 0.9 * run.site().peak_flops_per_s("bf16")
 
 
-def test_selene_seconds_give_the_published_hardware_flops_back(runs):
+def test_selene_times_give_published_hardware_flops(runs):
     run = next(run for run in runs if run.spec.name == "GPT-1008.0B" and run.system == "Selene")
     assert run.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) == pytest.approx(163e12, rel=0.001)
     assert run.basis is Basis.HARDWARE and run.num_devices == 3072 and not run.flash_attention
@@ -73,12 +74,12 @@ def test_selene_seconds_give_the_published_hardware_flops_back(runs):
         ("H200-141GB", "hgx-h200"),
     ],
 )
-def test_a_device_is_known_by_its_vendors_name_too(write, gpu, site):
+def test_site_is_found_by_vendor_device_name(write, gpu, site):
     run = published.load(write(dict(gpu=gpu, system="elsewhere")))[0]
     assert run.site().name == site
 
 
-def test_layouts_hold_every_run_in_order(runs):
+def test_layouts_keep_every_run_in_order(runs):
     some = runs[::97]
     layouts = published.layouts(some)
     assert layouts.shape == (len(some),)
@@ -86,8 +87,10 @@ def test_layouts_hold_every_run_in_order(runs):
     assert np.isnan(published.step_times(some)).tolist() == [run.kind == "oom" for run in some]
 
 
-def test_frontier_log_that_says_149_teraflops_is_refused_and_37_accepted(write):
-    """The engine ran 160 micro-batches, not 640: 320 samples, not the 1280 that the log counted."""
+def test_frontier_log_above_ceiling_is_refused(write):
+    """149 TFLOP/s is refused, 37 is accepted. The log counted 640 micro-batches (1,280 samples),
+    but the engine ran 160 (320 samples).
+    """
     corrected = published.load(write({}))[0]
     assert corrected.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) == pytest.approx(37.4e12, rel=0.01)
     for said in ("149.8", ""):
@@ -113,12 +116,13 @@ def test_frontier_log_that_says_149_teraflops_is_refused_and_37_accepted(write):
         (dict(pp="64", tp="1", layers="32"), "64 x 1 stages of 32 layers"),
     ],
 )
-def test_traps_are_refused_with_the_line_and_the_reason(write, change, message):
+def test_bad_row_is_refused_with_line_and_reason(write, change, message):
     with pytest.raises(ConfigError, match="line 3: .*" + message):
         published.load(write({}, change))
 
 
-def test_reader_goes_on_past_refused_rows_and_skips_open_layouts(write):
+def test_reader_continues_after_refused_rows(write):
+    """Rows with an incomplete layout or without a time are left out."""
     timeless = dict(seconds_per_iter="", tflops_per_gpu="")
     file = write({}, dict(global_batch="321"), dict(tp=""), timeless)
     runs, refused, left_out = published.read_runs(file)
@@ -126,7 +130,8 @@ def test_reader_goes_on_past_refused_rows_and_skips_open_layouts(write):
     assert left_out == [(4, "no tp"), (5, published.TIMELESS)]
 
 
-def test_kernels_are_read_from_their_columns_and_what_is_open_is_assumed(write):
+def test_kernel_columns_are_read_or_assumed(write):
+    """The notes of a source are not read."""
     note = (
         "kernel=torch; sequence parallelism; TP overlap; mem 12GB"  # a source's, which say nothing
     )
@@ -139,7 +144,7 @@ def test_kernels_are_read_from_their_columns_and_what_is_open_is_assumed(write):
     assert (run.flash_attention, run.plan.recompute, run.plan.micro_batch_size) == (2, "none", 1)
 
 
-def test_seconds_follow_from_mfu_or_from_flops_in_their_basis(write):
+def test_seconds_follow_from_mfu_or_flops(write):
     for change in (dict(tflops_per_gpu="", mfu="0.1468"), dict(status="")):
         [run] = published.load(write(dict(seconds_per_iter="") | change))
         assert run.step_time_s == pytest.approx(196.1, rel=0.002)

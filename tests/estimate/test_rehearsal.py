@@ -1,4 +1,4 @@
-"""Dress rehearsals of the papers' largest jobs, and of jobs that do not fit."""
+"""Rehearsals of the papers' largest jobs, and of jobs that do not fit."""
 
 import functools
 import json
@@ -53,7 +53,7 @@ def count(found: Rehearsal, what: str) -> Any:
 
 
 @pytest.mark.parametrize("name", names())
-def test_rehearsal_and_panel_estimate_alike(name):
+def test_rehearsal_and_panel_estimates_agree(name):
     recipe = published_recipe(name)
     spec, plan = of(name)
     found = rehearse(spec, plan, RECIPE, Site.load(recipe.site))
@@ -65,8 +65,8 @@ def test_rehearsal_and_panel_estimate_alike(name):
     assert memory.fits, "the paper has trained it"
 
 
-def test_rehearsal_of_fp32_is_not_that_of_bf16():
-    """The peak in fp32 of an MI250X's GCD is a quarter of that in bf16 (AMD's data sheet)."""
+def test_fp32_rehearsal_is_slower_and_larger():
+    """The peak in fp32 of an MI250X's GCD is a quarter of its peak in bf16 (AMD's data sheet)."""
     spec, plan = of("frontier-22b", engine="native", precision="bf16")
     site = Site.load("frontier")
     wide, narrow = (
@@ -78,7 +78,7 @@ def test_rehearsal_of_fp32_is_not_that_of_bf16():
     assert count(wide, memory).value > count(narrow, memory).value
 
 
-def test_a_trillion_parameters_on_3072_devices_fit(packed):
+def test_1t_on_3072_devices_fits(packed):
     spec, plan = of("frontier-1t", data_parallel=6, global_batch_size=3072)
     found = rehearse(spec, plan, RECIPE, packed)
     assert plan.num_devices == 3072 and found.fits, found.title
@@ -102,7 +102,7 @@ def test_70b_on_8192_cores_fits():
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["counts"][-1]["value"] is None
 
 
-def test_what_does_not_fit_is_named(packed):
+def test_rehearsal_names_what_does_not_fit(packed):
     spec, plan = of("frontier-1t", data_parallel=6, global_batch_size=3072)
     tight = packed.storage.replace(quota_bytes=Fact(value=30e12, source="a smaller project"))
     found = rehearse(spec, plan, RECIPE, packed.replace(storage=tight))
@@ -114,7 +114,8 @@ def test_what_does_not_fit_is_named(packed):
     assert count(often, "time that counts, with a failure every 0.1 h").value < 0.7
 
 
-def test_counts_are_those_of_what_the_job_does(packed):
+def test_rehearsal_counts_kept_checkpoints(packed):
+    """A job in a container fits without a packed Python environment."""
     spec, plan = of("frontier-1t", data_parallel=6, global_batch_size=3072)
     once = rehearse(spec, plan, RECIPE.replace(checkpoint_every=None), packed)
     assert count(once, "kept").value == pytest.approx(12.1, rel=0.01), "only the last step is saved"
@@ -127,7 +128,7 @@ def test_counts_are_those_of_what_the_job_does(packed):
     assert rehearse(spec, plan, RECIPE, contained).fits, "`kit launch` refuses no container"
 
 
-def test_a_plan_that_cannot_run_is_refused(packed):
+def test_rehearsal_refuses_invalid_plan(packed):
     spec, plan = of("frontier-1t")
     with pytest.raises(ConfigError, match="tensor_parallel"):
         rehearse(spec, plan.replace(tensor_parallel=7), RECIPE, packed)
@@ -135,7 +136,7 @@ def test_a_plan_that_cannot_run_is_refused(packed):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layers", [6, 4, 1])
-def test_split_loses_no_weight(layers, tied):
+def test_model_split_loses_no_weight(layers, tied):
     spec = ModelSpec.preset("demo").replace(num_layers=layers, tied_embeddings=tied)
     degrees: dict[str, Any] = {"pipeline_parallel": 3, "tensor_parallel": 2, "data_parallel": 3}
     views, num_params = split_model(spec, Plan(**degrees, zero_stage=1, global_batch_size=6))
@@ -144,7 +145,7 @@ def test_split_loses_no_weight(layers, tied):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_the_command_says_it_in_its_exit_code():
+def test_rehearse_command_fails_if_job_does_not_fit():
     def kit(*words: str) -> Any:
         return CliRunner().invoke(app, ["plan", *words, "--rehearse"])
 

@@ -1,4 +1,4 @@
-"""The pipeline simulator: closed forms, bounds, torch's orders, the engine's, and the picture."""
+"""The pipeline simulator: closed forms, bounds, orders of torch and of the engine, the timeline."""
 
 import time
 from types import SimpleNamespace
@@ -35,7 +35,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 def even(
     schedule: str, p: int, m: int, v: int = 1, *, f: float, b: float, w: float, send_s: float = 0
 ) -> Simulation:
-    """Equal devices with times f, b, w for one micro-batch through all of a device's v stages."""
+    """Simulates equal devices. `f`, `b` and `w` are the seconds of one micro-batch in all `v`
+    stages of a device.
+    """
     order = Order.of(schedule, pipeline_parallel=p, num_microbatches=m, virtual_stages=v)
     return simulate(
         order, forward_s=f / v, backward_input_s=b / v, backward_weight_s=w / v, send_s=send_s
@@ -45,7 +47,7 @@ def even(
 @pytest.mark.parametrize(
     ("p", "m"), [(1, 5), (2, 1), (4, 8), (8, 32), (7, 21), (16, 64), (64, 512)]
 )
-def test_makespan_equals_the_closed_forms(p, m):
+def test_makespan_equals_closed_forms(p, m):
     times: dict[str, Any] = {"f": 0.7, "b": 0.9, "w": 0.6}
     whole = sum(times.values())
     for schedule in ("gpipe", "1f1b"):
@@ -62,7 +64,7 @@ def test_makespan_equals_the_closed_forms(p, m):
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 32), (16, 64)])
-def test_memory_of_the_schedules(p, m):
+def test_peak_micro_batches_in_flight_by_schedule(p, m):
     stages = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2}
     runs = {name: even(name, p, m, v, f=1, b=1, w=1) for name, v in stages.items()}
     held = {name: run.order.peak_in_flight for name, run in runs.items()}
@@ -73,7 +75,7 @@ def test_memory_of_the_schedules(p, m):
     assert runs["zbv"].bubble_fraction < runs["zero_bubble"].bubble_fraction
 
 
-def test_one_slow_stage_sets_the_pace():
+def test_slowest_stage_sets_makespan():
     p, m, send_s = 8, 64, 0.05
     forward, backward = np.ones(p), np.full(p, 2.0)
     forward[-1], backward[-1] = 1.3, 2.6
@@ -103,9 +105,9 @@ def cases(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_any_pipeline_respects_devices_dependencies_and_bounds(case):
+def test_simulation_respects_dependencies_and_bounds(case):
     order, times, send = case
-    simulation = simulate(order, **times, send_s=send)  # not a deadlock
+    simulation = simulate(order, **times, send_s=send)  # Raises on a deadlock.
     work, eps = order.kind != PADDING, 1e-9
     assert (np.isfinite(simulation.end_s) == work).all()
     assert (simulation.start_s[:, 1:] >= simulation.end_s[:, :-1] - eps)[work[:, 1:]].all()
@@ -130,7 +132,7 @@ def test_any_pipeline_respects_devices_dependencies_and_bounds(case):
     busy = np.bincount(order.device_of_stage, weights=m * whole)
     one_micro_batch = times["forward_s"].sum() + times["backward_input_s"].sum() + 2 * hop.sum()
     assert simulation.makespan_s >= max(busy.max(), one_micro_batch) - eps
-    # No worse than one after the other.
+    # Not longer than all work in sequence.
     assert simulation.makespan_s <= m * (whole.sum() + 2 * hop.sum()) + eps
     np.testing.assert_allclose(simulation.busy_s, busy)
 
@@ -147,11 +149,11 @@ TORCH_SCHEDULES = {
     "name, stages",
     [("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1), ("zero_bubble", 2), ("zbv", 2)],
 )
-def test_same_orders_as_torch(name, stages, p, m):
+def test_orders_match_torch_schedules(name, stages, p, m):
     assert_order_is_torchs(name, stages, p, m)
 
 
-def test_same_order_as_torch_of_micro_batches_that_make_no_whole_rounds():
+def test_zbv_order_matches_torch_for_partial_rounds():
     assert_order_is_torchs("zbv", 2, p=4, m=7)
 
 
@@ -174,7 +176,9 @@ def assert_order_is_torchs(name, stages, p, m):
 
 
 def order_of_actions(actions) -> Order:
-    """The order in torch's `pipeline_order`, without idle slots and what is not computation."""
+    """Returns the order in torch's `pipeline_order` without idle slots and without actions that
+    compute nothing.
+    """
     rows = [
         [
             (KINDS.index(done.computation_type.value), done.stage_index, done.microbatch_index)
@@ -190,7 +194,9 @@ def order_of_actions(actions) -> Order:
 
 
 def _engine_order(spec, plan):
-    """Trains one step with the kit's engine and returns what this rank did, in torch's notation."""
+    """Trains one step with the native engine and returns this rank's operations in torch's
+    notation.
+    """
     recipe, done = Recipe(data="none", num_steps=1), []
     engine = NativeEngine(spec, plan, recipe, torch.device("cpu"))
     for stage in getattr(engine.schedule, "_stages", None) or [engine.schedule._stage]:
@@ -201,7 +207,7 @@ def _engine_order(spec, plan):
 
 
 def _record(stage, done):
-    """Has a stage write down each operation before it does it."""
+    """Patches a stage so that it appends each operation to `done` before running it."""
     backward = stage.backward_one_chunk
 
     def recorded(letter, operation):
@@ -221,7 +227,7 @@ def _record(stage, done):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_same_order_as_the_engine_runs(schedule, llama_spec):
+def test_simulated_order_matches_engine(schedule, llama_spec):
     stages = 1 if schedule in ("gpipe", "1f1b") else 2
     shape: dict[str, Any] = {"pipeline_parallel": 2, "virtual_stages": stages}
     plan = Plan(**shape, schedule=schedule, global_batch_size=4)
@@ -232,7 +238,7 @@ def test_same_order_as_the_engine_runs(schedule, llama_spec):
 @pytest.mark.parametrize(
     ("schedule", "v"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zbv", 2)]
 )
-def test_large_pipeline_is_no_longer_than_its_work_and_bubble(schedule, v):
+def test_large_pipeline_simulation_is_fast_and_bounded(schedule, v):
     start = time.process_time()
     simulation = even(schedule, 64, 512, v, f=1, b=1, w=1)
     assert time.process_time() - start < 2  # 0.1 s where nothing else runs
@@ -244,14 +250,14 @@ def test_large_pipeline_is_no_longer_than_its_work_and_bubble(schedule, v):
     [{"forward_s": -1.0}, {"send_s": np.ones(3)}, {"backward_input_s": float("nan")}],
     ids=str,
 )
-def test_refuses_impossible_times(bad):
+def test_simulation_refuses_impossible_times(bad):
     order = Order.of("1f1b", pipeline_parallel=2, num_microbatches=2)
     times = {"forward_s": 1.0, "backward_input_s": 1.0, "backward_weight_s": 1.0}
     with pytest.raises(ConfigError, match=next(iter(bad))):
         simulate(order, **{**times, **bad})
 
 
-def test_timeline_shows_every_operation_and_its_table():
+def test_timeline_shows_every_operation_and_table():
     kinds = (("1f1b", 1), ("zbv", 2))
     panels = [even(name, 4, 8, v, f=1, b=1, w=1, send_s=0.1) for name, v in kinds]
     figure, rows = timeline_figure(*panels)

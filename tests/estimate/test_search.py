@@ -1,4 +1,4 @@
-"""The search: the rules of Plan, the numbers of the formulas, answers that explain themselves."""
+"""The search: rules of Plan, numbers of the formulas, explained answers, refused input."""
 
 import contextlib
 import dataclasses
@@ -69,8 +69,10 @@ def random_plans(rng: np.random.Generator, count: int) -> Iterator[dict[str, Any
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_rules_mask_layouts_as_they_refuse_plans(engine):
-    """The same rules are asked about arrays and about numbers; both must mean the same by them."""
+def test_layout_mask_matches_plan_validation(engine):
+    """Each rule takes arrays of layouts or the numbers of one plan. Both forms must accept the same
+    plans.
+    """
 
     def is_accepted(values):
         with contextlib.suppress(ConfigError):
@@ -93,8 +95,10 @@ def test_the_rules_mask_layouts_as_they_refuse_plans(engine):
     assert allowed(layouts, SMALL, engine).tolist() == accepted and 20 < sum(accepted) < 750
 
 
-def test_126_layers_are_offered_in_128_places():
-    """Llama 3 405B (arXiv 2407.21783, section 3.3.2): embedding and loss stand for a layer each."""
+def test_126_layers_are_offered_on_128_stages():
+    """Llama 3 405B (arXiv 2407.21783, section 3.3.2): embedding and loss each take the place of a
+    layer.
+    """
     layouts = candidates(LLAMA_405B, 8192, 2048)
     plan = layouts.select(layouts.num_stages == 128).plan(0)
     plan.check(LLAMA_405B, 8192)
@@ -114,7 +118,7 @@ def test_126_layers_are_offered_in_128_places():
         ("llama3.1-405b", 2048, 2048, "native"),
     ],
 )
-def test_candidates_pass_every_check_and_are_there_once(model, devices, batch, engine):
+def test_candidates_are_valid_and_unique(model, devices, batch, engine):
     rng = np.random.default_rng(2)
     spec = ModelSpec.preset(model)
     layouts = candidates(spec, devices, batch, engine=engine)
@@ -126,7 +130,8 @@ def test_candidates_pass_every_check_and_are_there_once(model, devices, batch, e
     assert np.unique(table, axis=1).shape[1] == len(layouts) > 100
 
 
-def test_zero_3_is_offered_inside_nodes_and_nothing_else_changes():
+def test_zero_3_is_offered_with_shards_inside_nodes():
+    """A node size adds ZeRO 3 plans with shard groups inside a node, and no other plans."""
     few, more = (candidates(SMALL, 16, 32, node_devices=node) for node in (0, 8))
     plans, offered = ({x.plan(i) for i in range(len(x))} for x in (few, more))
     hybrid = offered - plans
@@ -140,7 +145,7 @@ def test_zero_3_is_offered_inside_nodes_and_nothing_else_changes():
     assert f"ZeRO3/{row['shard_size']} " in describe_layout(row)
 
 
-def test_only_restricts_and_names_what_is_wrong():
+def test_only_restricts_candidates_or_is_refused():
     only = {"schedule": "zbv", "tensor_parallel": [2], "pipeline_parallel": [2, 4]}
     layouts = candidates(SMALL, 16, 32, only=only)
     plans = [layouts.plan(i) for i in range(len(layouts))]
@@ -155,7 +160,7 @@ def test_only_restricts_and_names_what_is_wrong():
             candidates(SMALL, 16, 32, only=only)
 
 
-def test_numbers_are_those_of_the_formulas():
+def test_search_numbers_match_formulas():
     found = search(GPT_22B, FRONTIER, 16, 640)
     rows = np.random.default_rng(1).integers(0, len(found.layouts), 300)
     plans = [found.plan(int(i)) for i in rows]
@@ -166,7 +171,7 @@ def test_numbers_are_those_of_the_formulas():
     assert found.used_bytes[rows] == pytest.approx(used, rel=1e-5)
 
 
-def test_best_is_the_fastest_within_the_risk():
+def test_best_is_fastest_within_max_risk():
     found = search(GPT_175B, FRONTIER, 128, 640, max_risk=0.1)
     best = int(found.order[0])
     risks = np.array([found.risk(int(i)) for i in np.argsort(found.step_time_s)[:500]])
@@ -179,7 +184,7 @@ def test_best_is_the_fastest_within_the_risk():
     assert lower.step_time_s[lower.order[0]] > found.step_time_s[best]
 
 
-def test_pareto_front_has_all_that_is_not_beaten():
+def test_pareto_front_has_all_undominated_layouts():
     found = search(SMALL, FRONTIER, 16, 32)
     time_s, used = found.step_time_s, found.used_bytes
     points = set(zip(time_s[found.pareto], used[found.pareto], strict=True))
@@ -188,7 +193,7 @@ def test_pareto_front_has_all_that_is_not_beaten():
     assert points == set(zip(time_s[~beaten], used[~beaten], strict=True))
 
 
-def test_an_answer_explains_itself():
+def test_answer_explains_time_memory_and_limit():
     found = search(GPT_175B, FRONTIER, 128, 640)
     assert found.title.endswith("not calibrated")
     alone = search(ModelSpec.preset("demo"), FRONTIER, 1, 1).title
@@ -257,8 +262,8 @@ def test_command_notebook_and_panel_agree(model, site, devices, batch):
         assert answer.index != first.index or not faster, "nothing is faster than the first"
 
 
-def test_a_schedule_that_takes_longer_than_its_closed_form_is_named():
-    """Fewer micro-batches than stages with zbv, which the closed form takes for too short."""
+def test_schedule_slower_than_closed_form_is_warned():
+    """With fewer micro-batches than stages the closed form of zbv is too short."""
     only = {"tensor_parallel": [64], "schedule": ["zbv"]}
     known = published_calibration(FRONTIER)
     (answer,) = answers(search(GPT_1T, FRONTIER, 1024, 64, calibration=known, only=only), 1)
@@ -267,7 +272,7 @@ def test_a_schedule_that_takes_longer_than_its_closed_form_is_named():
     assert any("simulated event by event" in text for text in explanation.warnings)
 
 
-def test_tensor_ranks_that_leave_the_node_are_warned_of():
+def test_tensor_parallelism_across_nodes_is_warned():
     known = published_calibration(FRONTIER)
     for degree in (8, 16):
         only = {"tensor_parallel": [degree]}
@@ -277,7 +282,7 @@ def test_tensor_ranks_that_leave_the_node_are_warned_of():
         assert bool(named) == (degree > 8)
 
 
-def test_as_few_blocks_are_recomputed_as_fit():
+def test_search_recomputes_fewest_blocks_that_fit():
     found = search(GPT_22B, FRONTIER, 16, 640)
     rows = np.flatnonzero(found.layouts.recompute_layers)
     assert len(rows) > 10 and found.feasible[rows].all()
@@ -291,21 +296,22 @@ def test_as_few_blocks_are_recomputed_as_fit():
         time_s, used_bytes = found.machine.evaluate(layouts)
         assert time_s[1] < time_s[0] < time_s[2] and used_bytes[1] > used_bytes[0] > used_bytes[2]
         blocks = plan.virtual_stages * len(plan.stage_layers(GPT_22B, 0))
-        if blocks <= 16:  # else counted in sixteenths
+        if blocks <= 16:  # With more blocks the search tries sixteenths of them.
             assert used_bytes[1] > found.machine.most_bytes(0.05) >= used_bytes[0]
     assert f"recompute full ({plan.recompute_layers} a device)" in describe_layout(
         found.row(int(row))
     )
 
 
-def test_answers_of_one_degree_explain_themselves_too():
+def test_answers_of_one_degree_suggest_no_other_degrees():
+    """On 63 devices every answer has tensor parallelism 1. Answers suggest other changes."""
     report = plan_report("llama3-8b", site="dgx-h100", devices=63, batch=63)
     assert {answer.plan.tensor_parallel for answer in report.answers} == {1}
     told = [text for answer in report.answers for text in answer.to_dict()["changes"]]
     assert told and not any("with other degrees" in text for text in told)
 
 
-def test_an_interval_is_written_as_people_read_it():
+def test_interval_text_has_three_significant_digits():
     assert interval_text({"step_time_low_s": 8.6149, "step_time_high_s": 11.46}) == "8.61 to 11.5"
     assert interval_text({"step_time_low_s": 579.6, "step_time_high_s": 1074.4}) == "580 to 1,074"
 
@@ -316,7 +322,7 @@ def first():
     return answers(search(GPT_22B, FRONTIER, 16, 640), 1)[0]
 
 
-def test_a_rate_above_the_ceiling_carries_a_warning(first):
+def test_rate_above_measured_ceiling_is_warned(first):
     rates = {"bf16": {"value": 40e12, "source": "a test"}}
     slow = FRONTIER.replace(device=FRONTIER.device.replace(matmul_flops_per_s=rates))
     assert not any("no matrix product" in text for text in first.explain().warnings)
@@ -325,7 +331,7 @@ def test_a_rate_above_the_ceiling_carries_a_warning(first):
     assert any("no matrix product was seen above 40" in text for text in doubted.explain().warnings)
 
 
-def test_report_is_what_the_command_prints():
+def test_plan_report_has_rows_json_and_calibration():
     report = plan_report("gpt-22b", site="frontier", devices=16, batch=640, tokens=1e12, count=3)
     assert len(report.rows) == 3 and all(len(row) == len(report.header) for row in report.rows)
     data = json.loads(json.dumps(report.to_dict()))
@@ -341,7 +347,7 @@ def test_report_is_what_the_command_prints():
     assert len(report.search._repr_html_()) < 4000
 
 
-def test_a_plan_for_trainium_is_one_that_its_engine_takes():
+def test_trainium_plans_are_valid_for_neuron_engine():
     report = plan_report("hlat-70b", site="trn1.32xlarge", devices=8192, batch=1024, count=3)
     for answer in report.answers:
         assert answer.plan.engine == "neuron" and "engine neuron" in report.search.title
@@ -357,8 +363,10 @@ def test_a_plan_for_trainium_is_one_that_its_engine_takes():
         plan_report("hlat-70b", site="trn1.32xlarge", devices=8192, batch=1024, only=only)
 
 
-def test_zero_0_on_trainium_is_searched_with_its_own_memory():
-    """NxD without ZeRO keeps no master weights: HLAT's 7B, as the memory advice estimates it."""
+def test_trainium_zero_0_memory_matches_advice():
+    """NxD without ZeRO keeps no master weights. The example is HLAT's 7B. A search over stage 0
+    together with other stages is refused.
+    """
     recipe, site = published_recipe("hlat-7b"), Site.load("trn1.32xlarge")
     spec, plan = ModelSpec.preset(recipe.model), recipe.plan
     only = {"zero_stage": [0], "tensor_parallel": [plan.tensor_parallel], "pipeline_parallel": [1]}
@@ -385,13 +393,13 @@ def test_zero_0_on_trainium_is_searched_with_its_own_memory():
         (dict(model="gpt-1t"), "no layout of gpt-1t on 16 devices of frontier fits in memory"),
     ],
 )
-def test_bad_input_is_refused(change, message):
+def test_plan_report_refuses_bad_input(change, message):
     values = dict(model="gpt-22b", site="frontier", devices=16, batch=640) | change
     with pytest.raises(ConfigError, match=message):
         plan_report(values.pop("model"), **values)
 
 
-def test_how_many_devices_would_do_is_said():
+def test_search_error_names_enough_devices():
     def fits(devices):
         with contextlib.suppress(ConfigError):
             return search(GPT_1T, FRONTIER, devices, 640).feasible.any()
@@ -416,13 +424,13 @@ def test_how_many_devices_would_do_is_said():
         ("gpt-1t frontier 16 1", TP2_PP8, "What fits: nothing nearby"),
     ],
 )
-def test_what_lies_nearby_and_fits_is_named(asked, only, message):
+def test_search_error_names_nearby_choices_that_fit(asked, only, message):
     model, site, devices, batch = asked.split()
     with pytest.raises(ConfigError, match=message):
         search(ModelSpec.preset(model), Site.load(site), int(devices), int(batch), only=only)
 
 
-def test_a_batch_that_leaves_few_replicas_is_named_as_the_cause():
+def test_small_batch_is_named_as_cause_of_few_replicas():
     found = search(GPT_175B, FRONTIER, 512, 7)
     assert found.best.data_parallel == 1
     assert "7 sequences on 512 devices leave at most 1 replica" in str(found.advise_batch())
@@ -430,7 +438,7 @@ def test_a_batch_that_leaves_few_replicas_is_named_as_the_cause():
     assert search(GPT_175B, FRONTIER, 512, 1024).advise_batch() is None
 
 
-def test_tensor_parallelism_that_no_run_had_widens_the_interval_and_is_named():
+def test_untried_tensor_parallelism_widens_interval():
     calibration = published_calibration(FRONTIER)
 
     def width(degree: int) -> float:
@@ -451,7 +459,10 @@ def test_tensor_parallelism_that_no_run_had_widens_the_interval_and_is_named():
     assert "tensor parallelism across nodes" not in blind.untried
 
 
-def test_a_layout_whose_tensor_ranks_leave_the_node_is_warned_of_where_it_is_among_the_fastest():
+def test_warning_names_fast_tensor_degree_across_nodes():
+    """The first answer has TP8. It warns that TP32, whose tensor ranks leave the node, is among the
+    fastest layouts.
+    """
     asked, known = (GPT_1T, FRONTIER, 3072, 9600), published_calibration(FRONTIER)
     found = search(*asked, calibration=known, only={"recompute": ["none", "full"]})
     first = answers(found)[0]
@@ -463,7 +474,7 @@ def test_a_layout_whose_tensor_ranks_leave_the_node_is_warned_of_where_it_is_amo
     assert not any("leaves the node" in text for text in answers(inside)[0].explain().warnings)
 
 
-def test_what_no_engine_of_the_kit_does_is_offered_by_name(first):
+def test_answer_names_gains_of_other_engines(first):
     context, overlap, offload = first.explain().other_engines
     assert "context_parallel=[1, 2, 4, 8]" in context and overlap.endswith("% time)")
     assert "GiB less a device" in offload
@@ -471,7 +482,7 @@ def test_what_no_engine_of_the_kit_does_is_offered_by_name(first):
     assert told == f"not by the kit's engines: {context}; {overlap}; {offload}"
 
 
-def test_nearest_run_outside_the_interval_is_warned_of(first, monkeypatch):
+def test_nearest_run_outside_interval_is_warned(first, monkeypatch):
     near = dataclasses.replace(first.explain().nearest, distance=1.0, residual=0.01)
     far_off = dataclasses.replace(near, residual=2.0)
     for nearest, is_warned in ((near, False), (far_off, True)):
@@ -480,7 +491,7 @@ def test_nearest_run_outside_the_interval_is_warned_of(first, monkeypatch):
         assert any("missed by more than" in text for text in warnings) == is_warned
 
 
-def test_sequence_length_and_code_base_can_be_asked_for():
+def test_plan_report_takes_sequence_length_and_code_base():
     asked: dict[str, Any] = dict(site="dgx-h100", devices=64, batch=64, count=1)
     own, long, megatron = (
         plan_report("llama3-8b", **asked, **changes)
@@ -495,13 +506,13 @@ def test_sequence_length_and_code_base_can_be_asked_for():
         plan_report("llama3-8b", **asked, code_base="torchtitn")
 
 
-def test_a_site_without_a_number_is_named():
+def test_search_refuses_site_without_memory_size():
     bare = FRONTIER.replace(device=FRONTIER.device.replace(memory_bytes=None))
     with pytest.raises(ConfigError, match="memory_bytes"):
         search(SMALL, bare, 16, 32)
 
 
-def test_the_whole_space_of_1t_takes_a_blink():
+def test_search_of_1t_takes_under_half_a_second():
     spent = []
     for _ in range(4):
         start = time.process_time()
@@ -511,7 +522,8 @@ def test_the_whole_space_of_1t_takes_a_blink():
     assert min(spent[1:]) < 0.5, "0.11 s where nothing else runs, after the first, which reads"
 
 
-def test_a_narrow_plan_is_beside_a_run_of_its_format_and_says_what_its_mfu_is_of():
+def test_nvfp4_plan_names_run_and_peak_of_its_format():
+    """The nearest run is in nvfp4. The MFU is given against the peaks in bf16 and in nvfp4."""
     asked: dict[str, Any] = dict(
         site="gb300-nvl72", devices=64, batch=256, count=1, code_base="megatron-core"
     )

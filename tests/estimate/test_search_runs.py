@@ -1,4 +1,4 @@
-"""What a search returns is what the engine runs: its plans, unchanged, train on real processes."""
+"""Plans that a search returns train unchanged on real processes."""
 
 import numpy as np
 import pytest
@@ -29,9 +29,9 @@ def two_steps(spec: ModelSpec, plans: list[Plan]) -> list[tuple[float, float]]:
 
 
 @pytest.mark.slow
-def test_plans_of_a_search_train_unchanged(llama_spec):
-    """A random candidate of each shape for four processes, in bf16 as they come, follow one
-    process in fp32.
+def test_search_plans_train_unchanged(llama_spec):
+    """Trains a random candidate of each combination of degrees on four processes in bf16. Loss and
+    gradient norm must follow one process in fp32.
     """
     layouts = candidates(llama_spec, 4, BATCH)
     drawn = [layouts.plan(int(i)) for i in np.random.default_rng(7).permutation(len(layouts))]

@@ -1,4 +1,4 @@
-"""Step time: terms add up, limits are physical, and each knob moves the time the way it must."""
+"""Step time: terms add up, limits are physical, and each option changes the time as expected."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def seconds(*plans, spec="gpt-175b", coefficients=None, hardware=SELENE, **kerne
     return step_time(layouts, hardware, coefficients or Coefficients())
 
 
-def test_terms_add_up_to_the_total_for_every_published_run():
+def test_terms_add_up_to_total_for_published_runs():
     runs = published.load()[::7]
     layouts = published.layouts(runs)
     result = step_time(layouts, SELENE, Coefficients())
@@ -48,7 +48,7 @@ def test_terms_add_up_to_the_total_for_every_published_run():
     assert all((term >= -1e-12).all() for term in result.terms_s.values())
 
 
-def test_no_layout_beats_the_matrix_product_ceiling_even_with_perfect_coefficients():
+def test_no_layout_exceeds_matrix_product_ceiling():
     runs = [run for run in published.load() if run.system == "KAIST A100 node"]
     layouts = published.layouts(runs)
     flops = [run.spec.hardware_flops_per_token(run.plan.recompute, whole=True) for run in runs]
@@ -56,7 +56,7 @@ def test_no_layout_beats_the_matrix_product_ceiling_even_with_perfect_coefficien
     assert (rate < SELENE.matmul_flops_per_s).all()
 
 
-def test_price_is_devices_times_hours_and_unknown_without_a_price():
+def test_price_is_from_device_hours_or_unknown():
     trn1 = Hardware.of(Site.load("trn1.32xlarge"))
     layout = plan(pipeline_parallel=1, data_parallel=8)
     result = seconds(layout, spec="hlat-7b", hardware=trn1)
@@ -64,14 +64,15 @@ def test_price_is_devices_times_hours_and_unknown_without_a_price():
     assert np.isnan(seconds(plan()).price(1e9)).all()
 
 
-def test_more_micro_batches_shrink_the_bubbles_share_by_the_1f1b_law():
+def test_more_micro_batches_shrink_bubble_share():
     few, many = seconds(plan(global_batch_size=16)), seconds(plan(global_batch_size=256))
     share = [float((each.terms_s["bubble"] / each.total_s)[0]) for each in (few, many)]
     assert share[0] > 0.3 and share[1] < 0.08
     assert few.terms_s["bubble"] == pytest.approx(many.terms_s["bubble"])
 
 
-def test_interleaving_divides_the_bubble_and_zero_bubble_takes_a_third_of_that():
+def test_interleaving_and_zero_bubble_shrink_bubble():
+    """Three virtual stages divide the bubble by 3. Zero-bubble divides the rest by 3 again."""
     plain = seconds(plan()).terms_s["bubble"]
     interleaved = seconds(plan(schedule="interleaved", virtual_stages=3)).terms_s["bubble"]
     zero = seconds(plan(schedule="zero_bubble", virtual_stages=3)).terms_s["bubble"]
@@ -85,8 +86,10 @@ def test_full_recomputation_costs_a_forward_pass():
     assert none.terms_s["recompute"] == 0
 
 
-def test_a_block_that_is_not_compiled_is_recomputed_up_to_its_last_product():
-    """Which takes 2 T h f FLOPs by hand; a Megatron block of the same shapes is run to its end."""
+def test_eager_block_skips_recomputing_last_product():
+    """The last product takes 2 T h f FLOPs. A Megatron block with these shapes is recomputed
+    completely.
+    """
     spec, alone = ModelSpec.preset("gpt-22b"), plan(**ALONE, recompute="full")
     ours, megatron = (
         seconds(alone, spec=spec.name, coefficients=PERFECT, native=np.array([native]))
@@ -98,7 +101,7 @@ def test_a_block_that_is_not_compiled_is_recomputed_up_to_its_last_product():
     assert saved == pytest.approx(product / float(SELENE.matmul_flops_per_s), rel=0.03)
 
 
-def test_small_models_are_limited_by_the_host():
+def test_small_models_are_limited_by_host_launches():
     layout = plan(tensor_parallel=2, pipeline_parallel=1, data_parallel=1, global_batch_size=8)
     slow, fast = Coefficients(launch_s=5e-5), Coefficients(launch_s=1e-6)
     terms = seconds(layout, spec="demo", coefficients=slow).terms_s
@@ -106,12 +109,12 @@ def test_small_models_are_limited_by_the_host():
     assert seconds(layout, spec="gpt-175b", coefficients=fast).terms_s["host_launch"] == 0
 
 
-def test_tensor_parallelism_across_nodes_is_slower_than_inside():
+def test_tensor_parallelism_is_slower_across_nodes():
     inside, across = seconds(plan()), seconds(plan(tensor_parallel=16, pipeline_parallel=4))
     assert across.terms_s["tensor_parallel"] > 2 * inside.terms_s["tensor_parallel"]
 
 
-def test_weight_sharding_moves_more_the_more_micro_batches_there_are():
+def test_zero_3_traffic_grows_with_micro_batches():
     def extra(batch):
         base = plan(**ALONE, data_parallel=64, global_batch_size=batch)
         plans = [base.replace(zero_stage=stage) for stage in (1, 3)]
@@ -121,7 +124,8 @@ def test_weight_sharding_moves_more_the_more_micro_batches_there_are():
     assert extra(256) > 3 * extra(64) > 0
 
 
-def test_sharding_inside_a_node_gathers_there_and_sums_a_shard_across_nodes():
+def test_shard_group_in_node_uses_node_links():
+    """Weights are gathered inside the node. The gradients of a shard are summed across nodes."""
     spec = ModelSpec.preset("gpt-22b")
     base = plan(**ALONE, data_parallel=64, global_batch_size=256, zero_stage=3)
     layouts = Layouts.of(spec, [base.replace(shard_size=size) for size in (None, 8, 64)])
@@ -133,7 +137,7 @@ def test_sharding_inside_a_node_gathers_there_and_sums_a_shard_across_nodes():
     flat, inside, whole = step_time(layouts, SELENE, PERFECT).terms_s["data_parallel"]
     assert inside < 0.9 * flat and whole == flat
 
-    # Once a step, weights cross nodes in 6 bytes and in 8 where each shard's gradients are summed
+    # Once per step, 6 bytes per weight cross nodes, or 8 if each shard's gradients are summed
     # across groups.
     once = base.replace(zero_stage=1, global_batch_size=64)
     layouts = Layouts.of(spec, [once, once.replace(shard_size=8)])
@@ -141,20 +145,20 @@ def test_sharding_inside_a_node_gathers_there_and_sums_a_shard_across_nodes():
     assert inside > flat
 
 
-def test_an_uneven_pipeline_is_slower_than_its_mean_stage():
+def test_uneven_pipeline_is_slower_than_mean_stage():
     spec = ModelSpec.preset("gpt-1.4b").replace(num_layers=26)
     layouts = Layouts.of(spec, [plan(tensor_parallel=1)])
     terms = step_time(layouts, SELENE, Coefficients()).terms_s
     assert terms["imbalance"] > 0.1 * terms["gemm"]
 
 
-def test_one_call_equals_many_and_select_gives_parts():
+def test_one_call_equals_separate_calls():
     plans = [plan(), plan(recompute="full"), plan(tensor_parallel=4, pipeline_parallel=16)]
     together = seconds(*plans).total_s
     assert together == pytest.approx([float(seconds(each).total_s[0]) for each in plans])
 
 
-def test_collectives_follow_the_ring():
+def test_collective_times_follow_ring_formula():
     link = Link(1e9, 0.1)
     assert all_reduce_seconds(1e9, np.array([1.0, 2.0, 4.0]), link) == pytest.approx([0, 1.1, 1.6])
     assert all_gather_seconds(1e9, np.array(4.0), link) == pytest.approx(0.8)
@@ -163,45 +167,45 @@ def test_collectives_follow_the_ring():
     )
 
 
-def test_links_never_exceed_the_machines_own():
+def test_group_links_never_exceed_hardware_rate():
     links = GroupLinks(published.layouts(published.load()[::11]), SELENE, PERFECT)
     for link in (links.tensor, links.data, links.pipeline):
         assert (link.rate <= SELENE.near_bytes_per_s).all()
 
 
 def tensor_rates(hardware, coefficients=PERFECT):
-    """Returns bytes/s between tensor ranks: of two, four and eight."""
+    """Returns bytes per second between tensor ranks in groups of two, four and eight."""
     plans = [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4, 8)]
     return GroupLinks(
         Layouts.of(ModelSpec.preset("gpt-22b"), plans), hardware, coefficients
     ).tensor.rate
 
 
-def test_pairs_of_gcds_have_a_faster_link_than_the_node():
+def test_gcd_pairs_have_faster_links_than_node():
     rate = tensor_rates(Hardware.of(Site.load("frontier")))
     assert rate[:2] == pytest.approx([200e9, 75e9], rel=0.01)
 
 
-def test_a_group_that_does_not_fill_a_node_loses_links_as_the_node_is_wired():
+def test_partial_group_loses_links_on_mesh_not_switch():
     mesh = tensor_rates(SELENE, dataclasses.replace(PERFECT, node_sharing=1.0))
     assert mesh == pytest.approx(SELENE.near_bytes_per_s * np.array([1 / 4, 1 / 2, 1]))
     assert tensor_rates(SELENE) == pytest.approx(SELENE.near_bytes_per_s, rel=0.02), "a switch"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_coefficients_outside_physics_are_refused(name):
+def test_coefficients_outside_bounds_are_refused(name):
     low, high = BOUNDS[name]
     for value in (low / 2, high * 2):
         with pytest.raises(ConfigError, match=f"coefficients.{name}: .* Give"):
             Coefficients(**{name: value})
 
 
-def test_a_site_without_what_is_needed_says_what_is_missing():
+def test_hardware_names_missing_site_numbers():
     with pytest.raises(ConfigError, match=r"device\.peak_flops_per_s\.bf16.*kit bench"):
         Hardware.of(Site.load("laptop"))
 
 
-def test_every_cluster_site_makes_hardware_with_sane_proportions():
+def test_every_site_gives_plausible_hardware():
     sites = [site for site in map(Site.load, Site.names()) if site.device.memory_bytes_per_s]
     assert len(sites) >= 10
     for site in sites:

@@ -1,4 +1,4 @@
-"""Terms of a step that few plans use: each moves time or memory by what its formula says."""
+"""Terms of a step that few plans use: each changes time or memory as its formula states."""
 
 import contextlib
 import dataclasses
@@ -46,7 +46,8 @@ def timed(*plans, **kernels):
     return step_time(layouts, hardware, C), GroupLinks(layouts, hardware, C), layouts
 
 
-def test_a_ring_hides_behind_attention_and_what_it_sends_grows_with_ranks_and_key_heads():
+def test_ring_attention_sends_hide_behind_attention():
+    """The bytes sent grow with the ranks and with the key/value heads."""
     time, links, x = timed(plan(), plan(context_parallel=2), plan(context_parallel=4))
     tokens = LLAMA.sequence_length / x.context_parallel
     kv = LLAMA.hidden_size * 8 / 32
@@ -61,7 +62,7 @@ def test_a_ring_hides_behind_attention_and_what_it_sends_grows_with_ranks_and_ke
     assert (np.diff(time.total_s) < 0).all(), "ranks more"
 
 
-def test_all_to_all_moves_heads_both_ways_and_nothing_hides_it():
+def test_all_to_all_traffic_is_fully_exposed():
     plans = [plan(context_parallel=c, context_exchange="all_to_all") for c in (2, 4)]
     time, links, x = timed(*plans)
     tokens, c = LLAMA.sequence_length / x.context_parallel, x.context_parallel
@@ -72,7 +73,8 @@ def test_all_to_all_moves_heads_both_ways_and_nothing_hides_it():
     assert time.terms_s["gemm"][0] == pytest.approx(ring.terms_s["gemm"][0])
 
 
-def test_context_parallelism_divides_activations_and_logits_and_shards_states_over_its_ranks():
+def test_context_parallelism_divides_memory():
+    """Activations and logits are divided, and optimizer states are sharded over the ranks."""
     halved = plan(context_parallel=2)
     plans = (plan(), halved, halved.replace(context_exchange="all_to_all"))
     one, two, ulysses = (memory_by_stage(Layouts.of(LLAMA, [each])) for each in plans)
@@ -86,7 +88,7 @@ def test_context_parallelism_divides_activations_and_logits_and_shards_states_ov
     assert twice == pytest.approx(32 * 2 * h / 2 * tokens), "the result lies there twice"
 
 
-def test_candidates_with_context_parallelism_are_exactly_the_plans_whose_shapes_divide():
+def test_context_parallel_candidates_match_valid_plans():
     expected = set()
     choices = itertools.product(
         (1, 2, 4, 8), (1, 2, 4), (1, 2, 4), EXCHANGES, range(4), (False, True)
@@ -110,7 +112,7 @@ def test_candidates_with_context_parallelism_are_exactly_the_plans_whose_shapes_
         candidates(SMALL, 8, 8, only={"context_exchange": "all_to_all"})
 
 
-def test_a_search_with_context_parallelism_says_that_the_kit_does_not_train_it():
+def test_context_parallel_plans_are_warned_as_not_trained():
     found = search(LLAMA, H100, 16, 16, only={"context_parallel": [4]})
     answer = answers(found, 1)[0]
     assert answer.plan.num_devices == 16 and " CP4" in describe_layout(answer.row)
@@ -122,7 +124,8 @@ def test_a_search_with_context_parallelism_says_that_the_kit_does_not_train_it()
         answer.plan.check(LLAMA, 16)
 
 
-def test_narrow_products_are_faster_by_the_sites_peaks_and_their_casts_are_memory_traffic():
+def test_fp8_products_are_faster_and_add_casts():
+    """The speed-up follows the site's peaks. Casts are memory traffic."""
     (wide, _, x), (narrow, _, _) = timed(plan()), timed(plan(precision="fp8"))
     rate = Hardware.of(H100).memory_bytes_per_s * C.memory_efficiency
     tokens, h, f = LLAMA.sequence_length, LLAMA.hidden_size, LLAMA.ffn_hidden_size
@@ -142,7 +145,7 @@ def test_narrow_products_are_faster_by_the_sites_peaks_and_their_casts_are_memor
     assert unfused - plain == pytest.approx(4 * numbers / rate)
 
 
-def test_a_narrow_format_has_the_ceiling_that_was_measured_or_a_usual_part_of_its_peak():
+def test_fp8_ceiling_is_measured_or_share_of_peak():
     device = H100.device.replace(watts=None)
     measured, rates = H100.replace(device=device), device.matmul_flops_per_s
     slow = {**rates, "fp8": rates["fp8"].replace(value=9e14)}
@@ -157,7 +160,7 @@ def test_a_narrow_format_has_the_ceiling_that_was_measured_or_a_usual_part_of_it
         Hardware.of(Site.load("selene"), "fp8")
 
 
-def test_a_device_that_would_draw_more_than_its_watts_runs_at_a_lower_clock():
+def test_power_limit_lowers_matrix_product_rate():
     cool, hot = (
         H100.replace(device=H100.device.replace(watts={"value": watts, "source": "a test"}))
         for watts in (5000, 350)
@@ -166,7 +169,7 @@ def test_a_device_that_would_draw_more_than_its_watts_runs_at_a_lower_clock():
     assert Hardware.of(hot, "fp8").matmul_flops_per_s == pytest.approx(1402.6e12 / 2 ** (1 / 3))
 
 
-def test_interleaved_stages_hide_gradients_behind_a_round_of_micro_batches():
+def test_interleaving_widens_gradient_overlap_window():
     fields = dict(tensor_parallel=1, pipeline_parallel=4, data_parallel=64, zero_stage=1)
     fields |= dict(global_batch_size=64 * 8)
     many = plan(**fields, virtual_stages=8, schedule="interleaved")
@@ -180,7 +183,10 @@ def test_interleaved_stages_hide_gradients_behind_a_round_of_micro_batches():
     assert waits[0] > 2 * waits[1] > 4 * waits[2] > 0
 
 
-def test_a_full_fat_tree_has_no_contention_and_a_step_waits_for_the_latest_of_many():
+def test_contention_is_added_only_on_shared_links():
+    """A full fat tree has no contention. Its step time still grows by less than 1 %, because a step
+    waits for the slowest of more ranks.
+    """
     plans = [
         plan(tensor_parallel=8, data_parallel=ranks, global_batch_size=8 * ranks)
         for ranks in (512, 1024)
@@ -193,13 +199,14 @@ def test_a_full_fat_tree_has_no_contention_and_a_step_waits_for_the_latest_of_ma
     assert crowd > after, "where links are shared"
 
 
-def test_blocks_that_share_a_scale_are_quantised_apart():
+def test_mxfp8_casts_move_more_bytes_than_fp8():
+    """In mxfp8 each block of numbers has its own scale and is quantised separately."""
     runs = [cast_bytes(precision, is_native=False) for precision in ("bf16", "fp8", "mxfp8")]
     assert runs[0] == 0 < runs[1] < runs[2]
     assert cast_bytes("fp8", is_native=True) < runs[1]
 
 
-def test_fp8_is_planned_named_and_refused_where_it_would_be_trained():
+def test_fp8_is_planned_but_refused_for_training():
     report = plan_report("llama3-8b", site="dgx-h100", devices=16, batch=64, precision="fp8")
     chosen = report.chosen
     assert chosen.plan.precision == "fp8" and report.to_dict()["precision"] == "fp8"
@@ -217,7 +224,8 @@ def test_fp8_is_planned_named_and_refused_where_it_would_be_trained():
     "schedule, v", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4)]
 )
 @pytest.mark.parametrize("m", [1, 2, 3, 7])
-def test_fewer_micro_batches_than_stages_take_what_the_simulated_order_takes(schedule, v, m):
+def test_few_micro_batches_match_simulated_makespan(schedule, v, m):
+    """There are fewer micro-batches than stages."""
     p, sent = 8, 0.25
     order = Order.of(schedule, pipeline_parallel=p, num_microbatches=m, virtual_stages=v)
     third: dict[str, Any] = dict.fromkeys(PARTS, 1 / v)
@@ -229,7 +237,7 @@ def test_fewer_micro_batches_than_stages_take_what_the_simulated_order_takes(sch
     assert fitted == pytest.approx(8 * 0.7), "of no fewer"
 
 
-def test_a_pipeline_with_few_micro_batches_waits_for_every_send_of_the_first():
+def test_few_micro_batches_expose_every_pipeline_send():
     x = Layouts.of(LLAMA, [plan(pipeline_parallel=8, global_batch_size=batch) for batch in (2, 8)])
     hardware = Hardware.of(H100)
     slow, fast = (
@@ -243,7 +251,7 @@ def test_a_pipeline_with_few_micro_batches_waits_for_every_send_of_the_first():
 
 
 @pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts"])
-def test_a_mixture_of_experts_is_refused_by_name(tmp_path, key):
+def test_mixture_of_experts_config_is_refused(tmp_path, key):
     shapes = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
     config, message = (
         {"model_type": "llama", **shapes},
@@ -255,7 +263,8 @@ def test_a_mixture_of_experts_is_refused_by_name(tmp_path, key):
             plan_report(str(tmp_path / file), site="dgx-h100", devices=8, batch=8)
 
 
-def test_zero_3_exposes_the_first_gather_the_last_scatter_and_what_layers_do_not_hide():
+def test_zero_3_exposes_first_gather_and_last_scatter():
+    """Of the other traffic only the part that the layers do not hide is exposed."""
     plans = [
         plan(tensor_parallel=1, data_parallel=64, zero_stage=3, global_batch_size=64 * m)
         for m in (1, 4)
@@ -279,7 +288,8 @@ def test_zero_3_exposes_the_first_gather_the_last_scatter_and_what_layers_do_not
     )
 
 
-def test_eager_blocks_move_what_each_operation_reads_and_writes_and_compiled_ones_less():
+def test_eager_elementwise_traffic_exceeds_compiled():
+    """Each operation of an eager block reads its inputs from memory and writes its outputs."""
     rate = Hardware.of(H100).memory_bytes_per_s * C.memory_efficiency
     eager, fused, compiled = (
         timed(plan(sequence_parallel=True, compile=is_compiled), native=native)[0].layer.terms_s
@@ -296,7 +306,7 @@ def test_eager_blocks_move_what_each_operation_reads_and_writes_and_compiled_one
     assert times[0] == times[1], "learned positions and no gate: the same kernels"
 
 
-def test_single_precision_is_enough_and_stays():
+def test_single_precision_is_kept_and_accurate():
     found = search(ModelSpec.preset("gpt-1t"), H100, 512, 512, only={"zero_stage": [1, 3]})
     narrow, machine = single_precision(found.layouts), found.machine
     for value in (lambda x: machine.step_time(x).total_s, lambda x: machine.memory(x).used_bytes):
@@ -304,7 +314,7 @@ def test_single_precision_is_enough_and_stays():
         assert value(narrow) == pytest.approx(value(found.layouts), rel=1e-5)
 
 
-def test_a_search_for_another_code_base_has_neither_the_kits_kernels_nor_its_zero_3():
+def test_other_code_base_has_no_native_kernels():
     ours, theirs = (
         search(LLAMA, H100, 16, 16, kernels=kernels).layouts for kernels in (None, MEGATRON)
     )
@@ -312,7 +322,8 @@ def test_a_search_for_another_code_base_has_neither_the_kits_kernels_nor_its_zer
     assert not np.any(theirs.native) and not np.any(theirs.compiled)
 
 
-def test_asynchronous_tensor_parallelism_hides_sums_behind_products_that_are_cut_in_parts():
+def test_async_tensor_parallelism_hides_collectives():
+    """Products are split in parts, and each part overlaps with the collective of another part."""
     spec, t = ModelSpec.preset("llama3-8b"), 8
     layouts = {
         (sp, on): Layouts.of(
@@ -340,7 +351,7 @@ def _products(x, hardware, parts):
     return parts * product_seconds(tokens, h, width, 4.0, hardware.matmul_flops_per_s, C)
 
 
-def test_a_step_has_a_fixed_time_that_grows_with_the_logarithm_of_the_ranks():
+def test_fixed_step_time_grows_with_log_of_ranks():
     ranks = np.array([1, 2, 8, 16, 8192])
     plans = [plan(tensor_parallel=1, data_parallel=int(r), global_batch_size=8192) for r in ranks]
     overhead = timed(*plans)[0].terms_s["overhead"] / C.factor - 8192 / ranks * C.microbatch_s
@@ -349,8 +360,10 @@ def test_a_step_has_a_fixed_time_that_grows_with_the_logarithm_of_the_ranks():
     assert overhead - C.step_s == pytest.approx(expected)
 
 
-def test_rings_take_the_links_of_what_they_reach_over():
-    """On a mesh of eight a pair has one link; on MI250X the pair's links are the fast ones."""
+def test_ring_rate_follows_spanned_links():
+    """In a mesh of eight MI300X a pair of devices has one link. On MI250X the links of a pair are
+    the fast links.
+    """
     for name, pair, node in (("mi300x", 64e9, 448e9), ("frontier", 200e9, 75e9)):
         hardware = Hardware.of(Site.load(name))
         plans = [plan(tensor_parallel=1, data_parallel=ranks) for ranks in (2, 8)]
@@ -364,7 +377,8 @@ def test_rings_take_the_links_of_what_they_reach_over():
         )
 
 
-def test_zero_3_gathers_twice_and_scatters_once_a_micro_batch_beside_its_work():
+def test_published_zero_3_gathers_twice_scatters_once():
+    """Rows not of the native engine: two gathers and a scatter overlap with each micro-batch."""
     many = [
         plan(tensor_parallel=1, data_parallel=64, zero_stage=3, global_batch_size=64 * m)
         for m in (1, 4)
@@ -388,7 +402,7 @@ def test_zero_3_gathers_twice_and_scatters_once_a_micro_batch_beside_its_work():
         ("device.matmul_flops_per_s.bf16", 1.2e15),
     ],
 )
-def test_a_number_in_another_unit_is_refused_by_name(name, value):
+def test_site_number_in_wrong_unit_is_refused(name, value):
     part, field, *dtype = name.split(".")
     record = getattr(H100, part)
     fact = getattr(record, field)

@@ -1,4 +1,4 @@
-"""Hyperparameter search: failures, resuming, better than random, what mattered, real runs."""
+"""Hyperparameter search: failures, resuming, comparison with random, sensitivity, real runs."""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ SPACE = {"tensor_parallel": (1, 2, 4, 8), "micro_batch_size": (1, 2, 4, 8), "zer
 
 
 def objective(parameters):
-    """More is better with the micro-batch, and what does not fit runs out of memory."""
+    """Returns a score that grows with the micro-batch. What does not fit raises TrialFailure."""
     t, b, z = (parameters[name] for name in SPACE)
     if 10 / t + b > 8 + 2 * z:
         raise TrialFailure("out of memory")
@@ -71,10 +71,10 @@ def grid(estimated, space):
 
 
 @pytest.mark.parametrize("sampler", ["random", "optuna"])
-def test_failures_are_kept_and_the_whole_space_is_searched_once(sampler):
+def test_tune_keeps_failures_and_tries_all_choices(sampler):
     trials = tune(objective, SPACE, num_trials=40, sampler=sampler, seed=3)
     seen = {tuple(trial.parameters.values()) for trial in trials.trials}
-    assert len(trials.trials) == len(seen) == 32  # the space has no more
+    assert len(trials.trials) == len(seen) == 32  # The space has 32 choices.
     failed = [trial for trial in trials.trials if trial.failure]
     assert {(trial.value, trial.failure) for trial in failed} == {(None, "out of memory")}
     assert np.isnan(trials.values).sum() == len(failed)
@@ -87,7 +87,7 @@ def test_failures_are_kept_and_the_whole_space_is_searched_once(sampler):
 
 
 @pytest.mark.parametrize("sampler", ["random", "optuna"])
-def test_a_killed_search_goes_on_as_if_it_had_not_been(sampler, tmp_path):
+def test_killed_search_resumes_identically(sampler, tmp_path):
     options = {"space": SPACE, "num_trials": 18, "sampler": sampler, "seed": 1}
     whole, storage, calls = tune(objective, **options), tmp_path / "search", []
 
@@ -114,7 +114,7 @@ def test_a_killed_search_goes_on_as_if_it_had_not_been(sampler, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]\n[2]\n", '{"trials": []}\n{}\n', None])
-def test_a_file_that_holds_no_search_is_told(content, tmp_path):
+def test_file_without_search_is_refused(content, tmp_path):
     file = tmp_path / "search"
     if content is not None:
         file.write_text(content)
@@ -127,13 +127,14 @@ def test_a_file_that_holds_no_search_is_told(content, tmp_path):
         assert file.read_text() == content
 
 
-def test_a_search_killed_before_its_first_trial_is_begun_anew(tmp_path):
+def test_search_starts_on_empty_storage_file(tmp_path):
+    """A search that was killed before its first trial leaves an empty file."""
     (storage := tmp_path / "search").touch()
     trials = tune(objective, SPACE, num_trials=2, sampler="random", storage=storage)
     assert len(trials.trials) == 2
 
 
-def test_what_counts_as_a_failure():
+def test_expected_errors_fail_trial_and_bugs_raise():
     raised = iter([ConfigError("no"), MemoryError(), RunError("crashed")])
 
     def fails(parameters):
@@ -145,7 +146,7 @@ def test_what_counts_as_a_failure():
         _ = trials.best
     nothing = tune(lambda _: math.nan, {"x": (1,)}, num_trials=1, sampler="random")
     assert "nan" in str(nothing.trials[0].failure)
-    with pytest.raises(ZeroDivisionError):  # a fault of the program is not a failed trial
+    with pytest.raises(ZeroDivisionError):  # A bug is not a failed trial.
         tune(lambda _: 1 / 0, SPACE, num_trials=1, sampler="random")
 
 
@@ -159,18 +160,18 @@ def test_what_counts_as_a_failure():
         ({"space": {"x": ()}}, "space.x"),
     ],
 )
-def test_searches_that_are_refused(arguments, says):
+def test_tune_refuses_bad_arguments(arguments, says):
     with pytest.raises(ConfigError, match=says):
         tune(objective, **{"space": SPACE, "num_trials": 3, "sampler": "random", **arguments})
 
 
-def test_a_search_without_optuna_says_how_to_get_it(monkeypatch):
+def test_tune_without_optuna_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(MissingPackageError, match=r"optuna, which is not installed.*\[plan\]"):
         tune(objective, SPACE, num_trials=1)
 
 
-def test_plan_of_a_trial():
+def test_plan_of_trial_fills_devices_or_is_refused():
     parameters = {
         "pipeline_parallel": 4,
         "tensor_parallel": 8,
@@ -189,7 +190,7 @@ def test_plan_of_a_trial():
         plan_of_trial({**parameters, "tensor_paralel": 2}, devices_per_node=8)
 
 
-def test_grid_of_the_estimator_equals_single_trials(estimated, space, grid):
+def test_estimator_grid_equals_single_trials(estimated, space, grid):
     assert 0.05 < np.isfinite(grid).mean() < 0.95
     failures = set()
     for index in np.random.default_rng(0).integers(grid.size, size=60):
@@ -227,14 +228,14 @@ def searched(space, grid) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.slow
-def test_bayesian_search_is_better_than_random(space, grid):
+def test_bayesian_search_beats_random_search(space, grid):
     (best, failed), (by_chance, failed_by_chance) = searched(space, grid).values()
     assert best > max(0.88, by_chance + 0.04)
-    assert failed < failed_by_chance - 0.1  # it learns to stay away
+    assert failed < failed_by_chance - 0.1  # The sampler learns to avoid failures.
 
 
 @pytest.mark.slow
-def test_search_finds_a_way_where_nearly_everything_fails(estimated):
+def test_bayesian_search_beats_random_if_most_trials_fail(estimated):
     large = dataclasses.replace(
         estimated, spec=ModelSpec.preset("gpt-175b"), base=Plan(recompute="full")
     )
@@ -244,7 +245,7 @@ def test_search_finds_a_way_where_nearly_everything_fails(estimated):
     assert best > by_chance + 0.05
 
 
-def test_what_matters_is_what_the_objective_is_made_of():
+def test_sensitivity_matches_shares_of_variance():
     space = {"a": (1, 2, 3, 4, 5), "nothing": (1, 2, 3), "b": (1, 2, 3, 4, 5), "one": ("only",)}
     trials = tune(lambda x: 3.0 * x["a"] + x["b"], space, num_trials=60, sampler="random")
     shares = sensitivity(trials)
@@ -264,13 +265,13 @@ def _fails_from(a):
     return objective
 
 
-def test_a_search_without_two_values_tells_nothing_of_what_matters():
+def test_sensitivity_refuses_trials_of_one_value():
     for each in (_fails_from(0), lambda _: 1.0):
         with pytest.raises(RunError, match="3 trials, one value: nothing to explain"):
             sensitivity(tune(each, {"a": (1, 2, 3)}, num_trials=3, sampler="random"))
 
 
-def test_sensitivity_and_figures(space, grid):
+def test_tuning_figures_match_their_tables(space, grid):
     trials = tune(_lookup(space, grid), space, num_trials=60, sampler="random")
     result = sensitivity(trials)
     assert set(result) == set(space) and result["num_nodes"] == 0, "it has one choice"
@@ -288,7 +289,7 @@ def test_sensitivity_and_figures(space, grid):
 
 
 @pytest.mark.thorough
-def test_search_over_real_runs(tmp_path, tiny_dataset, llama_spec):
+def test_tune_measures_real_runs(tmp_path, tiny_dataset, llama_spec):
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=5)
     run = {"spec": llama_spec.replace(vocab_size=300), "recipe": recipe, "timeout_s": 60}
     measured = MeasuredRate(**run, directory=tmp_path / "runs")
@@ -298,11 +299,13 @@ def test_search_over_real_runs(tmp_path, tiny_dataset, llama_spec):
     degrees = [trial.parameters["tensor_parallel"] for trial in failed]
     assert degrees == [4], "two key/value heads, and two cores"
     assert (trials.values[~np.isnan(trials.values)] > 0).all()
-    assert measured(trials.best.parameters) == trials.best.value  # read from its run, not run again
+    # Read from the run, not measured again.
+    assert measured(trials.best.parameters) == trials.best.value
 
 
 @pytest.mark.slow
-def test_a_trial_that_outlived_its_search_is_waited_for(tmp_path, tiny_dataset, llama_spec):
+def test_measured_rate_waits_for_running_trial(tmp_path, tiny_dataset, llama_spec):
+    """A trial's run may outlive the search that launched it."""
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=5)
     spec, parameters = llama_spec.replace(vocab_size=300), {"micro_batch_size": 2}
     measured = MeasuredRate(spec=spec, recipe=recipe, directory=tmp_path, num_devices=1)

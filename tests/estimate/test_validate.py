@@ -1,4 +1,4 @@
-"""Validation: met targets stay met, nothing of a held-out machine leaks, any CSV can be scored."""
+"""Validation: targets stay met, left-out machines do not leak into priors, any CSV is scored."""
 
 import csv
 
@@ -31,7 +31,7 @@ def table():
 
 
 def test_every_published_target_is_met(table):
-    # But for speed, which depends on what else the machine does: the README has it.
+    # Speed depends on other load of the machine, so it is only reported in the README.
     missed = [name for name, row in table.items() if row.ok is False]
     assert all(name.startswith("Search: ") for name in missed), missed
     of_memory = [
@@ -55,24 +55,26 @@ def test_every_published_target_is_met(table):
         ("never met, 10 runs: mean error", 0.065),
     ],
 )
-def test_errors_do_not_grow(table, name, limit):
+def test_mean_errors_stay_below_limits(table, name, limit):
     assert table[name].value <= limit
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 10])
-def test_intervals_hold_on_machines_and_code_bases_never_met(table, count):
+def test_intervals_cover_machines_left_out_of_fit(table, count):
+    """Neither the machine nor its code base is in the fit."""
     held = table[f"never met, {count} runs: coverage of the 90 % interval"]
     assert held.ok and "FORGE" in held.note and "Aleph Alpha" in held.note
     width = table[f"never met, {count} runs: median half-width of the interval"]
     assert width.value < {0: 0.7, 1: 0.35, 5: 0.26, 10: 0.2}[count] and "conformal" in width.note
 
 
-def test_five_proposed_runs_beat_random_ones(table):
+def test_five_proposed_runs_beat_five_random_runs(table):
     assert table["five proposed runs: error over that of five random"].value < 0.9
     assert table["five proposed runs: better than random draws"].value > 0.55
 
 
-def test_nothing_of_a_stranger_reaches_its_prior_or_its_scales(everything):
+def test_prior_and_scales_exclude_left_out_machine(everything):
+    """Runs with the machine or the code base of a left-out run are left out too."""
     strangers = new_machine.Strangers.of(everything)
     by_name = {each.name: each for each in strangers.scored}
     lumi = by_name["LUMI"]
@@ -92,7 +94,7 @@ def test_nothing_of_a_stranger_reaches_its_prior_or_its_scales(everything):
     assert np.array_equal(before.variance, again.variance)
 
 
-def test_scales_and_balances_ship_as_the_strangers_tell(everything):
+def test_shipped_scales_and_balances_match_refit(everything):
     strangers = new_machine.Strangers.of(everything)
     trials = [
         [trial for one in strangers.scored if (trial := strangers.trial(one, n))]
@@ -104,9 +106,8 @@ def test_scales_and_balances_ship_as_the_strangers_tell(everything):
 
 
 @pytest.mark.parametrize("count, limit", [(0, 0.15), (1, 0.10), (5, 0.07), (10, 0.065)])
-def test_six_machines_on_which_the_form_was_chosen_are_left_out_one_by_one(
-    everything, count, limit
-):
+def test_mean_error_on_six_left_out_machines(everything, count, limit):
+    """The model's form was chosen on these machines. A prior leaves out the predicted machine."""
     errors = []
     for name in ("Selene", "KAIST multi-node", "Aleph Alpha", "Jean Zay", "GB200", "GB300"):
         machine = everything[name]
@@ -116,26 +117,27 @@ def test_six_machines_on_which_the_form_was_chosen_are_left_out_one_by_one(
     assert np.mean(errors) <= limit
 
 
-def test_table_says_how_many_rows_and_numbers(table):
+def test_table_notes_rows_and_fitted_numbers(table):
     selene = table["Selene, each row held out: mean error"].note
     assert "24 rows" in selene and "1 number fitted" in selene
     single = table["vTrain single node, hidden size held out: mean error"]
     assert "994 rows, 2 groups" in single.note
 
 
-def test_coefficients_ship_as_the_population_of_the_published_machines(everything):
+def test_shipped_coefficients_match_population_fit(everything):
     learned = validate.population_without(everything, None)
     shipped = Coefficients().to_dict()
     assert shipped == pytest.approx(dict(zip(NAMES, np.exp(learned.mean), strict=True)), rel=0.02)
     assert Prior.default().spread == pytest.approx(learned.spread, abs=0.02)
 
 
-def test_population_starts_from_guesses_and_not_from_its_own_result():
+def test_population_fit_starts_from_guesses():
+    """The fit must not start from its own earlier result, the default prior."""
     assert np.exp(Prior.guess().mean) == pytest.approx([GUESS[name][0] for name in NAMES])
     assert not np.allclose(Prior.guess().mean, Prior.default().mean)
 
 
-def test_a_held_out_family_has_no_say_in_its_prior(everything):
+def test_prior_ignores_left_out_family(everything):
     before = validate.population_without(everything, "Jean Zay")
     rows = everything["Jean Zay"].rows
     object.__setattr__(rows, "seconds", rows.step_time_s * 3)
@@ -145,7 +147,7 @@ def test_a_held_out_family_has_no_say_in_its_prior(everything):
         object.__setattr__(rows, "seconds", rows.step_time_s / 3)
 
 
-def test_held_out_groups_are_whole(everything, monkeypatch):
+def test_each_fit_leaves_out_one_whole_group(everything, monkeypatch):
     machine, seen = everything["KAIST multi-node"], []
 
     def spy(rows, prior, **kwargs):
@@ -157,7 +159,7 @@ def test_held_out_groups_are_whole(everything, monkeypatch):
     assert len(seen) == 4 and all(len(sizes) == 3 for sizes in seen)
 
 
-def test_regret_is_zero_for_perfect_predictions_and_not_for_reversed_ones(everything):
+def test_regret_of_perfect_and_reversed_predictions(everything):
     machine = everything["KAIST multi-node"]
     seconds = machine.rows.step_time_s
     perfect, reversed_ = (
@@ -169,7 +171,7 @@ def test_regret_is_zero_for_perfect_predictions_and_not_for_reversed_ones(everyt
 
 @pytest.fixture
 def scored(tmp_path):
-    """A function: the table of a file with these rows."""
+    """A function that writes rows to a file, validates it, and returns the result rows by name."""
 
     def table(rows, *given, **named):
         with (tmp_path / "rows.csv").open("w", newline="") as stream:
@@ -188,7 +190,7 @@ def published_rows():
         return list(csv.DictReader(stream))
 
 
-def test_rows_of_a_new_machine_are_scored_better_after_calibration(scored, published_rows):
+def test_calibration_lowers_error_on_new_machine(scored, published_rows):
     rows = [row for row in published_rows if row["source"].startswith("Aleph Alpha")]
     rows, scores = [row | dict(system="elsewhere") for row in rows], []
     for count in (0, 10):
@@ -199,14 +201,14 @@ def test_rows_of_a_new_machine_are_scored_better_after_calibration(scored, publi
     assert scores[1] < 0.6 * scores[0] < 0.1
 
 
-def test_a_machine_of_the_kit_starts_from_its_own_rows(scored, published_rows):
+def test_known_machine_is_fitted_to_its_published_rows(scored, published_rows):
     rows = [row for row in published_rows if row["system"] == "Selene"]
     error = scored(rows[::3])["Selene: mean error"]
     assert "9 rows" in error.note and error.value < 0.06
     assert "18 published rows of this machine" in error.note, "without those that are scored"
 
 
-def test_refused_rows_are_counted_and_the_rest_is_scored(scored, published_rows):
+def test_refused_rows_are_counted_and_others_scored(scored, published_rows):
     rows = [row for row in published_rows if row["system"] == "LUMI"]
     bad = rows[0] | dict(global_batch="1023")
     timeless = rows[0] | dict(seconds_per_iter="", tflops_per_gpu="", mfu="")
@@ -219,9 +221,8 @@ def test_refused_rows_are_counted_and_the_rest_is_scored(scored, published_rows)
     assert "10 rows" in table["LUMI: mean error"].note
 
 
-def test_a_file_with_few_readings_of_memory_is_scored_on_the_site_that_is_named(
-    scored, published_rows
-):
+def test_validate_scores_few_readings_on_named_site(scored, published_rows):
+    """Three readings of memory are too few to fit."""
     bridge = [row | dict(system="elsewhere") for row in published_rows if "Bridge" in row["source"]]
     readings = zip(bridge[:3], ("195", "255", "190"), strict=True)
     rows = [row | dict(memory_gb=gigabytes) for row, gigabytes in readings]
@@ -236,7 +237,7 @@ def test_a_file_with_few_readings_of_memory_is_scored_on_the_site_that_is_named(
         scored([rows[0] | slow])
 
 
-def test_one_row_without_a_machine_leaves_the_others_scored(scored, published_rows):
+def test_row_without_site_numbers_is_left_out(scored, published_rows):
     bridge = [row for row in published_rows if "Bridge" in row["source"] and row["gpu"] == "H100"]
     asked = dict(system="elsewhere", offloaded_layers="0")
     strange = bridge[1] | asked | dict(precision="mxfp8")
@@ -247,7 +248,8 @@ def test_one_row_without_a_machine_leaves_the_others_scored(scored, published_ro
     assert table["rows refused"].value == 0, "no layer offloaded is a number too"
 
 
-def test_own_runs_are_fitted_without_those_of_other_software(scored, published_rows):
+def test_own_runs_are_fitted_without_published_rows(scored, published_rows):
+    """Published rows of the machine come from other software."""
     rows = [row for row in published_rows if row["system"] == "Eos-class H100"]
     rows = [row | dict(system="DGX-H100") for row in rows]
     none, one = (scored(rows, count) for count in (0, 1))
@@ -255,7 +257,8 @@ def test_own_runs_are_fitted_without_those_of_other_software(scored, published_r
     assert "average of published machines, 1 runs" in one["DGX-H100: mean error"].note
 
 
-def test_times_that_follow_from_a_headline_are_called_derived(table):
+def test_derived_times_are_counted_as_derived(table):
+    """A time that was computed from a published headline figure is derived, not read."""
     derived = [run for run in published.load() if run.is_derived]
     assert len(derived) == 6 and {run.status for run in derived} == {"mixed", "derived"}
     assert "30 rows, 4 of them derived" in table["MI250X, each row held out: mean error"].note
@@ -263,7 +266,7 @@ def test_times_that_follow_from_a_headline_are_called_derived(table):
     assert str(frontier).startswith("calibrated on 20 runs, 4 of them derived, ")
 
 
-def test_nothing_to_score_is_an_error(scored, published_rows):
+def test_validate_refuses_nothing_to_score(scored, published_rows):
     with pytest.raises(ConfigError, match="no row has a layout"):
         scored([published_rows[0] | dict(tp="")])
     with pytest.raises(ConfigError, match="-1 is not allowed"):

@@ -1,4 +1,4 @@
-"""The measured site: numbers of this machine that a site file keeps."""
+"""The measured site: measured numbers of this machine in a site file."""
 
 import itertools
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.support.recorded_runs import dead_process, recorded_run, say
 
 
 @pytest.mark.slow
-def test_measured_site_survives_its_file(tmp_path: Path) -> None:
+def test_measured_site_round_trips_through_toml(tmp_path: Path) -> None:
     site = measure_site(Site.load("laptop"), num_processes=2)
     file = tmp_path / "mine.toml"
     file.write_text(to_toml(site.replace(name="mine")))
@@ -31,20 +31,20 @@ def test_measured_site_survives_its_file(tmp_path: Path) -> None:
     assert 1e6 < again.links.intra_node[0].bytes_per_s.value < bandwidth.value
 
 
-def test_a_peak_is_measured_until_two_rounds_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_is_measured_until_two_rounds_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = iter([2e10, 9e10, 5e10, 10e10, 9.9e10, 1.0])
     monkeypatch.setattr(gemm, "measure_gemm_flops_per_s", lambda *_, **__: next(rounds))
     peak = measure_peak("fp32")
     assert peak.value == 10e10 and is_settled(peak)
     assert "5 rounds" in peak.source and "busy" not in peak.source and next(rounds) == 1.0
-    rounds = (1e10 * 1.1**number for number in itertools.count())  # ever faster
+    rounds = (1e10 * 1.1**number for number in itertools.count())  # Each round is faster.
     doubtful = measure_peak("fp32")
     assert not is_settled(doubtful) and "too busy" in doubtful.source
     assert doubtful.error == pytest.approx(1 - 1 / 1.1)
 
 
-def test_gpu_peak_is_measured_by_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook keeps no memory of a GPU that it has measured."""
+def test_gpu_peak_is_measured_in_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook must hold no GPU memory after the measurement."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("this process multiplied matrices")
@@ -65,12 +65,14 @@ def test_gpu_peak_is_measured_by_a_child(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured")
-def test_gpu_that_cannot_be_measured_is_refused() -> None:
+def test_unmeasurable_gpu_is_refused() -> None:
     with pytest.raises(RunError, match="device 'cuda'.*could not be measured: .*kit doctor"):
         measure_peak("fp32", "cuda")
 
 
-def test_a_runs_peak_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remeasure_replaces_the_peak_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = Fact(value=1e9, source="measured", error=0.4)
     monkeypatch.setattr(site, "measure_peak", lambda dtype, device: seen)
     run = recorded_run(tmp_path / "run", steps=30, state=JobState.DONE)
@@ -100,7 +102,7 @@ def test_a_runs_peak_is_measured_again(tmp_path: Path, monkeypatch: pytest.Monke
         measure_site(Site.load("frontier"))
 
 
-def test_rates_count_the_slowest_link() -> None:
+def test_bus_factor_of_ring_and_best_rate_by_ranks() -> None:
     assert [bus_factor(ranks) for ranks in (1, 2, 4)] == [0, 1, 1.5]
     rows = [{"ranks": 2, "bus_bytes_per_s": rate} for rate in (1.0, 3.0, 2.0)]
     assert best_rates(rows) == {2: 3.0}

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def check_with_fault(ranks_per_node, slow_compute=(), slow_link=()):
-    """Runs on one rank: pretends that a node's products, or what it sends, take longer."""
+    """Runs the check on one rank with simulated faults: slow products or slow sends."""
     rank = int(os.environ["RANK"]) if "RANK" in os.environ else torch.distributed.get_rank()
     node = rank // ranks_per_node
     os.environ["SLURMD_NODENAME"] = f"node{node}"
@@ -24,7 +24,7 @@ def check_with_fault(ranks_per_node, slow_compute=(), slow_link=()):
     send = torch.distributed.batch_isend_irecv
 
     def slow_send(operations):
-        # All take long enough for a busy machine to change little.
+        # Every send is so long that load on the machine changes its time little.
         time.sleep(0.5 if node in slow_link else 0.05)
         return send(operations)
 
@@ -33,7 +33,7 @@ def check_with_fault(ranks_per_node, slow_compute=(), slow_link=()):
     return measure_nodes(CPU, "fp32")
 
 
-def test_slow_nodes_are_named_by_what_is_slow():
+def test_slow_nodes_are_named_with_cause():
     reports = run_ranks(5, check_with_fault, 1, (1,), (3,))
     assert all(report == reports[0] for report in reports), "all ranks must agree"
     assert [node.node for node in reports[0].nodes] == [f"node{i}" for i in range(5)]
@@ -42,7 +42,7 @@ def test_slow_nodes_are_named_by_what_is_slow():
     assert link.startswith("node3 sends at")
 
 
-def test_healthy_nodes_are_measured_and_none_is_blamed():
+def test_healthy_nodes_are_not_reported_as_slow():
     report = run_ranks(4, check_with_fault, 2)[0]
     assert (report.num_ranks, len(report.nodes)) == (4, 2)
     assert report.slow == []
@@ -56,20 +56,22 @@ def real_check(directory):
     return report
 
 
-def test_what_nodes_do_is_measured_and_recorded(tmp_path: Path):
+def test_node_check_is_measured_and_recorded(tmp_path: Path):
     report = run_ranks(2, real_check, tmp_path)[0]
     assert NodeReport.read(tmp_path / "node_check.json") == report
     (node,) = report.nodes
     assert node.matmul_flops_per_s > 1e8 and node.bytes_per_s is None
 
 
-def test_two_nodes_give_no_majority():
+def test_none_of_two_nodes_is_reported_as_slow():
+    """Two nodes have no majority to compare with."""
     nodes = tuple(NodeRate(node=str(rate), matmul_flops_per_s=rate) for rate in (1e9, 1e12))
     assert NodeReport(dtype="fp32", num_ranks=2, nodes=nodes).slow == []
 
 
 @pytest.mark.parametrize("num_nodes", range(1, 9))
-def test_every_node_speaks_with_both_neighbours_and_once_a_round(num_nodes):
+def test_each_node_pairs_with_both_neighbours(num_nodes):
+    """A node is in at most one pair per round."""
     rounds = node_check._rounds(num_nodes)
     for pairs in rounds:
         talking = [node for pair in pairs for node in pair]

@@ -32,8 +32,8 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     ("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-6), (torch.bfloat16, 4e-3)]
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_equals_all_logits_at_once(dtype, tolerance, compiled, monkeypatch) -> None:
-    # What would be compiled.
+def test_chunked_loss_equals_full_cross_entropy(dtype, tolerance, compiled, monkeypatch) -> None:
+    # Runs the function that would be compiled.
     monkeypatch.setattr("kit.model.cross_entropy._compiled_softmax", lambda: _softmax)
     x_NH, weight_VH, targets_N = inputs(dtype)
     expected = F.cross_entropy(F.linear(x_NH, weight_VH).float(), targets_N)
@@ -47,8 +47,10 @@ def test_equals_all_logits_at_once(dtype, tolerance, compiled, monkeypatch) -> N
         assert (mine - theirs).norm() <= tolerance * theirs.norm()
 
 
-def test_only_one_backward_pass() -> None:
-    """Gradients are scaled in place: a second pass must not return something else in silence."""
+def test_chunked_loss_allows_one_backward_pass() -> None:
+    """Gradients are scaled in place, so a second pass must fail instead of returning wrong
+    gradients.
+    """
     x_NH, weight_VH, targets_N = inputs(torch.float32)
     loss = chunked_cross_entropy(x_NH, weight_VH, targets_N)
     loss.backward(retain_graph=True)
@@ -56,7 +58,7 @@ def test_only_one_backward_pass() -> None:
         loss.backward()
 
 
-def test_no_gradients_are_made_for_validation() -> None:
+def test_validation_loss_makes_no_gradients() -> None:
     x_NH, weight_VH, targets_N = inputs(torch.float32)
     with torch.no_grad():
         loss = chunked_cross_entropy(x_NH, weight_VH, targets_N)
@@ -65,7 +67,7 @@ def test_no_gradients_are_made_for_validation() -> None:
     assert loss.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_tied_matrix_gets_both_gradients(gpt_spec) -> None:
+def test_tied_matrix_gets_both_gradients(gpt_spec) -> None:
     spec = gpt_spec.replace(tied_embeddings=True)
     decoder, tokens = build_decoder(spec), torch.randint(spec.vocab_size, (2, 9))
     found = torch.autograd.grad(decoder(tokens[:, :-1], tokens[:, 1:]), list(decoder.parameters()))
@@ -76,8 +78,10 @@ def test_a_tied_matrix_gets_both_gradients(gpt_spec) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
 
 
-def test_a_chunk_is_a_small_part_of_a_devices_memory() -> None:
-    """Few passes over the weight on a large GPU, and at most a sixteenth of its memory."""
+def test_logit_chunk_is_small_part_of_device_memory() -> None:
+    """A large GPU passes few times over the weight. A chunk takes at most a sixteenth of its
+    memory.
+    """
     logs = {None: 25, 2: 25, 16: 26, 40: 27, 64: 28, 80: 28, 288: 28}
     assert {gb: logits_at_once(gb and gb * 1e9).bit_length() - 1 for gb in logs} == logs
     assert all(10 * logits_at_once(gb * 1e9) <= gb * 1e9 / 16 for gb in range(6, 300))

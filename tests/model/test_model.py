@@ -1,4 +1,4 @@
-"""The decoder in plain torch; tests/interop/test_hugging_face.py holds its logits."""
+"""The decoder in plain torch. tests/interop/test_hugging_face.py checks its logits."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_recomputation_changes_memory_not_gradients(recompute, llama_spec):
         assert saved["full"] < 0.5 * saved["none"]
 
 
-def test_one_trillion_parameters_on_the_meta_device():
+def test_decoder_of_1t_builds_on_meta_device():
     spec = ModelSpec.preset("gpt-1t")
     with torch.device("meta"):
         decoder = Decoder(spec)

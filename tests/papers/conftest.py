@@ -19,8 +19,8 @@ from tests.papers.recorded import PLAN_175B, cluster_run, demo_study, record, sc
 
 PIPELINE_RATES = {(1, 2, 1): 1e3, (1, 2, 2): 1.3e3, (1, 2, 4): 1.6e3, (1, 2, 8): 1.8e3}
 PIPELINE_RATES |= {(2, 1, 4): 900.0}
-"""A machine on which the Frontier paper's observations hold: half the time is bubble at one
-micro-batch."""
+"""Tokens per second by (tensor, pipeline, micro-batches) of a machine on which the Frontier paper's
+observations hold. With one micro-batch half of the time is bubble."""
 
 
 def _two_ranks(parameters: dict) -> float:
@@ -31,7 +31,9 @@ def _two_ranks(parameters: dict) -> float:
 
 @pytest.fixture(scope="package", autouse=True)
 def drawn_once() -> Iterator[dict]:
-    """A figure of the same runs is drawn once for all tests; these are cleared to draw it anew."""
+    """Caches figures by title and runs for all tests. A test clears the cache to draw a figure
+    anew.
+    """
     known: dict[tuple, Any] = {}
     draw = PaperFigure.draw
 
@@ -50,7 +52,9 @@ def drawn_once() -> Iterator[dict]:
 
 @pytest.fixture(scope="session")
 def frontier_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A run on a cluster, an imported log of another, the demo-scale study with its search."""
+    """Returns a cluster run, an imported log of another run, and the demo-scale study with its
+    search.
+    """
     folder = tmp_path_factory.mktemp("frontier")
     study, log = demo_study(folder / "demo", PIPELINE_RATES), folder / "imported"
     plan = PLAN_175B | {"data_parallel": 4, "global_batch_size": 1280}
@@ -63,7 +67,7 @@ def frontier_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def _arm() -> list[dict]:
-    """Returns the steps of one arm of a study."""
+    """Returns the logged steps of one precision of the precision study."""
     common = {"grad_norm": 1.0, "learning_rate": 1e-3, "loss": 6.0}
     return [
         common | {"step": step, "validation_loss": 5.1 if step % 10 == 0 else None}
@@ -73,7 +77,7 @@ def _arm() -> list[dict]:
 
 @pytest.fixture(scope="session")
 def hlat_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A run on Trainium, and a folder with a scored run and the study at demo scale."""
+    """Returns a run on Trainium, and a folder with a scored run and the demo-scale study."""
     folder = tmp_path_factory.mktemp("hlat")
     degrees: dict[str, Any] = {"tensor_parallel": 8, "data_parallel": 64, "zero_stage": 1}
     plan = Plan(**degrees, global_batch_size=1024, precision="bf16")

@@ -19,16 +19,18 @@ from tests.support.runs import new_run
 PLAN_175B: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 16, "zero_stage": 1}
 PLAN_175B |= {"recompute": "full", "precision": "bf16"}
 SLOW_FIRST = 5.0
-"""Factor of the first two steps, which no figure may count."""
+"""Slowdown factor of the first two steps. No figure may count these steps."""
 
 
 def values(rows: list[dict], **wanted: object) -> list[dict]:
-    """Returns the rows that have these cells."""
+    """Returns the rows whose cells have the values of `wanted`."""
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
 def record(directory: Path, spec: ModelSpec, plan: Plan, site: Site, tokens_per_s: float) -> Run:
-    """Returns a run of so many tokens/s over all devices; its first two steps are slower."""
+    """Records a run with `tokens_per_s` over all devices and returns it. Its first two steps are
+    slower.
+    """
     recipe = Recipe(data="data", num_steps=STEPS)
     run = new_run(directory, spec=spec, plan=plan, recipe=recipe, site=site)
     run.plan.write(run.directory / "plan.attempt_01.json")
@@ -45,7 +47,7 @@ def record(directory: Path, spec: ModelSpec, plan: Plan, site: Site, tokens_per_
 
 
 def cluster_run(directory: Path, hfu: float = 0.35, replicas: int = 2) -> Run:
-    """Returns a run of 175B on 64 GCDs of Frontier for each replica, 640 sequences a step."""
+    """Records a run of 175B on Frontier: 64 GCDs per replica, 640 sequences per step."""
     spec = ModelSpec.preset("gpt-175b")
     plan = Plan(**PLAN_175B, data_parallel=replicas, global_batch_size=640)
     flops = spec.hardware_flops_per_token("full", whole=plan.recomputes_whole)
@@ -54,7 +56,9 @@ def cluster_run(directory: Path, hfu: float = 0.35, replicas: int = 2) -> Run:
 
 
 def imported_run(directory: Path, site: str, spec: str, seconds: int, **plan: int | str) -> Run:
-    """Returns what `kit import` makes of a log of HLAT's scripts; its first step is not timed."""
+    """Returns the run that `kit import` makes of a log of HLAT's scripts. Its first step has no
+    time.
+    """
     log = directory.parent / f"{directory.name}.log"
     times = [(step, *divmod(seconds * step, 60)) for step in range(1, STEPS + 1)]
     log.write_text(
@@ -72,7 +76,9 @@ def imported_run(directory: Path, site: str, spec: str, seconds: int, **plan: in
 
 
 def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Path:
-    """Records the demo study: tokens/s by (tensor, pipeline, micro-batches), else 1,000 a rank."""
+    """Records the demo study. `rates` has tokens per second by (tensor, pipeline, micro-batches).
+    Other layouts get 1,000 per rank.
+    """
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test").replace(devices_per_node=2)
     rate = measured_objective(directory, "data")
     for parameters in STUDY:

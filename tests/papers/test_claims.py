@@ -1,4 +1,4 @@
-"""The sheets of claims: all are computed, and the gallery's pages say what is computed."""
+"""Claims of the papers: every claim is computed, and the gallery's pages show the results."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from kit.papers.recipes import PAPERS
 from tests.gallery import GALLERY
 
 OF_STUDIES = ("hlat-precision",)
-"""Figures of studies of this machine, which a fresh clone has not made."""
+"""Figures of studies made on this machine. A fresh clone does not have them."""
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
-    """Returns both tables of a page, the verdicts counted and the claims: cells by column."""
+    """Returns the tables of a page (verdict counts, claims) as rows. A row has cells by column."""
     found = []
     for block in text.split("\n\n"):
         lines = [line for line in block.splitlines() if line.startswith("|")]
@@ -28,7 +28,7 @@ def tables(text: str) -> list[list[dict[str, str]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("paper", list(TITLES))
-def test_every_claim_computes_and_the_page_of_the_gallery_says_so(paper) -> None:
+def test_claims_are_computed_as_in_gallery_page(paper) -> None:
     text, old_text = page(paper), (GALLERY / f"claims_{paper}.md").read_text()
     (counted, made), (_, kept) = tables(text), tables(old_text)
     names = [claim.claim for claim in claims(paper)]
@@ -48,14 +48,15 @@ def test_every_claim_computes_and_the_page_of_the_gallery_says_so(paper) -> None
             assert claim.note, "says why"
 
 
-def test_a_claim_that_is_remembered_is_no_prediction() -> None:
+def test_remembered_facts_support_only_trends() -> None:
     for claim in (claim for paper in TITLES for claim in claims(paper)):
         fact = PAPERS[claim.paper].FACTS.only(*claim.fact) if claim.fact else claim
         assert fact.known != "remembered" or claim.kind == "trend", claim.claim
 
 
 @pytest.mark.slow
-def test_all_ratios_of_hlat_s_cost_are_on_the_sheet_with_the_figure_s_verdicts() -> None:
+def test_hlat_cost_claims_match_figure_verdicts() -> None:
+    """All 17 cost ratios of the figure are claims."""
     rows = drawn_rows("hlat")["hlat-cost"]
     sheet = [claim for claim in claims("hlat") if {"series", "x"} <= {*claim.at} and claim.about]
     found = {
@@ -69,6 +70,7 @@ def test_all_ratios_of_hlat_s_cost_are_on_the_sheet_with_the_figure_s_verdicts()
 
 
 def of_22b(**changes: Any) -> Claim:
+    """Returns a claim on the published throughput of 22B, which is 38.38 % of peak."""
     asked = {"claim": "c", "where": "abstract", "fact": ("throughput_percent", "22B")}
     return Claim(paper="frontier", **asked, figure="f", at={"x": "22B"}, **changes)
 
@@ -87,7 +89,7 @@ def of_22b(**changes: Any) -> Claim:
         ("demo", 39.0, 40.0, "not testable here"),
     ],
 )
-def test_the_verdict_follows_from_the_kind_and_the_numbers(kind, low, high, said) -> None:
+def test_verdict_follows_from_claim_kind_and_numbers(kind, low, high, said) -> None:
     claim = of_22b(kind=kind)
     found = check_claim(claim, [{"x": "22B", "y": 40.0, "low": low, "high": high}])
     assert verdict(claim, found) == said
@@ -97,12 +99,12 @@ def test_the_verdict_follows_from_the_kind_and_the_numbers(kind, low, high, said
         check_claim(claim, [{"x": "1T", "y": 1.0}])
 
 
-def test_the_width_is_of_all_that_would_have_passed() -> None:
+def test_claim_width_covers_all_passing_values() -> None:
     found = check_claim(of_22b(about=0.1), [{"x": "22B", "y": 40.0, "low": 36.0, "high": 44.0}])
     assert found is not None and found.width == pytest.approx((4 + 3.838) / 40)
 
 
-def test_a_claim_may_be_of_what_beats_all_others() -> None:
+def test_claim_value_is_margin_over_best_other_row() -> None:
     asked = {"claim": "c", "where": "Table", "at": {"x": "a"}, "within": (0.1, 9.0)}
     best = Claim(paper="hlat", **asked, figure="f", less={"of": 1}, kind="arithmetic")
     rows = [{"x": x, "of": 1, "y": y} for x, y in (("a", "3.5 ± 0.2"), ("b", 1.0), ("c", 3.0))]

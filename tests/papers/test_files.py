@@ -1,4 +1,4 @@
-"""Every figure: where its layers come from, its files, and where each of a paper's is."""
+"""Every figure: sources of its layers, its files, and the list of the papers' figures."""
 
 import csv
 from pathlib import Path
@@ -28,11 +28,12 @@ NEEDS_RUNS = {
     "hlat-loss": r"no steps in \[\]",
     "hlat-precision": r"no precision\.json in \[\].*demo_precision",
 }
-"""The paper's own could not be read: without runs there is nothing to draw, as these words say."""
+"""Error messages by figure. The paper's own curves could not be read, so without runs nothing is
+drawn."""
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_says_where_its_layers_come_from(name, frontier_runs, hlat_runs) -> None:
+def test_every_figure_names_sources_of_its_layers(name, frontier_runs, hlat_runs) -> None:
     """Notes name each layer and source, demo scale is marked, and no interval is upside down."""
     if name in NEEDS_RUNS:
         with pytest.raises(ConfigError, match=NEEDS_RUNS[name]):
@@ -54,10 +55,10 @@ def test_every_figure_says_where_its_layers_come_from(name, frontier_runs, hlat_
             assert any(row.get("scale") == "demo" for row in rows) == ("demo scale" in texts)
 
 
-def test_a_cut_interval_a_text_outside_and_a_legend_on_data_are_found(drawn_once) -> None:
+def test_panel_check_finds_cut_data_and_misplaced_text(drawn_once) -> None:
     drawn_once.clear()
     figure, _ = FIGURES["frontier-throughput"].draw()
-    drawn_once.clear()  # nobody else sees what is done to it
+    drawn_once.clear()  # No other test gets the changed figure.
     left, _ = figure.axes
     check_panels(figure)
     left.set_ylim(0, 50)
@@ -73,7 +74,8 @@ def test_a_cut_interval_a_text_outside_and_a_legend_on_data_are_found(drawn_once
         check_panels(figure)
 
 
-def test_figures_become_svg_png_and_csv_and_a_rerun_changes_no_byte(tmp_path, drawn_once) -> None:
+def test_saved_figures_are_byte_identical_on_rerun(tmp_path, drawn_once) -> None:
+    """The files are SVG, PNG and CSV. A figure without its runs is skipped with a message."""
     told = save_all(QUICK, tmp_path / "first")
     assert told["hlat-data-mix"] == ""
     assert "Give run directories" in told["hlat-loss"], "and goes on without"
@@ -92,7 +94,7 @@ def test_figures_become_svg_png_and_csv_and_a_rerun_changes_no_byte(tmp_path, dr
     assert rows[0]["low"] == ""
 
 
-def test_table_of_rows_with_other_keys_has_all_columns(tmp_path: Path) -> None:
+def test_csv_has_columns_of_all_rows(tmp_path: Path) -> None:
     with new_figure(height=2) as (figure, _):
         pass
     rows = [{"a": 1, "b": np.float64(1 / 3)}, {"a": "x, y", "c": float("nan")}]
@@ -100,14 +102,14 @@ def test_table_of_rows_with_other_keys_has_all_columns(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "t.csv").read_text() == 'a,b,c\n1,0.333333,\n"x, y",,\n'
 
 
-def test_command_draws_all_into_a_folder(tmp_path, monkeypatch, capsys) -> None:
+def test_figure_command_draws_all_into_folder(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(commands, "FIGURES", QUICK)
     commands.figure(out=tmp_path / "talk")
     assert (tmp_path / "talk" / "hlat-data-mix.svg").exists()
     assert "hlat-loss: no steps in" in capsys.readouterr().out, "and says why"
 
 
-def test_contents_name_each_figure_and_table_of_the_papers() -> None:
+def test_contents_list_every_figure_and_table() -> None:
     hlat = contents(HLAT, HLAT_NOT_DRAWN)
     places = {row["of the paper"]: row["here"] for row in hlat}
     for number in ("Table I", "Table II", "Table III", "Table IV", "Table V", "Figure 5"):

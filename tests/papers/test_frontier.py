@@ -1,4 +1,4 @@
-"""The Frontier figures: layers, numbers with tolerances, the paper's relations on the model."""
+"""The Frontier figures: layers, numbers with tolerances, and the paper's relations in the model."""
 
 import csv
 import json
@@ -27,14 +27,14 @@ WITHOUT_RUNS = {
     "frontier-observations",
     "frontier-strong-scaling",
 }
-"""The measured layer of the first two is a search; the others have tests of their own."""
+"""Figures with other measured layers. The first two draw a search, the others have own tests."""
 
 
 @pytest.mark.parametrize("name", sorted(set(FRONTIER) - WITHOUT_RUNS))
-def test_own_runs_appear_in_every_figure_or_are_told_to_be_left_out(name, frontier_runs) -> None:
+def test_own_runs_are_drawn_or_listed_as_left_out(name, frontier_runs) -> None:
     figure, rows = FRONTIER[name].draw(frontier_runs)
     drawn = values(rows, layer="measured", scale="cluster")
-    lacks = ["imported"] if "memory" in name else []  # the log tells none
+    lacks = ["imported"] if "memory" in name else []  # The log has no memory.
     assert sorted(row["run"] for row in drawn) == sorted({"cluster", "imported"} - {*lacks})
     left_out = [text for text in figure.left_out if str(frontier_runs[2]) not in text]
     assert len(left_out) == len(lacks)
@@ -50,11 +50,13 @@ def test_own_runs_appear_in_every_figure_or_are_told_to_be_left_out(name, fronti
         assert log == pytest.approx(100 * 69.2 * 212.2 / 220 / 191.5, rel=0.01)
 
 
-def test_runs_that_do_not_scale_are_told_and_those_that_do_have_a_panel_with_their_name(
-    frontier_runs, tmp_path
-) -> None:
+def test_strong_scaling_draws_only_comparable_runs(frontier_runs, tmp_path) -> None:
+    """Two or more runs of one model and batch get a panel with a legend. Other runs are listed as
+    left out.
+    """
     strong = FRONTIER["frontier-strong-scaling"]
-    for given in (frontier_runs[:1], frontier_runs[:2]):  # a single run, and two of other batches
+    # A single run, and two runs of different batches.
+    for given in (frontier_runs[:1], frontier_runs[:2]):
         figure, rows = strong.draw(given)
         assert values(rows, layer="measured") == [] and len(figure.left_out) == len(given)
         assert "is not drawn. Drawn here: two runs or more of one model" in figure.left_out[0]
@@ -72,19 +74,19 @@ def test_runs_that_do_not_scale_are_told_and_those_that_do_have_a_panel_with_the
     check_figure(figure)
 
 
-def test_model_is_fitted_to_nothing_of_the_paper() -> None:
+def test_frontier_model_is_fitted_only_to_lumi_runs() -> None:
     assert {run.system for run in frontier_model.lumi_runs()} == {"LUMI"}
     errors = np.abs(list(frontier_model.left_out_errors().values()))
     assert len(errors) == 12 and 0.03 < errors.mean() < 0.15
 
 
-def test_the_sentence_on_logs() -> None:
+def test_log_verdicts_compare_speed_with_model() -> None:
     *lumi, authors = [row["is it as fast as it should be?"] for row in frontier_model.verdicts()]
     assert len(lumi) == 5 and all(words.startswith("as expected: ") for words in lumi)
     assert authors.startswith("slower than expected by 7")
 
 
-def test_headline_lies_inside_the_interval() -> None:
+def test_headline_throughput_is_inside_interval() -> None:
     _, rows = paper_figure("frontier-throughput").draw()
     for name, published in (("22B", 38.38), ("175B", 36.14), ("1T", 31.96)):
         paper, hfu = values(rows, panel="HFU", x=name)
@@ -94,13 +96,13 @@ def test_headline_lies_inside_the_interval() -> None:
         assert mfu["y"] / hfu["y"] == pytest.approx(0.75, abs=0.01), "three passes of four"
 
 
-def test_observations_hold_on_the_model() -> None:
+def test_paper_observations_hold_in_the_model() -> None:
     one, two, three, four = modelled_relations()
     assert [relation.verdict for relation in (one, two, three)] == ["holds"] * 3, "wholly"
     assert four.verdict != "fails" and four.value > three.value
 
 
-def test_observations_are_told_from_measured_runs(frontier_runs, tmp_path) -> None:
+def test_observations_are_judged_on_measured_runs(frontier_runs, tmp_path) -> None:
     found = measured_relations(frontier_runs)
     assert [relation.claim for relation in found] == ["III.1", "III.2", "III.3", "III.4"]
     assert [round(relation.value, 2) for relation in found] == [0.45, 1.8, 0.8, 1.12]
@@ -114,7 +116,7 @@ def test_observations_are_told_from_measured_runs(frontier_runs, tmp_path) -> No
     assert repr(table).count("III.1") == 2 and "TP 8 over TP 1" in table._repr_html_()
 
 
-def test_weak_scaling_is_inside_the_interval_and_strong_scaling_is_told_as_missed() -> None:
+def test_weak_scaling_holds_and_strong_scaling_is_missed() -> None:
     for model in ("175B", "1T"):
         weak, strong = efficiency_layer(model, "weak"), efficiency_layer(model, "strong")
         assert weak.low[-1] < 100 < weak.high[-1] and weak.y[-1] == pytest.approx(100, abs=3.5)
@@ -131,14 +133,14 @@ def test_weak_scaling_is_inside_the_interval_and_strong_scaling_is_told_as_misse
         assert 1000 < batch < 4000, "but it gives the paper's number at a smaller one"
 
 
-def test_strong_scaling_of_lumi_is_inside_the_interval() -> None:
+def test_lumi_strong_scaling_is_inside_interval() -> None:
     log, model = lumi_layers()
     assert log.y[-1] == pytest.approx(60.1, abs=0.1)
     assert ((model.low <= log.y + 1e-9) & (log.y <= model.high + 1e-9)).all()
     assert np.abs(model.y / log.y - 1).max() < 0.05
 
 
-def test_memory_against_the_logs() -> None:
+def test_modelled_memory_matches_logs() -> None:
     per_stage = -np.diff(frontier_stages()[1].dynamic_bytes[1:15]) / 2**20
     log = np.array([fact.number for fact in FACTS["stage_peak_mib"]])
     assert per_stage == pytest.approx(-np.diff(log[1:15]), abs=1), "a micro-batch less on each"
@@ -152,7 +154,7 @@ def test_memory_against_the_logs() -> None:
     assert "9.0 bytes a parameter in the log, 9.1 modelled" in caption
 
 
-def test_layers_are_bound_by_computation_and_fused_attention_helps() -> None:
+def test_layers_are_compute_bound_and_flash_helps() -> None:
     ridge = 191.5e12 / 1.6e12
     for name, preset in MODELS.items():
         spec, plan = ModelSpec.preset(preset), recipe_plan(name)
@@ -163,7 +165,9 @@ def test_layers_are_bound_by_computation_and_fused_attention_helps() -> None:
     assert small["low"] > 0
 
 
-def test_attention_is_timed_here_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_timed_once_and_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(frontier_demo, "LENGTHS", (64, 128))
     rows = frontier_demo.demo_attention(tmp_path)
     assert [row["kernel"] for row in rows] == ["fused", "scores written out"] * 2
@@ -174,7 +178,7 @@ def test_attention_is_timed_here_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(values(drawn, layer="measured", scale="demo")) == 4
 
 
-def test_recipes_are_those_of_the_scripts_and_own_runs_are_further_columns(frontier_runs) -> None:
+def test_recipe_table_has_script_plans_and_own_runs(frontier_runs) -> None:
     plans = [recipe_plan(name) for name in MODELS]
     assert [plan.num_devices for plan in plans] == [16, 128, 1024]
     assert [plan.num_microbatches for plan in plans] == [320, 320, 512]
@@ -185,7 +189,7 @@ def test_recipes_are_those_of_the_scripts_and_own_runs_are_further_columns(front
     assert stages["imported"] == stages["cluster"] == "16"
 
 
-def test_one_function_gives_what_was_published_of_a_training() -> None:
+def test_published_recipe_gives_plan_and_provenance() -> None:
     small = published_recipe("frontier-22b")
     assert (small.plan.tensor_parallel, small.plan.pipeline_parallel) == (1, 8)
     assert (small.plan.num_devices, small.plan.global_batch_size) == (16, 640)
@@ -205,7 +209,7 @@ def test_one_function_gives_what_was_published_of_a_training() -> None:
     assert llama.plan.global_batch_size == 1024 and llama.known["global_batch_size"] == "read"
 
 
-def test_cost_of_a_trillion_parameters() -> None:
+def test_training_cost_of_1t_matches_paper() -> None:
     figure, rows = paper_figure("frontier-cost").draw()
     [published] = values(rows, panel="years", layer="published")
     [modelled] = values(rows, panel="years", layer="modelled", x=3072.0)
@@ -220,7 +224,7 @@ def test_cost_of_a_trillion_parameters() -> None:
     assert any("121 million exaFLOP, as in the abstract (120)" in note for note in figure.notes)
 
 
-def test_commands_draw_a_figure_and_list_them(tmp_path, capsys, frontier_runs) -> None:
+def test_figure_command_draws_and_lists_figures(tmp_path, capsys, frontier_runs) -> None:
     file = tmp_path / "memory.svg"
     words = ["figure", "frontier-memory", "--out", str(file), "--run", str(frontier_runs[0])]
     app([*words, "--json"], standalone_mode=False)

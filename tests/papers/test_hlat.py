@@ -1,4 +1,4 @@
-"""The HLAT figures: layers, the paper's relations on the model, the studies at demo scale."""
+"""The HLAT figures: layers, the paper's relations in the model, and studies at demo scale."""
 
 from pathlib import Path
 
@@ -24,11 +24,13 @@ TABLES = {"hlat-models", "hlat-hyperparameters"}
 
 @pytest.fixture
 def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small model with the tiny dataset's words: most of its time goes into logits."""
+    """Gives the small model the vocabulary size of the tiny dataset, since most time goes into
+    logits.
+    """
     monkeypatch.setattr(hlat_demo, "SPEC", hlat_demo.SPEC.replace(vocab_size=320))
 
 
-def test_own_runs_appear(hlat_runs: list[Path]) -> None:
+def test_own_runs_appear_in_hlat_figures(hlat_runs: list[Path]) -> None:
     _, cost = paper_figure("hlat-cost").draw(hlat_runs)
     [own] = values(cost, layer="measured")
     reference = np.median(cost_draws(P4D, "7B")[1][:, 0])
@@ -47,7 +49,7 @@ def test_own_runs_appear(hlat_runs: list[Path]) -> None:
     assert [text.split(" is not drawn")[0] for text in figure.left_out] == [str(hlat_runs[1])]
 
 
-def test_an_imported_log_appears_like_a_run(tmp_path: Path) -> None:
+def test_imported_log_is_drawn_like_a_run(tmp_path: Path) -> None:
     plan = {"tensor_parallel": 8, "pipeline_parallel": 1, "data_parallel": 64}
     plan["global_batch_size"] = 1024
     own = [imported_run(tmp_path / "my-log", TRN1, "hlat-7b", 11, **plan).directory]
@@ -64,7 +66,7 @@ def test_an_imported_log_appears_like_a_run(tmp_path: Path) -> None:
     assert paper_figure("hlat-sequence-length").draw(own)[1][0]["model"] == "my-log"
 
 
-def test_scores_count_only_where_a_column_is_complete(tmp_path, hlat_runs) -> None:
+def test_scores_count_only_in_complete_columns(tmp_path, hlat_runs) -> None:
     whole = score("boolq", 0.7, items=100, metric="acc"), score("piqa", 0.6, items=100)
     report = EvalReport(name="mine", tokenizer_sha256="00", scores=whole)
     report.write(tmp_path / "mine.json")
@@ -74,7 +76,7 @@ def test_scores_count_only_where_a_column_is_complete(tmp_path, hlat_runs) -> No
     assert "without a complete column: 1" in figure.caption
 
 
-def test_presets_are_the_released_shapes() -> None:
+def test_presets_match_released_shapes() -> None:
     for name, preset in MODELS.items():
         spec = ModelSpec.preset(preset)
         for fact in FACTS.facts:
@@ -85,7 +87,7 @@ def test_presets_are_the_released_shapes() -> None:
     assert (params["7B"], params["70B"]) == ("6,738,415,616", "68,976,648,192")
 
 
-def test_learning_rates_are_those_of_the_released_scheduler() -> None:
+def test_learning_rates_match_released_scheduler() -> None:
     assert final_step("7B") == 429_153 and floor_step("7B") == floor_step("70B") == 397_994
     for model, peak in (("7B", 3e-4), ("70B", 1.5e-4)):
         clamped, rescaled = recipe(model, "clamped"), recipe(model, "rescaled")
@@ -96,7 +98,7 @@ def test_learning_rates_are_those_of_the_released_scheduler() -> None:
         assert rescaled.learning_rate_at(500_000) == pytest.approx(peak / 10)
 
 
-def test_data_of_the_last_stage_adds_up() -> None:
+def test_data_mix_of_last_stage_adds_up() -> None:
     figure, rows = paper_figure("hlat-data-mix").draw()
     assert sum(row["y"] for row in rows) == pytest.approx(FACTS.value("mix_whole", "total"))
     for row in rows:
@@ -104,13 +106,14 @@ def test_data_of_the_last_stage_adds_up() -> None:
     assert "1.58 times" in figure.caption and "1.67 trillion" in figure.notes[0]
 
 
-def test_cost_is_the_paper_s_formula() -> None:
+def test_cost_follows_formula_of_paper() -> None:
     sdk_2_20 = cost_per_tokens(16 * 21.50, 16 * 25_933)
     assert sdk_2_20 == pytest.approx(0.921, abs=0.001), "of AWS's tables"
     assert cost_per_tokens(32 * 21.50, 32 * 2_286) == pytest.approx(10.45, abs=0.01)
 
 
-def test_model_knows_no_number_of_the_paper_and_says_how_wrong_it_is() -> None:
+def test_hlat_model_is_fitted_only_to_aws_benchmarks() -> None:
+    """The left-out error of the model is computed for each of the 11 benchmarks."""
     assert len(hlat_model.benchmarks()) == len(hlat_model.left_out()) == 11
     assert all("AWS Neuron" in run.source for run in hlat_model.benchmarks())
     assert 0.05 < np.mean(np.abs(list(hlat_model.left_out().values()))) < 0.15
@@ -118,10 +121,10 @@ def test_model_knows_no_number_of_the_paper_and_says_how_wrong_it_is() -> None:
     assert len(others) == 7 and not any("Selene" in name for name in others)
 
 
-def test_each_attempt_of_a_run_costs_what_its_own_nodes_do(tmp_path: Path) -> None:
+def test_cost_uses_the_nodes_of_each_attempt(tmp_path: Path) -> None:
     small, price = Plan(data_parallel=4, global_batch_size=512), Site.load(TRN1).price_per_node_hour
     run = record(tmp_path / "run", ModelSpec.preset("demo"), small, Site.load(TRN1), 1e4)
-    # 16 nodes, then part of one.
+    # The first attempt has 16 nodes, the second a part of one node.
     small.replace(data_parallel=512).write(run.directory / "plan.attempt_01.json")
     small.write(run.directory / "plan.attempt_02.json")
     file = run.directory / "metrics.jsonl"
@@ -134,7 +137,7 @@ def test_each_attempt_of_a_run_costs_what_its_own_nodes_do(tmp_path: Path) -> No
     assert cost[-1] * rate[-1] == pytest.approx(last)
 
 
-def test_cost_ratios_of_the_paper_lie_in_the_interval_but_for_70b_on_gpus() -> None:
+def test_cost_ratios_of_paper_hold_except_70b_on_p4d() -> None:
     assert len(relations()) == 17
     for relation in relations():
         assert relation.low < relation.value < relation.high
@@ -150,7 +153,7 @@ def test_cost_ratios_of_the_paper_lie_in_the_interval_but_for_70b_on_gpus() -> N
     assert 8 < ratio_layers("70B over 7B")[0].y.mean() < 13
 
 
-def test_70b_runs_out_of_memory_at_four_nodes() -> None:
+def test_70b_is_out_of_memory_on_four_nodes() -> None:
     for machine in (TRN1, P4D):
         assert hlat_model.plan_on_nodes(machine, "70B", 4) is None
         assert hlat_model.plan_on_nodes(machine, "70B", 8) and hlat_model.plan_on_nodes(
@@ -163,14 +166,15 @@ def test_70b_runs_out_of_memory_at_four_nodes() -> None:
     assert min(row["x"] for row in values(rows, panel="70B", series="p4d")) == 8
 
 
-def test_end_points_take_the_swapped_headings_into_account() -> None:
+def test_end_points_correct_swapped_headings() -> None:
     [last], [one] = end_points("70B", "commonsense"), end_points("7B", "commonsense")
     assert list(zip(last.x, last.y, strict=True)) == [(1740, 67.5), (1800, 66.9)]
     assert list(zip(one.x, one.y, strict=True)) == [(1800, 59.5)]
     assert [layer.label for layer in end_points("70B", "code")] == ["pass@1", "pass@10"]
 
 
-def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not() -> None:
+def test_stochastic_rounding_is_unbiased() -> None:
+    """Rounding to nearest is biased for these numbers."""
     generator = torch.Generator().manual_seed(0)
     for number in (1.001, -0.3337, 1e-5, 300.3):
         x = torch.full((40_000,), number)
@@ -185,7 +189,7 @@ def test_stochastic_rounding_is_right_on_average_and_rounding_to_nearest_is_not(
     assert torch.equal(kept, exact[:3]), "what bf16 can hold stays"
 
 
-def test_precisions_differ_in_what_they_store(tiny_dataset, small_vocabulary) -> None:
+def test_precisions_differ_in_stored_numbers(tiny_dataset, small_vocabulary) -> None:
     short = PRECISION_RECIPE.replace(num_steps=10, warmup_steps=2)
     losses = [hlat_demo.train_in(tiny_dataset, short, name)[-1]["loss"] for name in PRECISIONS]
     assert max(losses) - min(losses) < 0.3, "alike so early"
@@ -201,7 +205,7 @@ def test_precisions_differ_in_what_they_store(tiny_dataset, small_vocabulary) ->
 
 
 @pytest.mark.slow
-def test_studies_are_made_once_and_kept(
+def test_precision_study_is_made_once_and_cached(
     tiny_dataset, small_vocabulary, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(hlat_demo, "PRECISION_RECIPE", PRECISION_RECIPE.replace(num_steps=20))

@@ -16,7 +16,7 @@ from tests.papers.recorded import cluster_run, demo_study
 
 
 @pytest.mark.parametrize("name", [file.stem for file in DATA.glob("*.csv")])
-def test_every_fact_has_a_source_and_says_how_it_is_known(name: str) -> None:
+def test_every_fact_has_source_and_provenance(name: str) -> None:
     facts = Facts.load(name).facts
     assert len({(fact.series, fact.x) for fact in facts}) == len(facts), "each fact once"
     for fact in facts:
@@ -27,7 +27,7 @@ def test_every_fact_has_a_source_and_says_how_it_is_known(name: str) -> None:
                 FigureLayer.published([fact], label="paper")
 
 
-def test_demo_scale_is_marked_and_kept_apart(tmp_path: Path) -> None:
+def test_demo_scale_is_marked_and_drawn_apart(tmp_path: Path) -> None:
     folder = demo_study(tmp_path / "demo", {})
     runs = [folder, cluster_run(tmp_path / "cluster", hfu=0.3)]
     found = measured(runs, x=lambda run: float(run.plan.num_devices), y=run_hfu_percent)
@@ -75,7 +75,7 @@ def test_caption_and_table_name_every_layer() -> None:
     assert rows[0]["panel"] == "a" and np.isnan(rows[0]["low"]) and rows[3]["high"] == 2
 
 
-def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
+def test_undrawable_input_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.log").write_text("iteration 1")
     (tmp_path / "empty").mkdir()
     for error, message, action in (
@@ -96,7 +96,7 @@ def test_what_cannot_be_drawn_is_told(tmp_path: Path) -> None:
     "low, high, verdict",
     [(0.7, 0.9, "holds"), (0.9, 1.1, "holds within the interval"), (1.05, 1.1, "fails")],
 )
-def test_verdicts_look_at_the_interval(low: float, high: float, verdict: str) -> None:
+def test_relation_verdict_depends_on_interval(low: float, high: float, verdict: str) -> None:
     number = {"layer": "modelled", "value": 1, "low": low, "high": high}
     relation = Relation(claim="x", **number, expected="below 1", within=(-np.inf, 1))
     assert relation.verdict == verdict

@@ -23,7 +23,8 @@ def written(folder: Path, *lines: str) -> Path:
     return file
 
 
-def test_points_are_drawn_hollow_named_in_the_legend_and_kept_in_the_table(tmp_path: Path) -> None:
+def test_digitised_points_are_marked_in_figure_and_table(tmp_path: Path) -> None:
+    """Points are hollow and named in the legend. The panel's range includes them."""
     lines = '175B,1024,99.5,"Figure 12, page 9"', "175B,128,140,Figure 12"
     figure, rows = FIGURES[WEAK].draw(points=written(tmp_path, *lines))
     [axis] = figure.axes
@@ -48,9 +49,8 @@ def test_points_are_drawn_hollow_named_in_the_legend_and_kept_in_the_table(tmp_p
         ("hlat-cost", "# x: nodes; y: (a) 7B: % of p4d's on 4 nodes", "8,60"),
     ],
 )
-def test_a_template_names_units_and_takes_points_once_it_is_filled_in(
-    name, unit, point, tmp_path
-) -> None:
+def test_points_template_is_accepted_once_filled(name, unit, point, tmp_path) -> None:
+    """The template names the units of the axes. An empty template is refused."""
     template = FIGURES[name].points_template(name)
     assert unit in template
     (tmp_path / "empty.csv").write_text(template)
@@ -82,19 +82,19 @@ def test_a_template_names_units_and_takes_points_once_it_is_filled_in(
         ("hlat-quality", HEAD, "Table II is drawn as a table"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_told(name, text, complaint, tmp_path) -> None:
+def test_unusable_points_file_is_refused(name, text, complaint, tmp_path) -> None:
     if text is not None:
         (tmp_path / "points.csv").write_text(text)
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         FIGURES[name].draw(points=tmp_path / "points.csv")
 
 
-def test_names_at_an_axis_are_the_places_on_it(tmp_path: Path) -> None:
+def test_category_name_becomes_axis_position(tmp_path: Path) -> None:
     _, rows = FIGURES[NAMED].draw(points=written(tmp_path, HFU + ",1T,32,f"))
     assert rows[-1]["x"] == 2.0
 
 
-def test_commands_print_a_template_and_draw_points(
+def test_commands_print_template_and_draw_points(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Figures of the kit's own: each keeps to what a page of 1,000 pixels asks, light and dark."""
+"""Figures and tables of the kit: layout on a page of 1,000 pixels, light and dark themes."""
 
 import re
 import threading
@@ -99,7 +99,7 @@ def simulations() -> list:
 
 
 def searched(seed: int) -> Trials:
-    """Returns eighty trials of which the first half failed."""
+    """Returns 80 trials. The first half failed."""
     values = np.random.default_rng(seed).uniform(0, 40, 80)
     values[:40] = np.nan
     trials = [
@@ -110,7 +110,9 @@ def searched(seed: int) -> Trials:
 
 
 def strangers() -> list:
-    """Returns machines never met, one of which has too few runs to see five of them."""
+    """Returns machines left out of the fit. One has too few runs to fit five and predict the
+    others.
+    """
     rng, names = np.random.default_rng(0), ("KAIST single node", "Selene", "PaLM", "Eos")
     return [
         Met(name=name, num_runs=count, off=rng.normal(0, 0.3, 9), half=half, conformal=half)
@@ -121,17 +123,17 @@ def strangers() -> list:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_a_figure_fits_a_page_in_both_themes(name: str) -> None:
+def test_figure_fits_page_in_both_themes(name: str) -> None:
     check_data(DRAWN[name]())
 
 
-def test_a_machine_with_too_few_runs_is_named_instead_of_an_empty_row() -> None:
+def test_machine_with_too_few_runs_is_marked() -> None:
     figure = never_met_figure(strangers())
     said = [[text.get_text() for text in panel.texts] for panel in figure.axes]
     assert said == [[], ["too few runs"]]
 
 
-def test_the_check_sees_what_a_reader_would() -> None:
+def test_figure_check_finds_layout_faults() -> None:
     def drawn(fault: str):
         with new_figure(1, 2, height=2) as (figure, (left, right)):
             left.set_title("a title")
@@ -155,7 +157,7 @@ def test_the_check_sees_what_a_reader_would() -> None:
             check_figure(drawn(fault))
 
 
-def test_the_check_sees_data_under_a_legend_and_intervals_that_are_cut() -> None:
+def test_data_check_finds_hidden_and_cut_data() -> None:
     def drawn(fault: str):
         with new_figure(height=2) as (figure, axis):
             axis.plot([0, 1], [0, 1], label="rises")
@@ -171,7 +173,8 @@ def test_the_check_sees_data_under_a_legend_and_intervals_that_are_cut() -> None
             check_data(drawn(fault))
 
 
-def test_a_page_gets_a_drawing_for_each_theme_and_one_picture_for_the_rest() -> None:
+def test_notebook_output_has_light_and_dark_drawings() -> None:
+    """Front ends without HTML get one PNG."""
     with new_figure(height=2) as (figure, axis):
         axis.plot([0, 1], color=GREY)
         axis.set_title("loss & <b>speed</b>")
@@ -191,7 +194,7 @@ def test_a_page_gets_a_drawing_for_each_theme_and_one_picture_for_the_rest() -> 
         assert colour in light and colour not in dark and DARK[colour] in dark
 
 
-def test_tables_show_what_is_known_and_nothing_for_the_rest() -> None:
+def test_table_leaves_unknown_cells_empty() -> None:
     rows = [{"x": "<a>", "n": 12345, "run": "r"}, {"x": "b", "n": None, "y": float("nan")}]
     table = Table(rows, "Caption", ["A <note>."])
     page = table._repr_html_()
@@ -202,8 +205,8 @@ def test_tables_show_what_is_known_and_nothing_for_the_rest() -> None:
     assert "<li>A &lt;note&gt;.</li>" in page and repr(table).startswith("Caption\nx    n")
 
 
-def test_text_columns_of_every_table_are_flush_left() -> None:
-    """JupyterLab aligns cells at the right that do not state another side."""
+def test_text_columns_are_left_aligned() -> None:
+    """JupyterLab aligns a cell at the right unless its style gives another side."""
     text = "64 sequences on 512 devices leave at most 1 replica"
     answer = html_table("answer", [("layout", "TP8"), ("warning", text)])
     assert not re.findall(r"<t[dh]\b(?![^>]*text-align:left)", answer)
@@ -212,7 +215,8 @@ def test_text_columns_of_every_table_are_flush_left() -> None:
     assert sides == ["left", "right", "right", "right"]
 
 
-def test_a_long_name_loses_its_middle_and_no_name_is_hidden() -> None:
+def test_long_name_is_shortened_in_the_middle() -> None:
+    """A name that starts with an underscore gets a blank, since matplotlib hides such labels."""
     assert short("run-of-today") == "run-of-today" and short("_mine") == " _mine"
     assert short("a" * 20 + "b" * 20) == "a" * 14 + "…" + "b" * 15
 

@@ -1,4 +1,4 @@
-"""Rows, judged and printed."""
+"""Result rows: comparison with a limit, and printed values."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The table of the command line: aligned, folded or stacked, never cut; not wrapped in a file."""
+"""Terminal tables: aligned, folded or stacked, never truncated. In a file they are not wrapped."""
 
 import io
 import re
@@ -27,7 +27,7 @@ def shown(width: int | None) -> str:
 
 
 @pytest.mark.parametrize("width", [None, 200, 120, 80, 60, 40, 20])
-def test_nothing_is_cut_at_any_width(width: int | None) -> None:
+def test_table_cuts_nothing_at_any_width(width: int | None) -> None:
     text = shown(width)
     assert "…" not in text and max(map(len, text.splitlines())) <= (width or 200)
     assert all("".join(cell.split()) in re.sub(r"\s", "", text) for row in RUNS for cell in row[:4])
@@ -36,29 +36,31 @@ def test_nothing_is_cut_at_any_width(width: int | None) -> None:
     assert ("tokens 1,234,567" in text) == is_stacked, "names beside values where it is narrow"
 
 
-def test_what_is_no_terminal_gets_one_line_a_row() -> None:
+def test_table_in_a_file_has_one_line_per_row() -> None:
     title, header, *rows = shown(None).splitlines()
     assert not re.search(r" $", shown(None), re.MULTILINE), "no blanks at the end of a line"
     assert title == "All runs of a folder" and header.split() == [*COLUMNS]
     assert [row.split()[0] for row in rows] == [LONG, "b"]
 
 
-def test_a_huge_loss_has_an_exponent() -> None:
+def test_huge_loss_is_printed_with_exponent() -> None:
     told = [number(value, ".3f") for value in (2.5, -29618484.0, float("nan"), None)]
     assert told == ["2.500", "-2.962e+07", "not finite", "–"]
     assert cell_text("loss", 29618484.0) == "2.962e+07"
     assert cell_text("tokens_per_s", 29618484.0) == "29,618,484"
 
 
-def test_a_command_in_a_message_can_be_pasted() -> None:
+def test_command_in_message_is_shell_quoted() -> None:
     assert kit_command("watch", "runs/a b's") == """kit watch 'runs/a b'"'"'s'"""
 
 
 MARKED = "runs/a[red]b [/] # EDIT: [device.peak_flops_per_s] :warning: [link=x]y"
 
 
-def test_brackets_of_a_name_an_error_or_a_file_are_printed_as_they_are(capsys) -> None:
-    """By each console that prints what others wrote: of commands, of pages, of a build."""
+def test_brackets_in_text_are_printed_literally(capsys) -> None:
+    """Covers each console that prints untrusted text: of commands, of pages, and of a dataset
+    build.
+    """
     PlainConsole().print(MARKED)
     BuildProgress(shown=True).say(MARKED)
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [MARKED, MARKED]

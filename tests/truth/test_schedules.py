@@ -12,11 +12,13 @@ PEAK, FLOOR, STEPS = 3e-4, 3e-5, 1000
 RECIPE = Recipe(
     data="x", num_steps=STEPS, learning_rate=PEAK, min_learning_rate=FLOOR, decay_share=0.2
 )
-"""Of `wsd` the last 200 steps go down."""
+"""With `wsd` the learning rate decays in the last 200 steps."""
 
 
 def theirs(schedule: str, warmup_steps: int, **options: float | str) -> list[float]:
-    """Returns transformers' rate of steps 1 to 1,200, the peak where it is 1."""
+    """Returns transformers' learning rates of steps 1 to 1,200. Its schedulers give factors of the
+    peak.
+    """
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
     asked = schedule, optimizer, warmup_steps, STEPS
     scheduler: Any = optimization.get_scheduler(*asked, scheduler_specific_kwargs=options)
@@ -35,17 +37,18 @@ SCHEDULES = {
     "cosine to zero, cut off": ({"cosine_floor": "clamped"}, "cosine", {}),
     "stable, then straight down": ({"schedule": "wsd"}, "warmup_stable_decay", DOWN),
 }
-"""What the recipe says, and what transformers calls it."""
+"""(changes of the recipe, name of transformers' schedule, its options) by description."""
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 100])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_rates_are_those_of_transformers(name: str, warmup_steps: int) -> None:
+def test_learning_rates_match_transformers(name: str, warmup_steps: int) -> None:
     changes, schedule, options = SCHEDULES[name]
     found, expected = ours(warmup_steps, **changes), theirs(schedule, warmup_steps, **options)
-    from_floor = schedule in ("cosine_with_min_lr", "warmup_stable_decay")  # theirs warms up so
+    # With a floor transformers warms up from the floor, the kit from 0.
+    from_floor = schedule in ("cosine_with_min_lr", "warmup_stable_decay")
     begin, end = warmup_steps * from_floor, len(found)
-    if "cosine" in schedule:  # theirs turns up again after the last step
+    if "cosine" in schedule:  # transformers' rate rises again after the last step
         end = STEPS
         expected[warmup_steps:] = [max(FLOOR, rate) for rate in expected[warmup_steps:]]
         assert found[STEPS:] == pytest.approx([FLOOR] * 200)

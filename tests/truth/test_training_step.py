@@ -28,7 +28,9 @@ def samples_of(spec: ModelSpec) -> torch.Tensor:
 
 
 def assert_same(found: Weights, theirs: Weights, spec: ModelSpec, tolerance: float) -> None:
-    """Fails unless tensors are those by transformers' names, relative to each one's largest."""
+    """Asserts that tensors equal transformers' tensors. The tolerance is relative to the largest
+    element of each tensor.
+    """
     assert len(found) > 20
     for name, tensor in found.items():
         expected = from_theirs(spec, name, theirs.__getitem__)
@@ -40,7 +42,7 @@ def assert_same(found: Weights, theirs: Weights, spec: ModelSpec, tolerance: flo
 
 
 @pytest.mark.parametrize("family", SPECS)
-def test_loss_and_all_gradients_are_those_of_transformers(family: str) -> None:
+def test_loss_and_gradients_match_transformers(family: str) -> None:
     spec = SPECS[family]
     decoder, samples = randomised(spec), samples_of(spec)[0]
     model = transformers_model(decoder).eval()  # GPT-2 has dropout by default
@@ -58,13 +60,17 @@ def gradients(model: torch.nn.Module) -> Weights:
 
 
 @pytest.mark.parametrize("family", SPECS)
-def test_steps_are_those_of_a_plain_loop_over_transformers_model(family: str) -> None:
-    """Accumulation, clipping and AdamW: losses, norms, and the way that each weight went."""
+def test_training_steps_match_plain_transformers_loop(family: str) -> None:
+    """Covers accumulation, clipping and AdamW. Compares losses, norms, and the change of each
+    weight.
+    """
     run_ranks(1, assert_steps_are_those_of_transformers, SPECS[family])
 
 
 def assert_steps_are_those_of_transformers(spec: ModelSpec) -> None:
-    """Fails unless the native engine, of two micro-batches a step, goes where that loop goes."""
+    """Asserts that the native engine, with two micro-batches per step, follows a plain loop over
+    transformers' model.
+    """
     plan = Plan(global_batch_size=SEQUENCES, micro_batch_size=SEQUENCES // 2)
     engine = build_engine(spec, plan, RECIPE, torch.device("cpu"))
     (decoder,) = engine.decoders

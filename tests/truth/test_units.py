@@ -15,7 +15,7 @@ def column(rows: list[dict], panel: str, series: str) -> list[float]:
     return [row["y"] for row in rows if (row.get("panel"), row.get("series")) == (panel, series)]
 
 
-def test_memory_of_stages_is_in_gib() -> None:
+def test_stage_memory_table_is_in_gib() -> None:
     _, rows = paper_figure("frontier-stage-memory").draw()
     assert column(rows, "a", "log")[0] == pytest.approx(LOGGED_MIB / 1024)
     peak = [float(each) / 1024**3 for each in frontier_stages()[1].total_bytes]
@@ -23,7 +23,8 @@ def test_memory_of_stages_is_in_gib() -> None:
     assert column(rows, "c", "bf16 Adam, ZeRO 1")[0] == pytest.approx(lumi_bytes(2) / 1024**3)
 
 
-def test_memory_of_models_is_in_terabytes_and_devices_of_64_gib() -> None:
+def test_model_memory_table_is_in_tb_and_gcds() -> None:
+    """A GCD has 64 GiB."""
     _, rows = paper_figure("frontier-memory").draw()
     rows = [row for row in rows if "bytes" in row]
     for row in rows:
@@ -33,7 +34,7 @@ def test_memory_of_models_is_in_terabytes_and_devices_of_64_gib() -> None:
     assert len(rows) >= 9
 
 
-def test_roofs_are_in_teraflops() -> None:
+def test_rooflines_are_in_teraflops() -> None:
     _, rows = paper_figure("frontier-roofline").draw()
     roofs = [row["y"] for row in rows if "a bound" in str(row.get("source"))]
     assert max(roofs) == pytest.approx(191.5), "the peak of a GCD"

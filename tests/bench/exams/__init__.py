@@ -1,1 +1,3 @@
-"""The planner's exams: `make validate` prints how far estimates are from what others measured."""
+"""Validation of the planner: `make validate` prints the errors of its estimates against published
+measurements.
+"""

@@ -1,4 +1,6 @@
-"""`python -m tests.bench.exams`: the table, kept in results/, and the picture of strangers."""
+"""`python -m tests.bench.exams`: writes the validation table to results/ and draws the left-out
+machines.
+"""
 
 from rich.console import Console
 from rich.markdown import Markdown

@@ -1,4 +1,4 @@
-"""All that the planner is examined on, as one table."""
+"""All validation results of the planner in one table."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,16 @@ from tests.bench.exams.search import search_exam
 
 
 def everything() -> tuple[Row, ...]:
-    """Returns errors of step times, strangers, choices and memory, and the search's speed."""
+    """Returns rows with errors of step times, left-out machines, choice of layout and memory, and
+    with the speed of the search.
+    """
     return (*validate(), *new_machine(machines()), *regrets(), *memory_exam(), *search_exam())
 
 
 def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tuple[float, int]:
-    """Returns (by how much the predicted best is slower, averaged over groups, their number)."""
+    """Returns (relative slowdown of the layout predicted as best, mean over groups, number of
+    groups).
+    """
     lost, keys = [], [group(run) for run in runs]
     for key in dict.fromkeys(keys):
         members = [i for i, each in enumerate(keys) if each == key]
@@ -31,7 +35,7 @@ def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tu
 
 
 def regrets() -> list[Row]:
-    """Returns `regret` on the two machines of which most layouts were measured."""
+    """Returns rows with `regret` on the two machines with the most measured layouts."""
     known, predicted, rows = machines(), predictions(), []
 
     def size_and_devices(run: PublishedRun) -> tuple:

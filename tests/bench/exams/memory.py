@@ -1,4 +1,6 @@
-"""The memory model against measurements: readings, labels, allocator logs, a paper, our steps."""
+"""The memory model against measurements: readings, out-of-memory labels, allocator logs, a paper,
+and counted steps of the kit's engines.
+"""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -32,13 +34,13 @@ ALEPH_ALPHA = Kernels(
     logit_bytes=19.1,
     score_bytes=7.7,
 )
-"""The code of arXiv 2311.05610; that logits are gathered, and both numbers, follow from its
-out-of-memory labels."""
+"""Kernels of the code of arXiv 2311.05610. `gathered_logits`, `logit_bytes` and `score_bytes`
+follow from its out-of-memory labels."""
 
 MIB, GIB = 2.0**20, 2.0**30
 A100_BYTES = 80 * GIB
 
-# How far, in ln, a number may believably be from where the fit starts.
+# Standard deviation, in ln, of each fitted number around its start.
 RESERVE_SPREAD = {"factor": 0.15, "extra_bytes": 0.4, "sharpness": 0.3}
 KERNEL_SPREAD = {"logit_bytes": 0.25, "score_bytes": 0.7}
 # Figure 1 of arXiv 2205.05198, GiB per device: (model, heads, layers, hidden, TP, PP, v,
@@ -53,7 +55,7 @@ KORTHIKANTI = (
 
 
 def memory_exam() -> list[Row]:
-    """Returns the error table of the memory model, one row or more a kind of measurement."""
+    """Returns the errors of the memory model, one or more rows per kind of measurement."""
     runs = published.load()
     read = [run for run in runs if run.memory_bytes]
     labelled = [run for run in runs if run.source.startswith("Aleph Alpha")]
@@ -61,7 +63,9 @@ def memory_exam() -> list[Row]:
 
 
 def labels(runs: Sequence[PublishedRun]) -> list[Row]:
-    """Returns how well labels are predicted, a model size held out, and by the shipped numbers."""
+    """Returns accuracy on out-of-memory labels: with each model size left out of the fit, and with
+    the shipped numbers.
+    """
     layouts, out = memory_layouts(runs), np.array([run.kind == "oom" for run in runs])
     size = np.array([run.spec.name for run in runs])
     start = {"kernels": ALEPH_ALPHA, "reserve": RESERVE}
@@ -92,11 +96,12 @@ def fit_out_of_memory(
     reserve: Reserve,
     source: str,
 ) -> tuple[Reserve, Kernels]:
-    """Returns (reserve, kernels) that make the labels most likely: five fitted numbers.
+    """Returns (reserve, kernels) that maximise the likelihood of the labels. Five numbers are
+    fitted.
 
-    They are the three of the reserve, and what the code base keeps of a logit and of a score (the
-    latter only where some layout writes scores out). Each is drawn towards where it starts with the
-    spread of a log-normal prior; flags of `kernels` stay as they are.
+    Three numbers belong to the reserve. The others are bytes saved per logit and per attention
+    score, the latter only if some layout writes scores to memory. A log-normal prior around the
+    start has the spreads RESERVE_SPREAD and KERNEL_SPREAD. Flags of `kernels` do not change.
     """
     labels = np.asarray(is_out_of_memory, dtype=bool)
     if labels.all() or not labels.any():
@@ -128,7 +133,7 @@ def fit_out_of_memory(
 
 
 def allocator_logs() -> list[Row]:
-    """Returns the error on two logs of what the allocator held, nothing fitted."""
+    """Returns the error on two logs of the allocator's memory. Nothing is fitted."""
     replicas, measured = _logged("lumi_allocated_mib")
     modelled = np.array([lumi_bytes(int(count)) for count in replicas]) / MIB
     worst = float(np.max(np.abs(modelled / measured - 1)))
@@ -159,7 +164,7 @@ def allocator_logs() -> list[Row]:
 
 
 def _logged(series: str) -> tuple[Array, Array]:
-    """Returns x and MiB of one series of the Frontier paper's facts."""
+    """Returns (x, MiB) of one series of the Frontier paper's facts."""
     x, y = zip(*((float(fact.x), fact.number) for fact in FACTS[series]), strict=True)
     return np.array(x), np.array(y)
 
@@ -171,7 +176,7 @@ def _line(replicas: Array, allocated_mib: Array) -> str:
 
 
 def korthikanti() -> list[Row]:
-    """Returns the mean error against figure 1 of Korthikanti et al., nothing fitted."""
+    """Returns the mean error against figure 1 of Korthikanti et al. Nothing is fitted."""
     state, activations = [], []
     for name, *shape, gib_state, gib_activations in KORTHIKANTI:
         heads, layers, hidden, t, p, v, micro, batch = shape
@@ -208,11 +213,12 @@ def korthikanti() -> list[Row]:
 
 
 def counted_steps() -> list[Row]:
-    """Returns the error on most bytes alive in a step of the kit's own engines, counted on CPUs;
-    nothing fitted.
+    """Returns the error on the peak of live bytes in a step of the kit's engines, counted on CPUs.
+    Nothing is fitted.
 
-    The third step of small bf16 models without fused kernels, operation by operation: the native
-    engine in a process group that moves nothing (torch 2.13), DeepSpeed 0.19.8 on two processes.
+    The bytes are of the third step of small bf16 models without fused kernels, after each
+    operation. The native engine ran in a process group that moves nothing (torch 2.13), DeepSpeed
+    0.19.8 on two processes.
     """
     with (Path(__file__).parent / "counted_steps.csv").open(encoding="utf-8") as stream:
         rows = [

@@ -1,11 +1,11 @@
-"""What an estimate is worth on a machine and a code base that were never met: nested, whole ones
-left out. No torch.
+"""Accuracy of estimates on a machine and code base that are left out of the fit. Nested: the
+interval scales are chosen without them, too. Needs no torch.
 
-A stranger is what one code base was measured to do on one machine. Its prior is the population
-without any machine or code base that it shares; how wide its intervals are is chosen on the
-remaining strangers alone, each predicted without its own machine and code base too. Two ways are
-compared: hierarchical (the narrowest `interval.Scales` that hold, which the kit uses) and conformal
-(the quantile of normalised errors, each stranger counted once).
+A "stranger" is one code base measured on one machine. Its prior is the population of all runs that
+share neither machine nor code base with it. The width of its intervals is chosen on the remaining
+strangers alone, each predicted without its own machine and code base. Two methods are compared:
+hierarchical (the narrowest `interval.Scales` with enough coverage, which the kit uses) and
+conformal (the quantile of normalised errors, each stranger weighted equally).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from kit.show.style import new_figure
 from kit.show.theme import BLUE, GREY, VERMILION
 
 COUNTS = {0: 1, 1: 1, 5: 3, 10: 2}
-"""Runs of the stranger, and how many others it must have to be scored after them."""
+"""Number of fitted runs of a stranger, and the least number of its other runs to be scored."""
 GRID = tuple(
     Scales(misfit=misfit, prior_models=worth, variance_factor=doubt)
     for misfit, worth, doubt in itertools.product(
@@ -38,10 +38,10 @@ GRID = tuple(
     )
 )
 SHORT = 10.0
-"""Width in ln that one more row held is worth: coverage first."""
+"""Cost, as interval width in ln, of a coverage short by 1. Coverage has priority over width."""
 DRAWS = 20
-"""Random choices of five runs that the proposed five are compared with."""
-# Machine and code base of what the population is made of, by the names of `machines.MACHINES`.
+"""Number of random choices of five runs with which the five proposed runs are compared."""
+# (machine, code base) of the runs of the population, by the names of `machines.MACHINES`.
 FITTED = {
     "Selene": ("Selene", "Megatron-LM"),
     "KAIST multi-node": ("KAIST", "Megatron-LM"),
@@ -62,8 +62,8 @@ OTHERS: tuple[tuple[str, str, str, Choice], ...] = (
     ("torchtitan", "MI250X", "torchtitan", lambda run: run.source.endswith("torchtitan README")),
     ("PaLM", "TPU v4", "PaLM", lambda run: run.source.startswith("PaLM")),
 )
-"""Strangers that the population does not have: the parts of MI250X, and rows that were never
-fitted."""
+"""(name, machine, code base, choice of runs) of strangers that are not in the population as such:
+the parts of MI250X, and rows that are never fitted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,38 +76,42 @@ class Stranger:
     rows: Rows
 
     def knows(self, other: "Stranger") -> bool:
-        """Returns whether both share machine or code base."""
+        """Returns whether both share the machine or the code base."""
         return self.machine == other.machine or self.code_base == other.code_base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """How a stranger was predicted after some of its runs."""
+    """Prediction errors on a stranger by a fit of its prior to `num_runs` of its runs."""
 
     off: Array
-    """ln(predicted / measured) of the other rows."""
+    """ln(predicted / measured) of the rows that are not fitted."""
     variance: Array
     num_untried: Array
     left_out: tuple[Array, Array]
-    """Error and variance of the runs, those of each model predicted by the others."""
+    """(errors, variances) of the fitted runs. Runs of a model are predicted by the other runs."""
     num_runs: int
 
     def half(self, scales: Scales) -> Array:
-        """Returns half the 90 % interval of each row, ln."""
+        """Returns the half-width of each row's 90 % interval in ln seconds."""
         misfit = scales.misfit_after(*self.left_out)
         return scales.half_width(self.variance, misfit, self.num_untried, self.num_runs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Strangers:
-    """All of them, with the populations that know neither one nor another."""
+    """All strangers, and the populations without some of them. `fitted` make up the population,
+    `scored` are predicted.
+    """
 
     fitted: tuple[Stranger, ...]
     scored: tuple[Stranger, ...]
 
     @classmethod
     def of(cls, known: dict[str, MeasuredMachine]) -> "Strangers":
-        """Returns the strangers among the published runs, with few rows of each."""
+        """Returns the strangers among the published runs, with few rows per stranger of the
+        population.
+        """
         fitted = tuple(
             Stranger(name=name, machine=machine, code_base=code, rows=known[name].small())
             for name, (machine, code) in FITTED.items()
@@ -134,7 +138,7 @@ class Strangers:
         return tuple(one for one in self.fitted if not any(map(one.knows, unknown)))
 
     def prior(self, *unknown: Stranger) -> Prior:
-        """Returns the population without the machines and code bases of these."""
+        """Returns the population without the machines and code bases of `unknown`."""
         fitted = self._fitted_without(*unknown)
         key = tuple(each.name for each in fitted)
         if key not in self._cache:
@@ -142,9 +146,9 @@ class Strangers:
         return self._cache[key]
 
     def trial(self, one: Stranger, count: int, *unknown: Stranger) -> Trial | None:
-        """Returns a stranger's trial after `count` proposed runs, None where too few rows are left.
+        """Returns a stranger's trial after `count` proposed runs. None if too few rows are left.
 
-        `unknown` are left out of its prior beside itself.
+        Its prior leaves out the stranger itself and all of `unknown`.
         """
         if len(one.rows) < count + COUNTS[count]:
             return None
@@ -156,12 +160,12 @@ class Strangers:
         return self._cache[key]
 
     def others(self, one: Stranger, count: int) -> list[Trial]:
-        """Returns the trials of all that share nothing with `one`, none of which has seen it."""
+        """Returns the trials of all strangers that share nothing with `one`, without `one`."""
         trials = [self.trial(each, count, one) for each in self.scored if not each.knows(one)]
         return [trial for trial in trials if trial is not None]
 
     def narrowest(self, trials: list[list[Trial]]) -> Scales:
-        """Returns `narrowest` of these trials; strangers with the same others share it."""
+        """Returns `narrowest(trials)`. The result is cached by the trials."""
         key = tuple(id(each) for group in trials for each in group)
         if key not in self._cache:
             self._cache[key] = narrowest(trials)
@@ -169,7 +173,7 @@ class Strangers:
 
 
 def limits(parts: list[Rows]) -> dict[str, tuple[float, float]]:
-    """Returns lowest and highest of each of `interval.balances` among rows."""
+    """Returns the (lowest, highest) value among rows of each of `interval.balances`, by name."""
     each = [interval.balances(rows.hardware) for rows in parts]
     return {
         name: (min(float(np.min(b[name])) for b in each), max(float(np.max(b[name])) for b in each))
@@ -197,10 +201,10 @@ def _trial(rows: Rows, prior: Prior, known: dict[str, tuple[float, float]], coun
 
 
 def narrowest(trials: list[list[Trial]]) -> Scales:
-    """Returns the scales of GRID with the narrowest intervals that hold 90 %.
+    """Returns the scales of GRID with the narrowest intervals of at least 90 % coverage.
 
-    Trials come by their number of runs, and each counts the same in its group; where no scales hold
-    so many, those that fall short least.
+    `trials` are grouped by their number of runs. Trials of a group have equal weight. If no scales
+    reach 90 %, the smallest shortfall decides.
     """
 
     def cost(scales: Scales) -> float:
@@ -217,10 +221,11 @@ def narrowest(trials: list[list[Trial]]) -> Scales:
 
 
 def conformal(trial: Trial, others: list[Trial]) -> Array:
-    """Returns half of each interval by split conformal prediction, each of the others counted once.
+    """Returns the half-width of each interval by split conformal prediction, in ln seconds. Each of
+    `others` has equal weight.
 
-    The variance that normalises errors is the kit's own with its usual scales, without the doubt
-    about each machine.
+    Errors are normalised by the kit's own variance, with the default scales and a variance factor
+    of 1.
     """
     plain = Scales(variance_factor=1.0)
 
@@ -236,16 +241,18 @@ def conformal(trial: Trial, others: list[Trial]) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Met:
-    """How a stranger was predicted after some of its runs, by scales that never saw it."""
+    """Prediction errors on a stranger after `num_runs` of its runs, with scales chosen without the
+    stranger.
+    """
 
     name: str
     num_runs: int
     off: Array
-    """ln(predicted / measured) of its other rows."""
+    """ln(predicted / measured) of the rows that are not fitted."""
     half: Array
-    """Half the 90 % interval of each, ln."""
+    """Half-width of each row's 90 % interval, in ln seconds."""
     conformal: Array
-    """The same by conformal prediction."""
+    """Half-width of each row's 90 % interval by conformal prediction, in ln seconds."""
 
     @property
     def error(self) -> float:
@@ -253,12 +260,12 @@ class Met:
         return float(np.abs(np.expm1(self.off)).mean())
 
     def held(self, half: Array) -> float:
-        """Returns the share of rows within such an interval."""
+        """Returns the share of rows whose error is within the half-widths `half`."""
         return float(np.mean(np.abs(self.off) <= half))
 
 
 def never_met(strangers: Strangers | None = None) -> list[Met]:
-    """Returns every stranger after 0, 1, 5 and 10 of its runs, as far as it has so many."""
+    """Returns each stranger's errors after 0, 1, 5 and 10 of its runs, if it has enough runs."""
     found, met = strangers or Strangers.of(machines()), []
     for one in found.scored:
         others = {count: found.others(one, count) for count in COUNTS}
@@ -271,10 +278,11 @@ def never_met(strangers: Strangers | None = None) -> list[Met]:
 
 
 def never_met_figure(trials: Sequence[Met]) -> Any:
-    """Returns a picture of machines never met: errors within their intervals, with 0 and 5 runs.
+    """Returns a figure of left-out machines: errors and intervals, with 0 and with 5 runs fitted.
 
-    `trials` come from `never_met`: measured over predicted time of each run, and the interval of
-    the median run. A machine with too few runs to see five and predict others is named as such.
+    `trials` come from `never_met`. A dot is measured over predicted time of a run, a bar is the
+    interval of the median run. A machine with too few runs to fit five and predict others is
+    marked.
     """
     names = list(dict.fromkeys(each.name for each in trials))
     with new_figure(1, 2, height=4.8, sharey=True, sharex=True) as (figure, axes):
@@ -307,7 +315,9 @@ def never_met_figure(trials: Sequence[Met]) -> Any:
 
 
 def new_machine(everything: dict[str, MeasuredMachine]) -> list[Row]:
-    """Returns error, coverage and width on strangers after some runs, and what proposed ones do."""
+    """Returns error, coverage and width on strangers after some runs, and the gain of proposed
+    runs.
+    """
     strangers, rows = Strangers.of(everything), []
     every = never_met(strangers)
     for count in COUNTS:
@@ -337,7 +347,7 @@ def new_machine(everything: dict[str, MeasuredMachine]) -> list[Row]:
 
 
 def _held_and_width(met: list[Met], halves: list[Array]) -> tuple[float, float]:
-    """Returns (share of rows within such intervals, half the median one), the same for each."""
+    """Returns (coverage, median half-width) of the intervals. Each stranger has equal weight."""
     held = [each.held(half) for each, half in zip(met, halves, strict=True)]
     return float(np.mean(held)), float(np.median([np.median(half) for half in halves]))
 
@@ -347,7 +357,9 @@ def _list(values: dict[str, float]) -> str:
 
 
 def _proposed(strangers: Strangers) -> list[Row]:
-    """Returns by how much less error five proposed runs leave, on strangers with ten rows."""
+    """Returns rows that compare five proposed runs with random draws of five: ratio of the errors,
+    and share of draws with a larger error. Uses strangers with at least ten rows.
+    """
     ratio, wins = {}, {}
     for one in strangers.scored:
         if len(one.rows) < 10:

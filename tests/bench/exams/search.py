@@ -12,7 +12,9 @@ REPEATS = 5
 
 
 def search_exam() -> list[Row]:
-    """Returns layouts a second (time and memory) on one core, and the largest search's seconds."""
+    """Returns rows with layouts per second (time and memory, one core) and seconds of the largest
+    search.
+    """
     spec, site = ModelSpec.preset("gpt-1t"), Site.load("frontier")
     found = search(spec, site, 3072, 9600)
     count = len(found.layouts)
