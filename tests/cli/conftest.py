@@ -9,7 +9,10 @@ from kit.__main__ import main
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
-    """A function: what a command that must fail says on standard error, and no traceback."""
+    """A function that runs a command that must fail, and returns its standard error.
+
+    The exit code must be 1 or 2, and there must be no traceback.
+    """
 
     def said(words: str | list[str]) -> str:
         words = shlex.split(words) if isinstance(words, str) else words

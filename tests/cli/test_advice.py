@@ -1,4 +1,4 @@
-"""What texts advise can be followed: their commands, options, modules, extras and fields exist."""
+"""Commands, options, modules, extras and fields that messages and documents name exist."""
 
 import ast
 import dataclasses
@@ -26,12 +26,14 @@ from kit.errors import install_command
 from tests.support.sources import ROOT, nodes
 
 VALUE = "VALUE"
-"""Stands for what a message fills in."""
+"""Placeholder for a value that a message fills in."""
 CALLS = {"kit_command": 0, "hint": 1, "advice": 1, "next_step": 1}
-"""Functions that write a command into a message, and which of their arguments is its first word."""
+"""Functions that write a command into a message, by name. Value: index of the argument with the
+first word of the command.
+"""
 
 EXTRAS = {"MissingPackageError": 1, "install_command": 0}
-"""What takes the name of an extra, and as which argument."""
+"""Callables that take the name of an extra. Value: index of the argument."""
 
 
 @functools.cache
@@ -65,7 +67,7 @@ def _texts() -> Iterator[tuple[str, str]]:
 
 
 def said(pattern: str) -> list[tuple[str, Any]]:
-    """Returns all that matches in any text, with its place."""
+    """Returns (place, match) for each match of a pattern in the texts."""
     return [(where, found) for where, text in texts() for found in re.findall(pattern, text)]
 
 
@@ -113,26 +115,26 @@ def problem(words: list[str]) -> str | None:
     return None
 
 
-def test_every_command_that_a_text_names_can_be_given() -> None:
+def test_advised_commands_and_options_exist() -> None:
     found = list(advised())
     assert len(found) > 40, "the search itself has come apart"
     problems = [(where, words, problem(words)) for where, words in found]
     assert not [each for each in problems if each[-1]]
 
 
-def test_the_check_sees_a_wrong_name_option_and_argument() -> None:
+def test_command_check_rejects_wrong_commands() -> None:
     wrong = ("exprt RUN", "watch RUN --loud", "watch RUN RUN")
     right = ("launch RUN --set plan.x=1 --show", "data build OUT")
     assert [each for each in wrong + right if problem(each.split())] == [*wrong]
 
 
-def test_every_module_that_a_text_starts_is_there() -> None:
+def test_advised_python_modules_exist() -> None:
     named = said(r"python -m ((?:kit|cluster)[\w.]*)")
     assert len(named) > 5
     assert not [f"{where}: python -m {name}" for where, name in named if not find_spec(name)]
 
 
-def test_every_extra_that_is_asked_for_is_there() -> None:
+def test_advised_extras_exist() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = {*project["optional-dependencies"], VALUE}
     named = said(r"pip install.*\.\[([\w,]+)\]")
@@ -158,7 +160,7 @@ assert shlex.split(errors.install_command()) == ["pip", "install", name]
 """
 
 
-def test_a_wheel_names_its_own_extras_and_a_checkout_itself(reader_python, tmp_path) -> None:
+def test_install_advice_names_the_wheel_or_checkout(reader_python, tmp_path) -> None:
     assert install_command("plan") == "pip install -e '.[plan]'"
     assert install_command() == "pip install -e ."
     asked = [reader_python(), "-c", ASKED]
@@ -170,8 +172,8 @@ RECORDS = {"spec": ModelSpec, "plan": Plan, "recipe": Recipe, "job": JobSpec, "s
 TABLES = {"slurm": Slurm, "kubernetes": Kubernetes}
 
 
-def test_every_field_that_a_message_names_is_there() -> None:
-    """`recipe.checkpoint_every` and the like; properties and methods of the records count."""
+def test_fields_named_in_messages_exist() -> None:
+    """For example `recipe.checkpoint_every`. Properties and methods of the records count."""
     pattern = r"(?<![\w.])(spec|plan|recipe|job|site)\.([a-z_]+)(?:\.([a-z_]+))?"
     files = ("json", "toml", "py", "preset", "attempt_", "base")
     named = [

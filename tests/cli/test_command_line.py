@@ -1,4 +1,4 @@
-"""The command line: mistakes are told in one sentence on standard error, and nothing is started."""
+"""The command line: help, printed text, encodings and `kit doctor`."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from kit.doctor import SLOW_IMPORT_S
 from kit.estimate.fit.published import FILE
 from tests.support.recorded_runs import recorded_run
 
-# In a process of its own, whose encoding is its own: `status`, and a command that fails.
+# Runs `status` and a failing command, in a process that has another encoding.
 TWICE = """
 import sys
 from kit.__main__ import main
@@ -31,7 +31,8 @@ for words in (["status", "run"], ["generate", "nowhere", sys.argv[1]]):
 """
 
 
-def test_help_names_every_command_and_cuts_no_option_at_80_columns(monkeypatch) -> None:
+def test_help_names_commands_and_truncates_no_option(monkeypatch) -> None:
+    """The terminal has 80 columns."""
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 80)
     whole = typer.main.get_command(app)
     asked = [[name] for name in whole.commands]  # pyright: ignore[reportAttributeAccessIssue]
@@ -41,7 +42,7 @@ def test_help_names_every_command_and_cuts_no_option_at_80_columns(monkeypatch) 
         assert words or all(f"│ {name} " in text for [name] in asked)
 
 
-def test_brackets_in_a_table_are_text(tmp_path, monkeypatch, capsys, answer) -> None:
+def test_brackets_in_tables_are_printed_literally(tmp_path, monkeypatch, capsys, answer) -> None:
     monkeypatch.chdir(tmp_path)
     spec = ModelSpec.preset("demo").replace(name="odd [/b] name")
     spec.write(Path("spec.json"))
@@ -64,7 +65,7 @@ def test_brackets_in_a_table_are_text(tmp_path, monkeypatch, capsys, answer) -> 
     assert "a [/b] machine:" in capsys.readouterr().out
 
 
-def test_a_terminal_that_knows_only_ascii_is_told_everything(tmp_path) -> None:
+def test_ascii_terminal_gets_the_complete_output(tmp_path) -> None:
     recorded_run(tmp_path / "run", steps=40)
     coding = {"PYTHONIOENCODING": "ascii", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     environment = {**os.environ, **coding, "LC_ALL": "C"}
@@ -78,7 +79,7 @@ def test_a_terminal_that_knows_only_ascii_is_told_everything(tmp_path) -> None:
     assert "nowhere: no such folder" in told.stderr
 
 
-def test_doctor_finds_what_the_tests_use(tmp_path) -> None:
+def test_deep_doctor_finds_the_installed_packages(tmp_path) -> None:
     words = [sys.executable, "-m", "kit", "doctor", "--deep", "--json"]
     told = json.loads(subprocess.run(words, cwd=tmp_path, capture_output=True).stdout)
     found = {each["subject"]: each for each in told}

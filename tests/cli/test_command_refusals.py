@@ -1,4 +1,4 @@
-"""What is refused is told in a sentence and changes no file beneath the folder."""
+"""Refused commands and calls: the error message, and no changed file."""
 
 import fcntl
 import hashlib
@@ -42,7 +42,7 @@ from tests.support.runs import new_run
 PLAN = Plan(global_batch_size=8)
 STEPS = 20
 FILES = "--model runs/rep/spec.json --recipe runs/rep/recipe.json --set plan.global_batch_size=8"
-"""Options that ask for what the finished run has, as for another."""
+"""Options with the settings of the finished run, as given for a new run."""
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -74,7 +74,7 @@ def refused(tmp_path: Path) -> Callable[..., None]:
 def finished(
     tmp_path: Path, spec: ModelSpec, tiny_dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> Run:
-    """A run that has done all its steps and was once asked for a checkpoint, without its job."""
+    """A finished run with one answered checkpoint request, created without running a job."""
     monkeypatch.chdir(tmp_path)
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=STEPS, warmup_steps=15)
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test")
@@ -99,7 +99,7 @@ def finished(
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
-    """The runs that were launched, of which none is."""
+    """A list of the runs that were launched. `launcher.submit` is replaced, so none starts."""
     found: list[Run] = []
 
     def submit(prepared: launcher.Prepared) -> Run:
@@ -111,7 +111,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Run]:
 
 
 def go_on(run: Run, **changes: Any) -> Run:
-    """Launches what would go on with a finished run, but for these changes."""
+    """Continues a finished run by 10 steps, with changed arguments of `kit.launch`."""
     recipe = run.recipe.replace(num_steps=STEPS + 10)
     given = {"directory": run.directory, "spec": run.spec, "plan": PLAN, "recipe": recipe}
     return kit.launch(**{**given, **changes})
@@ -122,7 +122,9 @@ def kit_command(words: str) -> None:
 
 
 def one_device(site: Site, **slurm_fields: Any) -> Site:
-    """Returns a site with one device a node, for Trainium a CPU core, and these fields of Slurm."""
+    """Returns a site with one device per node and changed fields of Slurm. A CPU core replaces
+    Trainium.
+    """
     if site.device.trainium is not None:
         site = site.replace(device=Site.load("laptop").device)
     if slurm_fields:
@@ -135,7 +137,9 @@ MINE = {"account": "me", "partition": "batch"}
 
 @pytest.fixture
 def deaf_slurm(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """A Slurm that refuses every job; returns what it was told."""
+    """A fake Slurm that refuses all jobs but compile jobs. The value is the list of received
+    commands.
+    """
     told: list[list[str]] = []
 
     def refuse(words: list[str], *_: object, **__: object) -> str:
@@ -194,13 +198,11 @@ plan demo --site frontier --devices 8 --batch 16 --out a.txt | ConfigError | not
 plan demo --site frontier --devices 2 --batch 8 --tokens -5 | ConfigError | takes 2,048. Give more
 plan demo --site laptop --devices 2 --batch 8 | ConfigError | (`kit bench --out FILE.toml`)
 """
-"""A command, the error that answers it, and words of its message."""
+"""Each row: a command, the type of its error, and a part of the message."""
 
 
 @pytest.mark.parametrize("row", COMMANDS.strip().splitlines())
-def test_a_refused_command_says_what_to_do_in_a_sentence_and_changes_nothing(
-    row, finished, tmp_path, answer
-) -> None:
+def test_refused_command_advises_and_changes_nothing(row, finished, tmp_path, answer) -> None:
     words, error, message = row.replace("FILES", FILES).split(" | ")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
@@ -215,10 +217,10 @@ def test_a_refused_command_says_what_to_do_in_a_sentence_and_changes_nothing(
 # Launch and resume --------------------------------------------------------------------------------
 
 
-def test_launch_where_a_run_is_asks_for_what_is_given_and_else_for_what_the_run_has(
-    finished, started
-) -> None:
-    """Nobody gives warm-up, layout and site again; what is advised can be given as it stands."""
+def test_launch_into_existing_run_keeps_its_settings(finished, started) -> None:
+    """Warm-up, layout and site come from the run unless they are given. The advised command works
+    as printed.
+    """
     two = "--set plan.tensor_parallel=2"
     message = "has finished its 20 steps, and 20 were asked for"
     with pytest.raises(RunError, match=message) as raised:
@@ -240,7 +242,7 @@ def test_launch_where_a_run_is_asks_for_what_is_given_and_else_for_what_the_run_
     assert f"`kit resume {finished.directory} --steps 40 {two}`" in str(raised.value)
 
 
-def test_only_the_hook_that_a_run_has_may_be_gone(finished, refused, started) -> None:
+def test_missing_hook_file_needs_a_copy_in_the_run(finished, refused, started) -> None:
     recipe = finished.recipe.replace(hook=str(finished.directory / "gone.py"))
     recipe.write(finished.directory / "recipe.json")
     (finished.directory / HOOK).write_text("def on_step(state): return {}")
@@ -252,9 +254,7 @@ def test_only_the_hook_that_a_run_has_may_be_gone(finished, refused, started) ->
     assert len(started) == 1
 
 
-def test_nothing_is_measured_before_the_last_refusal(
-    finished, refused, started, monkeypatch
-) -> None:
+def test_peak_is_measured_after_all_checks(finished, refused, started, monkeypatch) -> None:
     rounds: list[str] = []
 
     def measured(site: Site, dtype: str) -> Site:
@@ -276,7 +276,7 @@ def test_nothing_is_measured_before_the_last_refusal(
     assert rounds == ["fp32"] and run.site.peak_flops_per_s("fp32") == 2e11
 
 
-def test_launch_refused_by_what_is_given(finished, refused, tmp_path, monkeypatch) -> None:
+def test_launch_with_invalid_settings_is_refused(finished, refused, tmp_path, monkeypatch) -> None:
     spec, recipe = finished.spec, finished.recipe.replace(num_steps=STEPS + 10)
     other = Site.load("laptop").with_measured_peak("fp32", 9e11, "another machine")
     whole = {"plan": PLAN.replace(data_parallel=8), "site": other, "recipe": finished.recipe}
@@ -320,7 +320,7 @@ def test_launch_refused_by_what_is_given(finished, refused, tmp_path, monkeypatc
         refused(MissingPackageError, "neuronx", go_on, finished, plan=neuron)
 
 
-def test_launch_refused_by_what_is_in_the_directory(
+def test_launch_into_unusable_directory_is_refused(
     finished, refused, tmp_path, monkeypatch
 ) -> None:
     (tmp_path / "file").write_text("mine")
@@ -337,7 +337,7 @@ def test_launch_refused_by_what_is_in_the_directory(
     refused(CheckpointError, "gone.distcp is missing", go_on, finished)
 
 
-def test_launch_refused_by_others_at_work(finished, refused) -> None:
+def test_launch_of_a_run_in_use_is_refused(finished, refused) -> None:
     with (finished.directory / launcher.LAUNCH_LOCK).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         refused(RunError, "is being launched by another process", go_on, finished)
@@ -348,7 +348,7 @@ def test_launch_refused_by_others_at_work(finished, refused) -> None:
     refused(JobError, message, kit.resume, finished.directory)
 
 
-def test_job_whose_processes_cannot_be_started(finished, refused, tmp_path) -> None:
+def test_job_with_unstartable_program_is_refused(finished, refused, tmp_path) -> None:
     program = tmp_path / "program"
     program.write_text("#!/no/such/interpreter\n")
     program.chmod(0o755)
@@ -359,8 +359,12 @@ def test_job_whose_processes_cannot_be_started(finished, refused, tmp_path) -> N
 
 
 @pytest.mark.parametrize(("base", "cancelled"), [("frontier", 0), ("trn1.32xlarge", 3)])
-def test_job_that_slurm_refuses(base, cancelled, finished, refused, tmp_path, deaf_slurm) -> None:
-    """Its word comes after everything else; a job that compiles ahead was taken by then."""
+def test_job_refused_by_slurm_changes_no_file(
+    base, cancelled, finished, refused, tmp_path, deaf_slurm
+) -> None:
+    """Slurm refuses after all checks of the kit. Compile jobs that it accepted before are
+    cancelled.
+    """
     message, site = "Invalid account", one_device(Site.load(base), **MINE)
     refused(JobError, message, go_on, finished, site=site)
     refused(JobError, message, go_on, finished, site=site, directory=tmp_path / "new" / "run")
@@ -368,7 +372,7 @@ def test_job_that_slurm_refuses(base, cancelled, finished, refused, tmp_path, de
     assert deaf_slurm.count(["scancel", "41"]) == cancelled
 
 
-def test_scoring_that_slurm_refuses(finished, refused, tmp_path, deaf_slurm) -> None:
+def test_eval_job_refused_by_slurm_changes_no_file(finished, refused, tmp_path, deaf_slurm) -> None:
     def follow() -> list:
         return list(follow_run(finished.directory, ("heldout",), submit=True, poll_s=0))
 
@@ -380,7 +384,7 @@ def test_scoring_that_slurm_refuses(finished, refused, tmp_path, deaf_slurm) -> 
     refused(ConfigError, "still 'EDIT'", follow)
 
 
-def test_imports_that_refuse(finished, refused, tmp_path) -> None:
+def test_refused_import_changes_no_file(finished, refused, tmp_path) -> None:
     log, other = tmp_path / "train.log", tmp_path / "other.log"
     text = head(ARGUMENTS, vocabulary=51200, engine_micro_batch=2)
     log.write_text(text + line(1, 346.65) + line(2, 346.65))

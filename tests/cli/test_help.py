@@ -1,4 +1,4 @@
-"""`kit --help` and what each command says to do next."""
+"""`kit --help`, and the next command that each command prints."""
 
 import importlib.metadata
 import re
@@ -23,9 +23,9 @@ from tests.support.recorded_runs import recorded_run
 
 WHOLE = typer.main.get_command(app)
 SAID = re.compile(r"^(?P<text>[^\n]+): kit (?P<words>[^\n]+)$", re.M)
-"""The line with which a command ends."""
+"""Last line of a command's output, with the next command."""
 OF_ANOTHER = re.compile(r"\b(as|like) (`kit |--)|\bthe same(,| in)|default: the same", re.I)
-"""A help that says what another option says, instead of what this one means."""
+"""Help text that refers to another option instead of a description."""
 
 
 def helped(*words: str) -> str:
@@ -47,13 +47,14 @@ def test_every_command_is_in_exactly_one_panel() -> None:
     assert found == PANELS
 
 
-def test_its_examples_can_be_given() -> None:
+def test_examples_of_help_are_valid_commands() -> None:
     examples = re.findall(r"^kit (.*)$", EXAMPLES, re.M)
     assert len(examples) == 3 and all(f" kit {each} " in helped() for each in examples)
     assert not [each for each in examples if problem(shlex.split(each))]
 
 
-def test_it_tells_its_version(monkeypatch) -> None:
+def test_version_option_prints_the_version(monkeypatch) -> None:
+    """A checkout without installed metadata prints `checkout`."""
     told = CliRunner().invoke(app, ["--version"])
     version = importlib.metadata.version("pretraining-notebook-kit")
     assert (told.exit_code, told.stdout) == (0, f"kit {version}\n")
@@ -73,8 +74,8 @@ def leaves(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 @pytest.mark.parametrize(("words", "command"), [*leaves(WHOLE)], ids=str)
-def test_its_words_are_shown_whole(words, command, monkeypatch) -> None:
-    """A word in square brackets is no colour, and lines are as long as the terminal is wide."""
+def test_help_texts_are_printed_completely(words, command, monkeypatch) -> None:
+    """Words in brackets are not read as colours. Only the width of the terminal wraps lines."""
     monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", 200)
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", helped(*words)).split())
     for parameter in command.params:
@@ -116,7 +117,7 @@ doctor                                   | data build data/demo
 FOUND = [
     DoctorFinding(subject="torch", found="2.13", ok=ok, advice="wait") for ok in (True, None, False)
 ]
-"""By `kit doctor`, as if it had looked; test_command_line.py lets it look."""
+"""Findings of `kit doctor` in place of real checks. test_command_line.py runs the checks."""
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +132,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> list[str]:
-    """Returns the commands that a command says to give next."""
+    """Runs a command, and returns the next commands that it prints."""
     monkeypatch.setattr(sys, "argv", ["kit", *shlex.split(words)])
     with pytest.raises(SystemExit) as end:
         main()
@@ -141,7 +142,7 @@ def said(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("line", TABLE.strip().splitlines(), ids=lambda line: line.split(" |")[0])
-def test_a_command_ends_with_the_next_one(line, place, monkeypatch, capsys) -> None:
+def test_command_output_ends_with_the_next_command(line, place, monkeypatch, capsys) -> None:
     monkeypatch.chdir(place)
     monkeypatch.setattr("kit.cli.machines.examine", lambda deep: FOUND)
     words, _, wanted = (part.strip() for part in line.partition("|"))
@@ -149,7 +150,7 @@ def test_a_command_ends_with_the_next_one(line, place, monkeypatch, capsys) -> N
     assert problem(shlex.split(wanted)) is None
 
 
-def test_json_is_all_that_is_said_where_it_is_asked_for(place, monkeypatch, capsys) -> None:
+def test_json_output_has_no_next_command(place, monkeypatch, capsys) -> None:
     monkeypatch.chdir(place)
     assert said("runs . --json", monkeypatch, capsys) == []
 

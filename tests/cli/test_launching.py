@@ -1,4 +1,4 @@
-"""`kit launch`: whose recipe and layout, on how many devices; what `--show` and Ctrl-C leave."""
+"""`kit launch`: origin of recipe and layout, options, `--show` and Ctrl-C."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def refused(message: str, words: str) -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_published_recipe_is_that_of_the_paper(name) -> None:
+def test_published_recipe_has_the_papers_values(name) -> None:
     published = published_recipe(name)
     ask = asked(recipe=name, options={"data": "/d"})
     assert ask.spec == ModelSpec.preset(published.model) and ask.plan == published.plan
@@ -69,7 +69,7 @@ def test_published_recipe_is_that_of_the_paper(name) -> None:
         assert ask.plan.num_devices == 32 * Site.load("trn1.32xlarge").devices_per_node
 
 
-def test_only_the_demo_has_a_recipe_of_its_own() -> None:
+def test_only_the_demo_model_has_a_default_recipe() -> None:
     for model in ("hlat-70b", "gpt-22b"):
         refused(f"--recipe: '{model}' needs one", f"--model {model}")
     ModelSpec.preset("demo").replace(num_layers=2).write(Path("spec.json"))
@@ -82,7 +82,7 @@ def test_only_the_demo_has_a_recipe_of_its_own() -> None:
     assert demo.plan.global_batch_size == 16
 
 
-def test_a_recipe_of_ones_own() -> None:
+def test_recipe_file_of_the_user_is_read_and_checked() -> None:
     text = 'learning_rate = 1e-4\nwarmup_steps = 5\nbeta2 = 0.9\ndata = "EDIT"\n'
     Path("mine.toml").write_text(text)
     changes = {"plan": {"global_batch_size": 32}, "recipe": {"beta2": 0.99}}
@@ -105,13 +105,13 @@ def test_a_recipe_of_ones_own() -> None:
         refused(message, "--recipe wrong.toml")
 
 
-def test_what_a_paper_does_not_state_must_be_given() -> None:
+def test_values_missing_in_a_paper_must_be_given() -> None:
     changes = {"recipe": {"warmup_steps": 3}}
     lacking = asked(recipe="frontier-1t", options={"num_steps": 9}, changes=changes).missing
     assert lacking == {"data": "--data FOLDER, made by `kit data build`"}
 
 
-def test_a_plan_from_a_file() -> None:
+def test_plan_file_sets_the_layout() -> None:
     plan = Plan(tensor_parallel=4, pipeline_parallel=2, global_batch_size=64)
     plan.write(Path("plan.json"))
     file = Path("plan.json")
@@ -121,7 +121,7 @@ def test_a_plan_from_a_file() -> None:
     assert own == plan, "a layout of one's own for a paper's recipe"
 
 
-def test_the_planners_choice_is_launched_as_it_is(capsys) -> None:
+def test_plan_of_the_planner_is_launched_unchanged(capsys) -> None:
     words = "plan hlat-7b --site trn1.32xlarge --devices 2048 --batch 1024 --choose 2"
     app([*words.split(), "--out", "second.json"], standalone_mode=False)
     kept = Plan.read(Path("second.json"))
@@ -133,7 +133,7 @@ def test_the_planners_choice_is_launched_as_it_is(capsys) -> None:
     assert "plan." not in said.err, "nothing of the layout is left to fill in"
 
 
-def test_a_plan_of_another_sequence_length_says_how_to_launch_it(capsys) -> None:
+def test_plan_advises_launch_with_its_sequence_length(capsys) -> None:
     words = "plan llama3.1-405b --site dgx-h100 --devices 2048 --batch 2048 --seq 4096"
     words += " --out plan.json --code-base megatron-core"
     app(words.split(), standalone_mode=False)
@@ -148,8 +148,8 @@ def test_a_plan_of_another_sequence_length_says_how_to_launch_it(capsys) -> None
     ("batch", "length", "recipe"),
     [(1024, None, "hlat-7b"), (64, None, "recipe.toml"), (1024, 2048, "recipe.toml")],
 )
-def test_plan_advises_a_recipe_of_its_own_batch(capsys, batch, length, recipe) -> None:
-    """What is advised launches the model, the layout, the batch and the length that were shown."""
+def test_plan_advises_published_recipe_for_its_batch(capsys, batch, length, recipe) -> None:
+    """The advised command launches the model, layout, batch and sequence length of the plan."""
     words = f"plan hlat-7b --site trn1.32xlarge --devices 64 --batch {batch} --out plan.json"
     words += f" --seq {length}" if length else ""
     app(words.split(), standalone_mode=False)
@@ -170,7 +170,7 @@ def test_plan_advises_a_recipe_of_its_own_batch(capsys, batch, length, recipe) -
     assert given == (f"spec.sequence_length={length}" if length else None)
 
 
-def test_show_prints_every_script_and_what_is_left(capsys) -> None:
+def test_show_prints_all_scripts_and_missing_values(capsys) -> None:
     shown = "--recipe hlat-70b --set plan.data_parallel=8 --show --site"
     launch(f"{shown} trn1.32xlarge")
     said = capsys.readouterr()
@@ -180,7 +180,7 @@ def test_show_prints_every_script_and_what_is_left(capsys) -> None:
     lines = said.err.splitlines()
     assert lines[0] == "Asked of Slurm where the site file says nothing:"
     derived = lines[1 : lines.index("Still to fill in:")]
-    # The script says the same at its top.
+    # The head of the script has these lines too.
     assert derived and all(f"\n#   {line.strip()}\n" in running for line in derived)
     marked = [line for line in said.out.splitlines() if "EDIT" in line]
     assert len(marked) == sum(".sh, line" in line for line in lines) > 0
@@ -193,7 +193,7 @@ def test_show_prints_every_script_and_what_is_left(capsys) -> None:
     assert "site.slurm.partition: in my-trn1.toml\n" in said.err, "the reader's own already"
 
 
-def test_show_of_one_script_is_that_script(capsys) -> None:
+def test_show_of_one_script_prints_only_the_script(capsys) -> None:
     launch("--recipe frontier-175b --site frontier --show")
     said = capsys.readouterr()
     assert said.out.startswith("#!/bin/bash\n")
@@ -205,11 +205,11 @@ def test_show_of_one_script_is_that_script(capsys) -> None:
 
 
 def interrupted(*given: Any) -> None:
-    """Stands for Ctrl-C, whose signal does nothing where a script runs tests in the background."""
+    """Replaces Ctrl-C. If a script runs the tests in the background, SIGINT has no effect."""
     raise KeyboardInterrupt
 
 
-def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) -> None:
+def test_interrupted_launch_reports_the_job_state(tiny_dataset, monkeypatch, capsys) -> None:
     start, spec = local.start, launcher.job_spec
 
     def pressed(*given):
@@ -231,9 +231,7 @@ def test_interrupted_launch_says_what_runs(tiny_dataset, monkeypatch, capsys) ->
     assert launch(words) == 130 and "nothing was started" in capsys.readouterr().out
 
 
-def test_epochs_of_each_source_are_told_before_anything_starts(
-    tiny_dataset, tmp_path, capsys
-) -> None:
+def test_show_prints_the_epochs_of_each_source(tiny_dataset, tmp_path, capsys) -> None:
     data = tiny_dataset.directory
     source = f'[[sources]]\npaths = ["{data}"]\nweight = %g\n'
     phase = "[[phases]]\nuntil_tokens = 1e4\nweights = [1, 0]\n"
@@ -242,7 +240,7 @@ def test_epochs_of_each_source_are_told_before_anything_starts(
     launch("--recipe mix.toml --model demo --set spec.sequence_length=64 --show")
     *told, vocabulary = capsys.readouterr().err.splitlines()
     assert "has 4,096 tokens and the tokenizer of the data only 300: 93%" in vocabulary
-    # Of 1,600 sequences 157 are in the first phase; the rest goes 1 to 3.
+    # Of 1,600 sequences, 157 are in the first phase. The others are divided 1 to 3.
     windows = (tiny_dataset.train.num_tokens - 1) // 64
     counts = (157 + 1443 / 4, 1443 * 3 / 4)
     often = " (above 4, repeated text is worth less than new text: arXiv 2305.16264)"
@@ -275,7 +273,9 @@ def test_recipe_for_another_batch_is_reported(capsys) -> None:
     assert "published for batches of 1,024 sequences, and the plan has 512" in said
 
 
-def test_on_gpus_a_plan_is_bf16_and_compiled_unless_somebody_said_otherwise(tmp_path) -> None:
+def test_gpu_plans_default_to_bf16_and_compile(tmp_path) -> None:
+    """Values of the user, of a plan file and of a published recipe have priority."""
+
     def unsaid(**plan: Any) -> dict[str, Any]:
         return asked(changes={"plan": plan}).gpu_defaults
 
@@ -292,7 +292,7 @@ def test_on_gpus_a_plan_is_bf16_and_compiled_unless_somebody_said_otherwise(tmp_
 
 
 @pytest.mark.parametrize(("words", "said"), [("", False), ("--set plan.compile=false", True)])
-def test_launch_on_gpus_advises_to_compile_what_is_recomputed(words, said, capsys) -> None:
+def test_uncompiled_selective_recompute_gets_advice(words, said, capsys) -> None:
     launch(f"--site perlmutter --show --set plan.recompute=selective {words}")
     assert ("--set plan.recompute=full" in capsys.readouterr().err) is said
 
@@ -310,9 +310,8 @@ slurm = { partition = "batch" }
 
 
 @pytest.mark.parametrize("source", ['source = "/opt/kit"', "sync = true"])
-def test_show_of_a_login_node_starts_no_ssh_and_says_what_a_launch_would(
-    source, tmp_path, monkeypatch, capsys
-) -> None:
+def test_show_for_a_login_node_starts_no_ssh(source, tmp_path, monkeypatch, capsys) -> None:
+    """The first printed ssh command is the first that a launch runs."""
     Path("mine.toml").write_text(BEHIND % source)
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
@@ -340,8 +339,8 @@ def test_show_of_a_login_node_starts_no_ssh_and_says_what_a_launch_would(
     assert asked[0] == told[0][-1], "it is what a launch asks first"
 
 
-def test_slurm_options_are_those_of_sbatch(capsys) -> None:
-    """The script of a site without an account is complete with them."""
+def test_sbatch_options_of_launch_reach_the_script(capsys) -> None:
+    """With these options, the script of a site without an account is complete."""
     words = "--account abc123 --partition batch --qos debug --time 1:30:00 --nodes 16"
     launch(f"--recipe frontier-175b --site frontier --data /d --steps 9 --show {words}")
     script = capsys.readouterr().out
@@ -361,7 +360,7 @@ def test_slurm_options_are_those_of_sbatch(capsys) -> None:
         ("1-00:00:05", 86_405),
     ],
 )
-def test_time_limit_has_sbatch_formats(text: str, seconds: int) -> None:
+def test_time_option_accepts_sbatch_formats(text: str, seconds: int) -> None:
     """Expected: `man sbatch`, option --time."""
     assert launching.slurm_seconds(text) == seconds
 
@@ -380,7 +379,7 @@ def test_wrong_launch_options_are_refused(words: str, message: str) -> None:
     refused(message, f"--show {words}")
 
 
-def test_show_refuses_weights_that_a_launch_refuses(capsys) -> None:
+def test_show_refuses_pickled_weights(capsys) -> None:
     folder = Path("theirs")
     folder.mkdir()
     spec = ModelSpec.preset("demo")

@@ -1,4 +1,4 @@
-"""Modes of files: what the commands write is exactly as open as the user's umask makes it."""
+"""File modes: files and folders that the commands write have the mode that umask gives."""
 
 import os
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_every_file_follows_umask(umask, tmp_path, tiny_dataset, monkeypatch) ->
     found = {file: file.stat().st_mode & 0o777 for file in files}
     assert len(found) > 50
     asked = {file: (0o777 if file.is_dir() else 0o666) & ~umask for file in files}
-    # Who can open a lock can hold it, and so block the run.
+    # A user who can open a lock file can hold the lock and block the run.
     asked |= {file: 0o600 for file in files if file.name.endswith(".lock")}
     assert not {str(file): f"{mode:o}" for file, mode in found.items() if mode != asked[file]}
     assert tmp_path / "config" / "kit" / "mirrors" in found

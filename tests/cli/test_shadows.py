@@ -22,7 +22,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("words", ["doctor", "plan --list", "status nowhere"])
-def test_commands_name_what_pythonpath_shadows(tmp_path, words):
+def test_commands_name_module_shadowed_by_pythonpath(tmp_path, words):
     """typer imports pydantic, which imports the old package and fails."""
     (tmp_path / "typing_extensions").mkdir()
     (tmp_path / "typing_extensions" / "__init__.py").write_text(OLD)
@@ -39,7 +39,7 @@ def test_import_names_a_shadowed_standard_library(tmp_path):
     assert f"dataclasses comes from {tmp_path}, set by PYTHONPATH" in done.stderr.splitlines()[-1]
 
 
-def test_import_names_a_file_of_the_working_directory(tmp_path):
+def test_import_names_a_shadowing_file_in_cwd(tmp_path):
     """As in a notebook or a program that starts in that folder."""
     (tmp_path / "random.py").write_text("")
     words = [sys.executable, "-c", f"import sys; sys.path.append({str(ROOT)!r}); import kit"]
@@ -49,8 +49,8 @@ def test_import_names_a_file_of_the_working_directory(tmp_path):
     assert told in done.stderr.splitlines()[-1]
 
 
-def test_shadows_are_what_python_imports(tmp_path, monkeypatch):
-    """Held to the file that a new Python finds for each name."""
+def test_found_shadows_match_python_imports(tmp_path, monkeypatch):
+    """Compared with the file that a new Python imports for each name."""
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").write_text("")
     (tmp_path / "torch").mkdir()  # without __init__.py, Python finds the installed package
@@ -68,7 +68,9 @@ def test_shadows_are_what_python_imports(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_venv", [False, True])
 def test_user_site_shadows_packages_of_its_prefix(tmp_path, is_venv):
-    """Held to the file that Python finds. A virtual environment puts its own packages first."""
+    """Compared with the file that Python imports. A virtual environment puts its own packages
+    first.
+    """
     base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     python = base
     if is_venv:

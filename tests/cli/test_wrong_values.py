@@ -1,4 +1,4 @@
-"""Whatever is typed: each command answers in a sentence, with its exit code, and no traceback."""
+"""Wrong paths and values: each command ends with a message and an exit code, not a traceback."""
 
 import json
 import os
@@ -57,7 +57,7 @@ data build new --max-megabytes WORD
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run that has ended, a stranger's file, an empty folder, a link to itself."""
+    """A folder with a finished run, an unrelated file, an empty folder and a link to itself."""
     recorded_run(tmp_path / "run", steps=30, state=JobState.DONE)
     (tmp_path / "file").write_text("plain text\n")
     (tmp_path / "empty").mkdir()
@@ -67,7 +67,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("words", COMMANDS.strip().splitlines())
-def test_wrong_paths_are_told_in_a_sentence(words, place, answer) -> None:
+def test_wrong_paths_give_a_message_not_a_traceback(words, place, answer) -> None:
     for path in PATHS:
         text = answer([word.replace("PATH", path) for word in words.split()])
         assert len(text) < 1500, text
@@ -75,13 +75,13 @@ def test_wrong_paths_are_told_in_a_sentence(words, place, answer) -> None:
 
 
 @pytest.mark.parametrize("words", OF_WORDS.strip().splitlines())
-def test_wrong_words_are_told_in_a_sentence(words, place, answer) -> None:
+def test_wrong_values_give_a_message_not_a_traceback(words, place, answer) -> None:
     for word in ("", "nope", "-1", "nan", "[/b]", "x" * 300):
         answer([each.replace("WORD", word) for each in words.split()])
     assert not (place / "new").exists()
 
 
-def test_what_bench_site_measures_is_enough_for_a_plan(place, monkeypatch, capsys) -> None:
+def test_site_file_of_bench_is_enough_for_a_plan(place, monkeypatch, capsys) -> None:
     def measured(site, dtype="fp32"):
         return site.with_measured_peak(dtype, 1e11, "here", 0.01)
 
@@ -97,7 +97,7 @@ def test_what_bench_site_measures_is_enough_for_a_plan(place, monkeypatch, capsy
     assert said.err.startswith("Measuring ") and "demo on 2 devices of mine" in said.out
 
 
-def test_a_folder_that_somebody_else_made_meanwhile_is_left_alone(tmp_path) -> None:
+def test_folder_created_meanwhile_is_not_replaced(tmp_path) -> None:
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="exists and is not empty"), whole_folder(out):
         out.mkdir()
@@ -107,7 +107,7 @@ def test_a_folder_that_somebody_else_made_meanwhile_is_left_alone(tmp_path) -> N
 
 @pytest.fixture
 def as_nobody():
-    """A function that makes this process somebody else's, until the test ends; needs root."""
+    """A function that changes the user of this process until the test ends. Needs root."""
     if os.geteuid():
         pytest.skip("only root can become somebody else")
     yield lambda: os.setresuid(65534, 65534, 0)
@@ -115,7 +115,7 @@ def as_nobody():
 
 
 @pytest.mark.parametrize("words", ["stop", "stop --now", "checkpoint"])
-def test_a_run_of_somebody_else_is_left_to_them(words, tmp_path, as_nobody, answer) -> None:
+def test_commands_for_run_of_another_user_are_refused(words, tmp_path, as_nobody, answer) -> None:
     run = recorded_run(tmp_path / "run", steps=30)
     for folder in (tmp_path, *list(tmp_path.parents)[:-1]):
         folder.chmod(folder.stat().st_mode | 0o055)
@@ -124,7 +124,7 @@ def test_a_run_of_somebody_else_is_left_to_them(words, tmp_path, as_nobody, answ
         ticks = int(Path(f"/proc/{job.pid}/stat").read_text().rpartition(")")[2].split()[19])
         process = Process.current().replace(pid=job.pid, start_ticks=ticks)
         say(run, JobState.RUNNING, step=30, process=process)
-        answer(f"{words} {tmp_path}")  # what it imports may be root's alone
+        answer(f"{words} {tmp_path}")  # imports modules that may be readable only by root
         as_nobody()
         text = answer(f"{words} {run.directory}")
         os.setresuid(0, 0, 0)
@@ -133,9 +133,7 @@ def test_a_run_of_somebody_else_is_left_to_them(words, tmp_path, as_nobody, answ
     assert "JobError" in text and "it belongs to root" in text
 
 
-def test_text_under_another_key_and_broken_lines_are_a_matter_of_options(
-    tmp_path, monkeypatch, answer
-) -> None:
+def test_data_build_errors_name_the_option_that_helps(tmp_path, monkeypatch, answer) -> None:
     monkeypatch.chdir(tmp_path)
     text = "the model is trained on %d tokens of data "
     rows = [json.dumps({"content": text % i * 9}) for i in range(40)]

@@ -26,7 +26,7 @@ SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """What Slurm's controller said last is part of a failure."""
+    """Adds the end of the log of Slurm's controller to the report of a failed test."""
     report = yield
     cluster = getattr(item, "funcargs", {}).get("slurm_cluster")
     if report.failed and cluster and (log := cluster.path("log", "slurmctld.log")).exists():
@@ -36,13 +36,13 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(scope="session")
 def is_full(request):
-    """Whether limits are those of users, not those of an impatient test."""
+    """Whether time limits are as long as for users (`--real-limits`), not shortened for tests."""
     return request.config.getoption("--real-limits")
 
 
 @pytest.fixture(scope="session")
 def small_disk(tmp_path_factory):
-    """A file system of 48 MB, to be filled up; isolated nodes, which start later, share it."""
+    """A file system of 48 MB for tests that fill a disk. Isolated nodes, started later, see it."""
     folder = tmp_path_factory.mktemp("small")
     if not can_isolate():
         yield folder
@@ -54,7 +54,7 @@ def small_disk(tmp_path_factory):
 
 @contextlib.contextmanager
 def configured(cluster: Sandbox, **settings: object) -> Iterator[None]:
-    """Gives settings of slurm.conf other values for a while, as an administrator may have them."""
+    """Changes settings of slurm.conf, as an administrator may, until the context ends."""
     file = cluster.path("etc", "slurm.conf")
     before = text = file.read_text()
     for name, value in settings.items():
@@ -73,9 +73,10 @@ def configured(cluster: Sandbox, **settings: object) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def slurm_cluster(tmp_path_factory, small_disk, pytestconfig):
-    """Four nodes without accounting; isolated from each other where this process may do that.
+    """A sandbox of four nodes without accounting. The nodes are isolated from each other if this
+    process may isolate them.
 
-    What has not ended when it is cancelled is killed soon, but with limits as long as in use.
+    Without `--real-limits`, processes of a cancelled job are killed after 2 s (KillWait).
     """
     if reason := why_not():
         pytest.skip(reason)
@@ -88,7 +89,7 @@ def slurm_cluster(tmp_path_factory, small_disk, pytestconfig):
 
 
 def be_client(cluster: Sandbox, monkeypatch: pytest.MonkeyPatch, poll_s: float = 0.5) -> None:
-    """Has this process ask a cluster, and nothing else, every so many seconds."""
+    """Makes this process a client of a sandbox's Slurm, queried every `poll_s` seconds."""
     for key in [key for key in os.environ if key.startswith(("SLURM_", "SBATCH_"))]:
         monkeypatch.delenv(key)
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
@@ -97,7 +98,9 @@ def be_client(cluster: Sandbox, monkeypatch: pytest.MonkeyPatch, poll_s: float =
 
 @pytest.fixture
 def sandbox(slurm_cluster, monkeypatch):
-    """The cluster with its clients set up; afterwards its queue is empty and its nodes are idle."""
+    """The sandbox, with this process as client. After the test, its jobs are cancelled and its
+    nodes are idle.
+    """
     be_client(slurm_cluster, monkeypatch)
     yield slurm_cluster
     reset(slurm_cluster)
@@ -127,7 +130,7 @@ def site(sandbox) -> Site:
 
 
 class LoginNode:
-    """An sshd that can be switched off, with its connections, and on again."""
+    """An sshd that can be stopped, together with its connections, and started again."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         for name in ("host", "client"):
@@ -136,7 +139,7 @@ class LoginNode:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         if os.geteuid() == 0:
-            Path("/run/sshd").mkdir(exist_ok=True)  # privilege separation asks for it
+            Path("/run/sshd").mkdir(exist_ok=True)  # sshd needs the folder for privilege separation
         variables = " ".join(f'"{name}={value}"' for name, value in environment.items())
         self.config, self.folder = folder / "sshd_config", folder
         self.config.write_text(f"""
@@ -173,7 +176,7 @@ ControlPersist yes
         log.write_text("")
 
     def off(self) -> None:
-        """Ends sshd and the connection that is open."""
+        """Ends sshd and its open connection."""
         words = ["ssh", "-F", self.folder / "ssh_config", "-O", "check", "frontier"]
         found = subprocess.run(words, capture_output=True, text=True)
         if self.process:
@@ -186,7 +189,7 @@ ControlPersist yes
 
 @pytest.fixture
 def login_node(sandbox, tmp_path, monkeypatch):
-    """A login node in front of the sandbox; this process finds ssh and rsync, and no Slurm."""
+    """A login node of the sandbox. PATH of this process has ssh and rsync, but no Slurm."""
     if SSHD is None:
         pytest.skip("no sshd here: apt-get install openssh-server")
     # A home without ~/.bashrc, which bash reads for a command over ssh: one with pyenv waits a

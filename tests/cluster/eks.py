@@ -5,7 +5,7 @@ from cluster.site import Site
 
 
 def eks(shared="/fsx", **changes):
-    """The EKS site with the values that only a user knows."""
+    """Returns the EKS site with image, volume claim and mount path filled in."""
     site = Site.load("eks-trn1")
     assert site.kubernetes is not None
     given = {"image": "registry.example/kit:1", "claim": "fsx", "mount_path": str(shared)} | changes

@@ -15,38 +15,38 @@ STANDIN = str(Path(__file__).parent / "standin.py")
 
 
 def job_spec(run_dir: Path | str, *argv: str, num_processes: int = 4, **changes) -> JobSpec:
-    """Returns a job of a rank a node, unless another number of nodes is given."""
+    """Returns a job with one rank per node, unless `num_nodes` is given."""
     fields = {"name": Path(run_dir).name, "num_nodes": num_processes, **changes}
     return JobSpec(run_dir=str(run_dir), argv=argv, num_processes=num_processes, **fields)
 
 
 def standin(run_dir: Path, steps: float = 10, step_s: float = 0.1, *more: float, **changes):
-    """Returns such a job of the stand-in for a trainer, whose words these are."""
+    """Returns a job that runs standin.py. `steps`, `step_s` and `more` are its arguments."""
     words = (str(word) for word in (run_dir, steps, step_s, *more))
     return job_spec(run_dir, sys.executable, STANDIN, *words, **changes)
 
 
 def with_slurm(site: Site, **changes: Any) -> Site:
-    """Returns a site with other fields of Slurm, as one has who has filled them in."""
+    """Returns a copy of a site with changed fields of `site.slurm`."""
     assert site.slurm is not None
     return site.replace(slurm=site.slurm.replace(**changes))
 
 
 def scheduler_job(job: Job) -> SchedulerJob:
-    """Returns the name under which the scheduler knows a job now."""
+    """Returns the scheduler job that state.json names now."""
     state = read_state(job.run_dir)
     assert state is not None and state.scheduler_job is not None
     return state.scheduler_job
 
 
 def occupy(sandbox: Sandbox, seconds: float, num_nodes: int = 4, partition: str = "batch") -> str:
-    """Sends a job that wants whole nodes for itself, and returns its number."""
+    """Submits a job that occupies whole nodes, and returns its number."""
     words = ("--parsable", "--exclusive", "--output=/dev/null", f"--wrap=sleep {seconds}")
     return sandbox.run("sbatch", f"--partition={partition}", f"--nodes={num_nodes}", *words).strip()
 
 
 def supervisor(job: Job) -> Process:
-    """Returns the process that answers for a job."""
+    """Returns the supervisor process that state.json names."""
     state = read_state(job.run_dir)
     assert state is not None and state.process is not None
     return state.process

@@ -1,4 +1,4 @@
-"""Taking a node of a sandbox away and bringing it back, as an administrator would."""
+"""Functions that switch off a node of a sandbox and return it to service."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from cluster.state import JobError
 
 
 def power_off(sandbox: Sandbox, node: str) -> None:
-    """Ends a node and all its processes at once; nothing answers at its address any more."""
+    """Kills a node and all its processes at once. Its address does not answer any more."""
     sandbox.path("run", f"{node}.off").touch()
     number = sandbox.path("run", f"{node}.pid")
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -20,16 +20,16 @@ def power_off(sandbox: Sandbox, node: str) -> None:
 
 
 def recover(sandbox: Sandbox, node: str) -> None:
-    """Brings back a node that was switched off or cut off, and has Slurm use it."""
+    """Reconnects a node that was switched off or disconnected, and resumes it in Slurm."""
     sandbox.path("run", f"{node}.off").unlink(missing_ok=True)
-    if sandbox.isolated:  # one that is off is plugged in when it starts
+    if sandbox.isolated:  # a node that is off gets its link when it starts
         plug = ["ip", "link", "set", sandbox.cable(node), "master", f"{sandbox.tag}br"]
         subprocess.run(plug, capture_output=True)
     update = ("scontrol", "update", f"NodeName={node}", "Reason=recovered")
-    # first: Slurm would wait long for a job to end that is no longer there.
+    # State=down first: otherwise Slurm would wait long for the end of a job that is gone.
     sandbox.run(*update, "State=down")
     try:
         sandbox.run(*update, "State=resume")
-    except JobError:  # Slurm's word for a node that has come back by itself in between
+    except JobError:  # the node may have returned to service by itself in between
         if sandbox.node_states()[node].startswith(("down", "drain", "drng")):
             raise

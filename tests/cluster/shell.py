@@ -1,6 +1,4 @@
-"""For tests of scripts: words that must stay words, a rank that tells what it has got, and
-shellcheck.
-"""
+"""Helpers for tests of scripts: hostile words, a rank that records its arguments, shellcheck."""
 
 import os
 import shutil
@@ -26,7 +24,7 @@ WORDS = [
     "*;&|",
     "\\",
 ]
-"""Each is one word, and none is a command, an option or a pattern."""
+"""Arguments that a script must pass on unchanged, each as one word."""
 MORE = [
     '"; touch canary; "',
     "& touch canary &",
@@ -59,11 +57,16 @@ while sys.argv[1:] == ["wait"] and not os.path.exists(folder + b"/control/reques
 if sys.argv[1:2] == ["exit"]:
     sys.exit(int(sys.argv[2]))
 """  # noqa: E501
-"""A rank: tells what it got; `wait` waits for a request to stop, `exit N` ends with that code."""
+"""Program of a rank, which records its arguments, environment and working directory.
+
+With the argument `wait` it waits for a request to stop, with `exit N` it ends with code N.
+"""
 
 
 def programs(folder: Path, fakes: dict[str, str]) -> Path:
-    """Makes a folder of programs, of which one is `probe`, and returns it."""
+    """Creates a folder with the program `probe` and a bash script per item of `fakes`. Returns the
+    folder.
+    """
     folder.mkdir()
     probe = PROBE.format(python=sys.executable)
     bash = {name: f"#!/bin/bash\n{text.strip()}\n" for name, text in fakes.items()}
@@ -74,7 +77,7 @@ def programs(folder: Path, fakes: dict[str, str]) -> Path:
 
 
 def told(run_dir: Path, rank: int = 0) -> tuple[list[str], dict[str, str], str]:
-    """Returns what a probe has got: its words, variables and directory."""
+    """Returns (arguments, environment, working directory) that the probe of a rank recorded."""
     argv = (run_dir / f"argv-{rank}").read_bytes().decode().split("\0")[:-1]
     lines = (run_dir / f"env-{rank}").read_bytes().decode(errors="replace").split("\0")[:-1]
     variables = dict(line.split("=", 1) for line in lines)
@@ -82,11 +85,11 @@ def told(run_dir: Path, rank: int = 0) -> tuple[list[str], dict[str, str], str]:
 
 
 BIN = str(Path(sys.executable).parent)
-"""Before a fixture names another Python for the scripts."""
+"""Folder of this Python. Read at import, because fixtures replace `sys.executable`."""
 
 
 def shellcheck(text: str, *options: str) -> None:
-    """Holds a script to shellcheck, if that is installed, after bash itself has read it."""
+    """Checks a script with `bash -n` and shellcheck. Skips the test if shellcheck is missing."""
     subprocess.run(["bash", "-n"], input=text, check=True, text=True)
     program = shutil.which("shellcheck", path=f"{BIN}:{os.environ['PATH']}")
     if program is None:

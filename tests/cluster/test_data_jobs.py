@@ -1,4 +1,4 @@
-"""`kit data build --part all/N --site`: a node for each part, on the real Slurm of the sandbox."""
+"""`kit data build --part all/N --site`: one array task per part, on the sandbox's Slurm."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def text(tmp_path) -> Path:
 
 @pytest.fixture
 def build(text, tmp_path) -> Callable[..., None]:
-    """A function: builds a dataset of this text into a folder by the user's command."""
+    """A function that builds a dataset of `text` into a folder by `kit data build`."""
     sample = build_dataset(tmp_path / "sample", text, vocab_size=260, progress=False)
     given = f"--source {text} --tokenizer {sample.directory}/tokenizer.json"
     given += " --validation-fraction=.1"
@@ -38,10 +38,11 @@ def build(text, tmp_path) -> Callable[..., None]:
     return run
 
 
-def test_a_site_builds_the_parts_and_what_was_lost_again(sandbox, text, build, tmp_path, capsys):
-    """As one by one here.
+def test_slurm_array_rebuilds_only_failed_parts(sandbox, text, build, tmp_path, capsys):
+    """Parts that a Slurm array built equal parts that this process built.
 
-    A task that is cancelled and one that cannot read its files are sent again, no others.
+    A part whose task was cancelled or could not read its files is submitted again. Finished parts
+    are not.
     """
     data, told = tmp_path / "data", f"--site={sandbox.site_file}"
     whole = (text / "5.jsonl").read_text()
@@ -85,7 +86,9 @@ def test_a_site_builds_the_parts_and_what_was_lost_again(sandbox, text, build, t
         ("--part=all/1 --site=frontier", "part: give one --tokenizer to all"),
     ],
 )
-def test_what_no_site_can_build_is_refused(tiny_dataset, tmp_path, monkeypatch, words, message):
+def test_invalid_part_or_site_of_a_build_is_refused(
+    tiny_dataset, tmp_path, monkeypatch, words, message
+):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("words")
     words = words.replace("TOKENIZER", f"--tokenizer={tiny_dataset.directory}/tokenizer.json")

@@ -1,4 +1,4 @@
-"""A disk that is full under a run directory: what is recorded, begun, asked and said."""
+"""Run directories on a full or failing disk: attempts, state, status and logs."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ ROOT = Path(local.__file__).parents[2]
 
 @pytest.fixture
 def run_dir(mount_memory):
-    """The directory of a run whose first attempt takes steps, on a disk of its own."""
+    """Directory of a run whose first attempt is running, on a file system of 2 MB."""
     run_dir = mount_memory("size=2m") / "run"
     claim_attempt(run_dir)
     update_state(run_dir, attempt=1, state=JobState.RUNNING, step=7, heartbeat=time.time())
@@ -51,7 +51,7 @@ def run_dir(mount_memory):
 
 @pytest.fixture
 def filler(run_dir):
-    """What can take all room from the run."""
+    """A file on the disk of the run that tests grow until the disk is full."""
     return run_dir.parent / "filler"
 
 
@@ -60,7 +60,7 @@ def contents(folder: Path) -> dict[Path, bytes | None]:
 
 
 @pytest.mark.parametrize("word", [b"word ", b"\xff"], ids=["text", "six times as long in JSON"])
-def test_end_of_an_attempt_is_recorded(run_dir, filler, word):
+def test_end_of_attempt_is_recorded_on_a_full_disk(run_dir, filler, word):
     log_path(run_dir, 1, 0).write_bytes(20_000 * word)
     fill(filler)
     outcome = AttemptOutcome(78, "rank 0 ended with code 78", failing_rank=0)
@@ -75,7 +75,7 @@ def test_end_of_an_attempt_is_recorded(run_dir, filler, word):
     assert (run_dir / RESERVE).stat().st_blocks * 512 >= RESERVE_BYTES
 
 
-def test_end_of_an_attempt_is_recorded_where_a_quota_is_used_up(tmp_path, monkeypatch):
+def test_end_of_attempt_is_recorded_over_quota(tmp_path, monkeypatch):
     claim_attempt(tmp_path)
     write = Path.replace
 
@@ -94,7 +94,8 @@ def test_end_of_an_attempt_is_recorded_where_a_quota_is_used_up(tmp_path, monkey
     assert report is not None and report.reason == f"because; {os.strerror(code)}"
 
 
-def test_attempt_begins_as_a_whole_or_not_at_all(run_dir, filler):
+def test_next_attempt_begins_completely_or_not_at_all(run_dir, filler):
+    """Checked for free space from 0 to the size of the reserve and 40 kB more."""
     ask(run_dir, "checkpoint")
     begun, reserve = set(), {run_dir / RESERVE: None}
     for leave in range(0, RESERVE_BYTES + 40_000, 4096):
@@ -115,7 +116,7 @@ def test_attempt_begins_as_a_whole_or_not_at_all(run_dir, filler):
     assert begun and min(begun) >= RESERVE_BYTES
 
 
-def test_launch_into_a_full_disk_leaves_nothing(mount_memory):
+def test_launch_on_a_full_disk_leaves_no_attempt(mount_memory):
     disk = mount_memory("size=1m")
     fill(disk / "filler")
     with pytest.raises(OSError, match="No space left"), claimed(disk / "run", {}):
@@ -132,7 +133,7 @@ filler = Path(sys.argv[1])
 """
 
 
-def test_attempt_that_crashes_is_not_followed_by_half_a_one(mount_memory):
+def test_no_restart_after_a_crash_on_a_full_disk(mount_memory):
     disk = mount_memory("size=2m")
     words = ("-S", "-c", f"{FILL}fill(filler); os.kill(os.getpid(), 9)", str(disk / "filler"))
     job = job_spec(disk / "run", sys.executable, *words, num_processes=1)
@@ -144,7 +145,8 @@ def test_attempt_that_crashes_is_not_followed_by_half_a_one(mount_memory):
     assert last_attempt(disk / "run") == 1
 
 
-def test_status_says_so_of_a_run_that_goes_on_is_lost_or_has_failed(run_dir, filler):
+def test_status_reports_a_full_disk_unless_done(run_dir, filler):
+    """Reported for a running, a lost and a failed run."""
     lost = {"process": Process.current().replace(start_ticks=1)}
     for change in ({}, lost, {"state": JobState.FAILED}):
         update_state(run_dir, attempt=1, lost_node=None, **change)
@@ -157,11 +159,11 @@ def test_status_says_so_of_a_run_that_goes_on_is_lost_or_has_failed(run_dir, fil
     assert read_status(run_dir).reason == "done"
 
 
-def test_line_that_was_cut_off_costs_no_other(run_dir, filler):
+def test_truncated_history_line_loses_no_other_line(run_dir, filler):
     state = read_state(run_dir)
     assert state is not None
     fill(filler)
-    for number in range(60):  # to the end of a page and beyond
+    for number in range(60):  # more than fills the last page of the file
         record_event(run_dir, state.replace(reason=f"{number}"))
     filler.unlink()
     record_event(run_dir, state.replace(reason="room again"))
@@ -172,7 +174,7 @@ def test_line_that_was_cut_off_costs_no_other(run_dir, filler):
     assert (run_dir / "new.jsonl").read_bytes() == b"1\n2\n3\n"
 
 
-def test_process_outlives_a_log_on_a_full_disk(run_dir, filler):
+def test_process_survives_a_log_on_a_full_disk(run_dir, filler):
     code = f"""{FILL}
 import traceback
 from cluster.files import outlive_log
@@ -195,7 +197,7 @@ print('\u00e4fter')"""
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOSPC])
 def test_unreadable_state_is_not_overwritten(tmp_path, monkeypatch, code):
-    """A state that cannot be read just now may name a process and a scheduler job."""
+    """A state file that cannot be read at the moment may name a process and a scheduler job."""
     claim_attempt(tmp_path)
     before = (tmp_path / "state.json").read_bytes()
     open_file = os.open
@@ -213,7 +215,7 @@ def test_unreadable_state_is_not_overwritten(tmp_path, monkeypatch, code):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
-def test_end_is_recorded_when_the_disk_returns(tmp_path, monkeypatch, code):
+def test_end_of_attempt_is_recorded_after_disk_errors(tmp_path, monkeypatch, code):
     claim_attempt(tmp_path)
     monkeypatch.setattr(directory_handle, "RETRY_DELAYS_S", (0.01,) * 5)
     replace = Path.replace

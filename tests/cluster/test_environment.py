@@ -1,4 +1,4 @@
-"""The folder and the environment from which a job is launched do not leak into its processes."""
+"""Working directory and environment of a launch do not leak into the processes of the job."""
 
 import json
 import operator
@@ -46,8 +46,8 @@ def users_folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def kit_command(users_folder, tmp_path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """A function that runs the console script in the user's folder, and says that it imported none
-    of its files.
+    """A function that runs the console script in the user's folder, and checks that no file of the
+    folder was imported.
     """
     script = "import sys; from kit.__main__ import main; sys.exit(main())"
 
@@ -80,8 +80,8 @@ def launch(kit_command, tiny_dataset, directory: Path, *words: str) -> Run:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_local_ranks_ignore_the_users_files(kit_command, tiny_dataset, tmp_path, ranks):
-    """One rank is started anew, several are forked."""
+def test_local_ranks_ignore_modules_in_cwd(kit_command, tiny_dataset, tmp_path, ranks):
+    """A single rank is started as a new process. Several ranks are forked."""
     layout = ("--set", f"plan.data_parallel={ranks}")
     run = launch(kit_command, tiny_dataset, tmp_path / "run", *layout)
     assert run.job.wait(120).state is JobState.DONE, run.job.logs()
@@ -90,22 +90,22 @@ def test_local_ranks_ignore_the_users_files(kit_command, tiny_dataset, tmp_path,
     assert facts["shadowed_modules"] == {"mailbox": str(tmp_path / "shadowing")}
 
 
-def test_build_workers_ignore_the_users_files(users_folder, tmp_path):
+def test_build_workers_ignore_modules_in_cwd(users_folder, tmp_path):
     workers = Workers(2, BuildProgress(shown=False))
     # The second operand is the function by which a worker reports progress.
     answers = workers.map("test", operator.is_, [("a",), ("b",)], [1, 1])
     assert answers == [False, False] and not (tmp_path / "imported").exists()
 
 
-def test_slurm_ranks_ignore_the_users_files(kit_command, sandbox, site, tiny_dataset, tmp_path):
+def test_slurm_ranks_ignore_modules_in_cwd(kit_command, sandbox, site, tiny_dataset, tmp_path):
     layout = ("--set", "plan.data_parallel=4", "--site", str(sandbox.site_file))
     run = launch(kit_command, tiny_dataset, tmp_path / "run", *layout)
     assert run.job.wait(200).state is JobState.DONE, run.job.logs()
     assert not (tmp_path / "imported").exists()
 
 
-def test_failed_rank_names_a_shadowed_module(sandbox, site, spec, recipe, tmp_path):
-    """As a module that only the job loads would set PYTHONPATH."""
+def test_failure_reason_names_a_shadowed_module(sandbox, site, spec, recipe, tmp_path):
+    """The site sets PYTHONPATH, as an environment module that only the job loads would do."""
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").write_text("raise ImportError('an old numpy')\n")
     run = kit.launch(
@@ -159,8 +159,8 @@ def on_step(state):
 
 @pytest.fixture
 def container(tmp_path, monkeypatch) -> Callable[..., tuple[str, ...]]:
-    """A function that returns the words of the site field for some bound folders. The image holds
-    this Python environment, without the kit.
+    """A function that returns `site.slurm.container` for some bound folders. The image holds this
+    Python environment, without the kit.
     """
     programs, image = tmp_path / "programs", tmp_path / "image.sif"
     programs.mkdir()
@@ -206,10 +206,12 @@ def test_ranks_train_in_a_container(
 
 
 @pytest.mark.parametrize("lacking", ["source", "run"])
-def test_container_without_a_folder_is_refused(
+def test_container_without_a_bind_starts_no_rank(
     sandbox, site, spec, recipe, tiny_dataset, container, tmp_path, lacking
 ):
-    """Before any rank starts, with what is to be bound."""
+    """The reason of the failed job shows what the container lacks: the kit's source or the run
+    directory.
+    """
     (tmp_path / "bound").mkdir()
     folders = {"source": (ROOT / "kit", ROOT / "cluster"), "run": (tmp_path / "bound",)}
     binds = [path for name, paths in folders.items() if name != lacking for path in paths]

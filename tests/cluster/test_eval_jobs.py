@@ -1,4 +1,4 @@
-"""Checkpoints of a run are scored by jobs of a real Slurm, one each, beside the run."""
+"""Checkpoints of a run are scored by Slurm jobs, one job per checkpoint."""
 
 import json
 import time
@@ -14,7 +14,8 @@ from tests.support.waiting import eventually
 NODES = "NodeName=node[1-4]"
 
 
-def test_each_checkpoint_is_scored_by_a_job_of_its_own(sandbox, site, spec, recipe, tmp_path):
+def test_each_checkpoint_is_scored_by_its_own_job(sandbox, site, spec, recipe, tmp_path):
+    """A restarted `follow_run` finds the jobs of the interrupted call and submits none again."""
     short = recipe.replace(num_steps=40)
     plan = Plan(global_batch_size=4)
     run = kit.launch(tmp_path / "run", spec=spec, plan=plan, recipe=short, site=site)
@@ -25,7 +26,7 @@ def test_each_checkpoint_is_scored_by_a_job_of_its_own(sandbox, site, spec, reci
     jobs = run.directory / "eval" / "jobs"
     numbers = {folder.name: slurm_number(folder) for folder in jobs.iterdir()}
     found = list(follow_run(run, ("heldout",), submit=True, poll_s=0.2, idle=release(sandbox)))
-    # In whatever order they end; and started again, it took them up.
+    # The jobs end in any order. The second `follow_run` found the jobs of the first one.
     assert sorted((one.step, one.scored) for one in found) == [(20, True), (40, True)]
     assert {folder.name: slurm_number(folder) for folder in jobs.iterdir()} == numbers
     for step in (20, 40):
@@ -39,8 +40,8 @@ def interrupt(seconds: float) -> None:
 
 
 def release(sandbox) -> Callable[[float], None]:
-    """Returns a wait that first lets the nodes take jobs, which then know the follower that has
-    taken them up.
+    """Returns a function that waits. Its first call resumes the drained nodes, so that jobs start
+    only after the second `follow_run` has found them.
     """
     drained = [NODES]
 

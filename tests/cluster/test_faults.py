@@ -1,7 +1,7 @@
-"""What goes wrong on real clusters, done to a real Slurm: each fault ends as promised, in so many
-seconds. The rows go to results/faults.json.
+"""Faults of real clusters, caused on a real Slurm: outcome of each fault, and seconds until then.
 
-Nodes that are cut off or switched off need namespaces, hence root.
+The rows go to results/faults.json. Nodes can be disconnected or switched off only with network
+namespaces, which need root.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ DP4 = Plan(data_parallel=4, zero_stage=1, micro_batch_size=1, global_batch_size=
 
 @pytest.fixture(scope="module", autouse=True)
 def results(is_full):
-    """The rows, kept; in full, on a machine that does nothing else, their limits hold too."""
+    """Writes the rows. With `--real-limits`, on an idle machine, their limits must hold too."""
     load, command = load_average(), "pytest tests/cluster/test_faults.py"
     yield
     if ROWS:
@@ -53,7 +53,7 @@ def results(is_full):
 
 @pytest.fixture
 def nodes(sandbox):
-    """The sandbox, if its nodes can be cut off."""
+    """The sandbox, if its nodes can be disconnected."""
     if not sandbox.isolated:
         pytest.skip("nodes that can be cut off need network namespaces: run as root")
     return sandbox
@@ -65,7 +65,7 @@ def running(job: Job) -> bool:
 
 
 def at_step(job: Job, step: int, timeout_s: float = 180.0) -> None:
-    """Waits until a step is done, of whatever attempt."""
+    """Waits until a step is done in any attempt."""
 
     def reached():
         state = read_state(job.run_dir)
@@ -76,7 +76,7 @@ def at_step(job: Job, step: int, timeout_s: float = 180.0) -> None:
 
 
 def event(job: Job, state: str, since: float, timeout_s: float = 200.0) -> Event:
-    """Waits for a change of state and returns it; Slurm itself gives a node up after 300 s."""
+    """Waits for a change to a state and returns the change. Slurm gives up a node after 300 s."""
 
     def found():
         later = (each for each in read_history(job.run_dir) if each.time >= since)
@@ -88,7 +88,7 @@ def event(job: Job, state: str, since: float, timeout_s: float = 200.0) -> Event
 
 
 def rank_process(job: Job, rank: int) -> int:
-    """Returns the process of one rank."""
+    """Returns the process number of one rank."""
     return processes(str(job.run_dir), f"RANK={rank}")[0]
 
 
@@ -101,12 +101,12 @@ def took(name: str, start: float, *, at_most: float | None = None, note: str = "
 
 
 def kill(process: int) -> float:
-    """Returns the time just after SIGKILL, whose consequences are later."""
+    """Sends SIGKILL. Returns the time just after it, which is before all consequences."""
     os.kill(process, signal.SIGKILL)
     return time.time()
 
 
-def test_killed_rank_restarts_the_ranks_in_the_same_allocation(sandbox, site, tmp_path):
+def test_ranks_restart_after_one_is_killed(sandbox, site, tmp_path):
     job = submit(standin(tmp_path / "killed", 150, 0.2), site)
     at_step(job, 20)
     start = kill(rank_process(job, 2))
@@ -117,7 +117,7 @@ def test_killed_rank_restarts_the_ranks_in_the_same_allocation(sandbox, site, tm
     assert "rank 2 on node3 was killed by SIGKILL" in reason
 
 
-def test_rank_that_always_crashes_is_given_up(sandbox, site, tmp_path):
+def test_repeated_crashes_without_a_step_end_the_job(sandbox, site, tmp_path):
     code = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
     spec = job_spec(tmp_path / "crash", sys.executable, "-c", code, num_processes=1)
     start = time.time()
@@ -130,7 +130,7 @@ def test_rank_that_always_crashes_is_given_up(sandbox, site, tmp_path):
 
 @contextlib.contextmanager
 def frozen(nodes, node):
-    """Stops all processes of a node, and has those that are left go on."""
+    """Stops all processes of a node. Continues the remaining processes when the context ends."""
     words = ["ip", "netns", "pids", f"{nodes.tag}-{node}"]
     found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
     for pid in found:
@@ -148,7 +148,7 @@ WAYS = ("switched off", "cut off", "frozen")
 
 @pytest.fixture
 def lose(nodes):
-    """Functions that take a node away, by the way."""
+    """Functions that make a node fail, by the kind of failure in WAYS."""
     with contextlib.ExitStack() as until_the_end:
         yield {
             "switched off": functools.partial(power_off, nodes),
@@ -159,7 +159,10 @@ def lose(nodes):
 
 @pytest.fixture
 def hanging_job(request, site, tmp_path, is_full):
-    """A function: a job of a rank a node that ends when a step takes so long; in full, training."""
+    """A function that submits a job of one rank per node. The job ends if a step takes `limit_s`.
+
+    With `--real-limits` the job trains a model, otherwise it runs standin.py.
+    """
 
     def start(limit_s, num_nodes):
         if not is_full:
@@ -186,7 +189,7 @@ def times_lost(job: Job, node: str) -> int:
 
 
 def stops(job: Job, attempts: int = 2) -> None:
-    """Ends a job that must have lost one attempt so far, or a few."""
+    """Stops a job that must be in attempt 2 or later, and at most in attempt `attempts`."""
     assert 2 <= last_attempt(job.run_dir) <= attempts, job.history
     job.stop()
     assert job.wait(120).state is JobState.DONE
@@ -195,8 +198,8 @@ def stops(job: Job, attempts: int = 2) -> None:
 @pytest.mark.parametrize(
     ("how", "limit_s"), [*((how, 40.0) for how in WAYS), ("cut off", Recipe.hung_after_s)]
 )
-def test_lost_node_is_left_behind(nodes, lose, hanging_job, is_full, how, limit_s):
-    """Nobody brings it back, and Slurm takes it for down after minutes only."""
+def test_lost_node_is_excluded_from_the_next_job(nodes, lose, hanging_job, is_full, how, limit_s):
+    """The node does not return, and Slurm marks it as down only after minutes."""
     if limit_s > 40 and not is_full:
         pytest.skip("minutes long; `make faults` runs it")
     limit_s = limit_s if is_full else 5.0
@@ -213,14 +216,14 @@ def test_lost_node_is_left_behind(nodes, lose, hanging_job, is_full, how, limit_
     measured(f"{what}: first step without it", resumed.time - start, at_most=limit_s + 80)
     assert scheduler_job(job).id != number and "node2" not in nodes_of(nodes, job)
     assert nodes.node_states()["node2"].startswith("comp"), "Slurm still waits for it"
-    # While the old job still runs Slurm may give the lost node to the new one too, which then
-    # ends there at once, and the next one is kept off it.
+    # While the old job still runs, Slurm may give the lost node to the new job too. The new job
+    # then ends at once, and the job after it excludes the node.
     assert last_attempt(job.run_dir) == earlier + times_lost(job, "node2"), job.history
     stops(job, attempts=earlier + 2)
 
 
-def test_node_that_is_lost_before_the_first_start_is_left_behind(nodes, hanging_job):
-    """Slurm does not know yet, and gives it to the job."""
+def test_node_lost_before_first_start_is_excluded(nodes, hanging_job):
+    """Slurm does not know of the loss yet and allocates the node."""
     start = time.time()
     power_off(nodes, "node2")
     job = hanging_job(5.0, num_nodes=3)
@@ -235,8 +238,8 @@ def test_node_that_is_lost_before_the_first_start_is_left_behind(nodes, hanging_
 
 
 @pytest.mark.parametrize("node", ["node1", "node2"])
-def test_node_that_stalls_for_less_than_the_limit_loses_nothing(nodes, hanging_job, is_full, node):
-    """With the supervisor on it, or without."""
+def test_stall_below_hung_after_s_loses_no_attempt(nodes, hanging_job, is_full, node):
+    """node1 runs the supervisor, node2 does not."""
     limit_s, stall_s = (Recipe.hung_after_s, 120) if is_full else (20.0, 10)
     job = hanging_job(limit_s, num_nodes=3)
     at_step(job, 10)
@@ -256,7 +259,7 @@ def test_node_that_stalls_for_less_than_the_limit_loses_nothing(nodes, hanging_j
 
 @pytest.fixture
 def forbid_sbatch_on_nodes(nodes):
-    """A function: from where a job came, others may be submitted, and from nowhere else."""
+    """A function that allows submissions only from the host that submitted a given job."""
 
     def forbid(job):
         shown = nodes.run("scontrol", "show", "job", scheduler_job(job).id)
@@ -268,8 +271,10 @@ def forbid_sbatch_on_nodes(nodes):
 
 
 @pytest.mark.parametrize("submits", [True, False], ids=["no other node", "no sbatch on nodes"])
-def test_lost_nodes_are_waited_for(nodes, hanging_job, forbid_sbatch_on_nodes, is_full, submits):
-    """Where there are no others, or only a requeue of the old job is allowed."""
+def test_job_waits_for_irreplaceable_lost_nodes(
+    nodes, hanging_job, forbid_sbatch_on_nodes, is_full, submits
+):
+    """There are no other nodes, or Slurm allows only a requeue of the old job."""
     job = hanging_job(40.0 if is_full else 5.0, num_nodes=4)
     at_step(job, 10)
     if not submits:
@@ -286,21 +291,22 @@ def test_lost_nodes_are_waited_for(nodes, hanging_job, forbid_sbatch_on_nodes, i
     assert job.state is JobState.REQUEUED and (scheduler_job(job).id != number) == submits
     for node in ("node2", "node3"):
         if not submits:
-            # A reboot: under the old number, its old step would be taken for the new one.
+            # Reboots the node: the job number is the old one, so Slurm would take the old step
+            # on the node for the new step.
             power_off(nodes, node)
         recover(nodes, node)
     back = time.time()
-    # A start that Slurm loses, on a node just switched on, is missed when the node registers.
+    # Slurm may lose a start on a node that was just switched on, until the node registers.
     event(job, "running", back, 300)
-    # Under the old number a node that comes back may end newer attempts by older orders, or not
-    # answer for a moment: no loss.
+    # Under the old number, a returning node may end newer attempts because of older orders, or
+    # may not answer for a moment. These attempts do not count.
     lost_again = sum(1 for found in job.history if found.lost_node and found.attempt > 1)
     stops(job, attempts=2 if submits else 4 + lost_again)
 
 
 @pytest.fixture
 def impatient(nodes):
-    """A function: after how long Slurm takes a node for down, as an administrator may have it."""
+    """A function that sets the seconds of silence after which Slurm marks a node as down."""
     with contextlib.ExitStack() as until_the_end:
         yield lambda seconds: until_the_end.enter_context(configured(nodes, SlurmdTimeout=seconds))
 
@@ -312,10 +318,12 @@ def supervisors(job: Job) -> set[int]:
 @pytest.mark.parametrize(
     ("how", "patience_s"), [*((how, 60) for how in WAYS), ("switched off", 300)]
 )
-def test_lost_first_node_is_noticed_by_slurm(
+def test_slurm_requeues_job_after_loss_of_first_node(
     nodes, lose, hanging_job, impatient, is_full, how, patience_s
 ):
-    """The supervisor is lost with it, or waits there, and does not use up the job's restarts."""
+    """The supervisor runs on the first node and is lost with it, or waits there without a
+    connection. It does not use up the job's restarts.
+    """
     if patience_s == 300 and not is_full:
         pytest.skip("minutes long; `make faults` runs it")
     patience_s = patience_s if is_full else 20
@@ -333,10 +341,10 @@ def test_lost_first_node_is_noticed_by_slurm(
     stops(job)
 
 
-def test_job_that_was_submitted_just_before_its_supervisor_died_goes_on(
-    nodes, hanging_job, monkeypatch
-):
-    """Nobody has written down that it follows, and it waits for nobody."""
+def test_follow_up_job_runs_after_supervisor_death(nodes, hanging_job, monkeypatch):
+    """The supervisor dies after it submitted the follow-up job and before it recorded the job's
+    number. The follow-up job does not wait for the old job.
+    """
     job = hanging_job(40.0, num_nodes=4)
     at_step(job, 10)
     monkeypatch.setenv("KIT_FOLLOWS", f"{scheduler_job(job).id}/1")
@@ -347,12 +355,12 @@ def test_job_that_was_submitted_just_before_its_supervisor_died_goes_on(
     stops(job)
 
 
-def test_node_lost_twice_is_left_out(nodes, hanging_job):
+def test_node_lost_twice_is_excluded(nodes, hanging_job):
     spare = "NodeName=node[3-4]"
-    # Else the job would leave node2 by itself.
+    # With spare nodes, the job would leave node2 after the first loss.
     nodes.run("scontrol", "update", spare, "State=drain", "Reason=spare")
     job = hanging_job(5.0, num_nodes=2)
-    for _ in range(4):  # a node that comes back may end a newer attempt by an older order: no loss
+    for _ in range(4):  # an older order on a returning node may end a newer attempt
         assert eventually(lambda: running(job), 180), job.status()
         start = time.time()
         nodes.cut("node2")
@@ -371,9 +379,9 @@ def test_node_lost_twice_is_left_out(nodes, hanging_job):
     job.wait(30)
 
 
-def test_time_limit_saves_and_comes_back(sandbox, site, tmp_path):
-    # Slurm looks each 30 s and signals what is due before its next look: not at the first one, when
-    # no shell is there.
+def test_time_limit_saves_and_requeues_the_job(sandbox, site, tmp_path):
+    # Slurm checks time limits every 30 s and signals jobs that are due before the next check. The
+    # signal must not come at the first check, when the shell of the job has not started yet.
     spec = standin(tmp_path / "limit", 350, 0.2, time_limit_s=60)
     job, start = submit(spec, with_slurm(site, stop_before_end_s=10)), time.time()
     stopped = event(job, "requeued", start, 90)
@@ -395,7 +403,7 @@ def started(site, tmp_path):
     return job
 
 
-def test_scancel(started):
+def test_scancel_ends_job_and_all_its_processes(started):
     start = time.time()
     started.cancel()
     status = started.wait(30)
@@ -405,7 +413,7 @@ def test_scancel(started):
     assert eventually(lambda: not processes(f"{STANDIN}\0{started.run_dir}"))
 
 
-def test_hopeless_submission_says_why(sandbox, site, tmp_path):
+def test_status_explains_a_job_that_cannot_start(sandbox, site, tmp_path):
     failed = sandbox.run("sbatch", "--parsable", "--output=/dev/null", "--wrap=false").strip()
     after = with_slurm(site, sbatch_options=(f"--dependency=afterok:{failed}",))
     start = time.time()
@@ -419,7 +427,7 @@ def test_hopeless_submission_says_why(sandbox, site, tmp_path):
     assert job.wait(30).state is JobState.FAILED
 
 
-def test_killed_supervisor_is_seen_without_accounting(started):
+def test_supervisor_death_is_known_without_accounting(started):
     (supervisor,) = supervisors(started)
     start = kill(supervisor)
     status = started.wait(60)
@@ -429,7 +437,7 @@ def test_killed_supervisor_is_seen_without_accounting(started):
     assert eventually(lambda: not processes(f"{STANDIN}\0{started.run_dir}"), 60)
 
 
-def test_controller_restart_does_not_disturb(sandbox, site, tmp_path):
+def test_job_and_status_survive_controller_restart(sandbox, site, tmp_path):
     job = submit(standin(tmp_path / "restart", 80, 0.2), site)
     at_step(job, 10)
     off = sandbox.path("run", "controller.off")
@@ -447,7 +455,8 @@ def test_controller_restart_does_not_disturb(sandbox, site, tmp_path):
     measured(what, max(waits_s), at_most=25, note=note)
 
 
-def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, tmp_path):
+def test_node_local_checkpoint_directory_is_refused(nodes, site, tmp_path):
+    """The job fails before any rank starts."""
     run_dir = tmp_path / "local"
     run_dir.mkdir()
     (run_dir / "checkpoints").symlink_to(nodes.path("scratch"))
@@ -459,7 +468,7 @@ def test_node_local_checkpoints_are_refused_before_any_rank_starts(nodes, site, 
     assert not list((run_dir / "logs").glob("attempt*/*"))
 
 
-def test_launches_leave_nothing_behind(sandbox, site, tmp_path, is_full):
+def test_launches_leave_no_process(sandbox, site, tmp_path, is_full):
     start, count = time.time(), 20 if is_full else 5
     for number in range(count):
         job = submit(standin(tmp_path / f"run{number}", 1, 0.01), site)
@@ -472,11 +481,11 @@ def test_launches_leave_nothing_behind(sandbox, site, tmp_path, is_full):
 
 
 @pytest.mark.thorough
-def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
-    sandbox, site, spec, recipe, tmp_path
-):
-    """Two nodes of two processes: one rank is killed, then the job is preempted; it comes back
-    both times.
+def test_loss_after_kill_and_preemption_is_unchanged(sandbox, site, spec, recipe, tmp_path):
+    """Two nodes of two processes. One rank is killed, then the job is preempted. Both times the run
+    resumes.
+
+    The losses equal the losses of an uninterrupted local run, and the goodput ledger adds up.
     """
     recipe = recipe.replace(num_steps=50, checkpoint_every=10)
     unbroken = kit.launch(tmp_path / "unbroken", spec=spec, plan=DP4, recipe=recipe)
@@ -512,10 +521,12 @@ def test_preempted_and_killed_training_gives_the_curve_of_an_unbroken_local_run(
 
 
 @pytest.mark.thorough
-def test_disk_full_during_a_checkpoint_keeps_the_older_one(
+def test_disk_full_during_a_save_keeps_old_checkpoint(
     nodes, small_disk, site, spec, recipe, tmp_path
 ):
-    """On one machine: tests/test_train.py. That code 78 is final for Slurm too: test_slurm.py."""
+    """tests/test_train.py tests a full disk on one machine. test_slurm.py tests that code 78 is
+    final for Slurm too.
+    """
     plan = DP4.replace(data_parallel=2, global_batch_size=2)
     folder, filler = small_disk / "checkpoints", small_disk / "filler"
     folder.mkdir()
@@ -544,8 +555,8 @@ def test_disk_full_during_a_checkpoint_keeps_the_older_one(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_no_process_of_these_tests_is_left(tmp_path_factory):
-    """Those of other tests, which may run beside these, are in other folders."""
+def test_earlier_tests_left_no_process(tmp_path_factory):
+    """Other test files may run at the same time. Their processes are in other folders."""
     folder = tmp_path_factory.getbasetemp()
     assert not processes(f"{STANDIN}\0{folder}")
     assert not processes(f"kit.train\0--run\0{folder}")

@@ -45,7 +45,7 @@ RECIPE = "num_steps = 10\nlearning_rate = 1e-4\nwarmup_steps = 1\n"
 
 
 def be_cluster(folder, monkeypatch, lines):
-    """Has the commands of Slurm print what they print on a cluster."""
+    """Replaces `sinfo` and `scontrol` by scripts that print the output of a cluster."""
     fakes = {"sinfo": f"echo '{lines}'", "scontrol": f"echo '{CONFIG}'"}
     monkeypatch.setenv("PATH", f"{programs(folder / 'bin', fakes)}:{os.environ['PATH']}")
 
@@ -62,7 +62,7 @@ def advised(text):
 
 
 def fill_in(file):
-    """Gives the lines that say EDIT their values, as a user does who has only one node in mind."""
+    """Fills in the lines marked EDIT that a job on one node needs, as a user would."""
     text = file.read_text().replace('account = "EDIT"', 'account = "abc123"')
     for name, value in NUMBERS.items():
         pattern = rf"# EDIT: ({name} = .*value = )0"
@@ -95,7 +95,9 @@ def fill_in(file):
         ),
     ],
 )
-def test_first_launch_follows_the_advice(tmp_path, monkeypatch, cluster, device, gib, directives):
+def test_advised_commands_lead_to_a_valid_job_script(
+    tmp_path, monkeypatch, cluster, device, gib, directives
+):
     monkeypatch.chdir(tmp_path)
     be_cluster(tmp_path, monkeypatch, CLUSTERS[cluster])
     words = advised(run("site", "init", "my.toml").output)
@@ -119,7 +121,7 @@ def test_first_launch_follows_the_advice(tmp_path, monkeypatch, cluster, device,
     shellcheck("#!/bin/bash\n" + script.partition("#!/bin/bash\n")[2])
 
 
-def test_node_types_of_a_partition_can_be_chosen(tmp_path, monkeypatch):
+def test_site_init_selects_a_node_type(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = [
         text.replace("batch*", "gpu*").replace("viscam*", "gpu*") for text in CLUSTERS.values()
@@ -144,8 +146,8 @@ def test_node_types_of_a_partition_can_be_chosen(tmp_path, monkeypatch):
         ("gpu:a100:4,gpu:v100:2", "a100:4", "v100:2"),
     ],
 )
-def test_gpu_types_of_a_node_are_named(tmp_path, monkeypatch, gres, taken, other):
-    """Complete GPUs are taken before MIG slices, and the printed option takes the other type."""
+def test_site_init_lists_other_gpu_types_of_a_node(tmp_path, monkeypatch, gres, taken, other):
+    """Complete GPUs are selected before MIG slices. The printed option selects the other type."""
     monkeypatch.chdir(tmp_path)
     be_cluster(tmp_path, monkeypatch, f"gpu*|6|96|515000|1-00:00:00|1-infinite|{gres}|(null)|n1")
     printed = run("site", "init", "first.toml").output
@@ -156,8 +158,8 @@ def test_gpu_types_of_a_node_are_named(tmp_path, monkeypatch, gres, taken, other
     assert Site.load("second.toml").devices_per_node == int(other[-1])
 
 
-def test_missing_numbers_are_named_at_once(tmp_path, monkeypatch):
-    """The example of the error message, in place of the lines to edit, makes a plan."""
+def test_plan_names_all_missing_numbers_of_a_site(tmp_path, monkeypatch):
+    """With the example of the error message in place of the lines to edit, `kit plan` succeeds."""
     monkeypatch.chdir(tmp_path)
     be_cluster(tmp_path, monkeypatch, CLUSTERS["3090"])
     run("site", "init", "my.toml")

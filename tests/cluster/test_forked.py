@@ -1,4 +1,4 @@
-"""Ranks that are forked from one import find and leave what ranks do that were started anew."""
+"""Ranks that are forked after one import behave like ranks that are spawned as new processes."""
 
 import json
 import os
@@ -38,7 +38,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
-    """A folder on the path of the ranks with a module that all import and one that they run."""
+    """A folder in PYTHONPATH with a module that all ranks import and a module that they run."""
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "heavy_of_test.py").write_text(HEAVY)
@@ -54,7 +54,11 @@ def job(folder, code, forks, run="run", **changes):
     return job_spec(folder / f"{run}-dir", *argv, forks=forks, **size, **given)
 
 
-def test_a_forked_rank_finds_what_one_started_anew_finds_and_imports_nothing_again(modules):
+def test_forked_ranks_equal_spawned_ranks(modules):
+    """Compared: environment, arguments, working directory, signal mask, open files and logs.
+
+    Forked ranks share one import of the heavy module. Each spawned rank imports it.
+    """
     told = {}
     for forks in (False, True):
         handle = submit(job(modules, "pass", forks, str(forks)), LAPTOP)
@@ -77,7 +81,7 @@ def test_a_forked_rank_finds_what_one_started_anew_finds_and_imports_nothing_aga
         ("os.kill(os.getpid(), signal.SIGKILL)", "rank 0 was killed by SIGKILL"),
     ],
 )
-def test_the_end_of_a_forked_rank_is_told_as_of_any_other(modules, code, reason):
+def test_forked_rank_reports_the_same_exit_as_spawned(modules, code, reason):
     handles = [
         submit(job(modules, code, forks, str(forks), max_restarts=0), LAPTOP)
         for forks in (False, True)
@@ -85,21 +89,21 @@ def test_the_end_of_a_forked_rank_is_told_as_of_any_other(modules, code, reason)
     anew, forked = (handle.wait(20) for handle in handles)
     assert (anew.exit_code, anew.state) == (forked.exit_code, forked.state)
     assert reason in forked.reason.replace("rank 1", "rank 0"), forked.reason
-    # Of two, the one that ends first; the other may be ended before.
+    # Only the rank that ends first is certain to raise. The other rank may be killed before.
     told = [handles[1].logs(rank) for rank in (0, 1)]
     assert any("ValueError: broken" in words for words in told) == ("ValueError" in code)
 
 
-def test_an_import_that_fails_is_told_by_the_rank_that_failed_first(modules):
+def test_failed_import_of_forked_ranks_is_reported(modules):
     (modules / "heavy_of_test.py").write_text("import no_such_module_of_test")
     handle = submit(job(modules, "pass", forks=True), LAPTOP)
     status, words = handle.wait(20), "No module named 'no_such_module_of_test'"
-    # The other may be ended before it says so.
+    # The other rank may be killed before it prints the error.
     assert status.state is JobState.FAILED and words in status.reason
     assert any(words in handle.logs(rank) for rank in (0, 1))
 
 
-def test_a_crashed_attempt_starts_again_from_the_same_import(modules):
+def test_restart_forks_from_the_same_import(modules):
     (modules / "crash").touch()
     crash = (
         "if os.environ['RANK'] == '0' and os.path.exists('crash'): os.remove('crash'); os.abort()"

@@ -1,4 +1,4 @@
-"""A first site file from what a cluster says: recorded resources of others, and the real Slurm."""
+"""Site files made from output of Slurm: recorded output of other clusters, and a real Slurm."""
 
 import shlex
 import tomllib
@@ -51,7 +51,7 @@ SlurmctldParameters     = enable_configless
         ("gpu:nvidia_h100_80gb_hbm3:8(S:0-1),shard:nvidia_h100_80gb_hbm3:64", None),
     ],
 )
-def test_generic_resources(gres, expected):
+def test_gres_is_parsed_into_gpu_count_and_type(gres, expected):
     file = f"gpu*|2|64|257000|30:00|1|{gres}"
     text = inventory.site_text(*inventory.nodes_of(file), {})
     said = tomllib.loads(text)
@@ -86,8 +86,8 @@ def test_generic_resources(gres, expected):
         ("(null)", "intel", None),
     ],
 )
-def test_known_devices_have_their_numbers(gres, features, site):
-    """By the GPU's product name, as vendors and clouds write it."""
+def test_packaged_site_is_selected_by_gpu_name(gres, features, site):
+    """Product names as vendors and clouds write them in GRES and features."""
     (nodes,) = inventory.nodes_of(f"gpu*|2|64|257000|30:00|1|{gres}|{features or '(null)'}|n[1-2]")
     assert inventory.packaged_site(nodes)[0] == site
 
@@ -113,14 +113,14 @@ def test_trainium_nodes_are_recognised(line, tmp_path):
     assert site.engine == ("neuron" if wanted else "native")
 
 
-def test_count_that_no_node_has_is_refused():
+def test_gpu_model_read_as_a_count_is_refused():
     found = inventory.nodes_of("gpu*|2|64|257000|30:00|1|gpu:3090\ncpu|2|64|257000|30:00|1|(null)")
     with pytest.raises(JobError, match=r"'gpu:3090' means 3,090 GPUs in a node.*gpu:3090:8"):
         inventory.choose(found)
     assert inventory.choose(found, "cpu").cpus == 64
 
 
-def test_lines_of_wrappers_are_ignored():
+def test_banner_lines_of_sinfo_wrappers_are_ignored():
     wrapped = "NOTICE: maintenance on Monday | see motd\ngpu*|2|64|257000|30:00|1|gpu:4"
     assert [nodes.count for nodes in inventory.nodes_of(wrapped)] == [2]
     for text in ("NOTICE: no cluster", "gpu*|two|64|257000|30:00|1|gpu:4"):
@@ -128,14 +128,14 @@ def test_lines_of_wrappers_are_ignored():
             inventory.nodes_of(text)
 
 
-def test_scheduler_without_gpu_counts_gets_gres():
+def test_site_for_select_linear_requests_gpus_by_gres():
     (nodes,) = inventory.nodes_of("gpu*|2|64|257000|30:00|1|gpu:v100:4")
     said = tomllib.loads(inventory.site_text(nodes, {"SelectType": "select/linear"}))
     assert said["slurm"]["sbatch_options"] == ["--gres=gpu:v100:4"]
     assert "gpus_per_node" not in said["slurm"]
 
 
-def test_time_limits():
+def test_time_limits_of_sinfo_are_parsed():
     limits = {"2-00:00:00": 172800, "12:00:00": 43200, "30:00": 1800, "1:30": 90}
     for limit, seconds in {**limits, "infinite": None, "n/a": None}.items():
         assert inventory.parse_time_limit(limit) == seconds
@@ -164,7 +164,9 @@ def write(tmp_path, partition=None, lines=LINES, **more):
         ("cpu", 128, None, None, None),
     ],
 )
-def test_nodes_of_a_partition(tmp_path, partition, devices, gpus, max_nodes, max_s):
+def test_site_file_describes_the_chosen_partition(
+    tmp_path, partition, devices, gpus, max_nodes, max_s
+):
     site, _ = write(tmp_path, partition)
     slurm = site.slurm
     found = (site.devices_per_node, slurm.gpus_per_node, slurm.max_nodes, slurm.max_seconds(1))
@@ -172,7 +174,7 @@ def test_nodes_of_a_partition(tmp_path, partition, devices, gpus, max_nodes, max
     assert site.device.is_gpu == (gpus is not None)
 
 
-def test_what_slurm_does_not_know_is_left_open(tmp_path):
+def test_values_unknown_to_slurm_are_marked_edit(tmp_path):
     site, text = write(tmp_path)
     assert (site.name, site.slurm.partition, site.slurm.cpus_per_task) == ("big-gpu", "gpu", 32)
     # 40 or 80 GB: GRES does not say. The file assumes the least and shows what to write for more.
@@ -189,7 +191,7 @@ def test_what_slurm_does_not_know_is_left_open(tmp_path):
     assert site.login == "frontier" and site.there.sync and "/EDIT/bin/python" in text
 
 
-def test_each_line_to_edit_takes_a_value_in_its_place(tmp_path):
+def test_edited_lines_make_a_submittable_site(tmp_path):
     _, text = write(tmp_path, lines=LINES.replace("a100", "v100"), login="frontier")
     filled = text.replace("/EDIT/", "/home/me/").replace('account = "EDIT"', 'account = "abc123"')
     edited = {"price_per_node_hour": "9", "memory_bytes": "85899345920"}
@@ -209,7 +211,7 @@ def kit_site_init(file, *words):
     return CliRunner().invoke(app, ["site", "init", str(file), *words])
 
 
-def test_a_file_of_this_machine(tmp_path):
+def test_site_init_local_describes_this_machine(tmp_path):
     done = kit_site_init(tmp_path / "desk.toml", "--local")
     assert done.exit_code == 0 and "kit launch runs/first --site" in done.output, done.exception
     site = Site.load(tmp_path / "desk.toml")
@@ -219,8 +221,8 @@ def test_a_file_of_this_machine(tmp_path):
     assert not (tmp_path / "b.toml").exists()
 
 
-def test_gpus_of_this_machine_are_what_torch_sees(tmp_path, monkeypatch):
-    """Its name and memory, as recorded on a machine with two of them."""
+def test_site_init_local_takes_gpus_from_torch(tmp_path, monkeypatch):
+    """GPU name and memory as recorded on a machine with two H100."""
     import torch
 
     told = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=84929347584)
@@ -235,8 +237,8 @@ def test_gpus_of_this_machine_are_what_torch_sees(tmp_path, monkeypatch):
 
 @pytest.fixture
 def login_node(monkeypatch):
-    """A cluster behind ssh whose commands answer at once; returns what it was asked, and refuses
-    all else.
+    """A fake login node that answers `sinfo` and `scontrol` and refuses all other commands. The
+    value is the list of received commands.
     """
     asked = []
     answers = {"sinfo": LINES, "scontrol": CONFIG}
@@ -252,9 +254,7 @@ def login_node(monkeypatch):
     return asked
 
 
-def test_what_is_advised_after_a_first_file_needs_no_connection(
-    login_node, tmp_path, monkeypatch, capsys
-):
+def test_advice_after_site_init_needs_no_connection(login_node, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     app(["site", "init", "my.toml", "--login", "frontier"], standalone_mode=False)
     said = capsys.readouterr().out.splitlines()
@@ -282,7 +282,7 @@ def test_what_is_advised_after_a_first_file_needs_no_connection(
     assert len(login_node) == asked and not (tmp_path / "runs").exists()
 
 
-def test_the_command_on_a_real_slurm(sandbox, tmp_path):
+def test_site_init_on_a_real_slurm(sandbox, tmp_path):
     file = tmp_path / "mine.toml"
     done = kit_site_init(file)
     assert done.exit_code == 0 and "Other partitions: " in done.output, done.output
@@ -292,7 +292,7 @@ def test_the_command_on_a_real_slurm(sandbox, tmp_path):
     assert "already exists" in str(kit_site_init(file).exception)
 
 
-def test_where_there_is_no_slurm(tmp_path, monkeypatch):
+def test_site_init_without_slurm_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     done = kit_site_init(tmp_path / "mine.toml")
     assert "give --login NAME" in str(done.exception) and not list(tmp_path.iterdir())

@@ -49,7 +49,7 @@ from tests.cluster.jobs import job_spec
 
 @pytest.fixture(autouse=True)
 def quick_watch(monkeypatch):
-    """A heartbeat that looks old is believed to be old at once."""
+    """Accepts the age of an old heartbeat at once, without watching for a newer heartbeat."""
     monkeypatch.setattr(heartbeats, "WATCH_S", 0.0)
     monkeypatch.setattr(heartbeats, "WATCH_STEPS", 0.0)
     monkeypatch.setattr(heartbeats, "WATCH_BEATS", 0.0)
@@ -64,7 +64,7 @@ def ended(attempt, rc=0):
     return ExitReport(attempt=attempt, rc=rc, reason="because", host="here", time=time.time())
 
 
-def test_states_are_these_and_no_others():
+def test_job_states_and_final_states_are_fixed():
     assert " ".join(JobState) == (
         "queued configuring starting running stalled stopping preempted requeued done failed lost"
         " imported"
@@ -72,7 +72,7 @@ def test_states_are_these_and_no_others():
     assert " ".join(state for state in JobState if state.is_final) == "done failed lost imported"
 
 
-def test_reason_ends_with_its_state(tmp_path):
+def test_reason_is_cleared_when_the_state_changes(tmp_path):
     starting = {"state": "starting", "step": None, "reason": "4 processes started"}
     assert "4 processes started" in running(tmp_path, **starting).reason
     assert update_state(tmp_path, attempt=1, step_time_s=0.5).reason == "4 processes started"
@@ -109,7 +109,7 @@ kit: the module cuda/99 cannot be loaded
     ],
     ids=["Lmod", "older", "task", "srun", "labelled", "blank", "empty"],
 )
-def test_last_words_of_a_log(text, words):
+def test_error_message_is_extracted_from_a_log(text, words):
     assert last_words(text) == words
 
 
@@ -131,7 +131,8 @@ def test_lost_local_run_names_its_supervisors_error(tmp_path):
     )
 
 
-def test_update_keeps_what_it_does_not_name_and_ignores_keys_of_a_newer_version(tmp_path):
+def test_state_update_keeps_other_fields(tmp_path):
+    """A reader ignores keys of a newer version in state.json."""
     before = running(tmp_path)
     state = update_state(tmp_path, attempt=1, step=8, step_time_s=0.5)
     assert state == before.replace(step=8, step_time_s=0.5)
@@ -147,7 +148,7 @@ def test_update_keeps_what_it_does_not_name_and_ignores_keys_of_a_newer_version(
         ({"state": "runing"}, "'runing' is not allowed"),
     ],
 )
-def test_update_refuses_unknown_fields_and_values_and_writes_nothing(tmp_path, change, message):
+def test_state_update_refuses_unknown_field_or_value(tmp_path, change, message):
     before = running(tmp_path)
     with pytest.raises(ConfigError, match=message):
         update_state(tmp_path, attempt=1, **change)
@@ -163,7 +164,7 @@ def test_older_attempt_is_fenced_off(tmp_path):
     with pytest.raises(StaleAttemptError):
         write_exit(tmp_path, ended(attempt=1, rc=1))
     assert read_state(tmp_path) == newer and read_exit(tmp_path) is None
-    # Nor when the state file is destroyed.
+    # exit.json fences off older attempts too when state.json is damaged.
     (tmp_path / "state.json").write_text('{"state": "runn')
     write_exit(tmp_path, ended(attempt=3))
     with pytest.raises(StaleAttemptError):
@@ -185,7 +186,7 @@ def test_concurrent_writers_lose_no_update(tmp_path):
     assert state and [getattr(state, field) for field in fields] == [99, 99, 99]
 
 
-def test_a_frozen_lock_holder_delays_one_update_of_a_training_and_no_more(tmp_path, monkeypatch):
+def test_held_state_lock_delays_only_one_update(tmp_path, monkeypatch):
     monkeypatch.setattr("cluster.state.LOCK_WAIT_S", 0.1)
     running(tmp_path)
     with (tmp_path / ".state.lock").open("a") as holder:
@@ -195,7 +196,7 @@ def test_a_frozen_lock_holder_delays_one_update_of_a_training_and_no_more(tmp_pa
         test_concurrent_writers_lose_no_update(tmp_path)
 
 
-def test_any_prefix_of_the_files_is_tolerated(tmp_path):
+def test_truncated_state_or_exit_file_is_tolerated(tmp_path):
     running(tmp_path)
     write_exit(tmp_path, ended(attempt=1))
     for name, read in (("state.json", read_state), ("exit.json", read_exit)):
@@ -212,12 +213,12 @@ FOREIGN = ["[]", "null", '"x"', "{}", '{"state": "flying", "attempt": 1}', "\xff
 
 
 @pytest.mark.parametrize("text", FOREIGN)
-def test_foreign_state_file_reads_as_none_and_status_says_lost(tmp_path, text):
+def test_invalid_state_file_reads_as_a_lost_run(tmp_path, text):
     (tmp_path / "state.json").write_text(text, encoding="latin-1")
     assert read_state(tmp_path) is None and read_status(tmp_path).state is JobState.LOST
 
 
-def test_status_of_a_living_job(tmp_path):
+def test_status_of_a_running_and_a_stopping_job(tmp_path):
     running(tmp_path)
     status = read_status(tmp_path)
     found = (status.state, status.step, status.attempt, status.exit_code)
@@ -227,7 +228,7 @@ def test_status_of_a_living_job(tmp_path):
     assert read_status(tmp_path).state is JobState.STOPPING
 
 
-def test_exit_report_of_this_attempt_decides_and_of_another_does_not(tmp_path):
+def test_status_uses_exit_report_of_this_attempt_only(tmp_path):
     write_exit(tmp_path, ended(attempt=1, rc=3))
     running(tmp_path)
     status = read_status(tmp_path)
@@ -251,9 +252,10 @@ def test_exit_report_of_this_attempt_decides_and_of_another_does_not(tmp_path):
         ("starting", 2000, None, "stalled"),
     ],
 )
-def test_stalled_after_a_minute_or_ten_steps_and_at_its_start_after_half_an_hour(
-    tmp_path, written, age_s, step_time_s, expected
-):
+def test_silent_job_is_stalled_after_a_timeout(tmp_path, written, age_s, step_time_s, expected):
+    """The timeout is 60 s or ten steps, whichever is longer, and half an hour before the first
+    step.
+    """
     running(tmp_path, state=written, heartbeat=time.time() - age_s, step_time_s=step_time_s)
     status = read_status(tmp_path)
     assert status.state == expected and f"{age_s} s ago" in status.reason
@@ -262,15 +264,17 @@ def test_stalled_after_a_minute_or_ten_steps_and_at_its_start_after_half_an_hour
 @pytest.mark.parametrize(
     "change", [{"start_ticks": 1}, {"boot_id": "another"}, {"pid": 2**22 + 1}, {"pid": -1}]
 )
-def test_recycled_pid_other_boot_and_no_process_are_lost(tmp_path, change):
+def test_job_without_its_process_is_lost(tmp_path, change):
+    """The process number is recycled, of another boot, unused or invalid."""
     running(tmp_path, process=dataclasses.replace(Process.current(), **change))
     status = read_status(tmp_path)
     assert status.state is JobState.LOST and "left no exit.json" in status.reason
 
 
-def test_recycled_pid_is_never_signalled_and_a_zombie_is_not_alive():
+def test_recycled_pid_and_zombie_count_as_ended():
+    """A recycled process number is never signalled."""
     stranger = dataclasses.replace(Process.current(), start_ticks=1)
-    # Had it been sent, this test would not return.
+    # If SIGKILL were sent, this test would not return.
     assert stranger.send_signal(signal.SIGKILL) is False
     child = subprocess.Popen(["sleep", "60"])
     ticks = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -282,7 +286,10 @@ def test_recycled_pid_is_never_signalled_and_a_zombie_is_not_alive():
     child.wait()
 
 
-def test_other_host_is_not_guessed(tmp_path):
+def test_process_on_another_host_is_not_presumed_dead(tmp_path):
+    """While its heartbeat is recent, the directory cannot be claimed and the job cannot be
+    cancelled from here. After the heartbeat has become old, a new attempt replaces the job.
+    """
     away = dataclasses.replace(Process.current(), host="node77", pid=1)
     running(tmp_path, process=away)
     job_spec(tmp_path, "x").write(tmp_path / "job.json")
@@ -298,7 +305,8 @@ def test_other_host_is_not_guessed(tmp_path):
     assert claim_attempt(tmp_path) == 2, "a silent job elsewhere may be replaced: it is fenced off"
 
 
-def test_claim_counts_up_clears_requests_and_refuses_a_live_directory(tmp_path):
+def test_claim_increments_attempt_and_clears_requests(tmp_path):
+    """A directory in use is refused. Without state.json, log names give the last attempt."""
     run_dir = tmp_path / "new" / "run"
     assert claim_attempt(run_dir) == 1
     with pytest.raises(JobError, match=r"in use: attempt 1 is queued.*kit stop .* \(--now"):
@@ -312,7 +320,8 @@ def test_claim_counts_up_clears_requests_and_refuses_a_live_directory(tmp_path):
     assert last_attempt(run_dir) == 120
 
 
-def test_requests_are_taken_once_and_touch_makes_one(tmp_path):
+def test_request_is_taken_once(tmp_path):
+    """An empty file, made by `touch`, is a request too."""
     running(tmp_path)
     job_spec(tmp_path, "x").write(tmp_path / "job.json")
     assert not take_request(tmp_path, "stop")
@@ -327,7 +336,7 @@ def test_requests_are_taken_once_and_touch_makes_one(tmp_path):
     assert taken and taken.step == 7 and 0 <= taken.taken_at - taken.asked_at < 5
 
 
-def test_rank_heartbeats_of_one_attempt_in_rank_order(tmp_path):
+def test_rank_heartbeats_are_sorted_and_of_one_attempt(tmp_path):
     def ranks(attempt):
         return [beat.rank for beat in read_rank_heartbeats(tmp_path, attempt)]
 
@@ -342,7 +351,7 @@ def test_rank_heartbeats_of_one_attempt_in_rank_order(tmp_path):
     assert ranks(3) == [1, 5] and ranks(2) == [0, 2, 10], "of an older version"
 
 
-def test_job_round_trips_and_its_directories_become_absolute(tmp_path, monkeypatch):
+def test_job_spec_round_trips_with_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = job_spec("runs/ä b", "x", "a\nb", environment={"A": "'\"\n"})
     assert job.run_dir == str(tmp_path / "runs/ä b") and job.working_directory == str(tmp_path)
@@ -367,7 +376,8 @@ def submitted(run_dir):
     return attempt
 
 
-def test_attempts_of_a_scheduled_job(tmp_path, monkeypatch):
+def test_only_the_submitted_job_takes_over_a_run(tmp_path, monkeypatch):
+    """The first start takes the queued attempt. A restart of the job is the next attempt."""
     scheduler_says(monkeypatch, JobState.RUNNING)
     assert submitted(tmp_path) == 1
     elsewhere = JOB.replace(config="/run/slurm.conf")  # as a node may see it
@@ -383,7 +393,7 @@ def test_attempts_of_a_scheduled_job(tmp_path, monkeypatch):
     assert told == ["1 queued", "1 starting", "2 starting"]
 
 
-def test_job_that_starts_before_it_is_handed_over_keeps_its_word(tmp_path):
+def test_late_hand_over_keeps_state_of_started_job(tmp_path):
     attempt = claim_attempt(tmp_path)
     assert take_over(tmp_path, JOB) == attempt
     update_state(tmp_path, attempt=attempt, state="running", step=3, heartbeat=time.time())
@@ -392,10 +402,8 @@ def test_job_that_starts_before_it_is_handed_over_keeps_its_word(tmp_path):
     assert read_state(tmp_path) == before
 
 
-def test_a_job_that_an_attempt_has_submitted_in_its_place_follows_that_one_alone(
-    tmp_path, monkeypatch
-):
-    """Its supervisor may die before it has written the number of the new job into state.json."""
+def test_follow_up_job_takes_over_from_its_attempt_only(tmp_path, monkeypatch):
+    """The supervisor may die before it has written the number of the new job into state.json."""
     new = SchedulerJob(scheduler="slurm", id="8", config="/run/slurm.conf")
     scheduler_says(monkeypatch, JobState.RUNNING)
     submitted(tmp_path)
@@ -413,7 +421,7 @@ def test_a_job_that_an_attempt_has_submitted_in_its_place_follows_that_one_alone
         take_over(tmp_path, JOB)
 
 
-def test_left_over_of_an_attempt_that_was_given_up_is_fenced_off(tmp_path):
+def test_writer_of_a_given_up_attempt_is_fenced_off(tmp_path):
     running(tmp_path)
     lost = {"reason": "node3 no longer answers", "lost_node": "node3"}
     update_state(tmp_path, attempt=1, state="requeued", **lost)
@@ -453,7 +461,9 @@ def test_heartbeat_after_the_end_changes_nothing(tmp_path):
         ("lost", "running", 100, "lost"),
     ],
 )
-def test_status_of_a_scheduled_job(tmp_path, monkeypatch, said, written, heartbeat_ago_s, expected):
+def test_status_combines_scheduler_and_state_file(
+    tmp_path, monkeypatch, said, written, heartbeat_ago_s, expected
+):
     submitted(tmp_path)
     update_state(tmp_path, attempt=1, state=written, heartbeat=time.time() - heartbeat_ago_s)
     scheduler_says(monkeypatch, JobState(said) if said else None)
@@ -463,8 +473,8 @@ def test_status_of_a_scheduled_job(tmp_path, monkeypatch, said, written, heartbe
 
 
 @pytest.mark.parametrize("clock_ahead_s", [0.0, 3600.0, -3600.0])
-def test_job_that_starts_after_the_question_runs(tmp_path, monkeypatch, clock_ahead_s):
-    """The clock of its node may differ from the clock here by an hour."""
+def test_status_is_running_despite_older_queue_answer(tmp_path, monkeypatch, clock_ahead_s):
+    """The clock of the job's node may differ from the clock here by an hour."""
     submitted(tmp_path)
     scheduler_says(monkeypatch, JobState.QUEUED)
     assert read_status(tmp_path).state is JobState.QUEUED
@@ -473,7 +483,7 @@ def test_job_that_starts_after_the_question_runs(tmp_path, monkeypatch, clock_ah
     assert read_status(tmp_path).state is JobState.RUNNING
 
 
-def test_history_is_complete_without_a_torn_line(tmp_path):
+def test_history_skips_a_torn_line(tmp_path):
     running(tmp_path)
     write_exit(tmp_path, ended(attempt=1))
     job_spec(tmp_path, "x").write(tmp_path / "job.json")
@@ -488,7 +498,7 @@ def test_history_is_complete_without_a_torn_line(tmp_path):
     + [([5, None, 6], 0)],
 )
 def test_starts_without_a_new_step_are_counted(tmp_path, steps, fruitless):
-    """Of attempts that ended at these steps."""
+    """`steps` holds the last step of each attempt, None for an attempt without a step."""
     for attempt, step in enumerate(steps, start=1):
         update_state(tmp_path, attempt=attempt, state="running", step=step)
         update_state(tmp_path, attempt=attempt, state="requeued")
@@ -496,7 +506,7 @@ def test_starts_without_a_new_step_are_counted(tmp_path, steps, fruitless):
     assert any(furthest_steps(tmp_path).values()) == any(steps)
 
 
-def test_starts_that_a_lost_node_ended_are_not_counted(tmp_path):
+def test_starts_ended_by_a_lost_node_are_not_counted(tmp_path):
     lost = {2: "node2", 3: "node3"}
     for attempt, step in ((1, 5), (2, None), (3, None), (4, None), (5, None)):
         update_state(tmp_path, attempt=attempt, state="running", step=step)
@@ -504,7 +514,8 @@ def test_starts_that_a_lost_node_ended_are_not_counted(tmp_path):
     assert fruitless_starts(tmp_path) == 2
 
 
-def test_a_job_that_starts_as_it_is_cancelled_is_left_to_its_supervisor(tmp_path, monkeypatch):
+def test_cancel_of_a_starting_job_writes_no_exit_report(tmp_path, monkeypatch):
+    """The supervisor of the job reports its end."""
     job_spec(tmp_path, "x").write(tmp_path / "job.json")
     scheduler_says(monkeypatch, JobState.QUEUED)
     submitted(tmp_path)

@@ -1,6 +1,6 @@
-"""From a chair to the cluster and back: JupyterLab on a laptop without Slurm, ssh, a real Slurm.
+"""A run on a real Slurm, controlled over ssh from JupyterLab on a laptop without Slurm.
 
-KIT_SCREENSHOTS names a folder for a picture of each station.
+KIT_SCREENSHOTS names a folder for a screenshot of each stage.
 """
 
 import json
@@ -87,15 +87,13 @@ HEAD_AND_MFU = """\
 
 @pytest.fixture
 def laptop_python(reader_python) -> Path:
-    """Before the laptop has lost its PATH."""
+    """The reader's Python, found before `login_node` removes programs from PATH."""
     return reader_python()
 
 
 @pytest.fixture
 def rates(sandbox, site, tiny_dataset, tmp_path) -> dict[str, float]:
-    """FLOP/s of matrix products: as measured, and at which steps are as expected on this machine
-    now.
-    """
+    """FLOP/s of matrix products: measured peak, and the rate that predicts the step time here."""
     recipe = kit.Recipe(data=str(tiny_dataset.directory), num_steps=30, learning_rate=1e-3)
     own = site.replace(devices_per_node=1)
     run = kit.launch(tmp_path / "first", spec=SPEC, plan=PLAN, recipe=recipe, site=own)
@@ -115,7 +113,7 @@ def notebook(
     tmp_path,
     monkeypatch,
 ) -> Iterator[Notebook]:
-    """Its JupyterLab has the laptop's environment: ssh on its PATH and no Slurm."""
+    """A notebook in a JupyterLab with the laptop's environment: ssh in PATH, and no Slurm."""
     folder = tmp_path / "laptop"
     folder.mkdir()
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -131,8 +129,8 @@ def notebook(
 
 
 def picture(notebook: Notebook, name: str) -> None:
-    """Keeps a picture of the dashboard's head and its chart of MFU; the command that opens the
-    connection stands there without the ssh file of this test.
+    """Saves a screenshot of the dashboard's header and its MFU chart. The ssh config file of this
+    test is removed from the displayed ssh command.
     """
     if folder := os.environ.get("KIT_SCREENSHOTS"):
         shown = notebook.page.locator(".kit-monitor").last
@@ -145,7 +143,8 @@ def picture(notebook: Notebook, name: str) -> None:
         style.evaluate("e => e.remove()")
 
 
-def test_the_journey(notebook, login_node, tmp_path) -> None:
+def test_run_is_controlled_from_jupyterlab_over_ssh(notebook, login_node, tmp_path) -> None:
+    """Launch, live view, a slow rank, a lost connection, stop, resume, cancel and cost ledger."""
     here, there = (tmp_path / side / "from-my-chair" for side in ("laptop/runs", "there"))
     notebook.open(width=1300)
     notebook.run_cell(0)

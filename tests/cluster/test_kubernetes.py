@@ -1,8 +1,8 @@
 """Kubernetes: submission and status by the real kubectl, against a server with the real API's
 paths.
 
-No cluster can run here. The server answers as the API does, with the fields that it documents; what
-a real cluster would add, conditions and counts, the tests put there.
+No cluster can run here. The server answers with the documented fields of the API. The tests add the
+conditions and counts that a real cluster would add.
 """
 
 import json
@@ -31,7 +31,7 @@ OPENAPI = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
 
 
 def discovery():
-    """What kubectl asks first: which kinds there are."""
+    """Returns the first answers that kubectl needs, by path: the kinds of objects of the API."""
     can = {"namespaced": True, "verbs": ["create", "delete", "get", "list", "watch"]}
     answers, groups = {}, []
     for version, kinds in KINDS.items():
@@ -46,7 +46,7 @@ def discovery():
 
 
 class Api(ThreadingHTTPServer):
-    """The paths of the REST API that are used here, over a dict of objects by path."""
+    """A server with the REST API paths that the tests use. `objects` holds the objects by path."""
 
     daemon_threads = True
 
@@ -70,7 +70,7 @@ class ApiHandler(BaseHTTPRequestHandler):
         if place in self.server.objects:
             return self._refuse(409, f"{place} already exists")
         assert query["fieldValidation"] == ["Strict"]
-        # A field of a newer version, which a client must bear.
+        # A field of a newer version, which a client must ignore.
         self.server.objects[place] = item | {"status": {"fieldOfTheFuture": 1}}
         self._answer(201, self.server.objects[place])
 
@@ -149,7 +149,9 @@ def api(tmp_path, monkeypatch):
 
 @pytest.fixture
 def submitted(api, tmp_path):
-    """A function: a job on EKS, with other fields of the site, and what the server made of it."""
+    """A function that submits a job on EKS with changed fields of the site. Returns (job, object on
+    the server).
+    """
 
     def send(**changes):
         job = submit(training_job(tmp_path), eks(tmp_path, **changes))
@@ -167,7 +169,7 @@ def look(job):
     return kubernetes.query([ours])[ours.id]
 
 
-def test_submit_look_and_cancel(api, submitted, tmp_path):
+def test_job_is_submitted_queried_and_cancelled(api, submitted, tmp_path):
     job, made = submitted()
     sent = json.loads((job.run_dir / "submit.json").read_text())["items"]
     name = sent[0]["metadata"]["name"]
@@ -179,7 +181,7 @@ def test_submit_look_and_cancel(api, submitted, tmp_path):
     job.cancel()
     assert not api.objects and ("Background", f"{JOBS}/{name}") in api.requests
     assert job.status().state.is_final
-    kubernetes.cancel(scheduler_job(job), job.run_dir)  # gone already
+    kubernetes.cancel(scheduler_job(job), job.run_dir)  # already deleted
     with pytest.raises(JobError, match="does not belong to this run"):
         kubernetes.cancel(scheduler_job(job), tmp_path / "another")
 
@@ -188,7 +190,7 @@ def condition(kind, status="True", **more):
     return {"type": kind, "status": status, **more}
 
 
-def test_states_in_our_words(api, submitted):
+def test_kubernetes_conditions_map_to_job_states(api, submitted):
     job, made = submitted(queue="trn1")
 
     def having(*conditions, **counts):
@@ -244,7 +246,7 @@ QUOTA = {"reason": "FailedCreate", "message": "Error creating: exceeded quota: g
     ],
     ids=["image", "setup", "nodes", "quota", "mount"],
 )
-def test_reason_of_pods_that_do_not_run(api, submitted, pod, event, words):
+def test_status_reports_why_pods_do_not_run(api, submitted, pod, event, words):
     job, made = submitted()
     name = made["metadata"]["name"]
     about = {"kind": "Job" if pod is None else "Pod", "name": name if pod is None else f"{name}-0"}
@@ -261,7 +263,7 @@ def test_reason_of_pods_that_do_not_run(api, submitted, pod, event, words):
         assert words in look(job).reason
 
 
-def test_stopped_job_is_requeued_as_the_next_attempt(api, submitted, tmp_path):
+def test_requeue_of_failed_job_makes_the_next_attempt(api, submitted, tmp_path):
     job, made = submitted()
     made["status"]["conditions"] = [condition("Failed", reason="BackoffLimitExceeded")]
     assert job.status().state is JobState.FAILED and "kit resume" in job.status().reason
@@ -273,7 +275,7 @@ def test_stopped_job_is_requeued_as_the_next_attempt(api, submitted, tmp_path):
     job.requeue()
     core, name = "/api/v1/namespaces/default", made["metadata"]["name"]
     gone = [f"{place}/{name}" for place in (JOBS, f"{core}/configmaps", f"{core}/services")]
-    # Each is gone when its pods are.
+    # Foreground: an object is deleted after its pods.
     assert [path for how, path in api.requests if how == "Foreground"] == gone
     (made,) = api.of_kind("jobs")
     assert made["metadata"]["name"].endswith("-2")
@@ -281,7 +283,7 @@ def test_stopped_job_is_requeued_as_the_next_attempt(api, submitted, tmp_path):
     assert f"job/{made['metadata']['name']}" in (job.run_dir / "run.sh").read_text()
 
 
-def test_job_set_goes_through_its_own_path(api, submitted):
+def test_job_set_uses_the_jobset_api(api, submitted):
     job, made = submitted(kind="JobSet")
     assert ("POST", "/apis/jobset.x-k8s.io/v1alpha2/namespaces/default/jobsets") in api.requests
     assert not api.of_kind("services"), "the operator makes the Service of a JobSet"
@@ -294,7 +296,7 @@ def test_job_set_goes_through_its_own_path(api, submitted):
     assert not api.objects
 
 
-def test_refusal_is_told_in_the_words_of_the_cluster(api, submitted, tmp_path):
+def test_api_refusal_is_reported_and_leaves_nothing(api, submitted, tmp_path):
     api.refusal = ("services", 403, "services is forbidden: User me cannot create")
     with pytest.raises(JobError, match=r"kubectl create: .*services is forbidden"):
         submitted()
@@ -304,7 +306,8 @@ def test_refusal_is_told_in_the_words_of_the_cluster(api, submitted, tmp_path):
     submitted()
 
 
-def test_silent_cluster_and_missing_kubectl_are_told(api, submitted, tmp_path, monkeypatch):
+def test_kubectl_failures_are_reported(api, submitted, tmp_path, monkeypatch):
+    """Unreachable server, no answer in time, kubectl not installed."""
     job, _ = submitted()
     api.shutdown()
     api.server_close()

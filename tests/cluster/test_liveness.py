@@ -1,4 +1,4 @@
-"""Whether a run still shows signs of life, where the clocks of two machines differ.
+"""Detection of silent runs by their heartbeat, where the clocks of two machines differ.
 
 The clock of the reader is set forward or back by `faketime`, in a process of its own, or by
 replacing the clocks of the module.
@@ -61,8 +61,8 @@ def beats(tmp_path):
     beats.stop()
 
 
-def test_wrong_clock_of_reader_stalls_no_start(tmp_path):
-    """Before the first step the supervisor writes heartbeats, but rarely."""
+def test_clock_offset_does_not_stall_a_starting_run(tmp_path):
+    """Before the first step, the supervisor writes heartbeats at long intervals."""
     elsewhere = Process.current().replace(host="node7")
     update_state(tmp_path, attempt=1, state=JobState.STARTING, process=elsewhere)
     start, over = heartbeats.StartWatch(tmp_path, 1), threading.Event()
@@ -97,14 +97,14 @@ def look(offset: str, *run_dirs: Path) -> tuple[list[dict], float]:
 
 
 @pytest.mark.parametrize("offset", ["+2m", "+1h", "-90s", "-2h"])
-def test_wrong_clock_of_reader_stalls_no_run(beats, offset):
+def test_clock_offset_does_not_stall_a_running_run(beats, offset):
     (found,), took_s = look(offset, beats.run_dir)
     assert (found["state"], found["step"]) == ("running", 1)
     assert 0 <= found["heartbeat_age_s"] < 3 and took_s < 3
 
 
 @pytest.mark.parametrize("offset", ["+0", "+2m"])
-def test_silent_run_is_stalled_by_any_clock(tmp_path, offset):
+def test_silent_run_is_stalled_despite_clock_offset(tmp_path, offset):
     """Many silent runs are watched at the same time."""
     run_dirs = [tmp_path / str(number) for number in range(5)]
     elsewhere = Process.current().replace(host="node7")
@@ -119,7 +119,7 @@ def test_silent_run_is_stalled_by_any_clock(tmp_path, offset):
 
 
 class Clocks:
-    """Stands in for the module `time` of the reader: a monotonic clock, and a wrong wall clock."""
+    """Replaces the reader's module `time`: a monotonic clock and a wall clock with an offset."""
 
     def __init__(self, ahead_s: float) -> None:
         self.ahead_s, self.now = ahead_s, 1000.0
@@ -137,8 +137,8 @@ class Clocks:
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 300.0, -300.0])
-def test_viewer_sees_a_run_fall_silent(tmp_path, monkeypatch, ahead_s):
-    """However wrong its clock is: it notices after a minute, and no sooner."""
+def test_run_is_stalled_a_minute_after_last_heartbeat(tmp_path, monkeypatch, ahead_s):
+    """Not earlier, whatever the offset of the reader's clock."""
     clocks = Clocks(ahead_s)
     monkeypatch.setattr(heartbeats, "time", clocks)
     monkeypatch.setattr(status, "time", clocks)
@@ -161,8 +161,8 @@ def test_viewer_sees_a_run_fall_silent(tmp_path, monkeypatch, ahead_s):
     assert all(moment in running for moment in states if moment <= max(running))
 
 
-def test_rare_look_believes_the_clock(tmp_path, monkeypatch):
-    """A heartbeat that changed long ago, between two looks, is no sign of life."""
+def test_rare_status_query_uses_the_wall_clock(tmp_path, monkeypatch):
+    """A heartbeat that changed long ago, between two queries, does not count as recent."""
     clocks = Clocks(0.0)
     monkeypatch.setattr(heartbeats, "time", clocks)
     elsewhere = Process.current().replace(host="node7")
@@ -176,7 +176,7 @@ def test_rare_look_believes_the_clock(tmp_path, monkeypatch):
     assert state is not None and state.heartbeat == 1.7e9 + 1060
 
 
-def test_start_counts_each_phase_by_its_own_clock(tmp_path, monkeypatch):
+def test_start_watch_times_phases_by_monotonic_clock(tmp_path, monkeypatch):
     clocks = Clocks(ahead_s=-7200.0)
     monkeypatch.setattr(heartbeats, "time", clocks)
     update_state(tmp_path, attempt=1, state=JobState.STARTING, reason="ranks start")

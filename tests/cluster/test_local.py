@@ -1,4 +1,4 @@
-"""The local launcher, with real processes: start, end, failure, kill, reattach, nothing left."""
+"""The local launcher with real processes: start, end, failure, kill, reattachment, cleanup."""
 
 import os
 import resource
@@ -58,7 +58,7 @@ def spec(run_dir, code, num_processes=2, **changes):
 
 @pytest.fixture
 def launch(tmp_path):
-    """A function: a job whose ranks run some code, in this directory."""
+    """A function that submits a job whose ranks run some code. Its run directory is `tmp_path`."""
     return lambda code, *size, **changes: submit(spec(tmp_path, code, *size, **changes), LAPTOP)
 
 
@@ -75,7 +75,8 @@ def printed(job, rank=0):
     return eventually(lambda: (job.logs(rank) or "").partition("\n")[0])
 
 
-def test_success_and_what_a_rank_finds(tmp_path, launch, monkeypatch):
+def test_successful_job_gives_ranks_their_environment(tmp_path, launch, monkeypatch):
+    """Environment variables, working directory, log and empty standard input of each rank."""
     for name, value in {"FROM_CALLER": "kept", "RANK": "99", "OMP_NUM_THREADS": "3"}.items():
         monkeypatch.setenv(name, value)
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR KIT_ATTEMPT FROM_CALLER"
@@ -101,14 +102,14 @@ print('err', os.getcwd(), sys.stdin.read() == '', file=sys.stderr)"""
     assert "done" in job._repr_html_() and "done" in repr(job)
 
 
-def test_first_failing_rank_ends_the_others_and_is_named(launch):
+def test_first_failing_rank_ends_job_and_is_named(launch):
     words = "'bad <data>' + 100 * ' because'"
     fail = f"time.sleep(0.2); raise ValueError({words})"
     job = launch(f"import os, time\nif os.environ['RANK'] == '1': {fail}\n{SLEEP}", 3)
-    status = job.wait(20)  # the others are ended
+    status = job.wait(20)  # the other ranks are ended
     assert (status.state, status.exit_code, status.attempt) == (FAILED, 1, 1)
     assert status.reason.startswith("rank 1 ended with code 1: ValueError: bad <data> because ")
-    # Cut between words, and it says so.
+    # Truncated between words, with an ellipsis.
     assert status.reason.endswith(" because …") and len(status.reason) > 500
     report = read_exit(job.run_dir)
     assert report is not None and report.failing_rank == 1 and "Traceback" in report.log_tail
@@ -116,7 +117,8 @@ def test_first_failing_rank_ends_the_others_and_is_named(launch):
     assert "&lt;data&gt;" in job._repr_html_()
 
 
-def test_rank_that_ignores_sigterm_is_killed_after_the_grace_time_with_all_it_started(launch):
+def test_rank_ignoring_sigterm_is_killed_after_grace(launch):
+    """A child of the rank is killed too, though it has a session of its own."""
     deaf = "import os, signal, subprocess; signal.signal(15, signal.SIG_IGN)\n"
     child = f"{deaf}os.setsid(); {PRINT_AND_SLEEP}"
     job = launch(f"{deaf}subprocess.Popen([*{FAST!r}, {child!r}])\n{SLEEP}", 1, grace_s=0.5)
@@ -127,7 +129,7 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace_time_with_all_it_st
     assert time.monotonic() - start > 0.4
 
 
-def test_rank_gets_the_grace_time_to_clean_up(launch):
+def test_rank_can_clean_up_during_the_grace_time(launch):
     clean_up = "signal.signal(15, lambda *_: (print('saved'), sys.exit(0)))"
     job = launch(f"import signal, sys\n{clean_up}\n{PRINT_AND_SLEEP}", 1)
     assert printed(job) == "up"
@@ -135,7 +137,7 @@ def test_rank_gets_the_grace_time_to_clean_up(launch):
     status = job.wait(20)
     assert (status.state, status.exit_code) == (FAILED, 143)
     assert job.logs().splitlines()[-1] == "saved"
-    job.cancel()  # of a job that has ended: nothing happens
+    job.cancel()  # has no effect: the job has ended
 
 
 def test_time_limit_ends_the_job(launch):
@@ -143,9 +145,8 @@ def test_time_limit_ends_the_job(launch):
     assert (status.state, status.reason) == (FAILED, "the time limit of 0.3 s was reached")
 
 
-def test_sigkill_of_the_supervisor_takes_ranks_and_their_children_along_and_shows_as_lost(
-    launch, mark
-):
+def test_sigkill_of_supervisor_ends_ranks_and_children(launch, mark):
+    """The run is then lost, and the next launch is attempt 2."""
     child = f"subprocess.Popen([*{FAST!r}, {SLEEP!r}], start_new_session=True)"
     job = launch(f"import subprocess; {child}\n{PRINT_AND_SLEEP}")
     assert printed(job, 0) and printed(job, 1)
@@ -159,7 +160,8 @@ def test_sigkill_of_the_supervisor_takes_ranks_and_their_children_along_and_show
 
 
 @pytest.mark.parametrize("fate", ["deleted", "replaced", "renamed", "emptied"])
-def test_job_whose_directory_is_gone_ends_and_leaves_no_stub(fate, tmp_path, mark):
+def test_job_ends_when_its_directory_is_removed(fate, tmp_path, mark):
+    """The job writes nothing at the old path afterwards."""
     run_dir = tmp_path / "run"
     submit(spec(run_dir, SLEEP), LAPTOP)
     assert len(processes("", mark)) == 4  # guard, supervisor, 2 ranks
@@ -173,7 +175,7 @@ def test_job_whose_directory_is_gone_ends_and_leaves_no_stub(fate, tmp_path, mar
         run_dir.mkdir()
         (run_dir / "job.json").write_text("of somebody else")
     assert eventually(lambda: not processes("", mark), 60), processes("", mark)
-    # Nothing was written after its directory was gone.
+    # Nothing was written after the directory was removed.
     left = [path.name for path in run_dir.glob("[!.]*")]
     assert left == (["job.json"] if fate == "replaced" else [])
     assert run_dir.exists() == (fate in ("replaced", "emptied"))
@@ -184,7 +186,7 @@ def test_job_whose_directory_is_gone_ends_and_leaves_no_stub(fate, tmp_path, mar
         assert status.reason.startswith(f"{run_dir} was deleted or renamed"), status.reason
 
 
-def test_job_does_not_need_its_guard(tmp_path, launch, until_go, mark):
+def test_job_survives_death_of_its_guard(tmp_path, launch, until_go, mark):
     job = launch(until_go)
     (guard,) = (pid for pid in processes("", mark) if pid == os.getpgid(supervisor(job).pid))
     os.kill(guard, signal.SIGKILL)
@@ -202,7 +204,7 @@ run_dir, attempt = Path.cwd(), int(os.environ["KIT_ATTEMPT"])
 def take(step):
     update_state(run_dir, attempt=attempt, state="running", step=step, heartbeat=time.time())
 """
-"""A rank that can take steps."""
+"""Code of a rank. `take(step)` records a step."""
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,10 @@ def take(step):
     ],
     ids=["killed", "failed", "always killed", "useless to retry", "asked to stop"],
 )
-def test_crashed_ranks_start_again_as_on_a_cluster(tmp_path, launch, step, end, attempts, reason):
+def test_exit_of_a_rank_decides_about_a_restart(tmp_path, launch, step, end, attempts, reason):
+    """Crashed ranks are restarted. No restart follows exit code 78, a request to stop, or three
+    starts without a new step.
+    """
     job = launch(f"{STEPPING}take({step})\n{end}", 1, working_directory=str(tmp_path))
     status = job.wait(60)
     assert status.attempt == attempts and reason in status.reason, (status, job.logs())
@@ -273,8 +278,8 @@ print(job.wait(20).state)"""
     assert run.stdout.split("\n") == ["starting", "up end", "done", ""], run.stderr
 
 
-def test_job_outlives_the_death_of_whoever_submitted_it(tmp_path, until_go):
-    """Which ends its process group, as the end of a kernel or a terminal does."""
+def test_job_survives_death_of_submitting_process(tmp_path, until_go):
+    """The submitting process kills its process group, as at the end of a kernel or a terminal."""
     code = """
 import os, sys
 from cluster.job import JobSpec
@@ -291,7 +296,7 @@ os.killpg(0, 9)"""
     assert handle.wait(20).state is DONE and handle.logs(1) == "survived\n"
 
 
-def test_of_simultaneous_submissions_one_wins(tmp_path, launch, until_go):
+def test_one_of_simultaneous_submissions_succeeds(tmp_path, launch, until_go):
     def submitted(name):
         try:
             return launch(until_go, name=name)
@@ -312,7 +317,7 @@ def test_attempts_are_counted_and_keep_their_logs(tmp_path, launch):
         "import os; n = os.environ['KIT_ATTEMPT']; print('attempt', n); raise SystemExit(n == '1')"
     )
     assert launch(code, 1).wait(20).state is FAILED
-    ask(tmp_path, "stop")  # too late for attempt 1, and none of attempt 2's business
+    ask(tmp_path, "stop")  # after the end of attempt 1, and not meant for attempt 2
     job = launch(code, 1)
     assert (job.wait(20).state, job.status().attempt) == (DONE, 2)
     assert (
@@ -324,10 +329,10 @@ def test_attempts_are_counted_and_keep_their_logs(tmp_path, launch):
             job.logs(**wrong)
 
 
-def test_left_over_of_an_older_attempt_cannot_write(tmp_path, launch, mark):
+def test_supervisor_of_older_attempt_cannot_write(tmp_path, launch, mark):
     job = launch(SLEEP, 1)
     left_over = supervisor(job)
-    # From a host that has given attempt 1 up.
+    # As written by a host that has given up attempt 1.
     state_of_2 = update_state(tmp_path, attempt=2, state="running", step=5)
     assert left_over.send_signal(signal.SIGTERM)
     assert eventually(lambda: not processes("", mark))
@@ -336,10 +341,8 @@ def test_left_over_of_an_older_attempt_cannot_write(tmp_path, launch, mark):
     assert job.status().attempt == 2
 
 
-def test_follow_yields_lines_as_they_come_and_a_wait_that_gives_up_ends_nothing(
-    tmp_path, launch, until_go
-):
-    """The last line comes without its end."""
+def test_follow_yields_lines_as_they_are_written(tmp_path, launch, until_go):
+    """The last line has no newline. A `wait` that times out does not end the job."""
     code = f"import sys\nprint('first')\n{until_go}print('second')\nsys.stdout.write('rest')"
     job = launch(code, 1)
     lines = job.follow(poll_s=0.05)
@@ -353,7 +356,8 @@ def test_follow_yields_lines_as_they_come_and_a_wait_that_gives_up_ends_nothing(
 @pytest.mark.parametrize(
     "word", ['-rf a b it\'s say "no"', "$HOME `id` \\ *;&| Zürich 東京 🚀\ntwo lines"]
 )
-def test_odd_words_in_directories_arguments_and_environment(tmp_path, word):
+def test_special_characters_reach_the_ranks_unchanged(tmp_path, word):
+    """In directories, arguments and environment variables."""
     directory = tmp_path / word
     directory.mkdir()
     code = """
@@ -364,13 +368,13 @@ print(found == 3 * [eval(sys.argv[2])])"""
     argv = (*FAST, code, word, ascii(word))
     handle = submit(job_spec(directory / "run", *argv, num_processes=1, **given), LAPTOP)
     assert handle.wait(20).state is DONE and handle.logs() == "True\n"
-    # By hand: the next attempt.
+    # submit.sh, run by hand, starts the next attempt.
     script = ["bash", directory / "run" / "submit.sh"]
     subprocess.run(script, check=True, stdout=subprocess.DEVNULL)
     assert handle.status().attempt == 2 and handle.logs() == "True\n"
 
 
-def test_script_by_hand_runs_in_the_foreground_and_ctrl_c_ends_it(tmp_path, launch):
+def test_submit_sh_runs_in_foreground_until_ctrl_c(tmp_path, launch):
     job = launch("pass")
     job.wait(20)
     job.spec.replace(argv=[*FAST, PRINT_AND_SLEEP]).write(tmp_path / "job.json")
@@ -382,7 +386,7 @@ def test_script_by_hand_runs_in_the_foreground_and_ctrl_c_ends_it(tmp_path, laun
     assert job.status().reason == "cancelled by SIGINT"
 
 
-def test_requeue_that_cannot_be_ends_nothing(tmp_path):
+def test_refused_requeue_leaves_the_job_running(tmp_path):
     work = tmp_path / "work"
     work.mkdir()
     job = submit(spec(tmp_path / "run", SLEEP, working_directory=str(work)), LAPTOP)
@@ -394,15 +398,15 @@ def test_requeue_that_cannot_be_ends_nothing(tmp_path):
     job.wait(20)
 
 
-def test_unusable_run_directory_is_refused(tmp_path):
+def test_file_in_place_of_run_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(JobError, match="file"):
         submit(spec(tmp_path / "file", "pass"), LAPTOP)
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_five_launches_leave_no_process_no_zombie_and_no_descriptor(launch):
-    """Each costs less than ten starts of a bare Python."""
+def test_launches_leak_no_process_or_descriptor(launch):
+    """Each of five launches costs less CPU time than ten starts of a bare Python."""
 
     def used_s() -> float:
         kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)

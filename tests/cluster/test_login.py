@@ -1,4 +1,4 @@
-"""Jobs of the sandbox from a process without Slurm, through a real sshd of its own."""
+"""Jobs of the sandbox from a process without Slurm, through a real sshd."""
 
 import json
 import os
@@ -51,19 +51,19 @@ def own_key(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def behind(site, login_node, tmp_path):
-    """The sandbox's site, seen from a laptop."""
+    """The sandbox's site behind its login node."""
     there = There(python=sys.executable, folder=str(tmp_path / "there"), source=str(ROOT))
     return site.replace(login="frontier", there=there)
 
 
 def lone(run_dir):
-    """Returns a job of one rank, for some half a minute."""
+    """Returns a job of one rank that runs for about half a minute."""
     return standin(run_dir, 500, 0.05, num_processes=1)
 
 
-def test_from_a_laptop_and_back(behind, login_node, tmp_path):
-    """Launch, look, lose the connection, look all the same, come back, ask, stop, resume, and a
-    second laptop.
+def test_job_behind_a_login_node_end_to_end(behind, login_node, tmp_path):
+    """Launch, status, lost connection, reconnection, stop from a second laptop, requeue, cancel,
+    and deletion of the remote directory.
     """
     here, there = tmp_path / "laptop" / "run", tmp_path / "there" / "run"
     job = submission.submit(lone(here), behind)
@@ -96,7 +96,7 @@ def test_from_a_laptop_and_back(behind, login_node, tmp_path):
     assert eventually(lambda: second.status().attempt == 2 and second.state is JobState.RUNNING)
     job.cancel()
     assert eventually(lambda: second.status().state.is_final), second.status()
-    # Its last processes may still write.
+    # The last processes of the job may still write.
     assert eventually(lambda: shutil.rmtree(there, ignore_errors=True) or not there.exists())
     assert eventually(lambda: "not there any more" in job.status().reason), job.status()
     assert "attempt 1 rank 0 from step 0" in job.logs(attempt=1)
@@ -113,7 +113,7 @@ def test_failure_behind_a_login_node_has_a_reason(behind, login_node, tmp_path):
     assert job.find_logs()[0].startswith(str(job.run_dir / "logs" / "slurm-"))
 
 
-def test_connection_lost_after_the_job_was_taken(behind, tmp_path, monkeypatch):
+def test_job_is_attachable_after_lost_submit_answer(behind, tmp_path, monkeypatch):
     here, ask = tmp_path / "laptop" / "run", mirror.Mirror.ask
 
     def cut(self, **request):
@@ -130,8 +130,8 @@ def test_connection_lost_after_the_job_was_taken(behind, tmp_path, monkeypatch):
     job.cancel()
 
 
-def test_launch_of_a_training_run(behind, tmp_path):
-    """Data and checkpoints are only there; scripts name paths of that side."""
+def test_training_run_is_launched_through_login_node(behind, tmp_path):
+    """Data and checkpoints exist only on the cluster. Scripts contain paths of the cluster."""
     here, there = tmp_path / "laptop" / "run", tmp_path / "there" / "run"
     data = tmp_path / "there" / "data"
     data.mkdir(parents=True)
@@ -149,7 +149,7 @@ def test_launch_of_a_training_run(behind, tmp_path):
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text('{"time": 1e9}')
     assert eventually(lambda: run.job.status() and run.checkpoints.steps() == [5])
-    # Not when it was looked at.
+    # The time in the manifest, not the time of the query.
     assert eventually(lambda: run.job.status() and run.checkpoints.saved_at(5) == 1e9)
     with pytest.raises(CheckpointError, match=r"step 5 stays on frontier: /.*/there/run"):
         run.checkpoints.manifest(5)
@@ -159,7 +159,7 @@ def test_launch_of_a_training_run(behind, tmp_path):
         next(follow_run(run, ("heldout",), submit=True))
 
 
-def test_a_first_site_file_from_the_other_side(behind, tmp_path):
+def test_site_init_through_a_login_node(behind, tmp_path):
     file = tmp_path / "mine.toml"
     done = CliRunner().invoke(app, ["site", "init", str(file), "--login", "frontier"])
     assert done.exit_code == 0, (done.output, done.exception)
@@ -171,7 +171,7 @@ def with_python(site, python):
     return site.replace(there=site.there.replace(python=str(python)))
 
 
-def test_refusals_leave_nothing(behind, tmp_path):
+def test_refused_remote_submission_leaves_no_files(behind, tmp_path):
     taken, laptop = tmp_path / "there" / "taken", tmp_path / "laptop"
     taken.mkdir(parents=True)
     (taken / "thesis.tex").touch()
@@ -184,9 +184,9 @@ def test_refusals_leave_nothing(behind, tmp_path):
     assert not laptop.exists()
 
 
-def test_a_python_without_torch_is_found_before_the_job_waits(behind, tmp_path):
-    """As a fresh environment has none; where the site's own lines may bring it, only the job can
-    tell.
+def test_remote_python_without_torch_is_refused(behind, tmp_path):
+    """Refused before the job is queued. If environment, setup or modules of the site may provide
+    torch, the check is left to the job.
     """
     venv.create(tmp_path / "bare", symlinks=True)
     data, here = tmp_path / "there" / "data", tmp_path / "laptop" / "run"
@@ -205,7 +205,8 @@ def test_a_python_without_torch_is_found_before_the_job_waits(behind, tmp_path):
         refuse_lacking(bare.replace(slurm=bare.slurm.replace(**own)), [str(data)], "torch")
 
 
-def test_a_path_where_no_run_was_is_told_as_such(pair, tmp_path):
+def test_missing_remote_run_directory_is_reported(pair, tmp_path):
+    """The error differs for a path that was never a run and for a run that was deleted."""
     there, here = pair
     with pytest.raises(JobError, match="/never is no run directory there"):
         mirror_at(tmp_path / "never").ask(do="status")
@@ -214,7 +215,7 @@ def test_a_path_where_no_run_was_is_told_as_such(pair, tmp_path):
         fetch(here)
 
 
-def test_an_unknown_host_and_a_closed_port_are_told_apart(tmp_path, monkeypatch):
+def test_unknown_host_and_closed_port_errors_differ(tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     (tmp_path / "config").write_text(
@@ -229,7 +230,7 @@ def test_an_unknown_host_and_a_closed_port_are_told_apart(tmp_path, monkeypatch)
 
 @pytest.fixture
 def same_machine(tmp_path, monkeypatch):
-    """A stand-in for ssh, which runs the command here; all that it writes is readable by all."""
+    """A fake ssh, which runs the command on this machine. Its umask is 0."""
     fake = """
 case " $* " in *" -G "*) exit 1 ;; esac
 echo "$@" >> "$0.calls"
@@ -254,7 +255,8 @@ def next_door(same_machine, tmp_path):
     return site.replace(there=there)
 
 
-def test_source_travels_once_and_is_its_users_alone(next_door, tmp_path):
+def test_source_is_sent_once_into_a_private_folder(next_door, tmp_path):
+    """A source folder that another user owns or can write to is refused."""
     refuse_lacking(next_door, [], "torch")
     (folder,) = (file.parents[2] for file in tmp_path.glob("there/*/*/cluster/login/answer.py"))
     sent = folder.stat().st_ctime_ns
@@ -275,8 +277,8 @@ def test_source_travels_once_and_is_its_users_alone(next_door, tmp_path):
         assert not pwned.exists()
 
 
-def test_scripts_of_the_other_side_name_nothing_of_this_machine():
-    """Nor does the advice in them about many nodes. No login node is asked."""
+def test_remote_scripts_name_no_local_path():
+    """Their advice about many nodes is checked too. No login node is contacted."""
     there = There(python="/opt/env/bin/python", folder="/project/runs", source="/opt/kit")
     site = Site.load("generic-gpu-slurm").replace(login="nowhere", there=there)
     job = lone(ROOT / "run").replace(num_nodes=20, num_processes=20)
@@ -289,7 +291,7 @@ def test_scripts_of_the_other_side_name_nothing_of_this_machine():
     assert str(ROOT) not in told and str(Path(sys.executable).parent) not in told
 
 
-def test_source_that_a_site_file_names_may_be_anybodys(next_door, tmp_path):
+def test_site_file_source_may_be_writable_by_others(next_door, tmp_path):
     source = tmp_path / "opt" / "kit"
     shutil.copytree(ROOT / "cluster", source / "cluster")
     source.chmod(0o777)
@@ -334,7 +336,8 @@ def write(folder, files):
         (folder / name).write_text(text)
 
 
-def test_what_grows_and_what_changes_and_what_goes(pair):
+def test_fetch_appends_replaces_and_removes_files(pair):
+    """Alerts of both sides are merged, and files that exist only here are kept."""
     there, here = pair
     theirs = {"metrics.jsonl": line(1), "plan.json": "{}", "control/request_stop": ""}
     write(there, {**theirs, "alerts.jsonl": "theirs\n"})
@@ -354,7 +357,7 @@ def test_what_grows_and_what_changes_and_what_goes(pair):
     assert not (here / "control" / "request_stop").exists()
 
 
-def test_another_run_in_the_place_of_one_comes_whole(pair):
+def test_fetch_replaces_metrics_of_a_different_run(pair):
     there, here = pair
     for text, began in ((line(1) + line(2), 1.0), (line(3), 2.0)):
         event = Event(time=began, attempt=1, state=JobState.RUNNING)
@@ -364,7 +367,7 @@ def test_another_run_in_the_place_of_one_comes_whole(pair):
         assert (here / "metrics.jsonl").read_text() == text
 
 
-def test_logs_come_when_asked(pair):
+def test_logs_are_fetched_on_demand(pair):
     there, here = pair
     (there / "logs" / "attempt_01" / "node_0.log").write_bytes(b"caf\xc3\xa9 \xff\n")
     end = {"attempt": 1, "rc": 0, "reason": "done", "host": "n", "time": 1.0}
@@ -374,7 +377,7 @@ def test_logs_come_when_asked(pair):
     assert Job.attach(here).logs() == Job.attach(there).logs() == "café �\n"
 
 
-def test_a_list_of_runs_waits_for_one_of_them(pair, same_machine):
+def test_runs_of_one_login_share_one_failed_connection(pair, same_machine):
     _, here = pair
     other, calls = here.with_name("other"), same_machine.with_suffix(".calls")
     shutil.copytree(here, other)
@@ -384,7 +387,7 @@ def test_a_list_of_runs_waits_for_one_of_them(pair, same_machine):
     assert len(calls.read_text().splitlines()) == 1
 
 
-def test_a_mirror_that_somebody_else_made_runs_nothing(pair, same_machine):
+def test_mirror_of_another_user_runs_no_command(pair, same_machine):
     _, here = pair
     strange = mirror.Mirror.read(here / "login.json").replace(python="/tmp/theirs")
     strange.write(here / "login.json")
@@ -392,8 +395,10 @@ def test_a_mirror_that_somebody_else_made_runs_nothing(pair, same_machine):
     assert not same_machine.with_suffix(".calls").exists()
 
 
-def test_links_on_both_sides_lead_nowhere(pair, tmp_path):
-    """Nor does what is there come under the names by which a mirror knows whose it is."""
+def test_fetch_follows_no_link_on_either_side(pair, tmp_path):
+    """Remote files do not replace login.json, which identifies the mirror. Neither site.json nor
+    hidden files are fetched.
+    """
     there, here = pair
     mine, names = tmp_path / "mine", ("state.json", "metrics.jsonl", "logs/attempt_01/x.log")
     write(mine, dict.fromkeys((*names, "ranks/x.json"), "kept"))
@@ -417,11 +422,9 @@ def test_links_on_both_sides_lead_nowhere(pair, tmp_path):
     assert len(kept) == 4 and {file.read_text() for file in kept} == {"kept"}
 
 
-def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(
-    pair, tmp_path, monkeypatch
-):
-    """Of a mirror, to the user's command: what was found there, and what only the steps tell,
-    each once.
+def test_alerts_missed_while_offline_are_reported_once(pair, tmp_path, monkeypatch):
+    """`on_alert` runs once for each alert that the cluster wrote or that the fetched steps show. A
+    restarted watcher repeats none.
     """
     _, here = pair
     there = recorded_run(tmp_path / "cluster", steps=40).directory
@@ -465,10 +468,10 @@ def test_a_laptop_that_slept_or_was_started_anew_tells_what_happened_meanwhile(
     assert len(told.read_text().splitlines()) == 2
 
 
-def test_the_command_that_opens_a_connection(tmp_path, monkeypatch):
+def test_open_command_quotes_host_and_sets_master(tmp_path, monkeypatch):
     (tmp_path / "config").write_text("Host frontier\n HostName 127.0.0.1\n")
     monkeypatch.setenv("KIT_SSH_CONFIG", str(tmp_path / "config"))
-    # A name that begins like an option is none.
+    # A host name that begins like an option is not passed as an option.
     told = connection.open_command("-oProxyCommand=touch x")
     assert told.endswith(" -- '-oProxyCommand=touch x'")
     master = "-fN -o ControlMaster=yes -o 'ControlPath=~/.ssh/kit-%C'"

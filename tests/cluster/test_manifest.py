@@ -34,9 +34,9 @@ ROOT = Path(__file__).parent.parent.parent
 SCHEMA_VERSION = "1.33"
 
 
-def test_golden_manifest_is_what_users_see():
-    """It holds the script too, and what AWS's device plugins call the resources of a
-    trn1.32xlarge. After a wanted change: KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
+def test_manifest_equals_its_golden_file():
+    """The file has the script of a pod and the resource names of AWS's device plugins for a
+    trn1.32xlarge. After an intended change: KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
     """
     site = eks(queue="trn1")
     job = training_job(name="hlat-7b", environment=site.profile("hlat-7b"))
@@ -46,7 +46,8 @@ def test_golden_manifest_is_what_users_see():
     assert render(job, site) == golden.read_text()
 
 
-def test_queue_admits_all_pods_together():
+def test_kueue_job_starts_suspended_with_queue_label():
+    """Kueue then admits all pods together."""
     (plain, *others), (queued, *same) = (
         manifests(training_job(), eks(queue=q)) for q in (None, "trn1")
     )
@@ -58,7 +59,7 @@ def test_queue_admits_all_pods_together():
     assert plain == queued and queued["spec"]["suspend"] is True and others == same
 
 
-def test_kubernetes_starts_again_what_can_go_on():
+def test_kubernetes_restarts_only_recoverable_failures():
     """kubernetes.io/docs/concepts/workloads/controllers/job: backoffLimit, podFailurePolicy."""
     useless = {"containerName": "node", "operator": "In", "values": [os.EX_CONFIG]}
     fails = {"action": "FailJob", "onExitCodes": useless}
@@ -100,7 +101,7 @@ def test_job_set_follows_its_published_model():
     assert models.JobsetV1alpha2JobSet.from_dict(job_set).to_dict() == job_set
 
 
-def test_secrets_are_named_and_never_written():
+def test_secrets_are_rendered_as_secret_key_refs():
     assert "secretKeyRef" in render(training_job(), eks(secrets={"HF_TOKEN": "hub/token"}))
 
 
@@ -119,12 +120,12 @@ COMPILE = 'echo compile >>"$KIT_RUN_DIR/compilations"'
 
 @pytest.fixture
 def pod(tmp_path):
-    """A pod of the first node: run(job, site) returns its process."""
+    """A function that runs the script of a pod and returns its process."""
     fakes = {"python": FAKE_PYTHON, "neuron_parallel_compile": COMPILE}
     binaries = programs(tmp_path / "bin", fakes)
 
     def run(job, site, name="name-1", index=0):
-        for folder in ("logs", "control"):  # as a submission makes them
+        for folder in ("logs", "control"):  # as a submission creates them
             (Path(job.run_dir) / folder).mkdir(parents=True, exist_ok=True)
         text = pod_script(job, site.kubernetes, name)
         path = f"{binaries}:{os.environ['PATH']}"
@@ -154,7 +155,7 @@ def log_of(job, attempt):
     return Path(job.run_dir) / "logs" / f"attempt_{attempt:02d}" / "rank_00000.log"
 
 
-def test_pod_runs_its_ranks_and_notes_begin_and_end(pod, tmp_path):
+def test_pod_runs_ranks_and_records_start_and_end(pod, tmp_path):
     job = pod_job(tmp_path)
     run = Path(job.run_dir)
     for number in (1, 2):
@@ -165,11 +166,14 @@ def test_pod_runs_its_ranks_and_notes_begin_and_end(pod, tmp_path):
         assert state and state.state is JobState.DONE and state.scheduler_job
         assert (state.scheduler_job.id, state.scheduler_job.config) == (f"job/{name}", "/default")
         assert report and (report.attempt, report.rc) == (number, 0)
-    # Once for the run, not for each attempt.
+    # Compiled once for the run, not for each attempt.
     assert (run / "compilations").read_text() == "compile\n"
 
 
-def test_pod_that_is_told_to_end_saves_and_does_not_count_as_finished(pod, tmp_path):
+def test_pod_sigterm_stops_one_attempt_only(pod, tmp_path):
+    """The pod ends with code 143 and without an exit report. A stop request of a person holds for
+    the next attempt too.
+    """
     site, job = pod_site(tmp_path), pod_job(tmp_path, "wait")
     process, run = pod(job, site), Path(job.run_dir)
     assert eventually(lambda: log_of(job, 1).exists() and log_of(job, 1).read_text(), 30)
@@ -187,7 +191,7 @@ def test_pod_that_is_told_to_end_saves_and_does_not_count_as_finished(pod, tmp_p
     assert read_asked(run, "stop").by_person, "what a person has asked for is kept"
 
 
-def test_a_failure_that_would_come_again_is_told_apart(pod, tmp_path):
+def test_pod_exits_with_78_for_permanent_failures(pod, tmp_path):
     site = pod_site(tmp_path)
     for attempt, (code, end) in enumerate([(1, 1), (os.EX_CONFIG, os.EX_CONFIG), (3, 1)], start=1):
         job = pod_job(tmp_path, "exit", str(code))
@@ -216,7 +220,7 @@ def test_pod_script_passes_shellcheck():
     value=hostile_text,
     folder=hostile_text.map(lambda t: t.replace("/", "_")),
 )
-def test_hostile_values_reach_the_ranks_of_a_pod_inert(pod, tmp_path, argv, value, folder):
+def test_hostile_values_reach_pod_ranks_unexecuted(pod, tmp_path, argv, value, folder):
     given = {"environment": {"VALUE": value}, "run_dir": str(tmp_path / f"run {folder}")}
     job = pod_job(tmp_path, *argv, **given)
     site = pod_site(tmp_path)

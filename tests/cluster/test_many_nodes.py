@@ -1,7 +1,7 @@
-"""A job of many ranks on many real Slurm nodes; `--real-limits` (make faults): 64 nodes of 8 light
-ranks, else 9. The rows of the full form go to results/many_nodes.json.
+"""A job on 9 real Slurm nodes with 8 ranks each, or on 64 nodes with `--real-limits` (make faults).
 
-The nodes share one host, so a node is lost by freezing all its processes.
+The rows of the 64 nodes go to results/many_nodes.json. The nodes share one host, so the loss of a
+node is simulated: all processes of the node are frozen.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from tests.support.waiting import eventually, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PER_NODE, LIMIT_S = 8, 40
-# Only rank 0 costs a Python, beside the keepers.
+# To save memory, only rank 0 and the keepers run Python.
 LIGHT = """\
 if [ "$RANK" = 0 ]; then exec "$@"; fi
 echo "attempt $KIT_ATTEMPT rank $RANK"
@@ -57,8 +57,8 @@ def of_node(node: str) -> set[int]:
 
 
 def survives_a_frozen_node(job, node, rows) -> int:
-    """Freezes a node, which alone is blamed, and thaws it, as there is no other; returns the
-    attempt after it.
+    """Freezes a node, and checks that only this node is reported as lost. Then continues its
+    processes, because there is no spare node. Returns the next attempt.
     """
     frozen, lost_at = of_node(node), time.time()
     assert len(frozen) > 2 * PER_NODE
@@ -77,7 +77,7 @@ def survives_a_frozen_node(job, node, rows) -> int:
     return resumed.attempt
 
 
-def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
+def test_job_on_many_nodes_starts_and_reports_faults(many, tmp_path, is_full):
     rows: list[Row] = []
     load, num_nodes = load_average(), len(many.nodes)
     ranks = PER_NODE * num_nodes
@@ -111,7 +111,7 @@ def test_many_ranks_on_many_nodes(many, tmp_path, is_full):
     again = event(job, "requeued", start)
     assert f"rank {ranks - 1} on" in again.reason and "SIGKILL" in again.reason
     own = log_path(job.run_dir, attempt, ranks - 1).read_text()
-    # Its words, and no others'.
+    # The output of this rank, and of no other rank.
     assert own.startswith(f"attempt {attempt} rank {ranks - 1}") and own.count("\n") == 1
     if is_full:
         took_s = event(job, "running", start, 400).time - start

@@ -19,7 +19,7 @@ def free_port() -> int:
 def pod(
     run_dir: Path, port: int, num_pods: int, index: int, limit_s: float, address: str = "localhost"
 ) -> subprocess.Popen:
-    """Starts what one pod runs, with a shorter limit."""
+    """Starts the process of one pod, with a shorter time limit."""
     program = (
         "import sys; from cluster.kubernetes import meeting, __main__ as main;"
         f"meeting.host.__defaults__ = meeting.join.__defaults__ = ({limit_s},);"
@@ -32,7 +32,7 @@ def pod(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-def test_pods_meet_in_any_order(tmp_path, address):
+def test_pods_find_each_other_in_any_start_order(tmp_path, address):
     if ":" in address and not Path("/proc/net/if_inet6").is_file():
         pytest.skip("this machine has no IPv6")
     update_state(tmp_path, attempt=1, state=JobState.STARTING)
@@ -45,7 +45,7 @@ def test_pods_meet_in_any_order(tmp_path, address):
         assert reserved.getsockname()[1] == port, "the agent can listen there at once"
 
 
-def test_missing_pod_is_named(tmp_path):
+def test_exit_report_names_missing_pods(tmp_path):
     update_state(tmp_path, attempt=1, state=JobState.STARTING)
     port = free_port()
     pods = [pod(tmp_path, port, 4, index, 6.0) for index in (0, 1)]
@@ -55,7 +55,7 @@ def test_missing_pod_is_named(tmp_path):
     assert report is not None and report.reason.startswith(expected)
 
 
-def test_pod_that_cannot_look_up_the_first_says_so():
+def test_unresolvable_first_pod_is_reported():
     problem = meeting.join(("run-0.run.invalid", 29500), 2, limit_s=1.0)
     assert problem is not None
     for words in ("pod 2 on", "run-0.run.invalid:29500", "cannot be looked up", "headless Service"):

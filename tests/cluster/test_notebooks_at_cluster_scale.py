@@ -1,4 +1,4 @@
-"""The last sections of notebooks at cluster scale, on a real Slurm, with their reader's files."""
+"""Notebooks with SCALE = "cluster" on a real Slurm: site, model, plan and recipe of a user."""
 
 import json
 import re
@@ -19,11 +19,11 @@ MODEL, PLAN = "spec.json", "plan.json"
 
 @pytest.fixture
 def run_notebook(sandbox, spec, tiny_dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A function: the run directories that a notebook has made on its reader's cluster, from files
-    that its reader has put beside it.
+    """A function that executes a notebook with the files of a user beside it, and returns the runs
+    that the notebook made.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PIP_NO_INDEX", "1")  # benchmark data would be fetched
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # otherwise benchmark data would be downloaded
     folder = tmp_path / "notebooks"
     folder.mkdir()
     spec.write(folder / "spec.json")
@@ -56,18 +56,20 @@ def patient(pytestconfig: pytest.Config) -> None:
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-def test_trains_what_its_reader_gives_on_the_readers_cluster(run_notebook, spec) -> None:
+def test_quickstart_runs_on_site_of_the_user(run_notebook, spec) -> None:
     assert_runs("00_quickstart", [96], run_notebook, spec)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_launches_what_its_reader_gives_on_the_readers_cluster(patient, run_notebook, spec) -> None:
+def test_launch_jobs_runs_on_site_of_the_user(patient, run_notebook, spec) -> None:
     assert_runs("03_launch_jobs", [30], run_notebook, spec)
 
 
 def assert_runs(name: str, steps: list[int], run_notebook, spec) -> None:
-    """Runs a notebook, which makes runs of so many steps, as its reader has asked."""
+    """Executes a notebook, and checks that its runs have the settings of the user and these
+    numbers of steps.
+    """
     runs = run_notebook(name)
     assert [run.metrics().summary()["step"] for run in runs] == steps
     for run in runs:
@@ -76,14 +78,14 @@ def assert_runs(name: str, steps: list[int], run_notebook, spec) -> None:
         assert run.plans()[1].data_parallel == 4, "the reader's layout"
     if name == "00_quickstart":
         assert runs[0].plan.data_parallel == 2, "then on half as many replicas"
-        # By jobs, not in the kernel.
+        # The checkpoints are scored by jobs, not in the kernel.
         assert len(list((runs[0].directory / "eval" / "jobs").iterdir())) == 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_scores_on_the_readers_cluster(patient, run_notebook, spec, monkeypatch) -> None:
-    # They need the benchmarks and a pretrained model.
+def test_evaluate_runs_on_site_of_the_user(patient, run_notebook, spec, monkeypatch) -> None:
+    # The notebook downloads benchmarks and a pretrained model.
     for variable in ("XDG_CACHE_HOME", "PIP_NO_INDEX"):
         monkeypatch.delenv(variable)
     assert_runs("05_evaluate", [96], run_notebook, spec)

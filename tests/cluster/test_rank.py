@@ -1,4 +1,4 @@
-"""What is kept of a rank: how it ended, what it said; and what of Slurm's signals reaches whom."""
+"""Keepers of ranks: recorded failures, handling of Slurm's signals, and logs of ranks."""
 
 import os
 import shlex
@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 def keeper(tmp_path):
-    """A function: starts the keeper of a rank with a command of sh."""
+    """A function that starts the keeper of a rank. The rank runs a command of sh."""
     started = []
 
     def start(script, rank=0):
@@ -34,7 +34,7 @@ def keeper(tmp_path):
         process.wait()
 
 
-def test_a_failure_is_recorded_and_nothing_is_left_of_its_rank(keeper, tmp_path):
+def test_rank_failure_is_recorded_and_children_end(keeper, tmp_path):
     left = tmp_path / "left"
     process = keeper(f"sleep 1000 & echo $! > {shlex.quote(str(left))}; kill -9 $$", rank=3)
     assert process.wait(30) == 137
@@ -44,7 +44,8 @@ def test_a_failure_is_recorded_and_nothing_is_left_of_its_rank(keeper, tmp_path)
     assert keeper("exit 0").wait(30) == 0 and len(list(failures_of(tmp_path, 1).iterdir())) == 1
 
 
-def test_a_rank_whose_peer_has_failed_ends_at_srun_s_sigterm_and_is_not_to_blame(keeper, tmp_path):
+def test_rank_ended_after_peer_failure_is_not_blamed(keeper, tmp_path):
+    """srun sends SIGTERM to the other ranks after a rank has failed."""
     process = keeper(f"touch {shlex.quote(str(tmp_path / 'begun'))}; exec sleep 1000")
     assert eventually((tmp_path / "begun").exists, 30)
     (failures_of(tmp_path, 1) / "rank_00003.json").touch()
@@ -53,9 +54,8 @@ def test_a_rank_whose_peer_has_failed_ends_at_srun_s_sigterm_and_is_not_to_blame
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_does_not_hear_sigterm_and_the_first_one_s_keeper_tells_the_supervisor(
-    keeper, tmp_path, rank
-):
+def test_keeper_of_rank_0_sends_sigterm_to_supervisor(keeper, tmp_path, rank):
+    """The ranks do not get SIGTERM, and keepers of other ranks do not forward it."""
     heard = []
     signal.signal(signal.SIGTERM, lambda *_: heard.append(time.time()))
     try:
@@ -72,7 +72,7 @@ def test_a_rank_does_not_hear_sigterm_and_the_first_one_s_keeper_tells_the_super
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def test_logs_of_a_rank_or_of_its_node_are_found(tmp_path):
+def test_log_of_a_rank_is_found_in_own_or_node_log(tmp_path):
     folder = tmp_path / "logs" / "attempt_01"
     folder.mkdir(parents=True)
     (folder / "rank_00010.log").write_text("words")

@@ -1,6 +1,6 @@
-"""What is refused before anything is written or sent, each with the way out.
+"""Refusals before anything is written or submitted. Each error names a correction.
 
-Nonsense in a site file: test_site.py.
+test_site.py tests invalid site files.
 """
 
 import pytest
@@ -74,14 +74,14 @@ REFUSED = [
     (lambda: job(environment={"A": 1}), "environment.A"),
     *map(unnamable, ["A=B", "A-B", "A;B", "1A", "", "A B", "Ä", "A\n"]),
     *map(secret, SECRETS),
-    # One that this machine cannot run.
+    # A job that this machine cannot run.
     (lambda: submit(job(argv=("no-such-program",)), LAPTOP), "no-such-program"),
     (lambda: submit(job(argv=("./train.sh",)), LAPTOP), "not an executable"),
     (lambda: submit(job(working_directory="/no/such"), LAPTOP), "not a directory"),
     (lambda: submit(job(num_processes=3072), LAPTOP), "at most 256"),
     (lambda: submit(job(num_processes=2, num_nodes=2), LAPTOP), "another site"),
     (lambda: Job.attach("."), "no job here"),
-    # One that a site cannot hold.
+    # A job that does not fit a site.
     (lambda: rendered("frontier", 9473), "9473 is more than the 9,472 nodes.*at most 75,776 dev"),
     (
         lambda: rendered("frontier", 4, 32),
@@ -115,11 +115,11 @@ REFUSED = [
         for value in (0.0, -1.0, float("nan"), 1e18)
     ),
     *(in_teraflops(chip, field) for chip in CHIPS for field in PEAKS),
-    # What is behind a login node.
+    # A site behind a login node.
     (there, "either source, .* or sync"),
     (lambda: there("runs", sync=True), "there.folder: 'runs' is.* Give an absolute path"),
     (lambda: FRONTIER.replace(login="-oProxyCommand=x"), "login: '-oProxyCommand=x' is not all"),
-    # What Slurm says.
+    # Output of Slurm.
     (lambda: inventory.nodes_of("PARTITION AVAIL TIMELIMIT"), "is not of the form"),
     (
         lambda: inventory.choose(inventory.nodes_of("gpu|2|64|257000|30:00|1|gpu:4"), "gpuu"),
@@ -129,7 +129,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_refused_with_the_way_out(tmp_path, monkeypatch, call, message):
+def test_invalid_job_or_site_is_refused_with_advice(tmp_path, monkeypatch, call, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ConfigError, JobError), match=message):
         call()

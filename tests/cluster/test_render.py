@@ -1,4 +1,4 @@
-"""What a site can hold, and what it warns of, each with the way out."""
+"""Scripts of jobs on packaged sites, and warnings about the jobs."""
 
 import re
 
@@ -20,7 +20,7 @@ def job_on(site, num_nodes=2, per_node=None, run_dir="/fsx/run", **changes):
 
 
 @pytest.mark.parametrize("name", WITH_JOBS)
-def test_every_site_that_runs_jobs_renders_one(name):
+def test_every_site_with_a_scheduler_renders_a_job(name):
     site = Site.load(name)
     job = job_on(site, num_nodes=1)
     assert render(job, site) == list(scripts(job, site).values())[-1]
@@ -58,13 +58,13 @@ CORES = "0xfe000000000000 0xfe00000000000000 0xfe0000 0xfe000000 0xfe 0xfe00 0xf
         ),
     ],
 )
-def test_each_site_starts_ranks_in_its_own_way(name, lines):
+def test_script_has_the_documented_lines_of_a_site(name, lines):
     site = Site.load(name)
     script = render(job_on(site), site)
     assert not [line for line in lines if line not in script]
 
 
-def test_nodes_for_a_plan():
+def test_number_of_nodes_follows_from_devices():
     assert [nodes_for(devices, FRONTIER) for devices in (1, 8, 16, 3072)] == [1, 1, 2, 384]
 
 
@@ -78,7 +78,7 @@ def test_nodes_for_a_plan():
     ],
     ids=["nothing", "time", "short", "idle devices"],
 )
-def test_what_is_allowed_but_worth_a_second_look_is_said(job, words):
+def test_questionable_job_gets_a_warning(job, words):
     job = job_on(FRONTIER, **job)
     told = warnings(job, FRONTIER)
     assert len(told) == bool(words) and all(word in told[0] for word in words)
@@ -88,7 +88,7 @@ def test_what_is_allowed_but_worth_a_second_look_is_said(job, words):
 @pytest.mark.parametrize(
     ("nodes", "hours"), [(1, 2), (91, 2), (92, 6), (183, 6), (184, 12), (9472, 12)]
 )
-def test_frontier_walltime_bins(nodes, hours):
+def test_frontier_time_limit_follows_walltime_bins(nodes, hours):
     """Scheduling policy of the Frontier User Guide."""
     assert f"#SBATCH --time={hours:02d}:00:00" in render(job_on(FRONTIER, nodes), FRONTIER)
 

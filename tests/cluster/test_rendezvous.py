@@ -25,7 +25,7 @@ time.sleep(300)
 
 
 def occupy_ports(sandbox, folder: Path, *ports: int) -> None:
-    """Has a process on the first node listen at ports, and waits until it does."""
+    """Starts a process on the first node that listens at ports. Waits until it listens."""
     (folder / "listener.py").write_text(LISTENER)
     words = [sys.executable, folder / "listener.py", folder / "ready", *ports]
     wrapped = shlex.join(map(str, words))
@@ -34,7 +34,7 @@ def occupy_ports(sandbox, folder: Path, *ports: int) -> None:
 
 
 def test_unknown_address_of_first_node_fails_at_once(sandbox, site, tmp_path):
-    """Torch alone waits for 20 minutes."""
+    """Torch alone would wait for 20 minutes."""
     unknown = "node1-hsn0.cluster.invalid"
     site = with_slurm(site, task_setup=(f"export MASTER_ADDR={unknown}",))
     start = time.monotonic()
@@ -45,8 +45,8 @@ def test_unknown_address_of_first_node_fails_at_once(sandbox, site, tmp_path):
     assert not log_path(tmp_path / "run", 1, 0).exists(), "no rank was started"
 
 
-def test_address_of_another_machine_fails_at_once(sandbox, site, tmp_path):
-    """On the second node 127.0.0.1 is the node itself, where nobody listens."""
+def test_unreachable_first_node_is_reported(sandbox, site, tmp_path):
+    """On the second node 127.0.0.1 is the node itself, where no process listens."""
     site = with_slurm(site, task_setup=("export MASTER_ADDR=127.0.0.1",))
     status = submit(standin(tmp_path / "run", num_processes=2), site).wait(120)
     assert status.state is JobState.FAILED
@@ -61,7 +61,7 @@ def test_unknown_network_interface_is_named(sandbox, site, tmp_path):
     assert expected in status.reason
 
 
-def test_port_in_use_moves_the_ranks(sandbox, site, tmp_path):
+def test_port_in_use_is_replaced_by_a_free_one(sandbox, site, tmp_path):
     occupy_ports(sandbox, tmp_path, 23456, 23457)
     site = with_slurm(site, master_port=23456)
     run_dir = tmp_path / "run"
@@ -71,7 +71,7 @@ def test_port_in_use_moves_the_ranks(sandbox, site, tmp_path):
     assert "port 23456 is in use on this node: the ranks meet at port 23458" in log.read_text()
 
 
-def test_lost_race_for_a_port_is_tried_again(tmp_path):
+def test_rank_failure_by_taken_port_causes_restart(tmp_path):
     update_state(tmp_path, attempt=1, state=JobState.STARTING)
     log = log_path(tmp_path, 1, 0)
     log.parent.mkdir(parents=True)
@@ -82,7 +82,7 @@ def test_lost_race_for_a_port_is_tried_again(tmp_path):
     assert read_exit(tmp_path) is None
 
 
-def test_reserved_port_is_taken_for_others_and_free_for_rank_0():
+def test_reserved_port_can_be_used_only_by_rank_0():
     import datetime
 
     import torch.distributed as dist
@@ -98,14 +98,16 @@ def test_reserved_port_is_taken_for_others_and_free_for_rank_0():
         assert store.get("key") == b"value"
 
 
-def test_ports_avoid_ranges_of_other_programs():
+def test_ports_avoid_kubernetes_and_ephemeral_ranges():
     """NodePorts of Kubernetes, and ports of outgoing connections of Linux by default."""
     ours = set(range(FIRST_PORT, FIRST_PORT + NUM_PORTS))
     assert not ours & set(range(30000, 32768)) and not ours & set(range(32768, 61000))
 
 
-def test_own_name_on_loopback_is_named(tmp_path):
-    """As on a Debian node whose /etc/hosts has 127.0.1.1: gloo would tell others that address."""
+def test_hostname_with_loopback_address_is_reported(tmp_path):
+    """Debian's /etc/hosts gives 127.0.1.1 to the host's own name. gloo would send that address to
+    other nodes.
+    """
     getent = tmp_path / "getent"
     getent.write_text("#!/bin/sh\necho '127.0.1.1       STREAM node2'\n")
     getent.chmod(0o755)

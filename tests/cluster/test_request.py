@@ -1,4 +1,4 @@
-"""What a job asks of its nodes where the site file says nothing: what a real Slurm makes of it."""
+"""Resource requests that the kit derives if the site file has none, checked by a real Slurm."""
 
 import json
 import re
@@ -28,11 +28,11 @@ GPU_SITES = [
 
 
 def based_on(base, tmp_path, slurm="", head=""):
-    """Returns the site of the shortest file that people write: a base and where to submit."""
+    """Returns the site of a minimal site file: a base and a partition."""
     file = tmp_path / "mine.toml"
     file.write_text(f'base = "{base}"\n{head}\n[slurm]\npartition = "batch"\n{slurm}\n')
     site = Site.load(str(file))
-    # What the sandbox does not have: accounts, features and types of GPU, and so many cores.
+    # The sandbox has neither accounts nor features nor GPU types, and fewer cores.
     absent: dict[str, str | int | None] = dict.fromkeys(("account", "qos", "constraint"))
     if site.slurm and site.slurm.cpus_per_task:
         absent["cpus_per_task"] = 1
@@ -49,7 +49,7 @@ def job_of(site, tmp_path, per_node=None, num_nodes=2, **changes):
 
 
 def asked_of_slurm(sandbox, job, site, tmp_path):
-    """Returns what a real Slurm notes of a job that it accepts, by `scontrol show job`."""
+    """Submits a job with --hold. Returns (fields of `scontrol show job`, text of submit.sh)."""
     (tmp_path / "logs").mkdir(exist_ok=True)
     text = scripts(job, site)["submit.sh"]
     (tmp_path / "submit.sh").write_text(text)
@@ -63,10 +63,10 @@ def asked_of_slurm(sandbox, job, site, tmp_path):
 
 
 @pytest.mark.parametrize("name", GPU_SITES)
-def test_shortest_site_file_asks_slurm_for_gpus(sandbox, tmp_path, name):
+def test_minimal_site_file_requests_gpus(sandbox, tmp_path, name):
     site = based_on(name, tmp_path)
     found, text = asked_of_slurm(sandbox, job_of(site, tmp_path), site, tmp_path)
-    if name == "frontier":  # whole nodes with their GPUs, which each task of srun then divides
+    if name == "frontier":  # whole nodes, whose GPUs srun divides among the tasks
         assert "--gpus-per-task=1" in text and not found.get("TresPerNode")
         return
     assert found["TresPerNode"] == f"gres:gpu:{site.devices_per_node}"
@@ -74,8 +74,8 @@ def test_shortest_site_file_asks_slurm_for_gpus(sandbox, tmp_path, name):
         assert found["OverSubscribe"] == "NO" and found["MinMemoryNode"] == "0"
 
 
-def test_part_of_a_node_asks_for_its_part(sandbox, tmp_path):
-    site = based_on("mi300x", tmp_path)  # whose cores no source gives
+def test_partial_node_job_requests_its_share(sandbox, tmp_path):
+    site = based_on("mi300x", tmp_path)  # no source gives its number of cores
     job = job_of(site, tmp_path, per_node=2, num_nodes=1, time_limit_s=3600)
     found, text = asked_of_slurm(sandbox, job, site, tmp_path)
     assert (found["TresPerNode"], found["OverSubscribe"]) == ("gres:gpu:2", "OK")
@@ -90,7 +90,7 @@ def test_part_of_a_node_asks_for_its_part(sandbox, tmp_path):
 
 
 def test_ranks_see_the_gpus_and_cpus_of_their_node(sandbox, tmp_path):
-    """CUDA_VISIBLE_DEVICES as Slurm sets it, and CPUs divided by the ranks."""
+    """Slurm sets CUDA_VISIBLE_DEVICES. The CPUs of the node are divided among its ranks."""
     site = based_on("perlmutter", tmp_path, "derive_request = true")  # four GPUs, eight CPUs
     site = with_slurm(site, gpus_per_node=None, cpus_per_task=None, modules=(), environment={})
     code = "import os; print(*(os.environ[k] for k in ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS',"
@@ -102,7 +102,7 @@ def test_ranks_see_the_gpus_and_cpus_of_their_node(sandbox, tmp_path):
     assert [job.logs(rank) for rank in range(4)] == ["0,1,2,3 2 2\n"] * 4
 
 
-def test_array_of_cpu_work_asks_for_no_gpu(tmp_path):
+def test_array_of_cpu_tasks_requests_no_gpu(tmp_path):
     slurm = 'gpus_per_node = "h100:8"\ncpus_per_task = 14\n'
     slurm += 'sbatch_options = ["--exclusive", "--gres=gpu:8", "--reservation=mine"]'
     site = based_on("dgx-h100", tmp_path, slurm)
@@ -114,7 +114,7 @@ def test_array_of_cpu_work_asks_for_no_gpu(tmp_path):
     assert "Left out of sbatch_options: --exclusive, --gres=gpu:8." in script
 
 
-def test_trainium_asks_for_whole_nodes_without_gres(sandbox, tmp_path):
+def test_trainium_job_requests_whole_nodes_without_gres(sandbox, tmp_path):
     site = based_on("trn1.32xlarge", tmp_path)
     job = job_of(site, tmp_path, per_node=8, num_nodes=1)
     found, text = asked_of_slurm(sandbox, job, site, tmp_path)
@@ -131,7 +131,7 @@ def test_trainium_asks_for_whole_nodes_without_gres(sandbox, tmp_path):
         ("dgx-h100", 'launcher = "torchrun"\ngpus_per_task = 1', r"'torchrun' gives 1 GPU to the"),
     ],
 )
-def test_job_without_gpus_is_refused(tmp_path, base, slurm, message):
+def test_request_without_enough_gpus_is_refused(tmp_path, base, slurm, message):
     site = based_on(base, tmp_path)
     site = Site.load(str(_with(tmp_path / "mine.toml", slurm)))
     with pytest.raises(ConfigError, match=message):
@@ -154,7 +154,7 @@ def _with(file, slurm):
     return file
 
 
-def test_slurm_that_refuses_the_gpus_gets_advice(sandbox, site, tmp_path):
+def test_gpu_refusal_by_slurm_comes_with_advice(sandbox, site, tmp_path):
     job = job_spec(tmp_path / "run", "true", num_nodes=1, num_processes=1)
     with pytest.raises(JobError, match=r"configuration is not available.*sinfo --format.*TYPE:8"):
         submit(job, with_slurm(site, gpus_per_node="h100:1"))
@@ -170,7 +170,7 @@ def test_slurm_that_refuses_the_gpus_gets_advice(sandbox, site, tmp_path):
         'gpus_per_node = "8"\nsbatch_options = ["--exclusive=user", "--mem=500G"]',
     ],
 )
-def test_site_file_has_priority(tmp_path, slurm):
+def test_site_file_overrides_derived_request(tmp_path, slurm):
     site = Site.load(str(_with(_short(tmp_path), slurm)))
     text = scripts(job_of(site, tmp_path), site)["submit.sh"]
     directives = re.findall(r"#SBATCH (.*)", text)
@@ -193,7 +193,7 @@ def _short(tmp_path):
         ("trn1.32xlarge", 32, {"aws.amazon.com/neuron": "16"}),
     ],
 )
-def test_pods_ask_for_their_devices(base, per_pod, expected):
+def test_pods_request_their_devices(base, per_pod, expected):
     given = {"cpu": "100"}
     site = Site.load(base).replace(
         scheduler="kubernetes", slurm=None, kubernetes=eks(resources=given).kubernetes

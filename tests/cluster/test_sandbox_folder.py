@@ -1,4 +1,4 @@
-"""The folder of a sandbox: nothing that others can have put there is believed, written or run."""
+"""The folder of a sandbox: files of other users are never trusted, overwritten or run."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ from cluster.state import JobError
 
 @pytest.fixture
 def common():
-    """A folder such as /tmp, in which all may make files, and take away their own."""
+    """A folder such as /tmp, in which all users can create files and delete their own files."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o1777)
         yield Path(folder)
@@ -24,7 +24,7 @@ def common():
 
 @pytest.fixture
 def assert_all_refuse(monkeypatch, capsys):
-    """Holds that every use of a folder says what is wrong with it."""
+    """A function that checks that every use of a folder is refused with the reason."""
 
     def hold(root, why):
         message = rf"^{root} is no folder that you alone can write to: {why}.*Remove it, or give"
@@ -38,7 +38,8 @@ def assert_all_refuse(monkeypatch, capsys):
     return hold
 
 
-def test_a_folder_that_others_can_write_to_is_refused(tmp_path, assert_all_refuse):
+def test_folder_writable_by_others_is_refused(tmp_path, assert_all_refuse):
+    """Links and files are refused too."""
     folder = tmp_path / "open"
     folder.mkdir()
     for mode, word in ((0o777, "drwxrwxrwx"), (0o770, "drwxrwx---"), (0o1777, "drwxrwxrwt")):
@@ -54,8 +55,8 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path, assert_all_refus
     assert not list(folder.iterdir()) and not (tmp_path / "nowhere").exists()
 
 
-def test_a_folder_of_another_user_is_refused(common, assert_all_refuse):
-    """Though it is closed now: what was put there before is theirs."""
+def test_folder_of_another_user_is_refused(common, assert_all_refuse):
+    """The folder is private now, but its owner may have put files into it before."""
     if os.geteuid():
         pytest.skip("only root can become somebody else")
     (common / "key").write_bytes(b"secret")
@@ -67,7 +68,7 @@ def test_a_folder_of_another_user_is_refused(common, assert_all_refuse):
     assert [path.name for path in (common / "sandbox").rglob("*")] == ["etc", "munge.key"]
 
 
-def test_the_key_is_a_file_of_its_own(tmp_path):
+def test_munge_key_link_is_replaced_by_a_file(tmp_path):
     mine = Sandbox(root=str(tmp_path / "sandbox"), isolated=False)
     key = mine.path("etc", "munge.key")
     key.parent.mkdir(parents=True)
@@ -79,7 +80,7 @@ def test_the_key_is_a_file_of_its_own(tmp_path):
     assert (tmp_path / "mine").read_bytes() == b"mine"
 
 
-def test_a_new_folder_is_its_users_alone(tmp_path, monkeypatch):
+def test_new_folder_is_private_to_its_user(tmp_path, monkeypatch):
     monkeypatch.setattr(sandbox, "why_not", lambda accounting: None)
     seen = []
 

@@ -1,6 +1,4 @@
-"""Site files: what ships loads, every number has a source, and nonsense is refused with the way
-out.
-"""
+"""Site files: packaged sites, sources of their numbers, and errors for invalid files."""
 
 import os
 
@@ -32,7 +30,7 @@ def every_fact(value):
 
 
 @pytest.mark.parametrize("name", Site.names())
-def test_packaged_site_round_trips_and_every_number_has_a_source(name):
+def test_packaged_site_round_trips_and_names_sources(name):
     site = Site.load(name)
     assert site.name == name and Site.from_json(site.to_json()) == site
     assert all(len(fact["source"]) >= 6 for fact in every_fact(site.to_dict()))
@@ -48,7 +46,7 @@ def test_frontier_node_is_four_cards_of_383_teraflops():
     assert [link.num_devices for link in site.links.intra_node] == [2, 8]
 
 
-def test_trainium_instance_adds_up_to_its_data_sheet():
+def test_trainium_instance_matches_its_data_sheet():
     site = Site.load("trn1.32xlarge")
     device, devices = site.device, site.devices_per_node
     assert device.peak_flops_per_s["bf16"].value * devices == pytest.approx(3040e12)
@@ -58,7 +56,7 @@ def test_trainium_instance_adds_up_to_its_data_sheet():
     assert site.price_per_node_hour and site.price_per_node_hour.value == 21.5
 
 
-def test_laptop_is_this_machine_and_its_peak_is_unknown_until_measured():
+def test_laptop_peak_is_unknown_until_measured():
     site = Site.load("laptop")
     assert site.devices_per_node == os.cpu_count()
     assert site.device.memory_bytes and "this machine" in site.device.memory_bytes.source
@@ -75,7 +73,7 @@ def small(old, new):
 
 
 def slurm_line(line):
-    """A site file with one line about Slurm of its own."""
+    """Returns the text of a site file with one line in its [slurm] table."""
     return f'base = "selene"\n[slurm]\n{line}\n'
 
 
@@ -126,13 +124,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "message"), REFUSED)
-def test_nonsense_in_a_site_file_is_refused_and_located(tmp_path, text, message):
+def test_invalid_site_file_error_names_the_field(tmp_path, text, message):
     (tmp_path / "my.toml").write_text(text)
     with pytest.raises(ConfigError, match=f"my.toml: .*{message}"):
         Site.load(tmp_path / "my.toml")
 
 
-def test_all_fields_that_are_missing_are_named_at_once(tmp_path):
+def test_all_missing_fields_are_named_in_one_error(tmp_path):
     text = SMALL.replace('name = "small"', "").replace('description = "two', '# "two')
     text = text.replace('name = "chip"', "").replace(', source = "sheet"', "")
     text = text.replace("[device]\n", "[device]\nmemory_bytes = 80e9\n")
@@ -149,7 +147,7 @@ def test_all_fields_that_are_missing_are_named_at_once(tmp_path):
     assert Site.load(tmp_path / "my.toml").device.memory_bytes.value == 80 * 2**30
 
 
-def test_packaged_site_must_be_filled_in_before_it_is_submitted(tmp_path):
+def test_site_file_completes_its_base_for_submission(tmp_path):
     (tmp_path / "my.toml").write_text(
         'base = "frontier"\n[slurm]\naccount = "abc123"\n[slurm.environment]\nNCCL_DEBUG = "WARN"\n'
     )
@@ -160,7 +158,7 @@ def test_packaged_site_must_be_filled_in_before_it_is_submitted(tmp_path):
     assert mine.device == Site.load("frontier").device
 
 
-def test_largest_job_is_the_smaller_of_the_partition_and_the_last_bin():
+def test_largest_job_is_limited_by_partition_and_bins():
     slurm = Slurm.from_dict({"max_nodes": 100, "walltime": [{"max_nodes": 64, "max_hours": 1}]})
     assert slurm.largest_job == 64 and slurm.max_seconds(65) is None
     assert Slurm(max_nodes=100).largest_job == 100 and Slurm().largest_job is None

@@ -52,7 +52,7 @@ def run(folder, lines, in_function):
     ],
     ids=lambda lines: lines[0][:24],
 )
-def test_lines_that_do_not_fail_go_on(tmp_path, lines, in_function):
+def test_successful_setup_lines_continue_the_script(tmp_path, lines, in_function):
     code, output, _ = run(tmp_path, lines, in_function)
     assert code == 0 and output.endswith("goes on\n")
 
@@ -76,7 +76,7 @@ def test_lines_that_do_not_fail_go_on(tmp_path, lines, in_function):
     ],
     ids=lambda value: value[-1][:24] if isinstance(value, list) else "",
 )
-def test_line_that_fails_ends_the_script(tmp_path, lines, line, how, in_function):
+def test_failed_setup_line_ends_the_script(tmp_path, lines, line, how, in_function):
     code, output, said = run(tmp_path, lines, in_function)
     line = line if isinstance(line, str) else lines[-1 if line is None else line]
     assert code == 1 and output == ""
@@ -93,7 +93,7 @@ def test_line_that_fails_ends_the_script(tmp_path, lines, line, how, in_function
         (["fi"], r"unexpected token"),
     ],
 )
-def test_lines_that_bash_cannot_read_are_refused(lines, words):
+def test_setup_lines_with_syntax_errors_are_refused(lines, words):
     with pytest.raises(ConfigError, match=words):
         checked_lines(tuple(lines), "site.slurm.setup")
 

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm: life cycle, status, logs, reattachment, and text that must stay text."""
+"""Jobs on a real Slurm: life cycle, status, logs, reattachment, special characters, errors."""
 
 import json
 import os
@@ -35,7 +35,8 @@ from tests.support.waiting import eventually
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_launch_jobs.ipynb"
 
 
-def test_life_of_a_job(sandbox, site, tmp_path):
+def test_job_runs_from_queued_to_done(sandbox, site, tmp_path):
+    """State, logs of ranks, history, exit report and `follow`."""
     job = submit(standin(tmp_path / "run", num_processes=8, num_nodes=4), site)
     assert job.state in (JobState.QUEUED, JobState.CONFIGURING, JobState.STARTING)
     assert job.wait(60).state is JobState.DONE
@@ -49,11 +50,11 @@ def test_life_of_a_job(sandbox, site, tmp_path):
 
 
 @pytest.mark.parametrize("last", ["exec sleep 60", "echo Socket timed out >&2; exit 1"])
-def test_a_job_that_was_taken_without_an_answer_is_told_of(
-    sandbox, site, tmp_path, monkeypatch, last
-):
-    """The real sbatch submits and then says nothing, or that nobody has answered. Of the two jobs
-    that a second launch makes, one runs.
+def test_job_runs_once_after_lost_sbatch_answer(sandbox, site, tmp_path, monkeypatch, last):
+    """The real sbatch submits. Then it hangs, or reports that the controller did not answer.
+
+    The error says that the job may have been accepted. A second launch submits a second job, and
+    only one of the two jobs runs.
     """
     sbatch, run_dir = shutil.which("sbatch"), tmp_path / "run"
     spec = standin(run_dir, 5)
@@ -75,8 +76,8 @@ def test_a_job_that_was_taken_without_an_answer_is_told_of(
     assert len(refused) == 1, "nothing was started by the other"
 
 
-def test_reattach_from_another_shell_and_stop(sandbox, site, tmp_path, monkeypatch):
-    """Which does not know of this Slurm: the run does."""
+def test_job_is_reattached_and_stopped_from_other_shell(sandbox, site, tmp_path, monkeypatch):
+    """The other shell has no SLURM_CONF. The run directory has the path."""
     job = submit(standin(tmp_path / "run", 500), site)
     assert eventually(lambda: job.state is JobState.RUNNING)
     code = f"""
@@ -94,7 +95,7 @@ job.stop()"""
     assert status.state is JobState.DONE and "stopped on request at step" in status.reason
 
 
-def test_cancelled_while_waiting(sandbox, site, tmp_path):
+def test_queued_job_shows_reason_and_can_be_cancelled(sandbox, site, tmp_path):
     occupy(sandbox, 600)
     job = submit(standin(tmp_path / "run"), site)
     whys = ("Resources", "Priority")
@@ -104,8 +105,10 @@ def test_cancelled_while_waiting(sandbox, site, tmp_path):
     assert job.wait(30).reason == "cancelled while it waited"
 
 
-def test_a_live_directory_is_refused_and_a_requeue_is_the_next_attempt(sandbox, site, tmp_path):
-    """Of a running job under its number, of an ended one as a new job."""
+def test_requeue_makes_the_next_attempt(sandbox, site, tmp_path):
+    """A running job keeps its number, an ended job is submitted as a new one. A submission into a
+    directory in use is refused.
+    """
     spec = standin(tmp_path / "run", 100)
     job = submit(spec, site)
     with pytest.raises(JobError, match="in use"):
@@ -120,7 +123,8 @@ def test_a_live_directory_is_refused_and_a_requeue_is_the_next_attempt(sandbox, 
     assert job.wait(60).attempt == 3 and job.logs(0) == "attempt 3 rank 0 from step 100\n"
 
 
-def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, tmp_path):
+def test_job_ends_when_its_directory_is_deleted(sandbox, site, tmp_path):
+    """The job does not create the directory again."""
     job = submit(standin(tmp_path / "run", 6000), site)
     assert eventually(lambda: job.state is JobState.RUNNING)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)  # the job still writes into it
@@ -129,8 +133,8 @@ def test_job_whose_directory_is_deleted_ends_and_leaves_no_stub(sandbox, site, t
     assert not (tmp_path / "run").exists()
 
 
-def test_exit_code_and_last_words_of_the_first_rank_that_failed(sandbox, site, tmp_path):
-    """Not started again, though it had done a step: it would end the same way."""
+def test_first_failing_rank_gives_exit_code_and_reason(sandbox, site, tmp_path):
+    """Exit code 78 causes no restart, though a step was taken: a restart would fail again."""
     code = f"""
 import os, pathlib, sys, time
 from cluster.state import update_state
@@ -140,7 +144,7 @@ if os.environ['RANK'] == '2':
     sys.exit(os.EX_CONFIG)
 time.sleep(600)"""
     job = submit(job_spec(tmp_path / "run", sys.executable, "-c", code), site)
-    status = job.wait(60)  # the others are ended
+    status = job.wait(60)  # the other ranks are ended
     assert (status.state, status.exit_code, status.attempt) == (JobState.FAILED, 78, 1)
     assert status.reason == "rank 2 on node3 ended with code 78: no <such> thing"
 
@@ -151,9 +155,9 @@ time.sleep(600)"""
     assert "ExitCode=78:0" in shown(), "Slurm knows the truth too"
 
 
-def test_environment_is_packed_sent_to_each_node_and_used(sandbox, site, tmp_path):
-    """A venv by the command that a refusal names: keepers and ranks run from the disk of their
-    node.
+def test_packed_environment_is_broadcast_to_each_node(sandbox, site, tmp_path):
+    """The command in the error for 65 nodes packs a venv. Keepers and ranks then run from the disk
+    of their node.
     """
     venv, run_dir = tmp_path / "venv", tmp_path / "run"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", venv], check=True)
@@ -178,10 +182,10 @@ def test_environment_is_packed_sent_to_each_node_and_used(sandbox, site, tmp_pat
         assert "site-packages/packed.py" in file
 
 
-def test_text_stays_text_and_what_the_user_exports_stays_out_of_it(
-    sandbox, site, tmp_path, monkeypatch
-):
-    """Secrets reach the job and no file; habits of the user's own change nothing."""
+def test_special_characters_reach_ranks_unchanged(sandbox, site, tmp_path, monkeypatch):
+    """Secrets of the submitting shell reach the job and are written to no file. Slurm variables of
+    the submitting shell change nothing.
+    """
     habits = {"SQUEUE_FORMAT": "%j", "SBATCH_PARTITION": "absent", "SLURM_JOB_ID": "7"}
     for name, value in {**habits, "HF_TOKEN": "hf_veryS3cret"}.items():
         monkeypatch.setenv(name, value)
@@ -207,8 +211,8 @@ print(json.dumps([sys.argv[1:], os.environ['ODD'], os.environ['RANK'], os.getcwd
 @pytest.mark.parametrize(
     "name", ["frontier", "generic-gpu-slurm", "lumi", "perlmutter", "trn1.32xlarge"]
 )
-def test_slurm_understands_the_directives_of_each_site(sandbox, tmp_path, name):
-    # What this cluster does not have: accounts, features, types of GPU, so many cores.
+def test_slurm_accepts_the_directives_of_each_site(sandbox, tmp_path, name):
+    # The sandbox has neither accounts nor features nor GPU types, and fewer cores.
     site = with_slurm(Site.load(name), **dict.fromkeys(("account", "qos", "constraint")))
     gpus = site.slurm.gpus_per_node
     gpus = gpus and gpus.rpartition(":")[2]
@@ -222,9 +226,9 @@ def test_slurm_understands_the_directives_of_each_site(sandbox, tmp_path, name):
         assert tested.returncode == 0 and "to start at" in tested.stderr, tested.stderr
 
 
-def test_agent_of_each_node_starts_its_ranks(sandbox, site, tmp_path):
-    """torchrun, as Trainium wants it: its agents meet, every rank gets its number, log and a
-    deaf ear for SIGTERM.
+def test_torchrun_agents_start_the_ranks_of_their_node(sandbox, site, tmp_path):
+    """Trainium uses torchrun. The agents find each other. Every rank gets its number and log, and
+    ignores SIGTERM.
     """
     code = """
 import os, signal
@@ -237,14 +241,14 @@ print(*(os.environ[name] for name in names), signal.getsignal(signal.SIGTERM) is
     assert told == [f"{rank} {rank % 2} 4 2 True\n" for rank in range(4)]
 
 
-def test_run_waits_for_its_compile_job_and_finds_the_cache(sandbox, site, tmp_path):
+def test_run_waits_for_compile_job_and_uses_its_cache(sandbox, site, tmp_path):
     code = """
 import os, pathlib
 graph = pathlib.Path(os.environ['CACHE']) / 'graph'
 graph.write_text('compiled') if 'COMPILING' in os.environ else print(graph.read_text(), graph)"""
     places = {"shared_cache": str(tmp_path / "shared"), "node_cache": str(tmp_path / "disk")}
     compilation = Compilation(command=("env", "COMPILING=1"), variable="CACHE", **places)
-    # One node: those of the sandbox share a disk, and would copy into the same folder at once.
+    # One node: nodes of the sandbox share a disk and would copy into one folder at once.
     spec = job_spec(tmp_path / "run", sys.executable, "-c", code, num_processes=2, num_nodes=1)
     job = submit(spec, with_slurm(site, compilation=compilation))
     assert job.wait(120).state is JobState.DONE, job.status()
@@ -258,10 +262,10 @@ graph.write_text('compiled') if 'COMPILING' in os.environ else print(graph.read_
         ({"run_dir": "/dev/shm/run"}, "batch", ConfigError, "memory of this one machine"),
         ({"num_nodes": 9, "num_processes": 9}, "batch", ConfigError, "'batch' has 4.*sinfo"),
         ({"num_nodes": 2, "time_limit_s": 7200}, "debug", ConfigError, "gives at most 1800"),
-        ({}, "batchh", JobError, "invalid partition"),  # in Slurm's words
+        ({}, "batchh", JobError, "invalid partition"),  # error text of Slurm
     ],
 )
-def test_refused_and_nothing_is_written(
+def test_refused_submission_writes_nothing(
     sandbox, site, tmp_path, changes, partition, error, message
 ):
     with pytest.raises(error, match=message):
@@ -277,7 +281,7 @@ def all_running(jobs):
     return {job.id: SchedulerAnswer(state=JobState.RUNNING, reason=str(job)) for job in jobs}
 
 
-def test_many_looks_are_few_questions():
+def test_poller_batches_and_caches_scheduler_queries():
     asked = []
 
     def ask(jobs):
@@ -298,7 +302,7 @@ def test_many_looks_are_few_questions():
     assert 1 <= len(asked) - before <= 4 and asked[-1] == 50
 
 
-def test_a_scheduler_that_hangs_keeps_nobody_waiting_for_another(monkeypatch):
+def test_hanging_scheduler_does_not_delay_another(monkeypatch):
     monkeypatch.setattr(poll, "ANSWER_WAIT_S", 0.2)
     asked, over = [], threading.Event()
 
@@ -317,7 +321,7 @@ def test_a_scheduler_that_hangs_keeps_nobody_waiting_for_another(monkeypatch):
 
 
 @pytest.mark.parametrize("deaf", [("squeue", "scontrol", "sacct"), ("scontrol", "sacct")])
-def test_job_that_nobody_could_be_asked_about_is_not_lost(monkeypatch, deaf):
+def test_job_is_not_lost_if_slurm_cannot_be_queried(monkeypatch, deaf):
     def answer(words, *_, **__):
         if words[0] in deaf:
             raise JobError(f"{words[0]}: Unable to contact slurm controller")
@@ -329,7 +333,8 @@ def test_job_that_nobody_could_be_asked_about_is_not_lost(monkeypatch, deaf):
     assert f"slurm does not answer: {deaf[0]}: Unable to contact" in look.reason
 
 
-def test_accounting_that_has_not_heard_of_the_end_yet_is_asked_again(monkeypatch):
+def test_accounting_without_end_time_reads_as_stopping(monkeypatch):
+    """The accounting has not received the end of job 1 yet, so its exit code is not final."""
     ended = "2026-11-23T22:33:01"
     rows = {"1": "FAILED|0:0|Unknown", "2": f"FAILED|3:0|{ended}", "3": "RUNNING|0:0|Unknown"}
 
@@ -346,7 +351,7 @@ def test_accounting_that_has_not_heard_of_the_end_yet_is_asked_again(monkeypatch
     assert told == [(JobState.STOPPING, None), (JobState.FAILED, 3), (JobState.RUNNING, None)]
 
 
-def test_a_sandbox_whose_network_another_one_has_takes_the_next(sandbox, tmp_path):
+def test_sandbox_avoids_the_network_of_another(sandbox, tmp_path):
     if not sandbox.isolated:
         pytest.skip("only isolated nodes have a network of their own")
     wanted = sandbox.values()["network"]
@@ -357,7 +362,7 @@ def test_a_sandbox_whose_network_another_one_has_takes_the_next(sandbox, tmp_pat
     root = next(filter(would_take_it, (tmp_path / f"sandbox-{n}" for n in range(100_000))))
     other = Sandbox.start(root)
     try:
-        assert other.shift and other.values()["network"] != wanted  # or one after the next
+        assert other.shift and other.values()["network"] != wanted  # or a later one
         assert Sandbox.find(root) == other.replace(was_running=True)
         for each in (sandbox, other):
             assert set(each.node_states().values()) == {"idle"}
@@ -367,7 +372,7 @@ def test_a_sandbox_whose_network_another_one_has_takes_the_next(sandbox, tmp_pat
 
 @pytest.fixture
 def start_sandbox(tmp_path):
-    """A function: a sandbox in a folder of its own, which ends with the test."""
+    """A function that starts a sandbox in a separate folder. The test's end stops it."""
     started = []
 
     def start(root=tmp_path / "sandbox", **how):
@@ -381,7 +386,8 @@ def start_sandbox(tmp_path):
         sandbox.stop()
 
 
-def test_sandbox_without_namespaces_and_its_idempotent_end(start_sandbox, tmp_path, monkeypatch):
+def test_sandbox_without_namespaces_runs_a_job(start_sandbox, tmp_path, monkeypatch):
+    """A second start finds the running sandbox. `stop` removes the sandbox's folder."""
     sandbox = start_sandbox(num_nodes=2, isolated=False)
     assert sandbox.node_states() == {"node1": "idle", "node2": "idle"}
     again = Sandbox.start(tmp_path / "sandbox")
@@ -394,7 +400,7 @@ def test_sandbox_without_namespaces_and_its_idempotent_end(start_sandbox, tmp_pa
     assert not (tmp_path / "sandbox").exists() and Sandbox.find(tmp_path / "sandbox") is None
 
 
-def test_notebook_03_leaves_a_users_sandbox_and_its_job_alone(start_sandbox, tmp_path, monkeypatch):
+def test_notebook_03_leaves_the_users_sandbox_running(start_sandbox, tmp_path, monkeypatch):
     monkeypatch.setattr("cluster.sandbox.default_root", lambda: tmp_path / "mine")
     mine = start_sandbox(tmp_path / "mine", num_nodes=2, isolated=False)
     cells = {cell.id: cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells}
@@ -416,9 +422,7 @@ def test_notebook_03_leaves_a_users_sandbox_and_its_job_alone(start_sandbox, tmp
 
 
 @pytest.mark.slow
-def test_accounting_is_asked_when_the_controller_has_forgotten(
-    start_sandbox, tmp_path, monkeypatch
-):
+def test_accounting_is_used_for_purged_jobs(start_sandbox, tmp_path, monkeypatch):
     sandbox = start_sandbox(num_nodes=1, accounting=True)
     be_client(sandbox, monkeypatch)
     words = (sys.executable, "-c", "import sys; sys.exit(3)")
@@ -485,8 +489,8 @@ def test_failure_of_the_compile_job_has_a_reason(sandbox, site, tmp_path):
 REASONS = Path(__file__).with_name("slurm_reasons.txt")
 
 
-def test_each_reason_of_slurm_says_how_it_goes_on():
-    """Against all names in Slurm's source, ordered by the descriptions in its documentation."""
+def test_every_slurm_pending_reason_is_explained():
+    """All names in Slurm's source, grouped by the descriptions in its documentation."""
     verdict, names = "", 0
     for line in REASONS.read_text().splitlines():
         if line.startswith("["):
@@ -528,7 +532,7 @@ def test_stray_lines_of_slurm_commands_are_ignored(sandbox, site, tmp_path, monk
         assert status.state is JobState.FAILED and "scancel" in status.reason
 
 
-def test_output_that_is_not_slurms_is_named(monkeypatch):
+def test_foreign_output_of_squeue_is_reported(monkeypatch):
     said = {"squeue": "Maintenance on Monday", "scontrol": "Maintenance on Monday", "sacct": ""}
     monkeypatch.setattr(slurm_queries, "slurm_command", lambda words, *_, **__: said[words[0]])
     with pytest.raises(JobError, match="squeue printed 'Maintenance on Monday'"):

@@ -1,6 +1,6 @@
-"""Batch scripts: golden files are what a user sees, and a fake `srun` runs every task here.
+"""Batch scripts: compared with golden files, and run on this machine by a fake `srun`.
 
-The real one: test_slurm.py. After a wanted change: KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
+test_slurm.py uses a real Slurm. After an intended change: KIT_UPDATE_GOLDEN=1 pytest THIS_FILE
 """
 
 import difflib
@@ -92,7 +92,7 @@ JOBS = {
 
 @pytest.fixture
 def portable(monkeypatch):
-    """Scripts that do not name this machine's paths."""
+    """Replaces the paths of this machine in scripts by fixed paths."""
     monkeypatch.setattr(slurm_script.sys, "executable", "/shared/environment/bin/python")
     monkeypatch.setattr(slurm_script, "PACKAGE_ROOT", Path("/shared/kit"))
     monkeypatch.setattr(slurm, "PACKAGE_ROOT", Path("/shared/kit"))
@@ -119,10 +119,11 @@ def directives(script):
 
 
 @pytest.mark.parametrize("name", ["frontier-1t", "hlat-70b"])
-def test_golden_scripts_are_what_users_see(portable, name):
-    """submit.sh as a whole, and what compile.sh has instead of its lines.
+def test_scripts_equal_their_golden_files(portable, name):
+    """submit.sh is compared completely, compile.sh by its differences from submit.sh.
 
-    Frontier as docs.olcf.ornl.gov has it: "PyTorch on Frontier" (batch script, best practices).
+    The script of Frontier follows docs.olcf.ornl.gov: "PyTorch on Frontier" (batch script, best
+    practices).
     """
     texts = texts_of(name)
     run = texts.pop("submit.sh")
@@ -136,7 +137,7 @@ def test_golden_scripts_are_what_users_see(portable, name):
         assert text == (GOLDEN / file_name).read_text()
 
 
-# Of the released launch scripts, github.com/awslabs/HLAT, 7b/.
+# From the published launch scripts, github.com/awslabs/HLAT, 7b/.
 HLAT_7B = """\
     export XLA_USE_BF16=1
     export XLA_DOWNCAST_BF16=0
@@ -155,9 +156,8 @@ HLAT_7B = """\
         ("hlat-7b", "hlat-70b", ""),
     ],
 )
-def test_scripts_of_other_sizes_differ_in_their_numbers_and_profile_alone(
-    portable, name, golden, time
-):
+def test_scripts_of_other_sizes_differ_only_in_values(portable, name, golden, time):
+    """Numbers of ranks and nodes, time limit and, for HLAT, the environment profile."""
     expected = (GOLDEN / f"{golden}.submit.sh").read_text().replace(golden, name)
     (_, ranks, nodes), (_, all_ranks, all_nodes) = JOBS[name], JOBS[golden]
     for before, after in (
@@ -169,7 +169,7 @@ def test_scripts_of_other_sizes_differ_in_their_numbers_and_profile_alone(
         ("12:00:00", time),
     ):
         expected = expected.replace(before, after)
-    if ranks <= 64:  # each writes its own log
+    if ranks <= 64:  # up to 64 ranks, each rank writes its own log
         expected = expected.replace('[ "$RANK" != 0 ] || exec >>', "exec >>")
     if golden == "hlat-70b":
         profile = r"    export XLA_USE_BF16=0\n(    export .*\n)+"
@@ -177,12 +177,12 @@ def test_scripts_of_other_sizes_differ_in_their_numbers_and_profile_alone(
     assert texts_of(name)["submit.sh"] == expected
 
 
-def test_frontier_uses_sockets_on_one_node(portable):
+def test_frontier_job_on_one_node_uses_nccl_sockets(portable):
     script = scripts(training_job("small", 8, 1), FRONTIER)["submit.sh"]
     assert "export NCCL_NET=Socket\n" in script
 
 
-def test_a_task_of_an_array_is_a_node_that_is_told_which_it_is(portable, tmp_path):
+def test_array_task_gets_one_node_and_its_number(portable, tmp_path):
     job = training_job("web", 8, 1, working_directory=str(tmp_path))
     job = job.replace(argv=("/bin/echo", "it's $HOME", "--part"))
     script = slurm.array_script(job, FRONTIER, 12)
@@ -204,7 +204,9 @@ def test_a_task_of_an_array_is_a_node_that_is_told_which_it_is(portable, tmp_pat
     ids=["missing", "loaded"],
 )
 def test_module_error_with_code_0_ends_the_job(portable, tmp_path, loads, fails):
-    """As version 3 of Environment Modules does, which keeps LOADEDMODULES as later versions do."""
+    """Version 3 of Environment Modules returns 0 after an error. Like later versions, it maintains
+    LOADEDMODULES.
+    """
     job = training_job("web", 8, 1, working_directory=str(tmp_path)).replace(
         argv=("/bin/echo", "x")
     )
@@ -238,7 +240,7 @@ class Bench:
         monkeypatch.setattr(slurm_script, "PACKAGE_ROOT", folder / "kit")
 
     def run(self, job, site):
-        """Runs all scripts of a job; returns its first rank's words, variables and directory."""
+        """Runs all scripts of a job. Returns (arguments, environment, directory) of rank 0."""
         run_dir = Path(job.run_dir)
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         Path(job.working_directory).mkdir(parents=True, exist_ok=True)
@@ -269,7 +271,7 @@ def small_job(bench, *words, name="small", num_nodes=2, num_processes=4, **chang
     return JobSpec(name=name, argv=argv, **size, **given)
 
 
-def test_ranks_find_their_place_and_each_other(bench):
+def test_ranks_get_their_numbers_and_master_address(bench):
     job = small_job(bench, environment={"NCCL_NET": "mine"})
     argv, variables, cwd = bench.run(job, Site.load("perlmutter"))
     assert (argv, cwd) == (["a", "b c"], job.working_directory)
@@ -285,7 +287,7 @@ def test_ranks_find_their_place_and_each_other(bench):
         assert log.read_text() == f"attempt 3 rank {rank} at node1\n"
 
 
-def test_frontier_starts_from_the_disk_of_each_node(bench):
+def test_frontier_runs_environment_from_node_disk(bench):
     packed, archive = bench.folder / "packed" / "bin", bench.folder / "environment.tar"
     packed.mkdir(parents=True)
     (packed / "conda-unpack").write_text("#!/bin/bash\ntouch bin/unpacked\n")
@@ -306,7 +308,7 @@ def compiled_in(**places):
     return with_slurm(TRN1, compilation=TRN1.slurm.compilation.replace(**places))
 
 
-def test_trainium_compiles_first_and_runs_from_the_disk_of_each_node(bench):
+def test_trainium_compiles_first_then_uses_node_cache(bench):
     shared, local = bench.folder / "fsx", bench.folder / "local"
     site = compiled_in(shared_cache=f"{shared}/$USER", node_cache=f"{local}/$USER")
     job = small_job(bench, environment=site.profile("hlat-7b"))
@@ -324,7 +326,7 @@ def test_trainium_compiles_first_and_runs_from_the_disk_of_each_node(bench):
     assert found == {f"{phase}{rank}" for phase in ("compile_", "attempt_03/") for rank in ranks}
 
 
-def test_run_says_what_is_missing_without_a_compile_job(bench):
+def test_run_without_compiled_cache_is_refused(bench):
     site = compiled_in(shared_cache=str(bench.folder / "nothing"))
     (bench.folder / "run").mkdir()
     done = bench.bash(bench.folder / "run", "-c", scripts(small_job(bench), site)["submit.sh"])
@@ -345,9 +347,7 @@ hostile_name = hostile_text.map(lambda text: re.sub(r"[/%\\]", "_", text)[:40])
         st.sampled_from(["PROXY", "BASH_ENV", "PS4", "prompt"]), hostile_text, max_size=3
     ),
 )
-def test_hostile_names_paths_and_values_reach_the_ranks_inert(
-    bench, name, folder, argv, environment
-):
+def test_hostile_values_reach_ranks_unexecuted(bench, name, folder, argv, environment):
     job = small_job(
         bench,
         str(bench.bin / "probe"),
@@ -376,7 +376,7 @@ RESEMBLING = (
 ).split()
 
 
-def test_names_that_only_resemble_secrets_are_written():
+def test_variables_that_resemble_secrets_are_exported():
     job = training_job("run", 4, 1, environment=dict.fromkeys(RESEMBLING, "1"))
     script = scripts(job, Site.load("perlmutter"))["submit.sh"]
     assert all(f"export {name}=1" in script for name in RESEMBLING)
@@ -386,7 +386,7 @@ SINGULARITY = ("singularity", "exec", "--rocm", "-B", "/scratch,/project", "/pat
 PYXIS = ("--container-image=/scratch/nemo.sqsh", "--container-mounts=/scratch:/scratch")
 
 
-def test_addresses_in_a_block_of_task_setup(portable):
+def test_master_address_is_read_from_task_setup_block(portable):
     lines = ("if true; then", "    export MASTER_ADDR=node1", "else", "    exit 1", "fi", "exit 1")
     site = with_slurm(FRONTIER, broadcast=None, task_setup=lines)
     text = scripts(training_job("run", 16, 2), site)["submit.sh"]
@@ -397,8 +397,8 @@ def test_addresses_in_a_block_of_task_setup(portable):
 
 
 def test_singularity_runs_ranks_and_array_tasks(portable):
-    """The command follows the words of the site, with the container's own Python. The host's
-    PYTHONPATH is replaced, and what watches the ranks runs on the host.
+    """The command follows the container words of the site and uses the container's Python. The
+    host's PYTHONPATH is replaced, and keepers of the ranks run on the host.
     """
     given = {"container": SINGULARITY, "environment": {"PYTHONPATH": "/extra"}}
     site = with_slurm(FRONTIER, broadcast=None, **given)
@@ -416,7 +416,7 @@ def test_singularity_runs_ranks_and_array_tasks(portable):
     shellcheck(array)
 
 
-def test_pyxis_runs_tasks_with_their_keepers(portable):
+def test_pyxis_container_runs_ranks_and_keepers(portable):
     site = with_slurm(FRONTIER, broadcast=None, srun_options=PYXIS)
     text = scripts(training_job("run", 16, 2), site)["submit.sh"]
     assert " ".join(PYXIS) in text
@@ -438,6 +438,6 @@ def test_pyxis_runs_tasks_with_their_keepers(portable):
         ({"srun_options": PYXIS, "container": SINGULARITY}, "site.slurm.container"),
     ],
 )
-def test_impossible_container_is_refused(changes, field):
+def test_contradictory_container_options_are_refused(changes, field):
     with pytest.raises(ConfigError, match=field):
         scripts(training_job("run", 16, 2), with_slurm(FRONTIER, **changes))

@@ -1,4 +1,4 @@
-"""What follows the end of an attempt, without a Slurm."""
+"""Decisions of the supervisor of a Slurm job, tested without a Slurm."""
 
 import dataclasses
 import errno
@@ -51,7 +51,9 @@ STOPPED = AttemptOutcome(0, "stopped on request at step 2")
 
 
 def happen(supervisor, *events):
-    """Lets a person or the scheduler ask for a stop, and the trainer take that, save and stop."""
+    """Simulates events: a person or the scheduler requests a stop, or the trainer takes the request
+    or stops.
+    """
     for event in events:
         if event == "person":
             ask(supervisor.run_dir, "stop")
@@ -77,10 +79,8 @@ def happen(supervisor, *events):
         ("scheduler taken person taken stopped", "end", STOPPED.reason),
     ],
 )
-def test_who_asked_for_a_stop_decides_whether_a_lost_attempt_is_followed(
-    supervisor, outcome, events, fate, reason
-):
-    """What is lost after the last checkpoint changes nothing."""
+def test_origin_of_stop_request_decides_about_requeue(supervisor, outcome, events, fate, reason):
+    """Steps lost after the last checkpoint do not change the decision."""
     happen(supervisor, *events.split())
     judged = supervisor.decide(outcome)
     assert (judged.fate, judged.reason) == (fate or outcome.fate, reason.format(outcome.reason))
@@ -88,7 +88,8 @@ def test_who_asked_for_a_stop_decides_whether_a_lost_attempt_is_followed(
         assert judged == supervisor._after(0) == STOPPED
 
 
-def test_a_person_s_request_outlives_a_requeue_by_slurm_itself(supervisor):
+def test_users_stop_request_survives_a_slurm_requeue(supervisor):
+    """A request of the scheduler does not survive."""
     happen(supervisor, "scheduler")
     assert take_over(supervisor.run_dir, supervisor.job) == 2
     assert read_asked(supervisor.run_dir, "stop") is None
@@ -98,7 +99,7 @@ def test_a_person_s_request_outlives_a_requeue_by_slurm_itself(supervisor):
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_request_to_stop_is_repeated_until_it_is_written(supervisor, monkeypatch, code):
+def test_stop_request_is_retried_until_written(supervisor, monkeypatch, code):
     write = Mock(side_effect=[OSError(code, os.strerror(code))] * 2 + [None])
     monkeypatch.setattr(module, "ask", write)
     supervisor._ask_to_stop("the time limit is near")
@@ -109,7 +110,8 @@ def test_request_to_stop_is_repeated_until_it_is_written(supervisor, monkeypatch
 
 
 @pytest.mark.parametrize(("max_restarts", "fate"), [(2, "requeue"), (0, "end")])
-def test_transient_disk_error_requeues_a_job_that_has_run(supervisor, max_restarts, fate):
+def test_transient_disk_error_requeues_the_job(supervisor, max_restarts, fate):
+    """The job has taken steps. Without restarts left, or on a full disk, the run ends."""
     supervisor.spec = supervisor.spec.replace(max_restarts=max_restarts)
     outcome = supervisor.after_error(OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
     assert (outcome.fate, outcome.rc) == (fate, 1)
@@ -117,7 +119,7 @@ def test_transient_disk_error_requeues_a_job_that_has_run(supervisor, max_restar
 
 
 @pytest.mark.parametrize("trouble", [OSError(errno.ENOSPC, "full"), JobError("no answer")])
-def test_trouble_with_the_disk_or_with_slurm_is_recorded(supervisor, monkeypatch, trouble):
+def test_disk_or_slurm_error_is_in_the_exit_report(supervisor, monkeypatch, trouble):
     monkeypatch.setattr(supervisor, "start_ranks", Mock(side_effect=trouble))
     assert supervisor.run() == 1
     report = read_exit(supervisor.run_dir)
@@ -125,8 +127,8 @@ def test_trouble_with_the_disk_or_with_slurm_is_recorded(supervisor, monkeypatch
 
 
 @pytest.mark.parametrize("fate", ["end", "restart", "requeue", "taken"])
-def test_supervisor_of_an_older_attempt_changes_nothing(supervisor, monkeypatch, fate):
-    """A node that was cut off and comes back must not requeue or submit the job once more."""
+def test_supervisor_of_older_attempt_changes_nothing(supervisor, monkeypatch, fate):
+    """A node that was disconnected and returns must not requeue or submit the job again."""
     outcome = dataclasses.replace(LOST, fate=fate)
     for name in ("begin_elsewhere", "requeue_this", "begin_attempt"):
         monkeypatch.setattr(module, name, Mock(side_effect=AssertionError(name)))
@@ -140,15 +142,15 @@ def test_supervisor_of_an_older_attempt_changes_nothing(supervisor, monkeypatch,
     assert read_exit(supervisor.run_dir) is None
 
 
-def test_attempt_that_becomes_stale_is_left_to_the_newer_one(supervisor, monkeypatch):
+def test_stale_attempt_is_neither_ended_nor_requeued(supervisor, monkeypatch):
     monkeypatch.setattr(supervisor, "start_ranks", Mock(side_effect=StaleAttemptError("newer")))
     monkeypatch.setattr(module, "requeue_this", Mock(side_effect=AssertionError))
     assert take_over(supervisor.run_dir, supervisor.job) == 2
     assert supervisor.run() == 1 and read_exit(supervisor.run_dir) is None
 
 
-def test_failed_start_in_the_allocation_goes_back_to_the_queue(supervisor, monkeypatch):
-    """The file system is in trouble, and the job has taken steps."""
+def test_failed_restart_requeues_the_job(supervisor, monkeypatch):
+    """The restart fails with ESTALE, and the job has taken steps."""
     requeue = Mock()
     monkeypatch.setattr(module, "requeue_this", requeue)
     monkeypatch.setattr(supervisor, "run_ranks", lambda: KILLED)
@@ -161,10 +163,10 @@ def test_failed_start_in_the_allocation_goes_back_to_the_queue(supervisor, monke
     assert state.reason.startswith(f"{KILLED.reason}; not started again: ")
 
 
-def test_a_node_that_can_start_nothing_waits_until_it_can_or_somebody_else_goes_on(
-    supervisor, monkeypatch
-):
-    """It may be cut off, or the controller away: its restarts are not used up meanwhile."""
+def test_supervisor_waits_while_its_node_is_cut_off(supervisor, monkeypatch):
+    """The node may be disconnected, or the controller unreachable. The wait uses up no restarts. It
+    ends when the nodes answer or a newer attempt has started.
+    """
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     monkeypatch.setattr(module, "slurm_command", lambda words: "node1\nnode2\n")
@@ -182,9 +184,7 @@ def test_a_node_that_can_start_nothing_waits_until_it_can_or_somebody_else_goes_
 @pytest.mark.parametrize(
     ("answers", "lost"), [({"node1", "node2"}, None), ({"node1"}, "node2")], ids=["passes", "lost"]
 )
-def test_nodes_that_could_not_be_asked_before_the_start_cost_no_restart(
-    supervisor, monkeypatch, answers, lost
-):
+def test_unanswered_node_check_requeues_the_job(supervisor, monkeypatch, answers, lost):
     monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
     monkeypatch.setenv("SLURMD_NODENAME", "node1")
     monkeypatch.setattr(module, "check_allocation", Mock(side_effect=JobError("no answer")))
@@ -195,7 +195,7 @@ def test_nodes_that_could_not_be_asked_before_the_start_cost_no_restart(
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "SIGNALING"])
-def test_a_job_that_is_being_told_of_its_preemption_is_preempted(monkeypatch, state):
+def test_job_being_preempted_reads_as_preempted(monkeypatch, state):
     found = f"JobState={state} Reason=None Dependency=(null)\n"
     text = f"JobId=7\n   {found}   PreemptEligibleTime=now PreemptTime=now\n"
     monkeypatch.setattr("cluster.slurm.queries.slurm_command", lambda words, config: text)
@@ -203,8 +203,10 @@ def test_a_job_that_is_being_told_of_its_preemption_is_preempted(monkeypatch, st
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
-def test_srun_s_own_sigterm_asks_nobody_to_stop(supervisor, monkeypatch, has_failed):
-    """It ends ranks whose peer has failed; their keeper cannot tell it from the scheduler's."""
+def test_sigterm_from_srun_is_no_stop_request(supervisor, monkeypatch, has_failed):
+    """srun sends SIGTERM to ranks whose peer has failed. Their keeper cannot distinguish it from a
+    SIGTERM of the scheduler.
+    """
     monkeypatch.setattr(module, "native_state", lambda job: "RUNNING")
     failures_of(supervisor.run_dir, 1).mkdir(parents=True)
     if has_failed:
@@ -214,7 +216,7 @@ def test_srun_s_own_sigterm_asks_nobody_to_stop(supervisor, monkeypatch, has_fai
     assert (read_asked(supervisor.run_dir, "stop") is None) == has_failed
 
 
-def test_first_failure_ignores_the_clocks_of_nodes(supervisor):
+def test_first_failure_ignores_node_clocks(supervisor):
     """The clock of node3 is behind, so its rank seems to have failed first."""
     folder = failures_of(supervisor.run_dir, 1)
     folder.mkdir(parents=True)

@@ -15,12 +15,14 @@ from tests.support.waiting import eventually, processes
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 NODES, STEPS = [f"node{number}" for number in range(1, 5)], 24
 NORMAL, SLOW = 400, 80
-"""Megabits/s of a node's link: at which it counts as well, and throttled."""
+"""Megabits per second of a node's link: in the reference run, and throttled."""
 
 
 @pytest.fixture
 def train(sandbox, site: Site, tiny_dataset, tmp_path):
-    """A function: a run of two ranks on two nodes, some steps after something happened to it."""
+    """A function that trains on two nodes of one rank. Returns the run with its steps after the
+    slowdown began.
+    """
     recipe = kit.Recipe(data=str(tiny_dataset.directory), num_steps=10_000, learning_rate=1e-3)
     own = site.replace(devices_per_node=1)
 
@@ -41,8 +43,8 @@ def train(sandbox, site: Site, tiny_dataset, tmp_path):
         return newest(launched)
 
     def newest(run: Run) -> Run:
-        """Returns the run with its newest steps only: the steps after something happened, and
-        five before them that `compare_speed` leaves out.
+        """Returns the run with its newest steps only: the steps after the slowdown began, and five
+        steps before that `compare_speed` leaves out.
         """
         file = run.directory / "metrics.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()][-STEPS - 5 :]
@@ -67,8 +69,8 @@ def assert_named(
     assert not wrong
 
 
-def test_a_slow_core_is_named(train, capsys) -> None:
-    """Of rank 0, which tells its parts; of the other, for which rank 0 waits; and of both."""
+def test_throttled_core_is_named_in_the_verdict(train, capsys) -> None:
+    """Throttled: the core of rank 1, for which rank 0 waits, then of rank 0, then of both ranks."""
     site, found = as_it_runs(train("normal")), {}
     normal = compare_speed(train("again", site))
     for ranks, part in (((1,), WAITS), ((0,), PASSES), ((0, 1), PASSES)):
@@ -82,8 +84,8 @@ def test_a_slow_core_is_named(train, capsys) -> None:
     assert_named(found, normal, capsys)
 
 
-def test_a_slow_link_is_named(train, sandbox, capsys) -> None:
-    """One that was slow when the job began, and one that became slow."""
+def test_throttled_link_is_named_in_the_verdict(train, sandbox, capsys) -> None:
+    """Links that are slow from the start of the job, and links that become slow later."""
     with slow_links(sandbox, NODES, NORMAL):
         site = as_it_runs(train("normal"))
         normal = compare_speed(train("again", site))

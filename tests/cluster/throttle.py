@@ -1,6 +1,4 @@
-"""Real slowness on a sandbox: a link that the kernel throttles, a core that a rank gets only a
-share of. Needs root.
-"""
+"""Network links and CPU cores of a sandbox that the kernel slows down. Needs root."""
 
 import contextlib
 import json
@@ -28,14 +26,14 @@ SPEC = ModelSpec.llama(
     sequence_length=128,
 )
 PLAN = Plan(data_parallel=2, zero_stage=1, micro_batch_size=2, global_batch_size=4)
-"""Enough work a step for a slow core to show, and 13 MB of gradients for a slow link."""
+"""A step has enough work to show a slow core, and 13 MB of gradients to show a slow link."""
 CPU = Path("/sys/fs/cgroup/cpu")
 PERIOD_US = 20_000
 
 
 @contextlib.contextmanager
 def slow_links(sandbox: Sandbox, nodes: list[str], megabits_per_s: int) -> Iterator[None]:
-    """Lets nothing but so much leave each node, by a token bucket (tc-tbf)."""
+    """Limits the outgoing bandwidth of each node by a token bucket (tc-tbf)."""
     if not sandbox.isolated:
         pytest.skip("the nodes have no network of their own: that needs root")
     at = [["tc", "-n", f"{sandbox.tag}-{node}", "qdisc"] for node in nodes]
@@ -51,9 +49,7 @@ def slow_links(sandbox: Sandbox, nodes: list[str], megabits_per_s: int) -> Itera
 
 @contextlib.contextmanager
 def slow_core(name: str, pids: list[int], share: float) -> Iterator[None]:
-    """Gives processes, each for itself, so much of a core and no more (cgroup v1:
-    cpu.cfs_quota_us).
-    """
+    """Limits each process to a share of one core (cgroup v1: cpu.cfs_quota_us)."""
     if not (CPU / "cpu.cfs_quota_us").exists() and not (CPU / "cgroup.procs").exists():
         pytest.skip("there is no cgroup v1 for CPU time here")
     groups = [CPU / f"kit-{name}-{pid}" for pid in pids]
@@ -76,12 +72,11 @@ def slow_core(name: str, pids: list[int], share: float) -> Iterator[None]:
 
 
 def as_it_runs(run: Run) -> Site:
-    """Returns a run's site with the numbers at which its own steps are as expected: what is normal
-    on this machine now.
+    """Returns a run's site with the rates for which the run's steps take the predicted time.
 
     The rate of matrix products is fitted to the time in which rank 0 did not wait, and the network
-    to its waits. The peak is what the node check has measured, which many steps on a busy machine
-    stay far below.
+    bandwidth to its waits. The peak is the measurement of the node check. On a busy machine, steps
+    stay far below the peak.
     """
     nodes = json.loads((run.directory / "node_check.json").read_text())["nodes"]
     steps, measured = run.metrics(), max(node["matmul_flops_per_s"] for node in nodes)

@@ -1,4 +1,4 @@
-"""Checkpoints by several ranks: planned once, completed by themselves, resumed by few calls."""
+"""Checkpoints of several ranks: planning, completion, resume, damage, recovery and pruning."""
 
 import contextlib
 import errno
@@ -36,7 +36,7 @@ from tests.support.workers import local_run, run_ranks
 
 
 def mine(step: int, size: int = 5) -> dict[str, torch.Tensor]:
-    """Returns tensors of this rank and one that both have, whose values tell the step."""
+    """Returns a tensor of this rank and a tensor of both ranks. Their values depend on `step`."""
     rank = dist.get_rank()
     return {
         f"of.{rank}": torch.full((size,), 10.0 * step + rank),
@@ -56,7 +56,10 @@ def load(
 
 
 def save_thrice(directory: Path, spec: ModelSpec) -> list[int]:
-    """Returns how many saves were planned after each of three, the last of them of other shapes."""
+    """Saves three times, at last with other shapes, and once with a second writer.
+
+    Returns the number of plans that this rank has made after each save.
+    """
     plan = Mock(wraps=default_planner.create_default_global_save_plan)
     default_planner.create_default_global_save_plan = plan
     checkpoints, seen = Checkpoints(directory / "checkpoints"), []
@@ -73,7 +76,7 @@ def save_thrice(directory: Path, spec: ModelSpec) -> list[int]:
     return [*seen, plan.call_count]
 
 
-def test_a_save_is_planned_once_until_shapes_change(tmp_path: Path, spec: ModelSpec) -> None:
+def test_save_is_planned_once_until_shapes_change(tmp_path: Path, spec: ModelSpec) -> None:
     on_first, on_second = run_ranks(2, save_thrice, tmp_path, spec)
     assert on_first == [1, 1, 2, 3], "rank 0 plans; the plan of one writer is not another's"
     assert on_second == [0, 0, 0, 0]
@@ -81,7 +84,9 @@ def test_a_save_is_planned_once_until_shapes_change(tmp_path: Path, spec: ModelS
 
 
 def assert_flushed_before_deletion(directory: Path, spec: ModelSpec) -> None:
-    """Fails unless the second checkpoint and its folders were flushed before the first went."""
+    """Saves twice. Checks that the second checkpoint and its folders were flushed before the first
+    one was deleted.
+    """
     flushed, missing, fsync, rmtree = set(), [], os.fsync, shutil.rmtree
 
     def noting(handle: int) -> None:
@@ -101,13 +106,13 @@ def assert_flushed_before_deletion(directory: Path, spec: ModelSpec) -> None:
     assert Checkpoints(directory).steps() == [2] and not missing
 
 
-def test_a_checkpoint_is_on_the_disk_before_one_goes(tmp_path: Path, spec: ModelSpec) -> None:
-    """Else a loss of power would leave neither: a folder's names stay in memory for a while."""
+def test_checkpoint_is_flushed_before_older_is_deleted(tmp_path: Path, spec: ModelSpec) -> None:
+    """Otherwise a power failure could leave neither: folder entries stay in memory for a while."""
     run_ranks(1, assert_flushed_before_deletion, tmp_path / "checkpoints", spec)
 
 
 def whole_when_named(directory: Path, spec: ModelSpec) -> list[bool]:
-    """Returns of two checkpoints whether each was whole when it got its name."""
+    """Saves twice. Returns for each checkpoint whether it was complete when it was renamed."""
     rename, whole = Path.rename, []
 
     def watched(folder: Path, target: Path) -> Path:
@@ -124,8 +129,8 @@ def whole_when_named(directory: Path, spec: ModelSpec) -> list[bool]:
     return whole
 
 
-def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path: Path, spec: ModelSpec) -> None:
-    """A kill in between would else leave the newest checkpoint without its manifest."""
+def test_checkpoint_is_renamed_when_complete(tmp_path: Path, spec: ModelSpec) -> None:
+    """Otherwise a kill in between would leave the newest checkpoint without its manifest."""
     assert run_ranks(1, whole_when_named, tmp_path / "checkpoints", spec) == [[True, True]]
 
 
@@ -143,7 +148,7 @@ def begin_in_a_run_that_is_gone(directory: Path, spec: ModelSpec, is_replaced: b
 
 
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["gone", "replaced"])
-def test_nothing_is_written_where_a_run_was_deleted(tmp_path, spec, is_replaced) -> None:
+def test_nothing_is_written_into_a_deleted_run(tmp_path, spec, is_replaced) -> None:
     run = tmp_path / "run"
     run.mkdir()
     for said in run_ranks(2, begin_in_a_run_that_is_gone, run / "checkpoints", spec, is_replaced):
@@ -159,12 +164,12 @@ def begin_without_the_folder(directory: Path, spec: ModelSpec) -> list[int]:
     return Checkpoints(directory).steps()
 
 
-def test_checkpoints_that_somebody_removed_end_no_run(tmp_path: Path, spec: ModelSpec) -> None:
+def test_removed_checkpoint_folder_does_not_end_run(tmp_path: Path, spec: ModelSpec) -> None:
     assert run_ranks(1, begin_without_the_folder, tmp_path / "checkpoints", spec) == [[2]]
 
 
 def complete_as_left_over(run: Path, spec: ModelSpec) -> list[int]:
-    """Returns the steps that count once an old attempt was refused its checkpoint."""
+    """Returns the complete checkpoints after an old attempt could not complete a checkpoint."""
     writer = writer_in(run / "checkpoints")
     update_state(run, attempt=2, state=JobState.RUNNING)
     with pytest.raises(StaleAttemptError):
@@ -172,12 +177,12 @@ def complete_as_left_over(run: Path, spec: ModelSpec) -> list[int]:
     return writer.checkpoints.steps()
 
 
-def test_an_old_attempt_cannot_complete_a_checkpoint(tmp_path: Path, spec: ModelSpec) -> None:
+def test_old_attempt_cannot_complete_a_checkpoint(tmp_path: Path, spec: ModelSpec) -> None:
     assert run_ranks(1, complete_as_left_over, tmp_path, spec) == [[]]
 
 
 def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]:
-    """Returns what three saves hold of a changing tensor, and in how many places it was copied."""
+    """Saves a changing tensor three times. Returns (means read back, number of memory buffers)."""
     checkpoints, places = Checkpoints(directory), set()
     writer = writer_in(checkpoints.directory, 3)
     weight, found = torch.zeros(1000), []
@@ -197,15 +202,14 @@ def copies_of_saves(directory: Path, spec: ModelSpec) -> tuple[list[float], int]
     return found, len(places)
 
 
-def test_saves_are_copied_to_the_same_memory(tmp_path: Path, spec: ModelSpec) -> None:
+def test_saves_reuse_the_staging_memory(tmp_path: Path, spec: ModelSpec) -> None:
     assert run_ranks(1, copies_of_saves, tmp_path, spec) == [([1.0, 2.0, 3.0], 1)]
 
 
 def save_while_training(run: Run) -> tuple[list[float], bool, float]:
-    """Returns what a save holds of a weight, whether the update behind it waited for the copy, and
-    the stall.
+    """Returns (saved weight, whether the next update waited for the copy, stall in seconds).
 
-    Copying takes until a moment after the update is asked for.
+    The copy ends a moment after the update has begun to wait.
     """
     engine: Any = Engine(["weight"])
     saver = PortableCheckpoints(run, engine, None, attempt=1)
@@ -227,7 +231,7 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
 
     saver.wait_for_copies = wait
     saver.save(facts(run.spec, 2))
-    # Training goes on: a forward and a backward pass.
+    # Training continues with a forward and a backward pass.
     saver.take_stall_s()
     weight = engine.state["weight"]
     weight.grad = torch.ones_like(weight)
@@ -239,7 +243,7 @@ def save_while_training(run: Run) -> tuple[list[float], bool, float]:
     return read["weight"].tolist(), waited, saver.take_stall_s()
 
 
-def test_a_save_is_copied_beside_a_step_and_before_its_update(tmp_path, spec, recipe) -> None:
+def test_save_is_copied_during_step_and_before_update(tmp_path, spec, recipe) -> None:
     run = local_run(tmp_path / "run", spec, Plan(), recipe)
     [(held, waited, stall_s)] = run_ranks(1, save_while_training, run)
     assert held == [0.0, 0.0], "as it was when it was saved"
@@ -247,7 +251,7 @@ def test_a_save_is_copied_beside_a_step_and_before_its_update(tmp_path, spec, re
 
 
 def complete_unasked(directory: Path, spec: ModelSpec) -> list[int]:
-    """Returns the steps that count although nobody has asked the writer since it began."""
+    """Saves twice. Returns the complete checkpoints before `finish` is called for the second."""
     checkpoints = Checkpoints(directory)
     writer = writer_in(checkpoints.directory, 1)
     for step in (1, 2):
@@ -262,12 +266,12 @@ def complete_unasked(directory: Path, spec: ModelSpec) -> list[int]:
     return steps
 
 
-def test_a_checkpoint_completes_while_training_goes_on(tmp_path: Path, spec: ModelSpec) -> None:
+def test_checkpoint_completes_while_training_continues(tmp_path: Path, spec: ModelSpec) -> None:
     assert run_ranks(2, complete_unasked, tmp_path, spec) == [[2], [2]]
 
 
 class Engine:
-    """Has some tensors of a checkpoint."""
+    """A fake engine with some tensors of a checkpoint."""
 
     def __init__(self, names: list[str]) -> None:
         self.state = {name: torch.zeros(2) for name in names}
@@ -281,7 +285,10 @@ class Engine:
 
 
 def calls_of_a_resume(run: Run, num_files: int) -> int:
-    """Returns this rank's calls of the file system to load four tensors of a file each."""
+    """Loads four tensors, each from a separate file.
+
+    Returns the number of file system calls of this rank.
+    """
     engine: Any = Engine([f"tensor.{4 * dist.get_rank() + i}" for i in range(4)])
     loader = PortableCheckpoints(run, engine, None, attempt=1)
     calls = [Mock(wraps=getattr(os, name)) for name in OF_FILES]
@@ -297,7 +304,7 @@ OF_FILES = ("stat", "lstat", "scandir", "listdir", "open")
 
 
 def write_files(run: Run, num_files: int) -> None:
-    """Makes a checkpoint of so many tensors, each in a file of its own, at that step."""
+    """Writes a checkpoint of `num_files` tensors at step `num_files`, each in a separate file."""
     folder = run.checkpoints.path(num_files)
     state = {f"tensor.{i}": torch.full((2,), float(i)) for i in range(num_files)}
     each = FileSystemWriter(folder, single_file_per_rank=False, sync_files=False)
@@ -310,9 +317,7 @@ def write_files(run: Run, num_files: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_file_calls_of_a_resume_do_not_grow_with_the_files(
-    tmp_path: Path, spec: ModelSpec, recipe
-) -> None:
+def test_resume_stats_every_file_on_rank_0_only(tmp_path: Path, spec: ModelSpec, recipe) -> None:
     run = local_run(tmp_path / "run", spec, Plan(), recipe)
     counts = []
     for num_files in (33, 3073):
@@ -328,7 +333,7 @@ class Strange(EOFError):
 
 
 def meet_an_error() -> list[str]:
-    """Returns what this rank is told of errors of rank 1, and of one of rank 0 between."""
+    """Raises errors on rank 1, and one on rank 0. Returns the errors that this rank catches."""
     told = []
     kinds = DamagedCheckpointError, CheckpointError, OSError, DataError, Strange
     for rank, kind in zip((1, 0, 1, 1, 1), kinds, strict=True):
@@ -341,7 +346,7 @@ def meet_an_error() -> list[str]:
     return told
 
 
-def test_an_error_of_one_rank_is_raised_on_all() -> None:
+def test_error_of_one_rank_is_raised_on_all_ranks() -> None:
     said = """DamagedCheckpointError seen by rank 1
 CheckpointError seen by rank 0
 OSError seen by rank 1
@@ -350,7 +355,8 @@ CheckpointError Strange: seen by rank 1"""
     assert run_ranks(3, meet_an_error) == [said.splitlines()] * 3
 
 
-def test_what_cannot_be_read_now_is_not_damaged(tmp_path: Path, spec, monkeypatch) -> None:
+def test_read_error_is_not_reported_as_damage(tmp_path: Path, spec, monkeypatch) -> None:
+    """A wrong checksum is damage."""
     run_ranks(1, save_thrice, tmp_path, spec)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     state = {"of.0": torch.zeros(7)}
@@ -369,11 +375,11 @@ def test_what_cannot_be_read_now_is_not_damaged(tmp_path: Path, spec, monkeypatc
     message = "__0_0.distcp is damaged: a tensor's checksum is not"
     with pytest.raises(DamagedCheckpointError, match=message):
         load(checkpoints, 3, state, spec)
-    load(checkpoints, 3, {"of.both": torch.zeros(3)}, spec)  # what is not read is not looked at
+    load(checkpoints, 3, {"of.both": torch.zeros(3)}, spec)  # does not read the damaged tensor
 
 
 @pytest.mark.slow
-def test_no_flipped_bit_of_a_tensors_file_raises_anything_but_damage() -> None:
+def test_flipped_bit_raises_only_damage_errors() -> None:
     whole, reader = io.BytesIO(), object.__new__(TensorsOnlyReader)
     torch.save(torch.arange(8.0), whole)
     for place in range(8 * len(whole.getvalue())):
@@ -384,9 +390,10 @@ def test_no_flipped_bit_of_a_tensors_file_raises_anything_but_damage() -> None:
             reader._slice_file(file, SimpleNamespace(offset=0, length=len(content)))
 
 
-def test_what_a_killed_attempt_left_is_finished_where_it_is_whole_and_else_deleted(
+def test_recover_completes_or_deletes_partial_saves(
     tmp_path: Path,
 ) -> None:
+    """A partial save with a manifest is complete and gets its final name."""
     left = ("100.partial-1", "200.partial-1", "050.deleting", "200.replaced-2", "300.damaged-1")
     for name in left:
         (tmp_path / f"step_00000{name}").mkdir()
@@ -400,7 +407,7 @@ def test_what_a_killed_attempt_left_is_finished_where_it_is_whole_and_else_delet
 USERS_NAMES = ("best", "bak", "tar", "keep", "damaged-1", "partial", "deleting.txt", "replaced-old")
 
 
-def test_recover_keeps_names_of_users(tmp_path: Path) -> None:
+def test_recover_keeps_folders_named_by_users(tmp_path: Path) -> None:
     """Only names that the kit gives are deleted, and only folders: copies and archives stay."""
     for name in USERS_NAMES:
         folder = tmp_path / f"step_00000030.{name}"

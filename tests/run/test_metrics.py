@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: a full disk holds up its writer, a bad value costs its reader one step."""
+"""`metrics.jsonl`: the writer on a full disk, and MFU and summary with invalid values."""
 
 import dataclasses
 import errno
@@ -29,7 +29,7 @@ def _metrics(file: Path, changes: dict[int, dict[str, float]], peak: bool = True
 
 
 class SmallDisk(io.FileIO):
-    """A file that takes no more than there is room for, and says so only where that is nothing."""
+    """A file with limited space. A write takes the bytes that fit, and fails only if none fit."""
 
     room = 0
 
@@ -46,9 +46,10 @@ class SmallDisk(io.FileIO):
     [(b"", b""), (b'{"step": 0}\n', b'{"step": 0}\n'), (b'{"step": 0, "lo', b'{"step": 0, "lo\n')],
     ids=["new", "whole", "torn"],
 )
-def test_rows_wait_for_room_and_are_written_whole(
+def test_metrics_rows_wait_for_free_disk_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bytes, ended: bytes
 ):
+    """Rows are written completely and in order, after a torn last line too."""
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(before)
     disk = SmallDisk(file, "ab+")
@@ -72,7 +73,7 @@ def test_rows_wait_for_room_and_are_written_whole(
 
 
 @pytest.mark.parametrize("other", ["site", "device"])
-def test_each_attempt_has_the_peak_of_the_device_that_it_ran_on(tmp_path: Path, other: str) -> None:
+def test_mfu_uses_the_peak_of_each_attempts_device(tmp_path: Path, other: str) -> None:
     run = recorded_run(tmp_path / "run", steps=40, second_attempt_at=20)
     first, before = run.metrics()["attempt"] == 1, run.metrics().mfu()
     away = Site.load("laptop")
@@ -96,7 +97,8 @@ def test_each_attempt_has_the_peak_of_the_device_that_it_ran_on(tmp_path: Path, 
     assert np.array_equal(mfu[~first], before[~first])
 
 
-def test_one_lost_duration_costs_neither_speed_nor_mfu_and_all_of_them_both(tmp_path: Path) -> None:
+def test_summary_skips_steps_without_a_duration(tmp_path: Path) -> None:
+    """Without any duration, step time, tokens per second and MFU are None."""
     whole = _metrics(tmp_path / "whole.jsonl", {}).summary()
     lost = {"step_time_s": float("nan")}
     torn = _metrics(tmp_path / "torn.jsonl", {25: lost}).summary()
@@ -109,7 +111,8 @@ def test_one_lost_duration_costs_neither_speed_nor_mfu_and_all_of_them_both(tmp_
 @pytest.mark.parametrize(
     ("too_fast", "why"), [(1, None), (2, "above the peak"), (30, "above the peak")]
 )
-def test_no_peak_is_believed_that_one_step_in_twenty_is_above(tmp_path, too_fast, why) -> None:
+def test_mfu_is_dropped_if_steps_exceed_the_peak(tmp_path, too_fast, why) -> None:
+    """One of 30 steps may exceed the peak, two may not."""
     changes = {step: {"step_time_s": 0.01} for step in range(1, too_fast + 1)}
     metrics = _metrics(tmp_path / "m.jsonl", changes)
     assert metrics.why_no_mfu == why and (metrics.mfu() is None) == (metrics.hfu() is None) == (
@@ -120,7 +123,7 @@ def test_no_peak_is_believed_that_one_step_in_twenty_is_above(tmp_path, too_fast
         assert np.isnan(mfu[0]) and 0 < mfu[1:].max() < 1, "a single step that is too fast has none"
 
 
-def test_recomputation_counts_when_a_peak_is_judged(tmp_path: Path) -> None:
+def test_recomputation_counts_in_the_peak_check(tmp_path: Path) -> None:
     metrics = _metrics(tmp_path / "m.jsonl", {})
     mfu = metrics.mfu()
     assert mfu is not None
@@ -130,7 +133,7 @@ def test_recomputation_counts_when_a_peak_is_judged(tmp_path: Path) -> None:
     assert dataclasses.replace(metrics, site=site, plans=again).why_no_mfu == "above the peak"
 
 
-def test_lost_loss_and_norm_are_told_apart_from_unrecorded_ones(tmp_path: Path) -> None:
+def test_summary_keeps_nan_apart_from_missing_values(tmp_path: Path) -> None:
     last = {30: {"loss": float("nan"), "grad_norm": float("inf")}}
     lost = _metrics(tmp_path / "lost.jsonl", last).summary()
     assert lost["loss"] != lost["loss"] and lost["grad_norm"] == float("inf")
@@ -138,7 +141,7 @@ def test_lost_loss_and_norm_are_told_apart_from_unrecorded_ones(tmp_path: Path) 
     assert _metrics(tmp_path / "none.jsonl", nowhere).summary()["grad_norm"] is None  # type: ignore[arg-type]
 
 
-def test_lines_beyond_the_bound_are_counted(
+def test_rows_beyond_the_buffer_limit_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metrics, "MOST_WAITING", 3)
