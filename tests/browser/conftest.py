@@ -1,4 +1,6 @@
-"""The dashboard's front end in headless Chromium and its kernel side; the wire is a stand-in."""
+"""The dashboard's front end in headless Chromium and its kernel side, with a stand-in for the
+connection between them.
+"""
 
 import base64
 from collections.abc import Iterator
@@ -31,7 +33,7 @@ def browser() -> Iterator:
 
 @pytest.fixture(scope="session")
 def lab(browser, reader_python, tmp_path_factory) -> Iterator[Lab]:
-    """A server where a reader has installed the wheel, with a folder of its own."""
+    """A JupyterLab server with the installed wheel, and with a folder of its own."""
     server = Lab(
         reader_python(), tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("served")
     )
@@ -40,7 +42,7 @@ def lab(browser, reader_python, tmp_path_factory) -> Iterator[Lab]:
 
 
 class Quiet(Monitor):
-    """A dashboard that looks at its run when it is told to."""
+    """A dashboard that reads its run only when a test calls it."""
 
     def _follow_metrics(self) -> None: ...
 
@@ -50,7 +52,7 @@ class Quiet(Monitor):
 
 
 class Screen:
-    """A page that shows a run: what the page asks is answered by the widget."""
+    """A page that shows a run. The widget answers the page's messages."""
 
     def __init__(
         self, window: "Window", run: Run, *, dark: bool = False, before: str = "", **options
@@ -69,13 +71,13 @@ class Screen:
         self.settle()
 
     def answer(self, message: dict) -> None:
-        """The kernel's side of a message."""
+        """Handles a message as the kernel does."""
         if not self.busy:
             self.widget._on_message(self.widget, message, [])
             self.tick()
 
     def tick(self) -> None:
-        """One look at the run, sent to the page."""
+        """Reads the run once and sends the result to the page."""
         self.dashboard.catch_up()
         self.widget._send_frame()
         self.widget._send_facts()
@@ -89,7 +91,7 @@ class Screen:
         return self.widget.view
 
     def refresh(self) -> None:
-        """One look at the run, sent to the page and drawn."""
+        """Reads the run once, sends the result to the page and waits until it is drawn."""
         self.tick()
         self.settle()
 
@@ -100,11 +102,11 @@ class Screen:
         return [message for message in self.page.evaluate("sent") if message["type"] == kind]
 
     def label(self, name: str) -> str:
-        """Returns what a screen reader says of a picture."""
+        """Returns the accessible label of a picture."""
         return self.page.get_by_role("img", name=name).get_attribute("aria-label")
 
     def data(self, name: str) -> str:
-        """Returns what the dashboard says of itself."""
+        """Returns a data attribute of the dashboard's element."""
         return self.page.locator(".kit-monitor").get_attribute(f"data-{name}")
 
     def click(self, name: str) -> None:
@@ -129,7 +131,7 @@ class Screen:
 
 
 class Window:
-    """A browser's window, which keeps what its pages throw and ask the network for."""
+    """A browser window that records the errors and the network requests of its pages."""
 
     def __init__(self, browser) -> None:
         self.errors: list[str] = []
@@ -141,7 +143,7 @@ class Window:
         self.page.expose_function("kernel", self._answer)
 
     def open(self, run: Run, *, width: int = 1180, height: int = 900, **options) -> Screen:
-        """Shows a run in a page in which nothing is left of the one before."""
+        """Shows a run in an empty page."""
         self.page.goto("about:blank")
         self.page.set_viewport_size({"width": width, "height": height})
         return Screen(self, run, **options)
@@ -165,7 +167,7 @@ def window(browser) -> Iterator[Window]:
 
 @pytest.fixture
 def open_screen(window) -> Iterator:
-    """Opens a run in an empty page, which must neither throw an error nor ask the network."""
+    """Opens a run in an empty page, which must neither throw an error nor use the network."""
     window.errors.clear()
     window.requests.clear()
     yield window.open

@@ -1,4 +1,4 @@
-"""The dashboard's front end: what it draws, asks and says."""
+"""The dashboard's front end: what it draws, requests and shows."""
 
 import math
 import os
@@ -22,7 +22,7 @@ from tests.support.recorded_runs import (
 BLUE, LIGHT_BLUE = "#0072B2", "#56B4E9"
 
 
-def test_draws_curves_tiles_and_state_and_new_steps_at_any_width(open_screen, tmp_path):
+def test_dashboard_draws_curves_tiles_and_new_steps(open_screen, tmp_path):
     screen = open_screen(run := recorded_run(tmp_path / "run", steps=400))
     page = screen.page
     assert page.get_by_role("status").first.inner_text() == "▶ running"
@@ -43,7 +43,7 @@ def test_draws_curves_tiles_and_state_and_new_steps_at_any_width(open_screen, tm
     assert screen.sent("view")[-1]["width"] < 700, "the kernel is told the new width"
 
 
-def test_drag_zooms_and_the_kernel_sends_detail(open_screen, tmp_path):
+def test_drag_zooms_into_the_charts(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run", steps=6000, planned=9000))
     page = screen.page
     coarse = int(screen.data("points"))
@@ -63,7 +63,8 @@ def test_drag_zooms_and_the_kernel_sends_detail(open_screen, tmp_path):
     assert screen.view.start == -math.inf
 
 
-def test_keys_stay_in_the_view_and_axes_smoothing_and_hover_work(open_screen, tmp_path):
+def test_keyboard_axes_smoothing_and_hover_work(open_screen, tmp_path):
+    """The page around the dashboard receives no key that the dashboard handles."""
     screen = open_screen(recorded_run(tmp_path / "run", steps=401))
     page = screen.page
     page.evaluate("document.addEventListener('keydown', e => { window.leaked = e.key; })")
@@ -95,7 +96,7 @@ def test_keys_stay_in_the_view_and_axes_smoothing_and_hover_work(open_screen, tm
     screen.photograph("axes")
 
 
-def test_dangerous_buttons_need_a_second_click_and_say_what_became_of_it(open_screen, tmp_path):
+def test_stop_button_needs_a_second_click(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run")
     screen = open_screen(run)
     screen.click("Stop after step")
@@ -118,11 +119,11 @@ def is_stale(screen) -> bool:
     return "kit-stale" in screen.page.locator(".kit-monitor").get_attribute("class")
 
 
-def test_busy_kernel_is_named_and_click_kept(open_screen, tmp_path):
+def test_click_during_busy_kernel_is_kept(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run"))
     screen.busy = True
     screen.click("Checkpoint now")
-    for _ in range(4):  # its threads go on to send what is new
+    for _ in range(4):  # the kernel's threads still send updates
         screen.settle(500)
         screen.tick()
     assert "waits for the kernel" in screen.text(".kit-history")
@@ -138,7 +139,7 @@ def test_busy_kernel_is_named_and_click_kept(open_screen, tmp_path):
     assert screen.text(".kit-notice") == ""
 
 
-def test_width_asked_by_the_view_is_no_request(open_screen, tmp_path):
+def test_resize_during_busy_kernel_shows_no_notice(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run"))
     screen.page.evaluate("tell({type: 'beat', busy: true, looked_s_ago: 0})")
     screen.busy = True
@@ -149,7 +150,7 @@ def test_width_asked_by_the_view_is_no_request(open_screen, tmp_path):
     screen.page.get_by_text("Your request is answered when that cell ends").wait_for()
 
 
-def test_heartbeat_alone_keeps_a_view_live(open_screen, tmp_path):
+def test_heartbeat_alone_keeps_the_dashboard_live(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run"))
     for _ in range(3):
         screen.page.evaluate(LATER, 6000)
@@ -159,7 +160,7 @@ def test_heartbeat_alone_keeps_a_view_live(open_screen, tmp_path):
     screen.page.evaluate("tell({type: 'beat', busy: false, looked_s_ago: 90})")
     assert "the state is 1 min 30 s old" in screen.text(".kit-notice")
     screen.page.evaluate(LATER, 60_000)
-    screen.page.get_by_text("has sent nothing for").wait_for()  # it looks once a second
+    screen.page.get_by_text("has sent nothing for").wait_for()  # the page checks once a second
     assert is_stale(screen)
     assert "If it was restarted, run this cell again" in screen.text(".kit-notice")
 
@@ -173,7 +174,7 @@ def test_finished_run_never_becomes_stale(open_screen, tmp_path):
     assert not is_stale(screen) and screen.text(".kit-notice") == ""
 
 
-def test_only_a_restarted_kernel_asks_for_the_cell(open_screen, tmp_path):
+def test_only_kernel_restart_requires_running_the_cell(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run"), before=JUPYTERLAB)
     page = screen.page
     page.evaluate("window.tellStatus('busy')")
@@ -191,7 +192,7 @@ def test_only_a_restarted_kernel_asks_for_the_cell(open_screen, tmp_path):
     assert is_stale(screen)
 
 
-def test_alerts_jump_to_their_steps_and_log_lines(open_screen, tmp_path):
+def test_alert_button_shows_its_steps_and_log_lines(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run", steps=900, spike_at=700)
     screen = open_screen(run)
     assert "step 700: loss spike" in screen.text(".kit-alerts")
@@ -205,7 +206,7 @@ def test_alerts_jump_to_their_steps_and_log_lines(open_screen, tmp_path):
     assert "from step 1 on" in screen.label("Loss")
 
 
-def test_ranks_attempts_and_baselines(open_screen, tmp_path):
+def test_dashboard_shows_ranks_attempts_and_baselines(open_screen, tmp_path):
     run = recorded_run(
         tmp_path / "run", steps=3000, planned=5000, ranks=16, pipeline=4, second_attempt_at=1800
     )
@@ -235,7 +236,7 @@ def test_ranks_attempts_and_baselines(open_screen, tmp_path):
 
 
 @pytest.mark.parametrize("width", [1180, 480])
-def test_dark_and_narrow(open_screen, tmp_path, width):
+def test_dashboard_is_usable_dark_and_narrow(open_screen, tmp_path, width):
     screen = open_screen(
         recorded_run(tmp_path / "run", steps=900, spike_at=700), width=width, dark=True
     )
@@ -251,7 +252,7 @@ def test_dark_and_narrow(open_screen, tmp_path, width):
     screen.photograph(f"dark-{width}")
 
 
-def test_from_an_empty_run_over_a_nan_to_a_removed_directory(open_screen, tmp_path):
+def test_dashboard_follows_run_from_start_to_removal(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run", steps=0, state=JobState.STARTING)
     screen = open_screen(run)
     assert screen.text(".kit-badge") == "… starting"
@@ -278,7 +279,7 @@ def test_from_an_empty_run_over_a_nan_to_a_removed_directory(open_screen, tmp_pa
     assert again.data("step") == "21", "what was read stays"
 
 
-def test_the_charts_are_there_as_a_table_too(open_screen, tmp_path):
+def test_charts_are_available_as_a_table(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run", steps=300)
     screen = open_screen(run)
     table = screen.page.get_by_role("table")
@@ -298,7 +299,8 @@ def test_the_charts_are_there_as_a_table_too(open_screen, tmp_path):
     screen.photograph("table")
 
 
-def test_a_screen_reader_hears_only_what_is_new_as_that_a_job_is_lost(open_screen, tmp_path):
+def test_screen_reader_regions_change_only_with_news(open_screen, tmp_path):
+    """A lost job is announced. A view that is left removes its listeners."""
     run = recorded_run(tmp_path / "run", steps=900, spike_at=700)
     screen = open_screen(run)
     screen.page.evaluate("""() => { window.spoken = [];
@@ -322,7 +324,7 @@ def test_a_screen_reader_hears_only_what_is_new_as_that_a_job_is_lost(open_scree
     screen.refresh()
 
 
-def test_checkpoints_that_may_not_be_entered_are_named(open_screen, tmp_path, monkeypatch):
+def test_unreadable_checkpoint_folder_is_named(open_screen, tmp_path, monkeypatch):
     run = recorded_run(tmp_path / "run", steps=40)
     closed = str(run.directory / "checkpoints" / "step_20")
     monkeypatch.setattr("kit.run.checkpoint.Checkpoints.unreadable", lambda _: [closed])

@@ -1,4 +1,4 @@
-"""A run directory from a stranger, in real Chromium: the dashboard and a notebook's tables."""
+"""A run directory of another user in real Chromium: the dashboard and a notebook's tables."""
 
 from cluster.heartbeats import read_rank_heartbeats
 from tests.support.hostile import SCRIPT
@@ -9,7 +9,7 @@ OWNED = """() => [document.title, document.querySelectorAll('script:not([type=mo
     document.querySelectorAll('[onerror],[onload],[onclick],iframe,object,embed,a[href]').length]"""
 
 
-def test_the_dashboard_shows_attacks_as_text(open_screen, tmp_path):
+def test_dashboard_shows_attacks_as_text(open_screen, tmp_path):
     screen = open_screen(hostile_run(tmp_path), baselines={SCRIPT: 2.0})
     screen.settle()
     assert SCRIPT.replace("/", "_") in screen.text(".kit-name")
@@ -21,7 +21,7 @@ def test_the_dashboard_shows_attacks_as_text(open_screen, tmp_path):
     assert screen.page.evaluate(OWNED) == ["", 0, 0]
 
 
-def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path):
+def test_host_name_of_slow_rank_is_shown_as_text(open_screen, tmp_path):
     run = recorded_run(tmp_path / "run", steps=300, ranks=4)
     screen = open_screen(run)
     for step in range(300, 360):
@@ -36,7 +36,7 @@ def test_names_of_hosts_of_slow_ranks_are_text(open_screen, tmp_path):
     assert screen.page.evaluate(OWNED) == ["", 0, 0]
 
 
-def test_tables_of_a_notebook_show_attacks_as_text(browser, tmp_path):
+def test_notebook_tables_show_attacks_as_text(browser, tmp_path):
     page = browser.new_page()
     for name, html in pages(hostile_run(tmp_path)).items():
         page.set_content(html)

@@ -1,7 +1,6 @@
-"""Journeys through a real JupyterLab, watching a real job: the viewer may come and go, the job goes
-on.
+"""Use of a real JupyterLab that watches a real job. The job continues whatever the viewer does.
 
-JupyterLab and its kernels run where a reader has installed the wheel: outside the checkout.
+JupyterLab and its kernels run where the wheel is installed, outside the checkout.
 """
 
 import os
@@ -39,7 +38,7 @@ OURS = ("http://127.0.0.1:", "ws://127.0.0.1:", "blob:", "data:")
 
 @pytest.fixture(scope="module")
 def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
-    """A job that trains ten steps a second while it is watched, asleep for most of each."""
+    """A job that trains ten steps a second, and sleeps for most of each step."""
     size = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "sequence_length": 64}
     spec = ModelSpec.gpt(name="small-gpt", vocab_size=300, **size)
     hook = tmp_path_factory.mktemp("hook") / "pace.py"
@@ -55,7 +54,7 @@ def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def opened(browser, lab, run) -> Iterator[Notebook]:
-    """A notebook with three cells; every request of its pages is kept."""
+    """A notebook with three cells that records every request of its pages."""
     notebook = Notebook(browser, lab, [CELL % str(run.directory), MONITOR, BUSY])
     yield notebook
     notebook.context and notebook.context.close()
@@ -63,7 +62,9 @@ def opened(browser, lab, run) -> Iterator[Notebook]:
 
 @pytest.fixture
 def notebook(opened, run) -> Notebook:
-    """The notebook with a live dashboard of a running job, as left by the last journey or anew."""
+    """The notebook with a live dashboard of a running job, reused from the last test if
+    possible.
+    """
     if read_status(run.directory).state.is_final:
         kit.resume(run.directory)
     wait_until(
@@ -81,12 +82,12 @@ def is_live(notebook: Notebook) -> bool:
 
 
 def assert_heard(notebook: Notebook) -> None:
-    notebook.page.wait_for_timeout(3000)  # by then a page that waits for an answer says so
+    notebook.page.wait_for_timeout(3000)  # a page that waits for an answer shows it by then
     notebook.until(notebook.is_heard, 30)
 
 
 def loss(notebook: Notebook) -> str:
-    """Returns what a screen reader says of the chart."""
+    """Returns the accessible label of the loss chart."""
     return notebook.page.get_by_role("img", name="Loss").last.get_attribute("aria-label") or ""
 
 
@@ -96,7 +97,7 @@ def process(run: Run):
     return state.process
 
 
-def test_the_dashboard_of_an_installed_wheel_has_what_it_draws_with(notebook):
+def test_dashboard_of_installed_wheel_draws_charts(notebook):
     package = notebook.text(".jp-CodeCell:nth-of-type(1) .jp-OutputArea-output")
     assert "site-packages" in package and str(ROOT) not in package
     assert not [each for each in notebook.save().cells[1].outputs if each.output_type == "stream"]
@@ -104,13 +105,13 @@ def test_the_dashboard_of_an_installed_wheel_has_what_it_draws_with(notebook):
     notebook.photograph("lab-installed")
 
 
-def test_a_busy_cell_neither_stops_the_view_nor_swallows_a_click(notebook, run):
+def test_busy_cell_neither_stops_view_nor_loses_click(notebook, run):
     pictures = notebook.page.locator(".jp-OutputArea-output img").all()
     assert not any(picture.is_visible() for picture in pictures), "a live view needs no picture"
     busy, begun, ended = (notebook.lab.folder / name for name in ("busy", "begun", "ended"))
     busy.touch()
     notebook.run_cell(2, wait=False)
-    # The kernel's own word: its status changes with each message beside the cell.
+    # A file shows that the cell runs: the kernel's status changes with every message.
     notebook.until(begun.exists)
     before = notebook.step
     notebook.click("Checkpoint now")
@@ -125,7 +126,7 @@ def test_a_busy_cell_neither_stops_the_view_nor_swallows_a_click(notebook, run):
     assert f"saved at step {run.checkpoints.steps()[-1]:,}" in done, "the file is there"
 
 
-def test_a_reload_of_the_page_brings_the_view_back_by_itself(notebook):
+def test_dashboard_continues_after_page_reload(notebook):
     notebook.save()
     before = notebook.step
     notebook.reload()
@@ -134,9 +135,9 @@ def test_a_reload_of_the_page_brings_the_view_back_by_itself(notebook):
     assert_heard(notebook)
 
 
-def test_a_page_is_heard_though_the_last_to_speak_was_a_subshell_that_is_closed(notebook):
-    """As one is that JupyterLab restores views with, after a reload; ipykernel 7.4.0 has the page's
-    next words handled where what the kernel has sent last seems to come from.
+def test_dashboard_works_after_a_subshell_is_closed(notebook):
+    """JupyterLab restores views with a subshell after a reload. ipykernel 7.4.0 then handles the
+    page's next messages in the shell that the kernel's last message seems to come from.
     """
     notebook.evaluate(SUBSHELL)
     before = notebook.step
@@ -145,7 +146,7 @@ def test_a_page_is_heard_though_the_last_to_speak_was_a_subshell_that_is_closed(
     assert_heard(notebook)
 
 
-def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run):
+def test_kernel_restart_does_not_affect_the_job(notebook, run):
     job = process(run)
     notebook.evaluate(f"async () => await {KERNEL}.restart()")
     notebook.until(lambda: "restarted" in notebook.text(".kit-notice"))
@@ -158,11 +159,11 @@ def test_a_restart_of_the_kernel_leaves_the_job_alone(notebook, run):
     assert "from step 1 " in loss(notebook), "the whole history is back"
 
 
-def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebook, run):
+def test_new_server_shows_saved_picture_then_live_run(notebook, run):
     job = process(run)
     saved = notebook.save()
-    # Two drawings and a picture of 300 columns at most, however long the run: 290 kB for one of the
-    # noisiest.
+    # Two drawings and a picture of at most 300 columns, for any length of run: 290 kB for a very
+    # noisy run.
     assert len(notebook.file.read_bytes()) < 400_000 and "widgets" not in saved.metadata
     notebook.lab.stop()
     assert job.is_alive and read_status(run.directory).state is JobState.RUNNING
@@ -177,7 +178,8 @@ def test_a_new_server_and_browser_show_the_picture_first_and_then_the_run(notebo
     assert process(run) == job
 
 
-def test_a_killed_job_is_lost_within_five_seconds_and_comes_back_as_a_new_attempt(notebook, run):
+def test_killed_job_is_shown_as_lost_and_resumed(notebook, run):
+    """The dashboard shows the state "lost" within five seconds."""
     notebook.click("Checkpoint now")
     notebook.until(lambda: "saved at step" in notebook.text(".kit-history"))
     saved = run.checkpoints.steps()[-1]
@@ -201,7 +203,8 @@ def test_a_killed_job_is_lost_within_five_seconds_and_comes_back_as_a_new_attemp
     assert metrics["attempt"][metrics["step"] == saved + 1].tolist() == [attempt + 1], "the newer"
 
 
-def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, run):
+def test_stop_after_step_saves_checkpoint_and_picture(notebook, run):
+    """The saved picture shows the final state."""
     before = run.checkpoints.steps()
     notebook.click("Stop after step")
     notebook.click("Really stop after step?")
@@ -221,7 +224,7 @@ def test_stop_after_step_saves_and_ends_and_the_picture_is_of_the_end(notebook, 
     assert "image/png" in outputs[-1].data and len(notebook.file.read_bytes()) < 400_000
 
 
-def test_nothing_has_left_the_machine(opened):
+def test_notebook_connects_to_no_other_machine(opened):
     if opened.context is None:
         opened.open()
     assert not opened.lab.foreign_connections()

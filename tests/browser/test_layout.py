@@ -1,5 +1,5 @@
-"""Nothing in the dashboard lies over anything else, and no style of the kit acts outside its own
-element. Judged by a real browser: by bounding boxes, and by computed styles of a foreign page.
+"""No part of the dashboard overlaps another, and no style of the kit acts outside its own element.
+A real browser gives the bounding boxes, and the computed styles of a foreign page.
 """
 
 import json
@@ -57,7 +57,9 @@ BESIDE_FILE_BROWSER = 880
 
 
 def full_screen(open_screen, folder, **options) -> Screen:
-    """Returns a screen with all that a dashboard can show, and the picture of a saved one below."""
+    """Returns a screen with all that a dashboard can show, and below it the picture of a saved
+    dashboard.
+    """
     run = recorded_run(
         folder / "run", steps=900, spike_at=700, second_attempt_at=500, ranks=4, pipeline=2
     )
@@ -165,7 +167,7 @@ def test_charts_fill_their_panes_after_theme_change(open_screen, tmp_path):
 
 
 @pytest.mark.parametrize("width", [BESIDE_FILE_BROWSER, 700])
-def test_hover_shows_all_and_moves_nothing(open_screen, tmp_path, width):
+def test_hover_fits_the_dashboard_and_moves_nothing(open_screen, tmp_path, width):
     screen = full_screen(open_screen, tmp_path, width=width)
     page = screen.page
     for number in range(6):
@@ -225,8 +227,8 @@ TAGS = ("div", "span", "img", "table", "th", "td", "section", "figure", "button"
 
 
 def emitted(folder) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Returns the HTML with the styles of everything that the kit shows in a notebook, by its name:
-    the HTML, and the classes of the elements in which its style may act.
+    """Returns, for each thing that the kit shows in a notebook, (HTML with its styles, classes of
+    the elements in which the styles may act).
     """
     run = recorded_run(folder / "run", steps=300)
     widget = Monitor(run)
@@ -256,8 +258,8 @@ def kit_classes() -> set[str]:
     )
 
 
-def test_every_style_of_the_kit_is_known():
-    """A further module that writes a style sheet belongs into `emitted`."""
+def test_every_module_with_styles_is_listed():
+    """A new module that writes a style sheet must be added to `emitted`."""
     sources = {
         str(file.relative_to(ROOT / "kit"))
         for file in (ROOT / "kit").rglob("*.py")

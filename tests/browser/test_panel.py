@@ -18,7 +18,8 @@ DARK = "async () => await jupyterapp.commands.execute('apputils:change-theme', {
 END_KERNELS = "async () => await jupyterapp.serviceManager.sessions.shutdownAll()"
 
 
-def test_panel_follows_refuses_writes_and_leaves_a_still(browser, lab):
+def test_panel_follows_degrees_and_saves_a_picture(browser, lab):
+    """The panel also prints its plan, refuses an impossible layout, and follows a dark theme."""
     notebook = Notebook(browser, lab, [CELL], "panel.ipynb")
     notebook.open()
     notebook.run_cell(0)

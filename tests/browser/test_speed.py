@@ -1,4 +1,4 @@
-"""The expected band, the sentence and the goodput bar, as the dashboard shows them."""
+"""The expected speed band, the verdict and the goodput bar in the dashboard."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from tests.support.recorded_runs import happened, recorded_run
 
 
 def _at_pace(folder: Path, times: float) -> Run:
-    """Returns a run that takes so many times what is expected; its history ends now."""
+    """Returns a run whose steps take `times` the expected time, with a history that ends now."""
     run = recorded_run(folder, steps=400, second_attempt_at=200)
     monitor = SpeedMonitor(run, run.metrics)
     monitor.refresh(wait=True)
@@ -37,7 +37,7 @@ def _at_pace(folder: Path, times: float) -> Run:
 
 
 @pytest.mark.parametrize(("times", "dark"), [(1.0, False), (6.0, True)])
-def test_the_band_the_sentence_and_the_goodput(open_screen, tmp_path, times, dark):
+def test_dashboard_shows_speed_verdict_and_goodput(open_screen, tmp_path, times, dark):
     screen = open_screen(_at_pace(tmp_path / "run", times), dark=dark)
     assert screen.page.locator(".kit-verdict").is_hidden(), "the first view waits for no estimate"
     screen.dashboard.refresh_speed(wait=True)

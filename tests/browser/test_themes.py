@@ -1,4 +1,4 @@
-"""Figures in a real JupyterLab of 1,000 pixels: of its theme, with text of the page's size."""
+"""Figures in a real JupyterLab of 1,000 pixels have the page's theme and text size."""
 
 from collections.abc import Iterator
 
@@ -39,7 +39,7 @@ def page(browser, lab) -> Iterator[Notebook]:
 
 
 @pytest.mark.parametrize(("theme", "shown"), [("Light", "kit-light"), ("Dark", "kit-dark")])
-def test_a_figure_is_of_the_page_s_theme_and_its_text_of_the_page_s_size(page, theme, shown):
+def test_figure_has_the_pages_theme_and_text_size(page, theme, shown):
     page.evaluate(THEME, f"JupyterLab {theme}")
     page.until(lambda: [found[0] for found in page.evaluate(SHOWN)] == [shown])
     [[_, heights, drawing]] = page.evaluate(SHOWN)
@@ -52,7 +52,7 @@ def test_a_figure_is_of_the_page_s_theme_and_its_text_of_the_page_s_size(page, t
     page.photograph(f"figure-{theme.lower()}")
 
 
-def test_what_is_not_drawn_is_seen_and_sources_open_below(page):
+def test_figure_names_missing_run_and_lists_sources(page):
     assert "../runs/mine is not drawn. Drawn here: no runs." in page.text(".kit-figure")
     assert "Published (billion tokens)" not in page.text(".kit-figure")
     page.page.locator(".kit-figure summary").click()

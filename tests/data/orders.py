@@ -1,16 +1,16 @@
-"""How random an order is, in numbers to compare with those of NumPy's permutation."""
+"""How random an order is, in numbers that can be compared with NumPy's permutation."""
 
 import numpy as np
 
 
 def quality(order: np.ndarray, count: int) -> dict[str, float]:
-    """Returns statistics of the beginning of an order of `count`: each has the same spread for all
-    true permutations.
+    """Returns statistics of the beginning of an order of `count` positions. Each statistic has the
+    same spread for all true permutations.
 
-    correlation: of each with the one read after it. chi_square: of how many fall in each hundredth
-    of all, divided by its degrees of freedom, so about 1. coverage: share of 1,000ths met, after as
-    many as the order has. steps: share of neighbours that stand within a thousandth of each other.
-    early: mean position of the first tenth, 0 to 1.
+    correlation: of each position with the next one. chi_square: of the counts in each hundredth of
+    all positions, divided by its degrees of freedom, so about 1. coverage: share of all 1,000ths
+    that the first 1,000 positions meet. steps: share of neighbours within a thousandth of each
+    other. early: mean position of the first tenth, 0 to 1.
     """
     hundredths = np.bincount(order * 100 // count, minlength=100)
     return {

@@ -1,4 +1,6 @@
-"""A build in pieces gives the bytes of a whole one; its parts are datasets too."""
+"""A build in pieces gives the bytes of a build in one piece. Parts of a dataset are
+datasets too.
+"""
 
 import hashlib
 import json
@@ -30,7 +32,9 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """Five files of 40 documents: every tenth is in all, and one twice in the first."""
+    """Five files of 40 documents. Every tenth document is in all files, and one is twice in the
+    first file.
+    """
     folder = tmp_path_factory.mktemp("text")
     for number in range(FILES):
         names = [f"{number if i % 10 else ''} {i}".encode() for i in range(EACH)]
@@ -43,7 +47,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory) -> dict[str, bytes]:
-    """The dataset from one piece."""
+    """The files of the dataset that is built in one piece, by name."""
     folder = tmp_path_factory.mktemp("data") / "whole"
     return contents(build_dataset(folder, text, **QUIET).directory)
 
@@ -55,20 +59,20 @@ def in_pieces(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 8])
-def test_pieces_and_processes_leave_no_trace(whole, text, tmp_path, in_pieces, workers):
+def test_dataset_does_not_depend_on_pieces_and_workers(whole, text, tmp_path, in_pieces, workers):
     built = build_dataset(tmp_path / "data", text, **QUIET, workers=workers)
     assert contents(built.directory) == whole and built.info.duplicates == 4 * (FILES - 1) + 1
     assert [path.name for path in tmp_path.iterdir()] == ["data"], "nothing is left over"
 
 
-def test_a_limit_and_the_default_corpus_are_one_piece(text, tmp_path, in_pieces):
+def test_build_with_several_workers_respects_max_bytes(text, tmp_path, in_pieces):
     limit = {**QUIET, "max_bytes": 4000, "vocab_size": 300}
     built = build_dataset(tmp_path / "data", text, **limit, workers=4)
     assert 3500 < built.info.train.text_bytes + built.info.validation.text_bytes <= 4000
 
 
-def test_a_killed_build_begins_anew_and_its_processes_end(whole, text, tmp_path, capsys):
-    """SIGKILL at the first encoded piece; its helpers see that their parent has gone."""
+def test_killed_build_can_be_repeated_and_workers_end(whole, text, tmp_path, capsys):
+    """SIGKILL at the first encoded piece. The workers end because their parent is gone."""
     code = (
         "import kit.data.corpus, sys\n"
         "kit.data.corpus.PIECE_BYTES = 1\n"
@@ -92,7 +96,7 @@ def test_a_killed_build_begins_anew_and_its_processes_end(whole, text, tmp_path,
     assert f"{left}: of a build that runs now, or of one that was killed" in capsys.readouterr().out
 
 
-def test_what_another_process_cannot_read_is_told(text, tmp_path, in_pieces):
+def test_damage_found_by_a_worker_is_named(text, tmp_path, in_pieces):
     source = Path(shutil.copytree(text, tmp_path / "text"))
     with (source / "1.jsonl").open("a") as stream:
         stream.write('\n{"text"')
@@ -101,7 +105,7 @@ def test_what_another_process_cannot_read_is_told(text, tmp_path, in_pieces):
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-def test_a_process_that_has_gone_is_told(text, tmp_path, in_pieces, monkeypatch):
+def test_killed_worker_is_reported(text, tmp_path, in_pieces, monkeypatch):
     class Killed(subprocess.Popen):
         def __init__(self, *words, **given) -> None:
             super().__init__(*words, **given)
@@ -114,7 +118,7 @@ def test_a_process_that_has_gone_is_told(text, tmp_path, in_pieces, monkeypatch)
         build_dataset(tmp_path / "data", text, **QUIET, workers=0)
 
 
-def test_a_log_is_told_the_time_left(text, tmp_path, in_pieces, monkeypatch, capsys):
+def test_build_log_shows_the_time_left(text, tmp_path, in_pieces, monkeypatch, capsys):
     monkeypatch.setattr("kit.data.workers.LOG_INTERVAL_S", 0)
     build_dataset(tmp_path / "data", text, **QUIET | {"progress": True}, workers=1)
     told = capsys.readouterr().out
@@ -127,8 +131,10 @@ def tokenizer(whole, tmp_path) -> Path:
     return tmp_path / "tokenizer.json"
 
 
-def test_parts_are_datasets_that_agree_with_the_whole(whole, text, tmp_path, tokenizer):
-    """On what is held out; together they hold its documents, and what is in two of them in both."""
+def test_parts_together_equal_the_whole_dataset(whole, text, tmp_path, tokenizer):
+    """Parts agree on the validation documents. A document in the files of two parts is in both
+    parts.
+    """
 
     def built(name: str, part: tuple[int, int] | None) -> Dataset:
         given = {"validation_fraction": 0.2, "progress": False, "part": part}
@@ -150,7 +156,7 @@ def test_parts_are_datasets_that_agree_with_the_whole(whole, text, tmp_path, tok
     assert contents(built("again", (2, 3)).directory) == contents(parts[1].directory)
 
 
-def test_parts_that_would_not_fit_together_are_refused(text, tmp_path, tokenizer):
+def test_incompatible_parts_are_refused(text, tmp_path, tokenizer):
     def refused(message: str, part: tuple[int, int], tokenizer: Path | None = tokenizer) -> None:
         with pytest.raises(DataError, match=message):
             build_dataset(tmp_path / "data", text, tokenizer, progress=False, part=part)
@@ -163,8 +169,8 @@ def test_parts_that_would_not_fit_together_are_refused(text, tmp_path, tokenizer
     refused("part_1_of_4: of another number of parts than 3, so text would stand there", (1, 3))
 
 
-def test_of_parts_only_those_that_are_lacking_are_named(text, tmp_path, tokenizer):
-    """By settings, names and sizes of files; other settings are refused as for any dataset."""
+def test_only_missing_parts_are_listed_as_unbuilt(text, tmp_path, tokenizer):
+    """Settings, names and sizes of files decide. Other settings are refused as for any dataset."""
     source = Path(shutil.copytree(text, tmp_path / "text"))
     asked = {
         "sources": source,

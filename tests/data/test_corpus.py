@@ -1,4 +1,4 @@
-"""The documents that come out of sources: all of them, once each, and what is damaged is named."""
+"""Documents that are read from sources: all of them, once each. Errors name damaged documents."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ def write_jsonl(file: Path, rows: list) -> Path:
     return file
 
 
-def test_folder_of_every_format(tmp_path):
+def test_folder_with_every_format_is_read(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "sub" / "b.md").write_bytes(b"\xef\xbb\xbfsecond \xe6\x97\xa5")
@@ -45,7 +45,7 @@ def test_folder_of_every_format(tmp_path):
         assert document.num_bytes == len(document.text.encode())
 
 
-def test_duplicates_and_empty_documents_are_dropped_and_counted(tmp_path):
+def test_duplicate_and_empty_documents_are_dropped(tmp_path):
     rows = [{"text": text} for text in ("one", "two", "one", "  \n", "", "one", "three")]
     corpus = Corpus(write_jsonl(tmp_path / "a.jsonl", rows))
     for _ in range(2):
@@ -66,7 +66,7 @@ DAMAGED_LINES = {
 
 
 @pytest.mark.parametrize(("line", "message"), DAMAGED_LINES.items())
-def test_a_damaged_line_is_named(tmp_path, line, message):
+def test_damaged_line_is_named_and_can_be_skipped(tmp_path, line, message):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "also good"}\n')
     with pytest.raises(DataError, match="a.jsonl:2: " + message):
         list(Corpus(tmp_path / "a.jsonl"))
@@ -104,8 +104,8 @@ def zstd(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("rows", [100, 30_000], ids=["small", "above 1 MB"])
 @pytest.mark.parametrize(("end", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
-def test_compressed_lines_are_read_to_their_end_or_to_the_cut(tmp_path, end, compress, rows):
-    """The second of two frames may lack its last bytes: gzip's check alone, or a block."""
+def test_truncated_compressed_file_is_read_to_the_cut(tmp_path, end, compress, rows):
+    """The second of two frames lacks its last bytes: of gzip only the checksum, of zstd a block."""
     texts = [f"document {i} {i * i}" for i in range(2 * rows)]
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
     frames = [compress(b"".join(part)) for part in (lines[:rows], lines[rows:])]
@@ -127,8 +127,10 @@ def test_compressed_lines_are_read_to_their_end_or_to_the_cut(tmp_path, end, com
             list(Corpus(file))
 
 
-def test_a_folder_of_hugging_face_is_its_training_text(tmp_path):
-    """As `save_to_disk` and the hub leave it: Arrow, splits, a card, and links to the bytes."""
+def test_hugging_face_folder_gives_its_training_text(tmp_path):
+    """The folder is as `save_to_disk` and the hub leave it: Arrow, splits, a card, and links to the
+    bytes.
+    """
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         table = pyarrow.table({"id": [1, 2], "body": [f"{split} one", f"{split} two"]})
@@ -192,7 +194,7 @@ def test_repository_of_code_is_read_whole(tmp_path):
     assert sorted(document.text for document in corpus) == names and not corpus.unread
 
 
-def test_a_link_to_itself_is_named(tmp_path):
+def test_link_to_itself_is_refused(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
     (tmp_path / "b.jsonl").symlink_to("b.jsonl")
     with pytest.raises(DataError, match=r"b\.jsonl: a link"):
@@ -209,14 +211,14 @@ def test_a_link_to_itself_is_named(tmp_path):
         (None, 0, "max_bytes: 0"),
     ],
 )
-def test_sources_that_hold_nothing_are_refused(source, max_bytes, message, tmp_path):
+def test_empty_or_missing_sources_are_refused(source, max_bytes, message, tmp_path):
     (tmp_path / "table.csv").write_text("a,b")
     with pytest.raises(DataError, match=message):
         Corpus(tmp_path / source if isinstance(source, str) else source, max_bytes)
 
 
-def test_no_line_is_larger_than_memory(tmp_path, monkeypatch):
-    """Of one that is 1,000 times smaller as it is packed."""
+def test_overlong_line_is_skipped_in_little_memory(tmp_path, monkeypatch):
+    """The line is 1,000 times smaller when compressed."""
     monkeypatch.setattr(readers, "LARGEST_LINE_BYTES", 3 << 20)
     row, bomb = b'{"text": "%s"}\n', b"[" * (64 << 20) + b"\n"
     file = tmp_path / "b.jsonl.gz"
@@ -231,8 +233,10 @@ def test_no_line_is_larger_than_memory(tmp_path, monkeypatch):
     assert "a line of 3,145,728 bytes or more, longer than any document" in corpus.skipped[0]
 
 
-def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
-    """A stranger's may lead to a key of its reader, the hub's cache's to its own files."""
+def test_link_out_of_the_folder_is_not_followed(tmp_path):
+    """A link of another user may lead to a private key. Links of the hub's cache lead to its own
+    files.
+    """
     (tmp_path / "secret").write_text("key")
     folder = tmp_path / "hub" / "snapshots" / "1f2e"
     folder.mkdir(parents=True)
@@ -247,13 +251,13 @@ def test_a_link_out_of_a_folder_is_not_followed(tmp_path):
     assert named == ["key"], "named by its reader, it is meant"
 
 
-def test_max_bytes_stops_before_it_is_exceeded(tmp_path):
+def test_corpus_never_exceeds_max_bytes(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [{"text": f"{i:010}"} for i in range(10)])
     for most, count in ((35, 3), (40, 4), (None, 10)):
         assert len(list(Corpus(file, max_bytes=most))) == count
 
 
-def test_default_corpus_is_the_installation(tmp_path):
+def test_default_corpus_is_the_python_installation(tmp_path):
     corpus = Corpus(max_bytes=2_000_000)
     documents = list(corpus)
     assert [document.name for document in documents] == [document.name for document in corpus]
@@ -263,7 +267,7 @@ def test_default_corpus_is_the_installation(tmp_path):
     assert any(document.name == "pydoc_data/topics.py:lambda" for document in documents)
 
 
-def test_default_corpus_is_pythons_own_text_without_its_tests():
+def test_default_corpus_leaves_out_pythons_tests():
     library = Path(sysconfig.get_path("stdlib"))
     files = [path for _, group in installed_files() for path, _ in group]
     assert 10_000_000 < sum(path.stat().st_size for path in files) <= 24_000_000
@@ -273,14 +277,14 @@ def test_default_corpus_is_pythons_own_text_without_its_tests():
         assert not path.name.startswith("_sysconfigdata")
 
 
-def test_default_corpus_passes_over_links_to_what_is_gone(tmp_path, monkeypatch):
+def test_default_corpus_skips_broken_links(tmp_path, monkeypatch):
     (tmp_path / "here.py").write_text("x = 1")
     (tmp_path / "gone.py").symlink_to(tmp_path / "absent")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     assert {name for _, group in installed_files() for _, name in group} == {"here.py"}
 
 
-def test_draw_is_uniform_and_depends_on_text_and_purpose(tmp_path):
+def test_draw_is_uniform_and_independent_per_purpose(tmp_path):
     rows = [{"text": str(i)} for i in range(4000)]
     documents = list(Corpus(write_jsonl(tmp_path / "a.jsonl", rows)))
     draws = [document.draw("a") for document in documents]

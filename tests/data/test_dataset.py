@@ -1,4 +1,4 @@
-"""build_dataset and Dataset: a folder is whole or absent, and damage is noticed."""
+"""build_dataset and Dataset: a folder is complete or absent, and damage is detected."""
 
 import hashlib
 import json
@@ -45,7 +45,7 @@ def decoded(dataset: Dataset, file: TokenFile) -> list[str]:
     return [tokenizer.decode(ids[:-1]) for ids in documents(file)]
 
 
-def test_every_document_is_on_one_side(dataset, text):
+def test_every_document_is_in_train_or_validation(dataset, text):
     sizes = {document.text: document.num_bytes for document in Corpus(text)}
     sides = []
     parts = (dataset.train, dataset.info.train), (dataset.validation, dataset.info.validation)
@@ -60,7 +60,7 @@ def test_every_document_is_on_one_side(dataset, text):
     assert (dataset.info.duplicates, dataset.info.skipped) == (1, ())
 
 
-def test_validation_text_belongs_to_the_validation_tokens(dataset):
+def test_validation_text_matches_validation_tokens(dataset):
     rows, tokens = list(dataset.validation_documents()), documents(dataset.validation)
     assert [row.text for row in rows] == decoded(dataset, dataset.validation)
     for row, ids in zip(rows, tokens, strict=True):
@@ -68,7 +68,7 @@ def test_validation_text_belongs_to_the_validation_tokens(dataset):
         assert row.name.startswith("text.jsonl:")
 
 
-def test_description_names_what_was_used(dataset):
+def test_description_lists_tokenizer_files_and_sources(dataset):
     info, folder = dataset.info, dataset.directory
     assert (info.vocab_size, dataset.vocab_size, info.dtype) == (330, 330, "uint16")
     assert info.tokenizer_sha256 == dataset.tokenizer().sha256
@@ -78,8 +78,10 @@ def test_description_names_what_was_used(dataset):
     assert "330 entries" in dataset._repr_html_() and "1 duplicate," in dataset._repr_html_()
 
 
-def test_the_tokenizer_is_of_the_training_text_or_a_sample(dataset, text, tmp_path, monkeypatch):
-    """Held-out documents do not shape it; of a large corpus, a sample does."""
+def test_tokenizer_is_trained_on_training_text_only(dataset, text, tmp_path, monkeypatch):
+    """Validation documents are left out. For a large corpus, a sample of the training
+    text is used.
+    """
     whole = dataset.tokenizer().sha256
     assert train_tokenizer(decoded(dataset, dataset.train), 330).sha256 == whole
     monkeypatch.setattr("kit.data.steps.TOKENIZER_BYTES", dataset.info.train.text_bytes // 2)
@@ -88,7 +90,7 @@ def test_the_tokenizer_is_of_the_training_text_or_a_sample(dataset, text, tmp_pa
     assert sampled.info.train.documents == dataset.info.train.documents
 
 
-def test_builds_at_the_same_moment_agree(dataset, text, tmp_path):
+def test_concurrent_builds_agree(dataset, text, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         builds = [pool.submit(build_dataset, tmp_path / "data", text, **QUIET) for _ in range(2)]
     for build in builds:
@@ -96,7 +98,7 @@ def test_builds_at_the_same_moment_agree(dataset, text, tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "data"]
 
 
-def test_text_that_changes_during_the_build_is_noticed(text, tmp_path, monkeypatch):
+def test_text_changed_during_the_build_is_refused(text, tmp_path, monkeypatch):
     own = Path(shutil.copy(text, tmp_path / "text.jsonl"))
 
     def train_and_append(texts, vocab_size):
@@ -110,8 +112,8 @@ def test_text_that_changes_during_the_build_is_noticed(text, tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [own]
 
 
-def test_training_documents_are_written_in_a_random_order(dataset, text, tmp_path):
-    """That of their draws; another seed gives another."""
+def test_training_documents_are_in_random_order(dataset, text, tmp_path):
+    """The order is that of their draws. Another seed gives another order."""
     draws = {document.text: document.draw("order 1234") for document in Corpus(text)}
     texts = decoded(dataset, dataset.train)
     assert dataset.info.settings.order == "windows"
@@ -122,7 +124,7 @@ def test_training_documents_are_written_in_a_random_order(dataset, text, tmp_pat
     assert [each for each in decoded(other, other.train) if each in texts] != texts
 
 
-def test_seed_and_fraction_choose_what_is_held_out(text, tmp_path):
+def test_seed_and_fraction_choose_validation_documents(text, tmp_path):
     def held_out(**changes) -> set[str]:
         dataset = build_dataset(tmp_path / f"{changes}", text, **QUIET | changes)
         return {document.name for document in dataset.validation_documents()}
@@ -145,8 +147,8 @@ def uneven(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_one_long_text_does_not_become_the_held_out_part(seed, uneven, tmp_path):
-    """Whatever the seed: its end is held out, as much as asked, and nothing is in both."""
+def test_only_the_end_of_a_long_text_is_validation(seed, uneven, tmp_path):
+    """For every seed the validation text has the requested size, and no text is in both splits."""
     usual = {"vocab_size": 300, "progress": False, "skip_corrupt": True}
     dataset = build_dataset(tmp_path / "data", uneven, **usual, seed=seed)
     info, long = dataset.info, (uneven / "good.txt").read_text()
@@ -163,7 +165,7 @@ def test_one_long_text_does_not_become_the_held_out_part(seed, uneven, tmp_path)
     assert facts["unreadable"] == "text/latin.txt:1: not UTF-8 text (byte 0xe9)"
 
 
-def test_the_command_says_what_was_read_held_out_and_left_out(uneven, tmp_path):
+def test_data_build_reports_read_and_left_out_text(uneven, tmp_path):
     words = f"data build {tmp_path / 'data'} --source {uneven / 'good.txt'} --vocab-size 300"
     said = CliRunner().invoke(app, words.split())
     assert "1 document in 1 file" in said.stdout and "of 1 document the end" in said.stdout
@@ -175,7 +177,7 @@ def test_the_command_says_what_was_read_held_out_and_left_out(uneven, tmp_path):
     assert not (tmp_path / "none").exists() and not list(tmp_path.glob(".*"))
 
 
-def test_an_equal_dataset_is_reused(dataset, text, tmp_path, capsys):
+def test_equal_dataset_is_reused(dataset, text, tmp_path, capsys):
     own, folder = shutil.copy(text, tmp_path / "text.jsonl"), dataset.directory
     before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
     build_dataset(folder, own, **QUIET | {"progress": True})
@@ -186,7 +188,7 @@ def test_an_equal_dataset_is_reused(dataset, text, tmp_path, capsys):
     assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == before
 
 
-def test_another_dataset_is_replaced_only_when_asked(copy, text):
+def test_other_dataset_is_replaced_only_with_overwrite(copy, text):
     before, other = contents(copy), QUIET | {"vocab_size": 320}
     refused = "other settings: vocab_size: 330 there, 320 asked. Nothing was changed"
     with pytest.raises(DataError, match=refused):
@@ -196,7 +198,7 @@ def test_another_dataset_is_replaced_only_when_asked(copy, text):
     assert list(copy.parent.iterdir()) == [copy]
 
 
-def test_a_folder_that_is_no_dataset_is_never_touched(text, tmp_path):
+def test_folder_without_dataset_is_never_overwritten(text, tmp_path):
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(DataError, match="exists and is not a dataset; nothing was changed"):
         build_dataset(tmp_path, text, **QUIET, overwrite=True)
@@ -205,7 +207,7 @@ def test_a_folder_that_is_no_dataset_is_never_touched(text, tmp_path):
     assert contents(tmp_path) == {"thesis.tex": b"precious"}
 
 
-def test_a_failed_build_leaves_nothing(text, tmp_path):
+def test_failed_build_leaves_nothing(text, tmp_path):
     damaged = tmp_path / "source" / "damaged.jsonl"
     damaged.parent.mkdir()
     damaged.write_text(text.read_text() + '{"text": ')
@@ -236,7 +238,7 @@ def test_too_little_text_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "name", ["train.bin", "train.idx", "validation.bin", "validation.idx", "validation.jsonl"]
 )
-def test_damage_is_noticed_and_repaired(copy, text, name):
+def test_damaged_dataset_is_detected_and_rebuilt(copy, text, name):
     Dataset.open(copy).verify()
     data = (copy / name).read_bytes()
     (copy / name).write_bytes(data[:-1])
@@ -254,7 +256,7 @@ def test_damage_is_noticed_and_repaired(copy, text, name):
     assert (copy / name).read_bytes() == data
 
 
-def test_a_damaged_description_is_refused(copy, text):
+def test_damaged_description_is_refused(copy, text):
     (copy / "dataset.json").write_text('{"format": 1')
     with pytest.raises(ConfigError, match="dataset.json: .*not valid JSON"):
         Dataset.open(copy)
@@ -263,7 +265,7 @@ def test_a_damaged_description_is_refused(copy, text):
     build_dataset(copy, text, **QUIET, overwrite=True).verify()
 
 
-def test_given_tokenizer_is_kept(dataset, text, tmp_path):
+def test_given_tokenizer_is_copied_unchanged(dataset, text, tmp_path):
     file = dataset.directory / "tokenizer.json"
     info = build_dataset(tmp_path / "data", text, file, progress=False).info
     assert (tmp_path / "data" / "tokenizer.json").read_bytes() == file.read_bytes()
@@ -272,7 +274,7 @@ def test_given_tokenizer_is_kept(dataset, text, tmp_path):
         build_dataset(tmp_path / "other", text, file, vocab_size=4096)
 
 
-def test_unigram_baseline(dataset):
+def test_unigram_baseline_equals_a_plain_computation(dataset):
     counts = np.ones(330)
     for token in dataset.train.tokens:
         counts[token] += 1
@@ -284,7 +286,7 @@ def test_unigram_baseline(dataset):
     assert 0 < baseline.nats_per_token < math.log(330)
 
 
-def test_default_corpus_trains(tmp_path):
+def test_default_corpus_gives_training_batches(tmp_path):
     dataset = build_dataset(tmp_path / "data", max_bytes=300_000, vocab_size=512, progress=False)
     batch = dataset.samples("train", 128, seed=0).batch(0, 8)
     assert batch.shape == (8, 129) and batch.max() < 512

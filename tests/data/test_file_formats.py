@@ -1,5 +1,6 @@
-"""Files as people have them: every format is read by its content, and nothing is left out in
-silence."""
+"""Files in practice: every format is detected from its content, and files that are left out are
+reported.
+"""
 
 import bz2
 import gzip
@@ -31,7 +32,9 @@ SMALL = {**QUIET, "vocab_size": 280}
 
 
 def num_documents(info: DatasetInfo) -> int:
-    """Returns the number of documents of a dataset; one whose end is held out counts once."""
+    """Returns the number of documents of a dataset. A document that is split between train and
+    validation counts once.
+    """
     return info.train.documents + info.validation.documents - info.cut
 
 
@@ -67,8 +70,8 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_json_is_read_whatever_its_name(name, tmp_path):
-    """In a folder too, beside a card and checksums, which are not documents."""
+def test_json_is_read_under_any_file_name(name, tmp_path):
+    """Also in a folder with a card and checksums, which are not documents."""
     folder = tmp_path / "clone"
     folder.mkdir()
     (folder / name).write_bytes(FILES[name])
@@ -80,7 +83,7 @@ def test_json_is_read_whatever_its_name(name, tmp_path):
     assert {unread.kind for unread in corpus.unread} == {"description", "marker"}
 
 
-def test_arrow_files_and_tables_without_an_end_are_read(tmp_path):
+def test_feather_and_extensionless_parquet_are_read(tmp_path):
     table = pyarrow.table({"text": TEXTS})
     pyarrow.feather.write_feather(table, str(tmp_path / "a.arrow"))
     pyarrow.parquet.write_table(table, tmp_path / "b")
@@ -88,7 +91,7 @@ def test_arrow_files_and_tables_without_an_end_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("size", [300, 3_000_000])
-def test_json_values_are_read_to_their_damage(tmp_path, size):
+def test_damaged_json_array_is_read_to_the_damage(tmp_path, size):
     file = tmp_path / "a.json"
     rows = [{"text": f"{number} " + "x" * size} for number in range(5)]
     file.write_text(json.dumps(rows, indent=1)[:-30])
@@ -99,7 +102,7 @@ def test_json_values_are_read_to_their_damage(tmp_path, size):
     assert len(corpus.skipped) == 1
 
 
-def test_a_key_leads_into_objects(tmp_path):
+def test_text_key_reaches_nested_objects(tmp_path):
     rows = [{"meta": {"text": text, "id": 1}, "a.b": text} for text in TEXTS]
     lines = tmp_path / "a.jsonl"
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -113,8 +116,10 @@ def test_a_key_leads_into_objects(tmp_path):
 # Folders ------------------------------------------------------------------------------------------
 
 
-def test_a_folder_names_what_is_not_read(tmp_path):
-    """The build tells and records it; more bytes than are read need leave."""
+def test_unread_files_of_a_folder_are_recorded(tmp_path):
+    """The build prints and records unread files. If they have more bytes than the files that are
+    read, `allow_unread` is required.
+    """
     folder = tmp_path / "mixed"
     folder.mkdir()
     (folder / "a.jsonl").write_bytes(ROWS * 30)  # each document 30 times
@@ -141,7 +146,7 @@ def test_a_folder_names_what_is_not_read(tmp_path):
     assert len(texts(folder, allow_unread=True)) == 18
 
 
-def test_pointers_of_git_lfs_are_not_the_data(tmp_path):
+def test_git_lfs_pointers_are_refused(tmp_path):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 3000000\n"
     for name in ("a.parquet", "b.json.gz", "c.txt"):
         (tmp_path / name).write_text(pointer)
@@ -155,7 +160,7 @@ def test_pointers_of_git_lfs_are_not_the_data(tmp_path):
         Corpus(tmp_path)
 
 
-def test_links_and_folders_that_cannot_be_read_are_named(tmp_path):
+def test_broken_and_outside_links_are_named(tmp_path):
     folder, other = tmp_path / "corpus", tmp_path / "other"
     for place in (folder, other):
         place.mkdir()
@@ -169,7 +174,7 @@ def test_links_and_folders_that_cannot_be_read_are_named(tmp_path):
         Corpus(folder)
 
 
-def test_a_wrong_key_names_the_keys(tmp_path):
+def test_wrong_text_key_error_lists_the_keys(tmp_path):
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(ROWS.replace(b'"text"', b'"body"')))
     (tmp_path / "README.md").write_text("A card")
     with pytest.raises(DataError, match=r"JSON without 'text' \(found: body\).*--text-key"):
@@ -177,7 +182,7 @@ def test_a_wrong_key_names_the_keys(tmp_path):
     assert texts(tmp_path, text_key="body") == TEXTS
 
 
-def test_text_without_an_end_is_read_where_nothing_else_is(tmp_path):
+def test_files_without_extension_are_read_only_if_alone(tmp_path):
     for name in ("wiki_00", "wiki_01"):
         (tmp_path / name).write_text(f"text of {name}")
     assert texts(tmp_path) == ["text of wiki_00", "text of wiki_01"]
@@ -197,7 +202,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_files_are_refused_by_what_they_are(name, tmp_path):
+def test_unsupported_file_error_names_its_format(name, tmp_path):
     data, message = REFUSED[name]
     (tmp_path / name).write_bytes(data)
     for source in (tmp_path / name, tmp_path):
@@ -216,8 +221,8 @@ STORIES = (
 
 @pytest.mark.parametrize("read_bytes", [1, 7, 1 << 20])
 @pytest.mark.parametrize("pack", [None, gzip.compress], ids=["plain", "gz"])
-def test_a_separator_ends_documents(tmp_path, monkeypatch, read_bytes, pack):
-    """Wherever the blocks that are read end."""
+def test_separator_splits_text_into_documents(tmp_path, monkeypatch, read_bytes, pack):
+    """For any size of the blocks that are read."""
     monkeypatch.setattr(readers, "READ_BYTES", read_bytes)
     file = tmp_path / ("stories.txt.gz" if pack else "stories.txt")
     file.write_bytes(pack(STORIES.encode()) if pack else STORIES.encode())
@@ -229,7 +234,7 @@ def test_a_separator_ends_documents(tmp_path, monkeypatch, read_bytes, pack):
     assert texts(file, separator="\n\n") == ["one\r\nline", "two", "three"]
 
 
-def test_a_document_between_separators_may_be_too_large(tmp_path, monkeypatch):
+def test_too_large_separated_document_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "LARGEST_DOCUMENT_BYTES", 5000)
     monkeypatch.setattr(readers, "READ_BYTES", 1000)
     file = tmp_path / "a.txt"
@@ -242,8 +247,10 @@ def test_a_document_between_separators_may_be_too_large(tmp_path, monkeypatch):
     assert sizes == ["5,500", "20,001", "9,000"]
 
 
-def test_a_large_text_is_read_in_pieces(tmp_path):
-    """All of it, in little memory; a line that is longer ends at a space or a character."""
+def test_large_text_is_read_in_pieces(tmp_path):
+    """The whole text is read, in little memory. A line longer than a piece is split at a space or a
+    character.
+    """
     file = tmp_path / "text8.txt"
     lines = "".join(f"line {number} of a text é\n" for number in range(400_000))
     words = "".join(f"word{number} " for number in range(400_000))
@@ -263,7 +270,7 @@ def test_a_large_text_is_read_in_pieces(tmp_path):
         texts(file)
 
 
-def test_json_lines_that_are_named_text_are_told(tmp_path):
+def test_json_lines_named_txt_are_reported(tmp_path):
     (tmp_path / "a.txt").write_bytes(ROWS)
     built = build_dataset(tmp_path / "data", tmp_path / "a.txt", **SMALL)
     assert built.info.json_texts == 1
@@ -273,7 +280,7 @@ def test_json_lines_that_are_named_text_are_told(tmp_path):
         texts(tmp_path / "a.txt")
 
 
-def test_small_text_with_marks_is_one_document_and_told(tmp_path):
+def test_end_of_text_marks_in_one_document_are_reported(tmp_path):
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(TEXTS))
     built = build_dataset(tmp_path / "data", tmp_path / "a.txt", **SMALL)
     assert built.info.marked == 1
@@ -281,8 +288,8 @@ def test_small_text_with_marks_is_one_document_and_told(tmp_path):
 
 
 @pytest.mark.parametrize("size", [1 << 20, (1 << 24) + 1, 1 << 40])
-def test_zeros_of_a_crash_are_reported(size, tmp_path):
-    """A terabyte of them takes no place on the disk, and no time."""
+def test_nul_bytes_after_a_crash_are_reported(size, tmp_path):
+    """A terabyte of NUL bytes takes no space on the disk, and no time to check."""
     file = tmp_path / "a.txt"
     with file.open("wb") as sparse:
         sparse.truncate(size)
@@ -302,7 +309,8 @@ def test_zeros_of_a_crash_are_reported(size, tmp_path):
         texts(file)
 
 
-def test_separated_text_is_built_alike_by_parts_and_processes(tmp_path, monkeypatch):
+def test_separated_text_build_is_equal_with_workers(tmp_path, monkeypatch):
+    """Parts can be built too."""
     folder = tmp_path / "text"
     folder.mkdir()
     for number in range(3):
@@ -327,13 +335,13 @@ def test_separated_text_is_built_alike_by_parts_and_processes(tmp_path, monkeypa
     assert [num_documents(part.info) for part in parts] == [80, 40]
 
 
-def test_a_separator_needs_a_text_file(tmp_path):
+def test_separator_without_text_file_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(ROWS)
     with pytest.raises(DataError, match="separator: there is no text file"):
         Corpus(tmp_path, separator="|")
 
 
-def test_the_command_takes_a_separator(tmp_path):
+def test_data_build_accepts_a_separator(tmp_path):
     (tmp_path / "a.txt").write_text("\n\n".join(TEXTS * 20))
     words = ["data", "build", str(tmp_path / "data"), "--source", str(tmp_path / "a.txt")]
     words += ["--vocab-size", "262", "--separator", r"\n\n"]
@@ -344,7 +352,7 @@ def test_the_command_takes_a_separator(tmp_path):
     assert num_documents(info) == 9
 
 
-def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
+def test_unreadable_file_is_named_and_can_be_skipped(tmp_path, monkeypatch):
     for name in ("a.jsonl", "b.jsonl", "c.json"):
         (tmp_path / name).write_bytes(ROWS)
     opened = Path.open
@@ -361,7 +369,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
     assert len(list(corpus)) == len(TEXTS) and len(corpus.skipped) == 2
 
 
-def test_a_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
+def test_unlistable_folder_is_refused(tmp_path, monkeypatch):
     (tmp_path / "closed").mkdir()
     (tmp_path / "a.txt").write_text("text")
 

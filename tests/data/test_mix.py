@@ -1,4 +1,4 @@
-"""A recipe's data: a folder, or shards and sources in phases; what does not fit is refused."""
+"""A recipe's data: a folder, or shards and sources in phases. Incompatible data are refused."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def mixed(dataset, *sources: DataSource, phases=()) -> Recipe:
     return Recipe(data=str(dataset.directory), num_steps=10, sources=sources, phases=phases)
 
 
-def test_a_plain_path_reads_the_datasets_own_text(tiny_dataset, recipe):
+def test_plain_data_path_reads_the_dataset(tiny_dataset, recipe):
     samples = training_samples(recipe, 16)
     own = tiny_dataset.samples("train", 16, recipe.seed)
     assert np.array_equal(samples.batch(5, 9), own.batch(5, 9))
@@ -46,13 +46,13 @@ def test_shards_of_a_pattern_are_one_source(tiny_dataset, shards):
     assert np.bincount(samples.batch(0, 600)[:, 0]).tolist() == [0, 100, 200, 300]
 
 
-def test_sources_and_phases_change_what_is_read_where_the_recipe_says(tiny_dataset, shards):
+def test_phases_change_the_mix_at_given_tokens(tiny_dataset, shards):
     weights = (1, 1), (2, 0), (3, 1)
     sources = [DataSource(paths=(f"{shards}/part_{i}",), weight=weight) for i, weight in weights]
     ends = (400, (3, 1, 0)), (1601, (0, 1, 1))
     phases = tuple(DataPhase(until_tokens=end, weights=weights) for end, weights in ends)
     samples = training_samples(mixed(tiny_dataset, *sources, phases=phases), 8)
-    # Phases begin at samples 0, 50 and 201: the first that is wholly beyond.
+    # Phases begin at samples 0, 50 and 201, which are wholly beyond the phase before.
     read = samples.batch(0, 300)[:, 0]
     assert set(read[:50]) == {1, 2} and set(read[50:201]) == {2, 3} and set(read[201:]) == {1, 3}
     counts = np.bincount(read, minlength=4)[1:]
@@ -60,7 +60,7 @@ def test_sources_and_phases_change_what_is_read_where_the_recipe_says(tiny_datas
     assert samples.epochs(300) == pytest.approx(counts / [100, 200, 300])
 
 
-def test_sources_are_told_apart_by_the_ends_of_their_paths():
+def test_source_names_are_distinct_path_ends():
     def names(*paths: str) -> list[str]:
         sources = [DataSource(paths=(path,)) for path in paths]
         return source_names(Recipe(data="d", num_steps=1, sources=sources))
@@ -70,7 +70,7 @@ def test_sources_are_told_apart_by_the_ends_of_their_paths():
     assert names("/d/web", "/d/web") == ["0: /d/web", "1: /d/web"]
 
 
-def test_shares_are_what_was_read_and_open_no_file():
+def test_data_shares_are_computed_without_files():
     sources = [DataSource(paths=("web",), weight=0.7), DataSource(paths=("code",), weight=0.3)]
     recipe = Recipe(data="none", num_steps=1, sources=sources)
     assert shares(recipe, 8, 0, 1000) == pytest.approx({"web": 0.7, "code": 0.3}, abs=2e-3)
@@ -78,8 +78,10 @@ def test_shares_are_what_was_read_and_open_no_file():
     assert shares(Recipe(data="none", num_steps=1), 8, 0, 9) == {} and mix_words(recipe, 8, 7) == ""
 
 
-def test_a_small_weight_that_is_drawn_otherwise_is_told():
-    """Counted over a million sequences; one phase of the whole run needs no rounding."""
+def test_rounded_small_weight_is_reported():
+    """Shares are counted over a million sequences. Sources without a small weight need
+    no rounding.
+    """
     weights = {"web": 1, "code": 4e-5, "math": 0.1}
     sources = [DataSource(paths=(name,), weight=weight) for name, weight in weights.items()]
     recipe = Recipe(data="none", num_steps=1, sources=sources)
@@ -93,10 +95,9 @@ def test_a_small_weight_that_is_drawn_otherwise_is_told():
         assert not rounded_weights(recipe.replace(sources=other))
 
 
-def test_the_parts_of_a_dataset_are_one_source(tiny_dataset, tmp_path):
-    """By a pattern, alone or as a source; the first part has tokenizer and held-out text.
-
-    A plain folder stays as it is.
+def test_parts_of_a_dataset_are_one_source(tiny_dataset, tmp_path):
+    """A pattern names the parts, as `data` or as a source. Tokenizer and validation text come from
+    the first part. A plain folder stays unchanged.
     """
     for i in range(2):
         shutil.copytree(tiny_dataset.directory, tmp_path / f"part_{i}_of_2")
@@ -113,7 +114,7 @@ def test_the_parts_of_a_dataset_are_one_source(tiny_dataset, tmp_path):
     assert plain.data == str(tiny_dataset.directory) and not plain.sources
 
 
-def test_another_vocabulary_is_refused(tiny_dataset, tmp_path):
+def test_source_with_another_vocabulary_is_refused(tiny_dataset, tmp_path):
     other = Path(shutil.copytree(tiny_dataset.directory, tmp_path / "other"))
     told = json.loads((other / "dataset.json").read_text())
     (other / "dataset.json").write_text(json.dumps(told | {"tokenizer_sha256": "f" * 64}))
@@ -154,13 +155,13 @@ def until(*ends: float, weights: tuple[float, ...] = (1, 2)) -> tuple[DataPhase,
         ([WEB, CODE], until(9, 9), r"phases\[1\].until_tokens: 9.0 is not .* a number above 9"),
     ],
 )
-def test_a_mix_that_says_nothing_true_is_refused(sources, phases, message):
+def test_invalid_mix_is_refused(sources, phases, message):
     with pytest.raises(ConfigError, match=rf"recipe\.{message}"):
         Recipe(data="d", num_steps=10, sources=sources, phases=phases)
 
 
-def test_a_rank_opens_no_index_and_maps_nothing(tiny_dataset, monkeypatch):
-    """Neither start nor batches may cost what grows with the documents."""
+def test_batches_need_no_index_and_no_memory_map(tiny_dataset, monkeypatch):
+    """The cost of the start and of a batch must not grow with the number of documents."""
     monkeypatch.setattr("kit.data.token_file.np.memmap", None)
     dataset = Dataset.open(tiny_dataset.directory)
     assert dataset.samples("train", 16, seed=1).batch(0, 4).shape == (4, 17)

@@ -15,14 +15,14 @@ from tests.data.token_files import numbered
 
 @settings(deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**32 - 1), st.integers(0, 9))
-def test_an_epoch_is_a_permutation(count, seed, epoch):
+def test_each_epoch_is_a_permutation(count, seed, epoch):
     found = permuted(np.arange(count), count, (seed, 0, epoch))
     assert found.dtype == np.int64 and np.array_equal(np.sort(found), np.arange(count))
 
 
 @settings(deadline=None)
 @given(st.integers(1, 2**50), st.data())
-def test_any_part_of_any_order_is_the_same_alone(count, data):
+def test_position_in_order_does_not_depend_on_batch(count, data):
     places = st.lists(st.integers(0, count - 1), min_size=1, max_size=20, unique=True)
     index = np.array(data.draw(places))
     together = permuted(index, count, (1, 2, 3))
@@ -31,8 +31,8 @@ def test_any_part_of_any_order_is_the_same_alone(count, data):
     assert together.tolist() == alone
 
 
-def test_the_order_is_as_good_as_numpys():
-    """In the first tenth of 40 epochs means differ by no more than the noise of both."""
+def test_order_is_as_random_as_numpys():
+    """Over the first tenth of 40 epochs, means differ by no more than the noise of both."""
     count, tries = 20_000, 40
     orders = [permuted(np.arange(2000), count, (1, 0, epoch)) for epoch in range(tries)]
     ours = [quality(order, count) for order in orders]
@@ -44,7 +44,7 @@ def test_the_order_is_as_good_as_numpys():
         assert abs(mine.mean() - other.mean()) < 4 * noise, name
 
 
-def test_seeds_sources_and_epochs_have_orders_of_their_own():
+def test_seed_source_and_epoch_give_unrelated_orders():
     keys = (1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (1, 10, 0)
     orders = [permuted(np.arange(1000), 1000, key) for key in keys]
     for i, first in enumerate(orders):
@@ -58,7 +58,7 @@ def test_seeds_sources_and_epochs_have_orders_of_their_own():
     st.integers(0, 99),
     st.integers(1, 40),
 )
-def test_shards_are_read_as_one_and_every_window_once(tmp_path_factory, sizes, length, seed, cut):
+def test_every_window_of_shards_is_read_once_an_epoch(tmp_path_factory, sizes, length, seed, cut):
     folder = tmp_path_factory.mktemp("x")
     files = [numbered(folder / str(i), [size], first=1000 * i) for i, size in enumerate(sizes)]
     source = Windows(files, length, seed)
@@ -77,7 +77,7 @@ def test_shards_are_read_as_one_and_every_window_once(tmp_path_factory, sizes, l
 
 
 class Numbers(Windows):
-    """A source whose rows say which of its sequences they are."""
+    """A source whose rows hold the number of the source and of the sequence."""
 
     def __init__(self, source: int) -> None:
         self.source, self.epoch_sequences = source, 1
@@ -98,8 +98,8 @@ def mixes(draw):
 
 @settings(deadline=None, max_examples=12)
 @given(mixes(), st.data())
-def test_a_mix_with_phases_equals_a_loop_that_counts(mix, data):
-    """The loop draws one source after another; any batch must be a part of what it draws."""
+def test_mix_with_phases_equals_a_counting_loop(mix, data):
+    """The loop draws one source after another. Any batch must be a part of the loop's draws."""
     num_sources, phases = mix
     samples = Samples([Numbers(i) for i in range(num_sources)], 1, phases)
     end, drawn = phases[-1][0] + PERIOD + 1000, np.zeros(num_sources, np.int64)
@@ -121,12 +121,12 @@ def test_a_mix_with_phases_equals_a_loop_that_counts(mix, data):
     assert np.array_equal(found, whole[begin : begin + count])
 
 
-def test_a_weight_without_a_place_is_refused():
+def test_too_small_weight_is_refused():
     with pytest.raises(DataError, match="weight 1e-05: less than 1/65,536 of the mix"):
         Samples([Numbers(0), Numbers(1)], 1, [(0, [1e-5, 1.0])])
 
 
-def test_the_order_never_changes(tmp_path):
+def test_sample_order_equals_pinned_order(tmp_path):
     """A run resumed by a later version must read the data in the order it began with."""
     files = [numbered(tmp_path / str(i), [31], first=100 * i) for i in range(2)]
     sources = [Windows(files[:1], 3, 1234), Windows(files, 3, 1234, 1)]
@@ -139,7 +139,7 @@ PINNED = """
 """
 
 
-def test_a_file_cut_short_after_it_was_opened_is_told(tmp_path):
+def test_file_truncated_after_opening_is_reported(tmp_path):
     file = numbered(tmp_path / "x", [100])
     samples = Samples([Windows([file], 9, 0)], 9)
     samples.batch(0, 11)

@@ -1,4 +1,4 @@
-"""Token files: equal to megatron-core's byte for byte, and damage is told with numbers."""
+"""Token files are equal to megatron-core's byte for byte, and damage is reported with numbers."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ def write(prefix, texts, vocab_size: int) -> TokenFile:
 
 @pytest.fixture
 def megatron():
-    """Megatron-core's own module of such files."""
+    """Megatron-core's own module for token files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("megatron.core.datasets.indexed_dataset")
@@ -66,7 +66,7 @@ def assert_same_bytes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_equal_to_megatron_core(megatron, tmp_path, vocab_size):
+def test_token_file_equals_megatron_core(megatron, tmp_path, vocab_size):
     texts = random_documents(vocab_size)
     write(tmp_path / "own", texts, vocab_size)
     dtype = token_dtype(vocab_size).type
@@ -79,7 +79,7 @@ def test_equal_to_megatron_core(megatron, tmp_path, vocab_size):
 
 @pytest.mark.parametrize(("code", "dtype"), [(4, np.int32), (8, np.uint16)])
 def test_documents_of_several_sequences_are_joined(megatron, tmp_path, code, dtype):
-    """As `preprocess_data` of Megatron-LM leaves them, with sentences apart."""
+    """Megatron-LM's `preprocess_data` writes such documents if it splits sentences."""
     texts = [[[1, 2], [3]], [[4, 5, 6]], [], [[7], [8], [9]]]
     by_megatron(megatron, tmp_path / "reference", texts, dtype)
     as_published(tmp_path / "own", texts, code)
@@ -104,8 +104,10 @@ def as_published(prefix: Path, documents: list[list[list[int]]], code: int) -> N
     prefix.with_name(prefix.name + ".bin").write_bytes(b"".join(tokens))
 
 
-def test_shards_of_other_tools_are_trained_on_as_they_are(tiny_dataset, tmp_path):
-    """With a vocabulary above 65,536, sentences apart, and no token that ends a document."""
+def test_shards_of_other_tools_are_read_unchanged(tiny_dataset, tmp_path):
+    """The shards have a vocabulary above 65,536, one sequence per sentence, and no end-of-document
+    token.
+    """
     data = tmp_path / "data"
     shutil.copytree(tiny_dataset.directory, data)
     told = json.loads((data / "dataset.json").read_text()) | {"dtype": "int32"}
@@ -119,21 +121,21 @@ def test_shards_of_other_tools_are_trained_on_as_they_are(tiny_dataset, tmp_path
     assert read == [[5, 6, 7, 8, 9], [9] * 5, [60, 61, 62, 62, 62], [62] * 5]
 
 
-def test_type_is_the_smallest_that_fits():
+def test_token_dtype_is_smallest_for_the_vocabulary():
     names = [token_dtype(size).name for size in VOCAB_SIZES]
     assert names == ["uint16", "uint16", "int32", "int32"]
 
 
 @settings(deadline=None)
 @given(texts=st.lists(st.lists(st.integers(0, 65_535)), min_size=1).filter(any))
-def test_what_is_written_is_read(tmp_path_factory, texts):
+def test_token_file_round_trips(tmp_path_factory, texts):
     file = write(tmp_path_factory.mktemp("x") / "name.with.dots", texts, 65_536)
     assert documents(file) == texts and file.num_tokens == sum(map(len, texts))
     assert file.tokens.tolist() == [token for text in texts for token in text]
 
 
 @pytest.mark.parametrize("token", [-1, 1000, 70_000])
-def test_a_token_outside_the_vocabulary_is_refused_and_nothing_is_left(tmp_path, token):
+def test_token_outside_vocabulary_is_refused(tmp_path, token):
     refused = f"token {token} in document 1 is not in the vocabulary of 1,000"
     with pytest.raises(DataError, match=refused):
         write(tmp_path / "x", [[1, 2], [3, token]], 1000)
@@ -159,7 +161,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("suffix", "change", "message"), DAMAGE)
-def test_damage_is_told_in_numbers(written, suffix, change, message):
+def test_damaged_token_file_error_gives_sizes(written, suffix, change, message):
     file = written / f"train{suffix}"
     data = file.read_bytes()
     file.write_bytes(change(data))
@@ -171,7 +173,7 @@ def test_damage_is_told_in_numbers(written, suffix, change, message):
         TokenFile(written / "train")
 
 
-def test_an_index_of_a_multimodal_file_is_refused(megatron, tmp_path):
+def test_multimodal_index_is_refused(megatron, tmp_path):
     by_megatron(megatron, tmp_path / "x", [[[1, 2], [3]]], np.int32, multimodal=True)
     with pytest.raises(DataError, match="x.idx: .*expected 74 bytes, found 76"):
         TokenFile(tmp_path / "x")

@@ -31,7 +31,7 @@ def sentencepiece_model(tmp_path_factory):
     return file
 
 
-def test_trained_vocabulary_has_exactly_the_size_asked(trained):
+def test_trained_vocabulary_has_the_exact_size(trained):
     assert trained.vocab_size == 400
     assert (trained.eos_id, trained.decode([trained.eos_id])) == (0, END_OF_TEXT)
     assert train_tokenizer(TEXTS, 257).vocab_size == 257
@@ -47,14 +47,15 @@ def test_any_text_round_trips(trained, text):
     assert all(0 < token < trained.vocab_size for token in ids)
 
 
-def test_quoted_special_tokens_are_text_and_digits_tokens_of_their_own(trained):
+def test_quoted_special_tokens_are_encoded_as_text(trained):
+    """Each digit is a token of its own."""
     ids = trained.encode(f"x{END_OF_TEXT}y")
     assert trained.eos_id not in ids and trained.decode(ids) == f"x{END_OF_TEXT}y"
     assert trained.eos_id not in trained.encode_batch([END_OF_TEXT])[0]
     assert len(trained.encode("2024")) == 4
 
 
-def test_batches_and_stored_tokenizers_give_the_same_ids(trained, sentencepiece_model, tmp_path):
+def test_batch_and_stored_tokenizer_give_equal_ids(trained, sentencepiece_model, tmp_path):
     for tokenizer in (trained, load_tokenizer(sentencepiece_model)):
         file, ids = tmp_path / tokenizer.file_name, tokenizer.encode_batch(SAMPLES)
         assert ids == [tokenizer.encode(text) for text in SAMPLES]
@@ -64,7 +65,7 @@ def test_batches_and_stored_tokenizers_give_the_same_ids(trained, sentencepiece_
         assert (again.eos_id, again.vocab_size) == (tokenizer.eos_id, tokenizer.vocab_size)
 
 
-def test_sentencepiece_model_is_read_by_sentencepiece(sentencepiece_model):
+def test_sentencepiece_ids_equal_the_library(sentencepiece_model):
     tokenizer = load_tokenizer(sentencepiece_model)
     reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
     assert (tokenizer.vocab_size, tokenizer.eos_id) == (400, reference.eos_id())
@@ -74,7 +75,7 @@ def test_sentencepiece_model_is_read_by_sentencepiece(sentencepiece_model):
     assert tokenizer.decode(tokenizer.encode(TEXTS[0])) == TEXTS[0]
 
 
-def test_hugging_face_folder(trained, tmp_path):
+def test_hugging_face_tokenizer_folder_is_read(trained, tmp_path):
     transformers = pytest.importorskip("transformers")
     (tmp_path / "trained.json").write_bytes(trained.data)
     wrapper = transformers.PreTrainedTokenizerFast(
@@ -87,7 +88,7 @@ def test_hugging_face_folder(trained, tmp_path):
         assert tokenizer.encode(text) == wrapper.encode(text, add_special_tokens=False)
 
 
-def test_older_hugging_face_folder_goes_through_transformers(trained, tmp_path):
+def test_older_hugging_face_tokenizer_folder_is_read(trained, tmp_path):
     transformers = pytest.importorskip("transformers")
     model = json.loads(trained.data)["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
@@ -100,7 +101,7 @@ def test_older_hugging_face_folder_goes_through_transformers(trained, tmp_path):
     assert tokenizer.encode(TEXTS[0]) == reference.encode(TEXTS[0], add_special_tokens=False)
 
 
-def test_end_of_text_token_can_be_named_beside_the_file(trained, tmp_path):
+def test_end_token_is_read_from_tokenizer_config(trained, tmp_path):
     unknown = trained.data.replace(END_OF_TEXT.encode(), b"<stop>")
     (tmp_path / "tokenizer.json").write_bytes(unknown)
     refused = "tokenizer.json: no end-of-text token: looked for <.endoftext.>.*tokenizer_config"
@@ -123,7 +124,8 @@ def test_unusable_tokenizers_are_refused(tmp_path, monkeypatch):
             load_tokenizer(tmp_path / name)
 
 
-def test_training_ends_at_ctrl_c_and_hands_on_an_error_of_the_texts():
+def test_tokenizer_training_ends_at_ctrl_c():
+    """An error in the iterator of texts is raised too."""
     is_told, woken = threading.Event(), []
 
     def texts():

@@ -1,4 +1,4 @@
-"""Datasets and token files to look at."""
+"""Functions that read and write datasets and token files for tests."""
 
 import itertools
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 from kit.data.token_file import HEADER, TokenFile, TokenFileWriter
 
 QUIET = {"vocab_size": 330, "validation_fraction": 0.2, "progress": False}
-"""A build of a small text."""
+"""Arguments for a build of a small text."""
 
 
 def contents(folder: Path) -> dict[str, bytes]:

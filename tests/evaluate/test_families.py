@@ -1,5 +1,5 @@
-"""Any decoder that transformers loads is scored as by lm-eval's own model class, and what cannot be
-loaded is refused with what it is.
+"""Any decoder that transformers loads gets the scores of lm-eval's own model class. Folders that
+cannot be loaded are refused with their defect.
 """
 
 import json
@@ -54,7 +54,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "head_dim": 16, "moe_intermediate_size": 32},
     "starcoder2": {"sliding_window": None},
 }
-"""Every architecture that is packed, with what makes it small."""
+"""Every packed architecture, with the settings that make its model small."""
 PLAIN: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 4},
     "falcon": {"alibi": True},
@@ -88,11 +88,13 @@ ITEMS = [
     }
     for i in range(8)
 ]
-"""The longer ones are longer than the sliding windows, and one than the models."""
+"""Items of growing length. Some exceed the sliding windows, and one exceeds the models."""
 
 
 def write_model(folder: Path, tokenizer: Any, kind: str, **extra: Any) -> Path:
-    """Writes a random model with weights large enough to have opinions, and a tokenizer."""
+    """Writes a tokenizer and a random model with weights large enough to give texts different
+    scores.
+    """
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SHAPE, **extra})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -131,7 +133,7 @@ def test_family_log_likelihoods_equal_hflm(kind, extra, packs, tokenizer, tmp_pa
     assert torch.tensor(values).std() > 3, "they must differ to mean anything"
 
 
-def test_length_is_the_harness_default_without_one(tokenizer, tmp_path):
+def test_sequence_length_defaults_to_the_harness_value(tokenizer, tmp_path):
     """A Mamba has no length in its configuration."""
     folder = write_model(tmp_path / "mamba", tokenizer, "mamba", state_size=8)
     lm = load_lm(folder, None, Options(), DeviceLayout(), torch.device("cpu"))
@@ -194,7 +196,7 @@ def harness_results(
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
-def test_own_tasks_equal_lm_eval(kind, tokenizer, own_tasks, tmp_path, no_network):
+def test_own_task_scores_equal_lm_eval(kind, tokenizer, own_tasks, tmp_path, no_network):
     extra = PLAIN[kind] if kind == "gemma2" else {}
     folder = write_model(tmp_path / kind, tokenizer, kind, **extra)
     names = ["mine_odd", "mine_half", "mine_both"]
@@ -280,7 +282,7 @@ def test_wrong_harness_options_are_refused(qwen, words, message, tmp_path):
     assert "Did you mean" not in str(caught.value)
 
 
-def test_seed_draws_solved_examples_as_lm_eval(qwen, own_tasks, tmp_path):
+def test_seed_selects_few_shot_examples_as_lm_eval(qwen, own_tasks, tmp_path):
     """`--seed N` of lm-eval sets the seed of solved examples too."""
     shots = {"num_fewshot": 2, "include_path": own_tasks}
     values = {}
@@ -354,7 +356,7 @@ def test_batch_size_does_not_change_scores(qwen, own_tasks, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2", "mamba"])
-def test_family_text_is_transformers(kind, tokenizer, tmp_path):
+def test_family_text_equals_transformers(kind, tokenizer, tmp_path):
     folder = write_model(tmp_path / kind, tokenizer, kind, **PLAIN.get(kind, {}))
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -376,7 +378,7 @@ LFS = "version https://git-lfs.github.com/spec/v1"
 
 
 def broken(qwen: Path, folder: Path, how: str) -> Path:
-    """Returns a copy of a model that somebody saved in another way."""
+    """Returns a copy of the model's folder with the defect `how`."""
     shutil.copytree(qwen, folder)
     weights = folder / "model.safetensors"
     if how == "wrapped":
@@ -426,7 +428,7 @@ def broken(qwen: Path, folder: Path, how: str) -> Path:
         ("parent", "It holds 1 Hugging Face folder: give .*checkpoint-500"),
     ],
 )
-def test_unreadable_folder_is_named(qwen, how, message, tmp_path, capfd):
+def test_unreadable_folder_error_names_the_defect(qwen, how, message, tmp_path, capfd):
     folder = broken(qwen, tmp_path / "model", how)
     for command in (("eval", folder, "--tasks", "piqa"), ("generate", folder)):
         with pytest.raises((ConfigError, DataError, RunError), match=message):
@@ -444,7 +446,7 @@ def test_unreadable_folder_is_named(qwen, how, message, tmp_path, capfd):
         ("consolidated.00.pth", "a checkpoint of Meta's Llama code"),
     ],
 )
-def test_other_trainers_folder_is_named(file, message, tmp_path):
+def test_checkpoint_of_other_trainer_is_recognized(file, message, tmp_path):
     (tmp_path / file).write_bytes(b"")
     for command in (("eval", tmp_path), ("generate", tmp_path)):
         with pytest.raises(RunError, match=message):

@@ -1,4 +1,4 @@
-"""Scores while training: each checkpoint once, with its cost, and curves of them."""
+"""Scoring during training: each checkpoint once, with its cost, and curves of the scores."""
 
 import dataclasses
 import json
@@ -33,9 +33,8 @@ def follow(run, benchmarks, **options) -> list:
     )
 
 
-def test_each_checkpoint_is_scored_once_and_told_with_its_cost(
-    run, benchmarks, tiny_decoder, save_checkpoint
-):
+def test_follow_scores_each_checkpoint_once(run, benchmarks, tiny_decoder, save_checkpoint):
+    """Each score is reported with its cost in seconds."""
     with pytest.raises(ConfigError, match="suite: 'hlta' is unknown. Did you mean 'hlat'"):
         next(follow_run(run, "hlta", task_data=benchmarks))
     assert not (run.directory / "eval").exists(), "refused before the first checkpoint"
@@ -62,9 +61,10 @@ def test_each_checkpoint_is_scored_once_and_told_with_its_cost(
     assert all(name.startswith("eval/arc_easy/") for name in more)
 
 
-def test_checkpoints_that_appear_later_are_scored_until_the_job_has_ended_or_ctrl_c(
+def test_follow_scores_new_checkpoints_until_job_ends(
     run, benchmarks, tiny_decoder, save_checkpoint, monkeypatch
 ):
+    """Ctrl-C ends following too, and keeps the scores so far."""
     states = iter([False, False, True, False])
     monkeypatch.setattr("kit.evaluate.follow._has_ended", lambda run: next(states))
     arrivals = iter([6, None])
@@ -78,9 +78,7 @@ def test_checkpoints_that_appear_later_are_scored_until_the_job_has_ended_or_ctr
     assert [found.step for found in follow(run, benchmarks, idle=interrupt)] == [9], "it is kept"
 
 
-def test_a_checkpoint_that_cannot_be_scored_is_told_and_the_next_one_is(
-    run, benchmarks, tiny_decoder, save_checkpoint
-):
+def test_follow_continues_after_damaged_checkpoint(run, benchmarks, tiny_decoder, save_checkpoint):
     save_checkpoint(run, tiny_decoder, 6)
     for shard in run.checkpoints.path(3).glob("*.distcp"):
         shard.write_bytes(b"")
@@ -90,9 +88,7 @@ def test_a_checkpoint_that_cannot_be_scored_is_told_and_the_next_one_is(
 
 
 @pytest.mark.parametrize("tasks", [("heldout", "piqa"), "curve"])
-def test_what_could_not_be_scored_is_tried_again_once_its_data_has_come(
-    run, benchmarks, tmp_path, make_mirror, tasks
-):
+def test_unscored_task_is_retried_when_data_arrives(run, benchmarks, tmp_path, make_mirror, tasks):
     shutil.copytree(benchmarks / "allenai", tmp_path / "own" / "allenai")
     given = {"task_data": tmp_path / "own", "limit": 5}
     (first,) = follow_run(run, tasks, **given)
@@ -108,9 +104,8 @@ def test_what_could_not_be_scored_is_tried_again_once_its_data_has_come(
 
 # tests/cluster/test_eval_jobs.py: with Slurm; test_eval_devices.py: a job of two ranks
 @pytest.mark.thorough
-def test_a_checkpoint_is_scored_in_a_job_of_its_own_after_one_that_scores_something_else(
-    run, benchmarks
-):
+def test_follow_scores_checkpoint_in_submitted_jobs(run, benchmarks):
+    """A job for one task does not prevent a later job for another task on the same checkpoint."""
     given = {"submit": True, "task_data": benchmarks}
     list(follow_run(run, ("piqa",), limit=5, poll_s=0, idle=interrupt, **given))
     (found,) = list(follow_run(run, ("heldout",), poll_s=0.2, **given))
@@ -121,8 +116,8 @@ def test_a_checkpoint_is_scored_in_a_job_of_its_own_after_one_that_scores_someth
     assert steps == {"piqa": [3], "heldout": [3]}
 
 
-def test_the_job_scores_with_every_option_that_it_was_given(run, tmp_path, monkeypatch):
-    """Each option differs from its default here, so that one more cannot be forgotten."""
+def test_eval_job_receives_every_option(run, tmp_path, monkeypatch):
+    """Each option differs from its default here, so that a new option cannot be forgotten."""
     given = Options(
         limit=5,
         seed=7,
@@ -197,9 +192,7 @@ def read_from(origin: Any, path: str) -> dict[str, Any]:
         (read_from("folder", "gone.parquet"), FIVE, {}, True),
     ],
 )
-def test_scores_are_those_asked_for_only_if_all_that_defines_them_is_the_same(
-    run, tmp_path, held, request_, options, enough
-):
+def test_scores_are_reused_only_for_equal_settings(run, tmp_path, held, request_, options, enough):
     (tmp_path / "a.parquet").write_bytes(b"other rows")
     score = task_score(**{"shots_asked": 5, "num_fewshot": 5, **held})
     digest = run.dataset().info.tokenizer_sha256
@@ -213,7 +206,7 @@ def test_scores_are_those_asked_for_only_if_all_that_defines_them_is_the_same(
         assert not has_scores(run, 3, requests, chosen)
 
 
-def test_scores_of_a_checkpoint_that_a_later_attempt_replaced_are_set_aside(run, benchmarks):
+def test_scores_of_replaced_checkpoint_are_set_aside(run, benchmarks):
     evaluate(run, 3, ("piqa",), task_data=benchmarks, limit=5)
     file = report_file(run, 3)
     EvalReport.read(file).replace(attempt=9).write(file)
@@ -223,9 +216,7 @@ def test_scores_of_a_checkpoint_that_a_later_attempt_replaced_are_set_aside(run,
     assert [report.attempt for report in eval_reports(run)] == [1]
 
 
-def test_curves_have_steps_tokens_scores_and_errors_and_status_the_last(
-    run, benchmarks, tiny_decoder, save_checkpoint
-):
+def test_eval_curves_have_tokens_scores_and_errors(run, benchmarks, tiny_decoder, save_checkpoint):
     save_checkpoint(run, tiny_decoder, 6)
     follow(run, benchmarks)
     last = status_row(run)
@@ -245,7 +236,7 @@ def test_curves_have_steps_tokens_scores_and_errors_and_status_the_last(
 
     figure, table = eval_figure(run)
     check_data(figure)
-    # Accuracy, bits per byte of its answers, and of the text.
+    # Axes: accuracy, bits per byte of answers, bits per byte of the text.
     assert len(figure.axes) == 3 and len(table) == 6
     assert {"task": "piqa", "metric": "acc_norm", "step": 6}.items() <= table[3].items()
     of_answers, last = "answer_bits_per_byte", table[-1]

@@ -1,4 +1,4 @@
-"""HLAT's tables as printed, and own scores beside them only where they are complete."""
+"""HLAT's tables as printed, and measured scores beside them where these are complete."""
 
 import math
 from typing import Any
@@ -24,7 +24,7 @@ def report(*scores: TaskScore) -> EvalReport:
     return EvalReport(name="mine", tokenizer_sha256="00", scores=scores)
 
 
-def test_tables_hold_the_printed_numbers():
+def test_hlat_tables_hold_the_printed_numbers():
     rows = {(row["model"], row["size"]): row for row in published_table("II").rows}
     assert len(rows) == 12
     assert rows["HLAT", "70B"]["mmlu"] == 65.1 and rows["HLAT", "7B"]["average"] == 44.6
@@ -40,8 +40,8 @@ def test_tables_hold_the_printed_numbers():
         compare(report(), "IV")
 
 
-def test_oddities_of_the_paper_are_shown_and_true():
-    """Each note can be checked against the numbers beside it."""
+def test_notes_on_the_papers_errors_are_true_and_shown():
+    """Each note is checked against the numbers beside it."""
     rows = {(row["model"], row["size"]): row for row in published_table("II").rows}
     assert rows["LLaMA-2", "13B"]["mmlu"] == rows["LLaMA-2", "7B"]["mmlu"]
     alike = dict.fromkeys(("mmlu", "reading", "math", "code_pass_1"), 1)
@@ -58,7 +58,7 @@ def test_oddities_of_the_paper_are_shown_and_true():
     assert "swapped" in published_table("IV")._repr_html_()
 
 
-def test_a_column_is_the_mean_of_its_complete_data_sets():
+def test_table_column_is_mean_of_complete_data_sets():
     names = ("piqa", "hellaswag", "arc_easy", "arc_challenge", "openbookqa")
     scores = [score(name, 0, {"acc": 0.1, "acc_norm": 0.6}) for name in names]
     found = compare(report(*scores, score("winogrande", 0, {"acc": 0.9})))
@@ -73,8 +73,8 @@ def test_a_column_is_the_mean_of_its_complete_data_sets():
     assert without["commonsense"] == ""
 
 
-def test_programs_are_sampled_as_the_published_scores_were():
-    """LLaMA's paper: pass@1 at temperature 0.1, the others at 0.8."""
+def test_code_columns_need_the_published_sampling():
+    """LLaMA's paper samples pass@1 at temperature 0.1, and the other metrics at 0.8."""
     cold = score("humaneval", 0, {"pass@1,create_test": 0.1}, num_samples=5, temperature=0.1)
     values = {"pass@1,create_test": 0.05, "pass@10,create_test": 0.2}
     hot = score("humaneval", 0, values, num_samples=20, temperature=0.8)
@@ -107,7 +107,7 @@ PLAIN = score("gsm8k", 8, {"exact_match,strict-match": 0.5})
     ],
     ids=["a part", "other shots", "none right", "all right", "one way", "the first way", "Table V"],
 )
-def test_a_column_is_its_complete_score_in_the_papers_shots(scores, table, column, expected):
+def test_table_column_needs_all_items_and_papers_shots(scores, table, column, expected):
     """Tasks over the same data are alternatives, of which the first counts."""
     found = compare([report(*scores)], table)
     assert found.own[0][column] == expected

@@ -1,4 +1,4 @@
-"""Scores and texts are those of the harness's own model; several processes give those of one."""
+"""Scores and texts equal those of the harness's own model, on one process and on several."""
 
 import math
 from pathlib import Path
@@ -32,7 +32,7 @@ LENGTH = 64
 
 @pytest.fixture(scope="module", params=["llama", "gpt"])
 def folder(request, tokenizer, tmp_path_factory) -> Path:
-    """A random model with weights large enough to have opinions."""
+    """A random model with weights large enough to give texts different scores."""
     decoder = build_decoder(OPINIONATED[request.param])
     folder = tmp_path_factory.mktemp("models") / request.param
     return export_hugging_face(decoder, folder, tokenizer=tokenizer)
@@ -67,7 +67,7 @@ def assert_same(found: list, expected: list) -> None:
 
 
 def task_of(rows: list[dict], metrics: list[str], **config: Any) -> ConfigurableTask:
-    """Returns a task of the harness over these rows, whose prompts are `q`."""
+    """Returns a task of the harness over `rows`. The column `q` holds the prompts."""
     given = {
         "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)},
         "test_split": "test",
@@ -81,7 +81,7 @@ def task_of(rows: list[dict], metrics: list[str], **config: Any) -> Configurable
     return ConfigurableTask(config=given)
 
 
-def test_every_item_has_the_harness_log_likelihood(folder, benchmarks, dataset, monkeypatch):
+def test_item_log_likelihoods_equal_the_harness(folder, benchmarks, dataset, monkeypatch):
     lm, reference, seen = ours(folder), theirs(folder), []
     monkeypatch.setattr(packed, "PART", 17)
     for name in ("piqa", "arc_easy", "boolq"):
@@ -98,7 +98,7 @@ def test_every_item_has_the_harness_log_likelihood(folder, benchmarks, dataset, 
     assert responses(lm, "heldout", task) == pytest.approx(expected, abs=1e-3, rel=1e-6)
 
 
-def test_texts_are_the_harness(folder):
+def test_greedy_texts_equal_the_harness(folder):
     lm, reference = ours(folder), theirs(folder)
     prompts = [f"Item {i}: import the module and" for i in range(6)] + ["a" * 200]
     texts = continued(lm, prompts, until=["e", "zz"])
@@ -110,7 +110,7 @@ def test_texts_are_the_harness(folder):
         continued(lm, ["Why"], max_gen_toks=64)
 
 
-def test_drawn_texts_differ_and_are_those_of_their_seed(folder):
+def test_sampled_texts_follow_their_seed(folder):
     lm, drawn = ours(folder), {"do_sample": True, "temperature": 0.9, "top_p": 0.95}
     before, found = torch.get_rng_state(), []
     for seed in (1, 1, 2):
@@ -135,9 +135,7 @@ def test_drawn_texts_differ_and_are_those_of_their_seed(folder):
     assert torch.equal(before, torch.get_rng_state()), "a process that trains is left alone"
 
 
-def test_what_continuations_share_is_run_once_and_batches_keep_their_budget(
-    folder, tokenizer, monkeypatch
-):
+def test_shared_prefix_runs_once_within_batch_budget(folder, tokenizer, monkeypatch):
     lm, shapes = ours(folder, batch_tokens=100), []
     run = lm.model.base_model.forward
 
@@ -164,7 +162,7 @@ def test_what_continuations_share_is_run_once_and_batches_keep_their_budget(
     assert_same([pair for one in pairs for pair in lm._loglikelihood_tokens([one])], found)
 
 
-def test_a_continuation_longer_than_the_model_is_scored_in_windows(folder):
+def test_long_continuation_is_scored_in_windows(folder):
     lm, tokens = ours(folder), [(7 * i) % 400 for i in range(151)]
     windows = [(tokens[:1], tokens[1:65]), (tokens[:65], tokens[65:129])]
     windows += [(tokens[:129], tokens[129:])]
@@ -176,8 +174,10 @@ def test_a_continuation_longer_than_the_model_is_scored_in_windows(folder):
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_a_tokenizer_that_begins_texts_does_so(folder, tokenizer, tmp_path, adds_bos):
-    """As Llama-2's does: before prompts, rolling texts and what is to be continued."""
+def test_begin_token_is_added_as_in_the_harness(folder, tokenizer, tmp_path, adds_bos):
+    """Llama-2's tokenizer puts a begin token before prompts, rolling texts and texts to
+    continue.
+    """
     inner, bos = Tokenizer.from_str(tokenizer.data.decode()), "\u0100"
     if adds_bos:
         begin = [(bos, inner.token_to_id(bos))]
@@ -194,8 +194,8 @@ def test_a_tokenizer_that_begins_texts_does_so(folder, tokenizer, tmp_path, adds
     assert continued(lm, prompts) == continued(reference, prompts)
 
 
-def test_special_tokens_are_no_text_and_each_end_ends_it(tokenizer, tmp_path):
-    """As of Llama 3's instruct models, which have several."""
+def test_every_end_token_ends_text_and_is_not_shown(tokenizer, tmp_path):
+    """Llama 3's instruct models have several end tokens."""
     decoder, turn = build_decoder(OPINIONATED["llama"]), "<|eot_id|>"
     inner = Tokenizer.from_str(tokenizer.data.decode())
     inner.add_special_tokens([turn])
@@ -233,8 +233,10 @@ MERGES = [
 ]
 
 
-def test_a_token_across_the_end_of_a_context_is_scored_as_in_the_harness(folder, tokenizer):
-    """After the context as it is encoded alone, which a task without a delimiter shows."""
+def test_token_across_context_end_equals_the_harness(folder, tokenizer):
+    """A continuation follows the tokens of its context alone. A task without a delimiter shows
+    this.
+    """
     rows = [
         {"q": q, "choices": choices, "gold": 0}
         for q, choices in MERGES
@@ -260,7 +262,7 @@ def test_a_token_across_the_end_of_a_context_is_scored_as_in_the_harness(folder,
 
 
 def results(lm: packed.PackedLM) -> dict[str, Any]:
-    """Returns everything that the interface gives, for some texts."""
+    """Returns one result of every kind that the interface gives, for a few texts."""
     contexts = [f"Question {i}: why is number {i % 7} odd?\nAnswer:" for i in range(5)]
     words = ("it", "the module", "seven")
     pairs = [(context, f" because of {word}") for context in contexts for word in words]
@@ -293,7 +295,9 @@ def on_rank(folder: Path, layout: DeviceLayout) -> tuple[dict[str, Any], int]:
         ("gpt", 2, 2, False),
     ],
 )
-def test_processes_equal_one(family, shards, replicas, is_tensor, tokenizer, tmp_path):
+def test_several_processes_give_results_of_one(
+    family, shards, replicas, is_tensor, tokenizer, tmp_path
+):
     decoder = build_decoder(OPINIONATED[family])
     folder = export_hugging_face(decoder, tmp_path / family, tokenizer=tokenizer)
     expected, whole = on_rank(folder, DeviceLayout())

@@ -1,7 +1,7 @@
-"""A real pretrained model on real items: pinned numbers, and those of the harness's own model.
+"""A real pretrained model on real items: pinned numbers, and numbers of the harness's own model.
 
-`python -m tests.evaluate.test_real_model` pins them again. The file holds no texts of items but
-sentences of BLiMP (CC-BY 4.0, Warstadt et al. 2020, arXiv 1912.00582), a pair of each of its terms.
+`python -m tests.evaluate.test_real_model` pins them again. The only texts in the file are sentences
+of BLiMP (CC-BY 4.0, Warstadt et al. 2020, arXiv 1912.00582), one pair for each of its terms.
 """
 
 import functools
@@ -31,7 +31,7 @@ PAIRS = PINNED["blimp"]["pairs"]
 EQUAL = 1e-4
 """Nats by which an item may differ from the harness's own model, in fp32 on one machine."""
 FP32_SUM = 2**-22
-"""Relative: in fp32 sums, thousands of nats cannot be told apart any better."""
+"""Relative precision of fp32 sums, which limits the comparison of thousands of nats."""
 SAME_FILE = 5e-3
 """Nats by which another processor's rounding may move an item from the pinned numbers."""
 Answers = dict[str, list[tuple[float, bool]]]
@@ -39,7 +39,9 @@ Answers = dict[str, list[tuple[float, bool]]]
 
 @functools.cache
 def task_of(name: str) -> Any:
-    """Returns a benchmark, loaded once: that takes longer than a small model's answers."""
+    """Returns a benchmark. It is loaded once, because loading takes longer than a small model's
+    answers.
+    """
     return load_task(name).task
 
 
@@ -82,7 +84,7 @@ def found(lm) -> Answers:
     return answers(lm)
 
 
-def test_items_of_smollm2_have_their_pinned_log_likelihoods(found):
+def test_smollm2_log_likelihoods_equal_pinned_values(found):
     for name, pinned in (PINNED["tasks"] | {"blimp": PINNED["blimp"]["log_likelihoods"]}).items():
         values = [value for value, _ in found[name]]
         assert values == pytest.approx(pinned, abs=SAME_FILE, rel=0), name

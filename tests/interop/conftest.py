@@ -23,7 +23,7 @@ def log(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def read(log: Path) -> Read:
-    """Imports a text as a log, or the log that lies there, with changes by their names."""
+    """Imports `text`, or the existing log. Options named `spec`, `plan`, ... change settings."""
 
     def read(text=None, site="lumi", model="", **options) -> tuple[ImportReport, Run]:
         if text is not None:
@@ -38,7 +38,7 @@ def read(log: Path) -> Read:
 
 @pytest.fixture
 def read_node(read: Read) -> Read:
-    """Imports a log that tells neither the model nor the layout, which are those of one node."""
+    """Imports a log without model and layout. The demo model on one node is given instead."""
 
     def node(text: str, batch: int | None = 8, **options: Any) -> tuple[ImportReport, Run]:
         plan = DEGREES | ({"global_batch_size": batch} if batch else {})
@@ -48,7 +48,9 @@ def read_node(read: Read) -> Read:
 
 
 def assert_told(report: ImportReport, run: Run, told: dict[str, Any]) -> None:
-    """Compares facts of a run and values of all its steps, exactly unless by `pytest.approx`."""
+    """Asserts facts of a run and values of all its steps. Lists must be equal, and NaN
+    equals NaN.
+    """
     metrics = run.metrics()
     found = report.to_dict() | run.plan.to_dict() | run.recipe.to_dict()
     found |= {name: metrics[name].tolist() for name in told.keys() & set(NAMES)}

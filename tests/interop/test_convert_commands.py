@@ -1,4 +1,6 @@
-"""The commands write folders that load again, and tell mistakes before anything is written."""
+"""`kit import` of a checkpoint writes a folder that loads again, and refuses mistakes before it
+writes.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +15,7 @@ from tests.interop.test_shards import write_megatron
 from tests.support.distinct_models import GPT, assert_equal, randomised
 
 
-def test_megatron_layers_become_a_hugging_face_folder(tmp_path: Path) -> None:
+def test_import_converts_megatron_to_hugging_face(tmp_path: Path) -> None:
     decoder = randomised(GPT)
     source = write_megatron(decoder, tmp_path / "global_step10", 2, first=1)
     GPT.write(tmp_path / "spec.json")
@@ -36,7 +38,7 @@ def test_megatron_layers_become_a_hugging_face_folder(tmp_path: Path) -> None:
         (None, "--site: missing. Name the machine"),
     ],
 )
-def test_mistakes_are_told(rest, message: str, tmp_path: Path, monkeypatch) -> None:
+def test_wrong_import_options_are_refused(rest, message: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     source = ["none.log"] if rest is None else [".", *rest]
     answer = CliRunner().invoke(app, ["import", *source, "--out", "out"])

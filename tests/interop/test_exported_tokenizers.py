@@ -29,7 +29,7 @@ from tests.support import distinct_models
 
 TEXTS = inspect.getsource(textwrap).split("\n\n")
 LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-"""What LLaMA's own tokenizer was trained with, and Mistral's."""
+"""Training options of LLaMA's and of Mistral's own tokenizer."""
 
 
 def trained(texts: list[str] = TEXTS, **options: Any) -> SentencePieceTokenizer:
@@ -58,7 +58,7 @@ def exported(tokenizer: Tokenizer, folder: Path, family: str = "llama") -> Any:
     ],
     ids=["LLaMA's", "symbols", "no bytes", "sentencepiece's own defaults"],
 )
-def test_a_sentencepiece_bpe_gives_its_own_ids(options: dict, tmp_path: Path) -> None:
+def test_exported_sentencepiece_bpe_gives_equal_ids(options: dict, tmp_path: Path) -> None:
     tokenizer = trained(**options)
     theirs = exported(tokenizer, tmp_path / "model")
     texts = [*HARD_TEXTS, *TEXTS, "x</s>y", "<s>", "<0x0A>", "a<sep>b<sep>", "▁a ▁"]
@@ -73,14 +73,14 @@ def test_a_sentencepiece_bpe_gives_its_own_ids(options: dict, tmp_path: Path) ->
 def with_pieces(
     tokenizer: SentencePieceTokenizer, pieces: dict[str, float]
 ) -> SentencePieceTokenizer:
-    """Returns a model whose last pieces are these, with their scores."""
+    """Returns a model whose last pieces are replaced by `pieces` with their scores."""
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.data)
     for place, (piece, score) in zip(reversed(model.pieces), pieces.items(), strict=False):
         place.piece, place.score = piece, score
     return SentencePieceTokenizer(model.SerializeToString())
 
 
-def test_runs_of_spaces_whose_pieces_tie_are_joined_from_the_left(tmp_path: Path) -> None:
+def test_spaces_with_equal_scores_merge_from_the_left(tmp_path: Path) -> None:
     """All pieces of spaces have one score in Mistral's model."""
     spaces = {"▁" * length: -1e9 for length in (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11)}
     tokenizer = with_pieces(trained(**LLAMA), spaces)
@@ -90,8 +90,10 @@ def test_runs_of_spaces_whose_pieces_tie_are_joined_from_the_left(tmp_path: Path
         assert theirs(text)["input_ids"] == tokenizer.encode(text)
 
 
-def test_a_unigram_model_is_written_where_its_ties_agree(tmp_path: Path) -> None:
-    """Scores are added in another precision there: `**` and `*` may change places in stars."""
+def test_unigram_export_is_refused_if_ties_differ(tmp_path: Path) -> None:
+    """The exported tokenizer adds scores in another precision, so `**` and `*` may change places in
+    a run of stars.
+    """
     alphabet = [chr(code) for code in range(33, 127)]
     lines = [line for text in TEXTS for line in text.splitlines()]
     plain = [re.sub(r"(.)\1+", r"\1", line) for line in lines] + alphabet
@@ -103,7 +105,7 @@ def test_a_unigram_model_is_written_where_its_ties_agree(tmp_path: Path) -> None
         exported(with_pieces(tokenizer, {"**": -6.61}), tmp_path / "runs")
 
 
-def test_a_tokenizer_that_cannot_be_written_is_refused_before_anything_is(tmp_path: Path) -> None:
+def test_unsupported_tokenizer_is_refused_before_writing(tmp_path: Path) -> None:
     tokenizer = trained(**LLAMA, user_defined_symbols=["<sep>"])
     with pytest.raises(DataError, match=r"reads '.*<sep>.*' as \[.*without it in Python"):
         exported(tokenizer, tmp_path / "model")
@@ -113,7 +115,7 @@ def test_a_tokenizer_that_cannot_be_written_is_refused_before_anything_is(tmp_pa
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt"])
-def test_the_kits_own_takes_no_special_token_out_of_a_text(family: str, tmp_path: Path) -> None:
+def test_quoted_special_tokens_stay_text_after_export(family: str, tmp_path: Path) -> None:
     tokenizer = train_tokenizer(TEXTS, 400)
     theirs = exported(tokenizer, tmp_path / "model", family)
     own = load_tokenizer(tmp_path / "model")
@@ -127,8 +129,8 @@ def test_the_kits_own_takes_no_special_token_out_of_a_text(family: str, tmp_path
     assert asked == [tokenizer.eos_id], "whoever wants it"
 
 
-def test_what_a_file_would_add_or_cut_is_left_out(tmp_path: Path) -> None:
-    """The kit adds nothing to a text, so a model never saw what the file would add."""
+def test_exported_tokenizer_neither_adds_nor_truncates(tmp_path: Path) -> None:
+    """The kit adds no padding or template to a text, so a model was never trained on them."""
     trained = train_tokenizer(TEXTS, 400)
     other = tokenizers.Tokenizer.from_str(trained.data.decode())
     other.enable_truncation(max_length=3)

@@ -1,4 +1,4 @@
-"""What is read of the logs of each trainer, and what of a log that none of them printed."""
+"""What is read from the logs of each trainer, and from a log that no known trainer printed."""
 
 import math
 from typing import Any
@@ -36,7 +36,9 @@ ROUNDED = [
 
 
 def tells(text: str, batch: int | None = 8, **told: Any) -> tuple[str, int | None, dict[str, Any]]:
-    """Returns a log, the batch given with it, and what it tells of the run and of all its steps."""
+    """Returns (log, batch size given with it, expected facts of the run and values of all its
+    steps).
+    """
     return text, batch, told
 
 
@@ -175,7 +177,7 @@ LOGS = {
 
 
 @pytest.mark.parametrize("name", LOGS)
-def test_the_format_is_found_out_and_what_a_log_tells_is_read(read_node, name):
+def test_log_format_is_detected_and_read(read_node, name):
     text, batch, told = LOGS[name]
     report, run = read_node(text, batch)
     told = {"format": name.partition(":")[0], "attempts": 1, "skipped_lines": 0} | told
@@ -184,7 +186,9 @@ def test_the_format_is_found_out_and_what_a_log_tells_is_read(read_node, name):
 
 
 def healthy(every: int, seed: int) -> list[tuple[int, float, float]]:
-    """Returns each line's step, that step's loss and the line's mean, of 20,000 healthy steps."""
+    """Returns (step, loss of that step, mean loss of the line) for each log line of 20,000 healthy
+    steps.
+    """
     steps = np.arange(1, 20_001)
     noise = 0.015 * np.random.default_rng(seed).normal(size=20_000)
     losses = (1.8 + 9 * steps**-0.35) * (1 + noise)
@@ -201,7 +205,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("every", FORMS)
-def test_a_line_for_many_steps_makes_no_alarm(read_node, every):
+def test_log_line_for_many_steps_gives_no_alert(read_node, every):
     text = "".join(FORMS[every].format(*line) for line in healthy(every, seed=every))
     report, run = read_node(('  "log_history": [\n' if every == 200 else "") + text)
     assert len(run.metrics()) > 19_900 and recorded_alerts(run) == []
@@ -210,7 +214,7 @@ def test_a_line_for_many_steps_makes_no_alarm(read_node, every):
     assert note in report.notes
 
 
-def test_a_pattern_for_others(read_node):
+def test_own_pattern_reads_an_unknown_log(read_node):
     told = [f"0: it {i}/90 | {1.5 - i / 100:.2f} nats | 0.{i}0 s | lr 3e-4\n" for i in range(1, 6)]
     pattern = (
         r"it (?P<step>\d+)/(?P<total_steps>\d+) \| (?P<loss>\S+) nats \| (?P<step_time_s>\S+) s"
@@ -220,7 +224,7 @@ def test_a_pattern_for_others(read_node):
     assert run.metrics()["step_time_s"].tolist() == [0.1, 0.2, 0.3, 0.4, 0.5]
 
 
-def test_the_command_finds_out_and_lists(log):
+def test_import_detects_the_format_and_help_lists_all(log):
     log.write_text(logs.MAXTEXT)
     words = ["import", str(log), "--out", str(log.parent / "run"), "--site", "frontier"]
     words += ["--model", "demo", "--set", "plan.global_batch_size=8"]
@@ -238,7 +242,7 @@ Mistake = tuple[dict[str, Any], type[Exception], str]
 
 
 def other(message: str, error: type[Exception] = ConfigError, **given: Any) -> Mistake:
-    """Returns a mistake with a log of nanoGPT and the layout that it does not tell."""
+    """Returns a mistake with a log of nanoGPT and the layout that the log lacks."""
     told = {"text": logs.NANOGPT, "model": "demo", "plan": DEGREES | {"global_batch_size": 8}}
     return told | given, error, message
 
@@ -278,13 +282,13 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("given", "error", "message"), MISTAKES)
-def test_mistakes_are_told_and_nothing_is_written(read, log, given, error, message):
+def test_wrong_log_import_is_refused_before_writing(read, log, given, error, message):
     with pytest.raises(error, match=message):
         read(**given)
     assert not (log.parent / "run").exists()
 
 
-def test_all_that_a_log_lacks_is_told_at_once(read, log):
+def test_one_error_names_all_settings_a_log_lacks(read, log):
     with pytest.raises(ConfigError) as told:
         read(
             "Epoch 0:   0%| | 5/10 [10:00<10:00, 60.0s/it, reduced_train_loss=2.5,"
@@ -342,12 +346,13 @@ MODERN_TELLS = [
 
 
 @pytest.mark.parametrize(("arguments", "field", "value"), MODERN_TELLS)
-def test_todays_megatron_tells_its_options(read, arguments, field, value):
+def test_current_megatron_log_gives_plan_options(read, arguments, field, value):
     assert getattr(read(logs.modern(**arguments), "dgx-h100")[1].plan, field) == value
 
 
 @pytest.mark.parametrize("label", ["", "[default0]:", "0: "])
-def test_todays_megatron_tells_context_parallelism_shards_and_ends_with_another_set(read, label):
+def test_current_megatron_log_gives_layout_and_steps(read, label):
+    """The log ends with a loss of the test set, which is not taken as a validation loss."""
     report, run = read(logs.modern(label), "dgx-h100")
     plan = run.plan
     assert (plan.context_parallel, plan.context_exchange) == (2, "ring")
@@ -359,14 +364,14 @@ def test_todays_megatron_tells_context_parallelism_shards_and_ends_with_another_
     assert run.metrics()["validation_loss"][-1] == 2.866578, "not the test set's"
 
 
-def test_what_is_given_wins(read):
-    """A model with other work a token, which is refused without."""
+def test_given_settings_override_the_log(read):
+    """The log's model has experts, and is refused unless a model is given."""
     given = {"recipe": {"num_steps": 5000}}
     run = read(logs.modern(num_experts=8), "dgx-h100", "hlat-7b", **given)[1]
     assert (run.spec.name, run.recipe.num_steps) == ("hlat-7b", 5000)
 
 
-def test_lumi_log_gives_model_layout_and_the_published_utilisation(read):
+def test_lumi_log_gives_model_layout_and_published_mfu(read):
     report, run = read(logs.lumi(), format="megatron")
     assert (report.steps, report.attempts, report.skipped_lines) == (4, 1, 0)
     assert report.read(run.directory / "import.json") == report
@@ -380,7 +385,8 @@ def test_lumi_log_gives_model_layout_and_the_published_utilisation(read):
     assert mfu[-1] == pytest.approx(0.263, abs=0.001)
 
 
-def test_tflops_of_a_log_whose_engine_ran_a_quarter_are_not_believed(read):
+def test_overstated_tflops_of_a_log_are_not_used(read):
+    """DeepSpeed ran a quarter of the sequences for which the log prints TFLOP/s."""
     report, run = read(logs.frontier(), "frontier")
     assert run.plan.global_batch_size == 320 and set(run.metrics()["tokens"]) == {320 * 2048}
     hfu = run.metrics().hfu()

@@ -1,4 +1,4 @@
-"""Models go to Hugging Face's format and back bit for bit, and mean the same there."""
+"""Models go to Hugging Face's format and back bit for bit, and have the same logits there."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ def assert_same_logits(decoder: Decoder, model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_there_and_back(name: str, tmp_path: Path) -> None:
+def test_hugging_face_round_trip_keeps_every_bit(name: str, tmp_path: Path) -> None:
     decoder = randomised(SPECS[name])
     folder = export_hugging_face(decoder, tmp_path / "model")
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -52,7 +52,8 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_shards_with_an_index(tmp_path: Path) -> None:
+def test_sharded_export_round_trips(tmp_path: Path) -> None:
+    """An error names a damaged shard."""
     decoder = randomised(LLAMA)
     folder = export_hugging_face(decoder, tmp_path / "model", max_shard_bytes=100_000)
     shards = sorted(folder.glob("model-*.safetensors"))
@@ -64,7 +65,7 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
         import_hugging_face(folder).decoder()
 
 
-def test_lower_precision_is_rounded_once(tmp_path: Path) -> None:
+def test_bfloat16_export_rounds_weights_once(tmp_path: Path) -> None:
     decoder = randomised(GPT)
     folder = export_hugging_face(decoder, tmp_path / "model", precision="bfloat16")
     assert_equal(import_hugging_face(folder).decoder(), decoder.bfloat16().float())
@@ -103,7 +104,7 @@ def test_old_gpt2_files_without_prefix_are_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_other_models_are_refused(change: dict, message: str) -> None:
+def test_unsupported_hugging_face_config_is_refused(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         spec_of({**config_of(LLAMA), **change}, name="other")
 
@@ -125,7 +126,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_llama_is_what_transformers_reads(config: dict[str, Any]) -> None:
+def test_llama_configs_are_read_as_in_transformers(config: dict[str, Any]) -> None:
     size = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 32}
     size |= {"num_hidden_layers": 1, "vocab_size": 300}
     given: dict[str, Any] = {"model_type": "llama", **size, **config}
@@ -140,7 +141,7 @@ def test_a_llama_is_what_transformers_reads(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", DEFAULTS)
-def test_what_a_configuration_does_not_say_is_transformers_default(kind: str) -> None:
+def test_config_defaults_equal_transformers(kind: str) -> None:
     theirs = transformers.AutoConfig.for_model(kind)
     assert {key: getattr(theirs, key) for key in DEFAULTS[kind]} == DEFAULTS[kind]
     assert ALIASES[kind] == {key: value for key, value in theirs.attribute_map.items()}
@@ -156,13 +157,13 @@ def test_what_a_configuration_does_not_say_is_transformers_default(kind: str) ->
         (LLAMA.replace(norm="layernorm"), "spec.norm"),
     ],
 )
-def test_what_hugging_face_does_not_have_is_refused(spec, message: str, tmp_path: Path) -> None:
+def test_export_refuses_unsupported_model(spec, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         export_hugging_face(build_decoder(spec), tmp_path / "model")
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_overwritten_and_damage_is_told(tmp_path: Path) -> None:
+def test_export_overwrites_nothing_and_damage_is_named(tmp_path: Path) -> None:
     folder = export_hugging_face(randomised(LLAMA), tmp_path / "model")
     before = (folder / "model.safetensors").read_bytes()
     with pytest.raises(ConfigError, match="exists and is not empty"):

@@ -1,4 +1,4 @@
-"""Import of logs, built like public ones: the run that comes of one, its times, its alerts."""
+"""Import of logs that are built like public ones: the imported run, its times and its alerts."""
 
 import datetime
 import json
@@ -56,7 +56,7 @@ def test_views_work_on_an_imported_run(read):
         export_table(run)["hfu"].to_pylist()[-1],
         scalars(run, rows)[-1]["hfu"],
     ]
-    # The whole block again, as Megatron runs and counts it.
+    # HFU counts full recomputation, as Megatron runs and counts it.
     assert told == pytest.approx([37.4 / 191.5] * 3, rel=0.01)
     assert "149.46" in run.job.logs()
 
@@ -68,9 +68,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("age_s", [0, 1e6])
-def test_nothing_is_judged_here_and_now_of_a_log_that_nobody_follows(
-    log, read, age_s, full_disk, monkeypatch
-):
+def test_finished_log_gives_no_live_alerts(log, read, age_s, full_disk, monkeypatch):
     changed = time.time() - age_s
     log.write_text(START + lines(*range(1, 9)))
     os.utime(log, (changed, changed))
@@ -93,7 +91,7 @@ def test_nothing_is_judged_here_and_now_of_a_log_that_nobody_follows(
         resume(run.directory)
 
 
-def test_a_log_that_is_followed_is_judged_as_far_as_it_tells(log, read, full_disk):
+def test_followed_log_gives_only_a_stall_alert(log, read, full_disk):
     seen = []
 
     def look(_: float) -> None:
@@ -101,7 +99,7 @@ def test_a_log_that_is_followed_is_judged_as_far_as_it_tells(log, read, full_dis
         dashboard = looked_at(run)
         now = time.monotonic()
         with pytest.MonkeyPatch.context() as later:
-            # Of the alerts alone: the follower writes its heartbeats meanwhile.
+            # Only the alerts' clock is changed: the follower still writes its heartbeats.
             later.setattr(
                 alerts, "time", SimpleNamespace(monotonic=lambda: now + 1e5, time=time.time)
             )
@@ -114,7 +112,7 @@ def test_a_log_that_is_followed_is_judged_as_far_as_it_tells(log, read, full_dis
     assert status_row(run)["state"] == "imported", "nobody follows it any more"
 
 
-def test_time_stamps_of_lines_are_used(read):
+def test_log_timestamps_give_the_times_of_steps(read):
     stamped = [f" [2025-04-13 23:4{i}:12]" + line(i, 50.0, tflops=400) for i in range(1, 4)]
     small = {"num_layers": 2}  # so that 50 s are believable
     times = read(START + "".join(stamped), spec=small)[1].metrics()["time"]
@@ -125,7 +123,8 @@ def every_ten_minutes(first: datetime.datetime, lines: int = 12) -> list[datetim
     return [first + datetime.timedelta(minutes=10 * i) for i in range(lines)]
 
 
-def test_an_imported_run_ends_with_its_last_line_however_old_the_file_is(read):
+def test_imported_run_ends_at_its_last_log_line(read):
+    """The time of the file's last change does not matter."""
     text = titan(every_ten_minutes(datetime.datetime(2025, 6, 1, 12)))  # copied today
     found = ledger(read(text, "trn1.32xlarge", "llama3-8b", plan=NODE)[1])
     assert found.goodput == 1 and found.wall_s == pytest.approx(2 * 3600)
@@ -142,7 +141,8 @@ def berlin(monkeypatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("night", ["2025-10-26 01:30", "2025-03-30 01:30"])
-def test_stamps_are_utc_wherever_they_are_read_and_when_clocks_change(read, berlin, night):
+def test_timestamps_without_zone_are_read_as_utc(read, berlin, night):
+    """Neither the reader's time zone nor a change of its clocks matters."""
     first = datetime.datetime.fromisoformat(night)
     report, run = read(titan(every_ten_minutes(first)), "trn1.32xlarge", "llama3-8b", plan=NODE)
     assert set(run.metrics()["step_time_s"]) == {600.0}
@@ -152,7 +152,7 @@ def test_stamps_are_utc_wherever_they_are_read_and_when_clocks_change(read, berl
 
 
 @pytest.mark.parametrize("night", ["2025-10-25 23:30", "2025-03-29 23:30"])
-def test_stamps_of_a_stated_zone_do_not_jump_where_its_clocks_change(read_node, night):
+def test_timestamps_of_given_zone_survive_clock_change(read_node, night):
     first = datetime.datetime.fromisoformat(night).replace(tzinfo=datetime.UTC)
     zone = ZoneInfo("Europe/Berlin")
     local = [when.astimezone(zone) for when in every_ten_minutes(first, 18)]
@@ -160,7 +160,7 @@ def test_stamps_of_a_stated_zone_do_not_jump_where_its_clocks_change(read_node, 
     assert set(metrics["step_time_s"]) == {600.0} and metrics["time"][0] == first.timestamp()
 
 
-def test_a_stamp_with_its_own_offset_is_of_no_other_zone(read_node):
+def test_timestamp_with_utc_offset_needs_no_zone(read_node):
     text = [f"2025-06-01T12:0{step}:00+02:00 it {step} loss=2.{step}\n" for step in (1, 2, 3)]
     pattern = r"(?P<time>\S+) it (?P<step>\d+) loss=(?P<loss>\S+)"
     report, run = read_node("".join(text), pattern=pattern)
@@ -169,8 +169,10 @@ def test_a_stamp_with_its_own_offset_is_of_no_other_zone(read_node):
     assert not any("zone" in note for note in report.notes)
 
 
-def test_tokens_are_those_that_the_log_counts(read):
-    """Iterations 5,001 to 5,100 of a batch that was 16 before, which these steps cannot tell."""
+def test_total_tokens_follow_the_count_of_the_log(read):
+    """Iterations 5,001 to 5,100 have a batch of 32. The batch was 16 before, which these lines do
+    not show.
+    """
     told = "".join(
         line(step, 60.0, batch=32, tflops=390).replace(
             f"{32 * step:12d}", f"{16 * 5000 + 32 * (step - 5000):12d}"
@@ -239,7 +241,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_steps_and_attempts_of_lines(log, read, case):
+def test_log_lines_give_steps_and_attempts(log, read, case):
     text, told = LINES[case]
     log.write_bytes(text.encode("latin-1"))
     report, run = read()
@@ -259,7 +261,9 @@ SMALL = ARGUMENTS | arguments(
 
 
 def lines_of(every: int, losses: list[float], changed: dict[int, str] | None = None) -> str:
-    """Returns a log with a line for many steps, some ending otherwise from the loss on."""
+    """Returns a log with one line per `every` steps. `changed` replaces the end of a line, from the
+    loss on.
+    """
     text = head(SMALL | {"log_interval": every}, vocabulary=51200)
     for number, loss in enumerate(losses, 1):
         told = line(number * every, 20.0, loss=f"{loss:.6E}", tflops=1)
@@ -270,7 +274,7 @@ def lines_of(every: int, losses: list[float], changed: dict[int, str] | None = N
 
 @pytest.fixture
 def alerts_of(read):
-    """A function: kind, step and message of each alert of a log."""
+    """Returns a function that imports a log and returns (kind, step, message) of each alert."""
     return lambda text: [
         (alert.kind, alert.step, alert.message) for alert in recorded_alerts(read(text)[1])
     ]
@@ -278,10 +282,10 @@ def alerts_of(read):
 
 BLOWN_UP = [*np.interp(range(1, 39), [1, 15, 16, 17, 38], [9.61, 3.56, 4.61, 5.19, 6.94])]
 """A line for 200 steps. Lowest 3.56 at step 3,000 and 6.94 at 7,600 are of a public run of 350M on
-LUMI, 4-alibi-bf16-nods; what is between them is made up."""
+LUMI, 4-alibi-bf16-nods. The losses in between are invented."""
 
 
-def test_a_public_blow_up_is_one_rise_that_names_the_lowest_step(alerts_of):
+def test_blow_up_gives_one_rise_alert_with_lowest_step(alerts_of):
     ((kind, step, message),) = alerts_of(lines_of(200, BLOWN_UP))
     assert kind == "rise" and 3201 <= step <= 3400
     assert message.startswith("lowest 3.56 at step 3,000, now 5.19 and not back for 400 steps; go")
@@ -299,8 +303,8 @@ SKIPPED = (
 )
 
 
-def test_what_megatron_says_of_nan_and_the_loss_scale_is_read(alerts_of):
-    """Its `training_log` counts steps with NaN and leaves them out of the mean loss."""
+def test_megatron_nan_and_loss_scale_give_alerts(alerts_of):
+    """Megatron's `training_log` counts steps with NaN and leaves them out of the mean loss."""
     scaled = lines_of(200, BLOWN_UP[:9], {7: " lm loss: 1.110000E+01 |" + NAN_LINE}).replace(
         "loss scale: 1.0 | grad norm: 23", "loss scale: 65536.0 | grad norm: 23"
     )
@@ -311,7 +315,7 @@ def test_what_megatron_says_of_nan_and_the_loss_scale_is_read(alerts_of):
     assert alerts_of(unprinted)[0] == ("nan", 1201, "the loss of 200 steps is not finite")
 
 
-def test_steps_skipped_to_find_the_loss_scale_are_no_alarm(alerts_of):
+def test_loss_scale_search_in_a_log_gives_no_alert(alerts_of):
     scales = {number: 2.0 ** max(16, 33 - number) for number in (*range(1, 16), 40)}
     skipped = {number: SKIPPED.format(scale) for number, scale in scales.items()}
     text = lines_of(1, [10.9 - 0.02 * number for number in range(1, 60)], skipped)
@@ -321,7 +325,7 @@ def test_steps_skipped_to_find_the_loss_scale_are_no_alarm(alerts_of):
     assert [(kind, step) for kind, step, _ in lost] == [("nan", 30)]
 
 
-def test_missing_log_and_a_directory_of_someone_else(log, read):
+def test_import_refuses_missing_log_and_foreign_folder(log, read):
     with pytest.raises(DataError, match="cannot be read"):
         read()
     (log.parent / "run").mkdir()
@@ -332,7 +336,9 @@ def test_missing_log_and_a_directory_of_someone_else(log, read):
 
 
 def growing(log: Path, parts: list[str]) -> Callable[[float], None]:
-    """Returns what appends the next part to a log at each look, then ends the looking."""
+    """Returns a function that appends the next part to a log at each call, and ends with
+    KeyboardInterrupt.
+    """
     left = iter(parts)
 
     def grow(_: float) -> None:
@@ -344,7 +350,7 @@ def growing(log: Path, parts: list[str]) -> Callable[[float], None]:
     return grow
 
 
-def test_follow_records_what_the_log_gains_until_training_is_done(log, read):
+def test_follow_records_new_lines_until_training_ends(log, read):
     text = frontier()
     second = text.index(" iteration        2/")
     idle = growing(log, [text[second : second + 50], text[second + 50 :]])
@@ -363,7 +369,7 @@ def test_follow_ends_when_log_or_run_is_deleted(log, deleted):
     assert deleted == "run" or status_row(Run.open(out))["state"] == "imported"
 
 
-def test_bars_are_followed_though_none_ends_its_line(log, read_node):
+def test_progress_bars_without_newline_are_followed(log, read_node):
     first, second, third, fourth, fifth = REDRAWN
     parts = ["\r" + third[:60], third[60:] + "\r" + fourth, "\r" + fifth]
     idle = growing(log, parts)

@@ -1,4 +1,4 @@
-"""Logs of trainers that tell a step on several lines, in rounded numbers or not at all."""
+"""Logs of trainers that print a step on several lines, in rounded numbers or not at all."""
 
 import gzip
 import io
@@ -181,7 +181,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize("name", TOLD)
-def test_a_log_is_read_by_its_trainer(read_node, name):
+def test_log_of_each_trainer_is_read(read_node, name):
     text, told = TOLD[name]
     report, run = read_node(text)
     if not isinstance(told.get("learning_rate", []), list):
@@ -189,13 +189,13 @@ def test_a_log_is_read_by_its_trainer(read_node, name):
     assert_told(report, run, {"format": name.partition(":")[0], "skipped_lines": 0, **told})
 
 
-def test_a_log_of_experts_is_noted(read_node):
-    """A dense model was given, though its lines name a loss of experts."""
+def test_log_with_loss_of_experts_gives_a_note(read_node):
+    """The given model is dense, although the log's lines have a loss of experts."""
     assert any("'load balancing loss', which" in note for note in read_node(OLMO_CORE)[0].notes)
     assert not any("experts" in note for note in read_node(OLMO)[0].notes)
 
 
-def test_lines_of_deepspeed_beside_other_steps_do_not_count(read_node):
+def test_deepspeed_lines_in_a_megatron_log_are_ignored(read_node):
     report, _ = read_node(DEEPSPEED.replace("step=4", "step=1") + logs.NEOX, 512)
     assert (report.format, report.steps) == ("megatron", 30)
 
@@ -210,7 +210,7 @@ def printed(entries: list[dict]) -> str:
 
 
 def entries(count: int, first: int = 0) -> list[dict]:
-    """Returns entries every ten steps, 1,000 steps an epoch, and the closing one."""
+    """Returns one entry every ten steps, at 1,000 steps per epoch, and the closing entry."""
     steps = [1] * first + [10 * i for i in range(1, count + 1)]
     told = [
         {"loss": 3 - step / 1000, "grad_norm": 1.5, "learning_rate": 2e-4, "epoch": step / 1000}
@@ -220,7 +220,7 @@ def entries(count: int, first: int = 0) -> list[dict]:
 
 
 @pytest.mark.parametrize("quoted", [True, False], ids=["transformers 5", "transformers 4"])
-def test_lines_of_transformers_need_the_steps_of_each(read_node, log, quoted):
+def test_printed_trainer_lines_need_logging_steps(read_node, log, quoted):
     text = printed(entries(30))
     if not quoted:
         text = re.sub(r": '([^']*)'", r": \1", text)
@@ -239,7 +239,7 @@ def test_lines_of_transformers_need_the_steps_of_each(read_node, log, quoted):
         read_node(NANOCHAT, **{"import": {"logging_steps": 10}})
 
 
-def test_the_state_beside_the_lines_is_named_and_its_folder_read(log):
+def test_trainer_state_beside_the_log_is_named_and_read(log):
     for step in (20, 100):
         (log.parent / f"checkpoint-{step}").mkdir()
         state = TrainerState(global_step=step, max_steps=100)
@@ -271,7 +271,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_the_pattern_that_an_error_suggests_reads_the_log(read_node, name):
+def test_suggested_pattern_reads_the_log(read_node, name):
     with pytest.raises(DataError) as refused:
         read_node(OWN[name])
     (pattern,) = re.findall(r"--pattern ('.*'), which finds 2 steps here", str(refused.value))
@@ -283,7 +283,7 @@ def test_the_pattern_that_an_error_suggests_reads_the_log(read_node, name):
         assert run.metrics()["step_time_s"].tolist() == [0.85, 1.2]
 
 
-def test_a_pattern_gathers_a_step_from_several_lines(read_node):
+def test_pattern_reads_a_step_from_several_lines(read_node):
     text = "epoch 1 | update 1,024\n  loss 2.50 (avg)\n  speed 850ms/it\nepoch 1 | update 1,025\n"
     pattern = r"update (?P<step>\S+)|loss (?P<loss>\S+)|speed (?P<step_time_s>\S+)"
     report, run = read_node(text + "  loss 2.25\n  speed 2it/s\n", pattern=pattern)
@@ -322,7 +322,7 @@ def test_pattern_reads_a_step_beside_a_comma(read_node, line, pattern):
     assert run.metrics()["step"].tolist() == [12]
 
 
-def test_a_step_with_too_few_digits_is_not_taken(read_node):
+def test_line_with_rounded_step_is_left_out(read_node):
     pattern = r"at (?P<step>\S+) loss (?P<loss>\S+)"
     with pytest.raises(DataError, match=r"the step 3\.1e\+4 is rounded"):
         read_node("at 3.1e+4 loss 2.5\n", pattern=pattern)
@@ -362,11 +362,11 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("text", NUMBERS)
-def test_numbers_of_logs(text):
+def test_numbers_in_logs_are_parsed(text):
     assert parse_number(text) == (None if NUMBERS[text] is None else pytest.approx(NUMBERS[text]))
 
 
-def test_times_and_digits_of_logs():
+def test_times_and_rounded_numbers_in_logs_are_parsed():
     times = {"850ms": 0.85, "1.2s/it": 1.2, "4it/s": 0.25, "2": 2.0, "11.5K": 11500, "1.5h": 5400}
     for text, seconds in times.items():
         assert parse_number(text, "s") == pytest.approx(seconds)
@@ -378,8 +378,8 @@ def test_times_and_digits_of_logs():
 # An excerpt of a bar, and files that are no log ---------------------------------------------------
 
 
-def test_a_bar_that_contradicts_its_step_is_refused(read_node):
-    """github.com/aws-samples/awsome-distributed-training, bionemo: 34,103 beside 3.1e+4."""
+def test_progress_bar_contradicting_its_step_is_refused(read_node):
+    """Source: github.com/aws-samples/awsome-distributed-training, bionemo: 34,103 beside 3.1e+4."""
     bars = [logs.short_bar(34_103 + i, f"{i}:00", "3.1e+4", "1e+7", 2.5 - i) for i in range(3)]
     with pytest.raises(DataError, match=r"3\.1e\+4 stands for 30,950 to 31,050, .* 34,102, which"):
         read_node("".join(bars))
@@ -400,7 +400,7 @@ BINARY = {
 
 
 @pytest.mark.parametrize("name", BINARY)
-def test_binary_files_are_no_logs(name, tmp_path):
+def test_binary_file_is_refused_as_a_log(name, tmp_path):
     file = tmp_path / name
     if name.endswith((".pt", ".pth")):
         torch.save({"model": {"w": torch.zeros(9)}}, file)

@@ -1,4 +1,4 @@
-"""Models by Megatron's arguments and torchtitan's flavours."""
+"""Model specs from Megatron's arguments and torchtitan's flavours."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ GPT = "--num-layers 48 --hidden-size=6144 --num-attention-heads 48 --seq-length 
 GPT += " --vocab-size 50257"
 
 
-def test_megatron_and_torchtitan_name_the_same_llama(tmp_path: Path) -> None:
+def test_megatron_and_torchtitan_give_the_same_llama(tmp_path: Path) -> None:
     (tmp_path / "llama.sh").write_text(f"torchrun pretrain_gpt.py {LLAMA3_8B}")
     megatron, titan = load_spec(str(tmp_path / "llama.sh")), load_spec("torchtitan:llama3/8B")
     assert megatron == load_spec(LLAMA3_8B) == titan.replace(name=megatron.name)
@@ -35,11 +35,11 @@ def test_megatron_and_torchtitan_name_the_same_llama(tmp_path: Path) -> None:
     ("flavour", "num_params"),  # of meta-llama's Llama 3.1 on the hub
     [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)],
 )
-def test_flavours_have_the_published_sizes(flavour: str, num_params: int) -> None:
+def test_torchtitan_flavours_have_published_sizes(flavour: str, num_params: int) -> None:
     assert load_spec(f"torchtitan:llama3/{flavour}").num_params == num_params
 
 
-def test_megatrons_defaults() -> None:
+def test_megatron_defaults_fill_missing_arguments() -> None:
     preset = ModelSpec.preset("gpt-22b")
     found = load_spec(f"{GPT} --tensor-model-parallel-size 8")  # 50,257 padded to 128 x 8
     assert found == preset.replace(name=found.name, init_std=found.init_std)
@@ -65,13 +65,13 @@ def test_megatrons_defaults() -> None:
         ("torchtitan:llama3/8b", "Did you mean 'llama3/8B'"),
     ],
 )
-def test_what_the_kit_cannot_train_is_refused_by_name(name: str, message: str) -> None:
+def test_unsupported_model_arguments_are_named(name: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_spec(name)
     assert message in str(caught.value)
 
 
-def test_kit_plan_takes_them() -> None:
+def test_plan_accepts_megatron_arguments_and_flavours() -> None:
     asked = ["--site", "frontier", "--devices", "64", "--batch", "64", "--json"]
     by_arguments = CliRunner().invoke(app, ["plan", "--json", *asked, "--", LLAMA3_8B])
     by_name = CliRunner().invoke(app, ["plan", "torchtitan:llama3/8B", *asked])

@@ -1,8 +1,8 @@
-"""Shards as NxD and Megatron-DeepSpeed write them, made here from what each rank computes, come
-back whole.
+"""Shards as NxD and Megatron-DeepSpeed write them are merged to the whole model. The tests make the
+shards from what each rank computes.
 
-The makers below follow the layers' meaning, with loops over heads, so that they share no rule with
-the importers.
+The functions that make shards follow the meaning of the layers, with loops over heads, so that they
+share no rule with the importers.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def llama(num_kv_heads: int, num_layers: int = 2) -> Decoder:
 def nxd_rank(
     decoder: Decoder, rank: int, tensor: int, platform: str, fused: bool
 ) -> dict[str, Tensor]:
-    """Returns what one tensor rank holds; `fused`: query, key and value in one matrix."""
+    """Returns the weights of one tensor rank. With `fused`, query, key and value are one matrix."""
     spec = decoder.spec
     weights, size = to_theirs(spec, decoder.state_dict().items()), spec.head_size
     copies = tensor // spec.num_kv_heads
@@ -116,7 +116,7 @@ def write_nxd(
         ],
     ],
 )
-def test_nxd_shards_come_back_whole_with_the_order_of_their_heads(
+def test_nxd_shards_are_merged_in_the_order_of_heads(
     num_kv_heads, tensor, pipeline, platform, fused, tmp_path
 ) -> None:
     decoder = llama(num_kv_heads, max(2, pipeline))
@@ -124,7 +124,8 @@ def test_nxd_shards_come_back_whole_with_the_order_of_their_heads(
     assert_equal(import_nxd(folder, decoder.spec).decoder(), decoder)
 
 
-def test_copies_that_stochastic_rounding_let_drift_are_still_copies(tmp_path: Path) -> None:
+def test_kv_copies_with_rounding_drift_are_accepted(tmp_path: Path) -> None:
+    """Stochastic rounding lets copies drift apart. A copy with the opposite sign is refused."""
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 1)
     drifted = folder / "model" / "dp_rank_00_tp_rank_02_pp_rank_00.pt"
@@ -163,13 +164,15 @@ TheirReference.__module__, TheirReference.__qualname__ = (
 
 @pytest.fixture
 def torch_xla_serialization(monkeypatch) -> None:
-    """A module by whose name the references can be pickled."""
+    """Adds modules named like torch_xla's, so that references to tensors can be pickled."""
     for name in ("torch_xla", "torch_xla.utils", "torch_xla.utils.serialization"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["torch_xla.utils.serialization"].TensorReference = TheirReference  # pyright: ignore
 
 
-def test_nxd_shards_of_a_file_a_tensor(torch_xla_serialization, tmp_path: Path) -> None:
+def test_nxd_shards_with_one_file_per_tensor_are_read(
+    torch_xla_serialization, tmp_path: Path
+) -> None:
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
     write_xser(folder)
@@ -184,8 +187,10 @@ def test_nxd_shards_of_a_file_a_tensor(torch_xla_serialization, tmp_path: Path) 
         import_nxd(folder, decoder.spec).decoder()
 
 
-def test_nxd_shards_of_the_converter_hold_their_tensors_themselves(tmp_path: Path) -> None:
-    """With --save_xser too: xser leaves tensors in memory where they are, and makes its folder."""
+def test_nxd_shards_of_the_converter_are_read(tmp_path: Path) -> None:
+    """Their files hold the tensors, also with --save_xser: xser leaves tensors that are in memory,
+    and only creates the folder.
+    """
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
     for file in sorted((folder / "model").glob("*.pt")):
@@ -193,7 +198,7 @@ def test_nxd_shards_of_the_converter_hold_their_tensors_themselves(tmp_path: Pat
     assert_equal(import_nxd(folder / "model", decoder.spec).decoder(), decoder)
 
 
-def test_nxd_shards_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+def test_unreadable_nxd_shards_are_refused(tmp_path: Path) -> None:
     spec = llama(2).spec
     folder = write_nxd(llama(2), tmp_path / "step_10", 4, 2)
     for kind, wrong, message in (
@@ -214,7 +219,7 @@ def test_nxd_shards_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 
 def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict[str, Tensor]:
-    """Returns what one tensor rank holds of a block."""
+    """Returns the weights of one transformer layer on one tensor rank."""
     spec, size = decoder.spec, decoder.spec.head_size
     weights = {
         n.removeprefix(f"layers.{layer}."): w
@@ -251,7 +256,9 @@ def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict
 
 
 def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -> Path:
-    """Writes layers as a run in bf16 (first = 1) or fp32 (0) numbers them, one without weights."""
+    """Writes layer files numbered as in a run in bf16 (`first` = 1) or fp32 (0). Layers without
+    weights have no file.
+    """
     folder.mkdir(parents=True)
     spec, weights = decoder.spec, decoder.state_dict()
     for rank in range(tensor):
@@ -284,7 +291,9 @@ def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -
 
 
 class Position(enum.Enum):
-    """As in Megatron's own arguments, of a class that is not to be had where they are read."""
+    """Stands for an enumeration in Megatron's arguments, whose class is missing where they are
+    read.
+    """
 
     LEARNED = 1
 
@@ -301,14 +310,16 @@ def write_arguments(folder: Path, **entries) -> None:
         ("grouped llama", 1, 2),
     ],
 )
-def test_megatron_layers(family: str, first: int, tensor: int, tmp_path: Path) -> None:
+def test_megatron_layers_are_merged(family: str, first: int, tensor: int, tmp_path: Path) -> None:
     decoder = randomised(GPT) if family == "gpt" else llama(2)
     folder = write_megatron(decoder, tmp_path / "global_step10", tensor, first=first)
     assert_equal(import_megatron_deepspeed(folder, decoder.spec).decoder(), decoder)
 
 
-def test_megatron_layers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Shards have the same shapes with half the heads, twice as wide: Megatron's arguments tell."""
+def test_megatron_layers_of_another_model_are_refused(tmp_path: Path) -> None:
+    """With half the heads at twice the width, shards have equal shapes. Only Megatron's arguments
+    show the difference.
+    """
     folder = write_megatron(randomised(GPT), tmp_path / "global_step10", 2, first=1)
     for wrong, message in (
         ({"num_layers": 4}, "has 3 blocks, but spec.num_layers is 4"),
@@ -328,7 +339,7 @@ def test_megatron_layers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         import_megatron_deepspeed(tmp_path, GPT).decoder()
 
 
-def test_heads_are_those_that_megatron_was_given(tmp_path: Path) -> None:
+def test_head_counts_are_checked_with_megatron_arguments(tmp_path: Path) -> None:
     grouped = llama(2)
     folder = write_megatron(grouped, tmp_path / "grouped", 2, first=1)
     fewer = grouped.spec.replace(num_heads=4, num_kv_heads=1)
@@ -342,7 +353,7 @@ def test_heads_are_those_that_megatron_was_given(tmp_path: Path) -> None:
         import_megatron_deepspeed(folder, grouped.spec).decoder()
 
 
-def test_ranks_that_do_not_hold_the_same_model_are_refused(tmp_path: Path) -> None:
+def test_inconsistent_tensor_ranks_are_refused(tmp_path: Path) -> None:
     folder = write_megatron(randomised(GPT), tmp_path / "global_step10", 2, first=1)
     file = folder / "layer_03-model_01-model_states.pt"
     whole, up, down = torch.load(file), "mlp.dense_h_to_4h.weight", "mlp.dense_4h_to_h.weight"
@@ -371,7 +382,7 @@ def test_ranks_that_do_not_hold_the_same_model_are_refused(tmp_path: Path) -> No
         ("iter_0000100/mp_rank_00/model_optim_rng.pt", "in iter_0000100"),
     ],
 )
-def test_other_formats_are_called_by_their_name(file: str, message: str, tmp_path: Path) -> None:
+def test_other_checkpoint_formats_are_recognized(file: str, message: str, tmp_path: Path) -> None:
     for each in file.split():
         (tmp_path / each).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / each).touch()

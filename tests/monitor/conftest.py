@@ -1,4 +1,4 @@
-"""A run of two attempts for the tests that copy or export what it recorded."""
+"""A run of two attempts, for tests that copy or export its records."""
 
 import math
 from pathlib import Path

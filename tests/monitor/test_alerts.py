@@ -1,4 +1,4 @@
-"""Alerts: what is told, what is not, and that it is told once."""
+"""Alerts: which events are reported, which are not, and that each event is reported once."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def kinds(dashboard: Dashboard) -> list[str]:
     return [alert.kind for alert in look(dashboard).run_view.alert_monitor.log.alerts]
 
 
-def test_nan_at_once_and_each_stretch_once(tmp_path):
+def test_each_stretch_of_nan_steps_gives_one_alert(tmp_path):
     run = recorded_run(tmp_path / "run", steps=100)
     dashboard = Dashboard(run)
     assert kinds(dashboard) == []
@@ -44,7 +44,10 @@ def test_nan_at_once_and_each_stretch_once(tmp_path):
     assert [alert.step for alert in dashboard.run_view.alert_monitor.log.alerts] == [101, 200]
 
 
-def test_gradients_that_overflow_while_fp16_finds_its_scale_are_no_alert(tmp_path):
+def test_fp16_scale_search_gives_no_nan_alert(tmp_path):
+    """Steps that fp16 skips while it lowers its loss scale give no alert. A step that was not
+    skipped does.
+    """
     run = recorded_run(tmp_path / "run", steps=0)
     for step in range(1, 31):
         add_row(run, step, grad_norm=None)
@@ -60,7 +63,8 @@ def test_gradients_that_overflow_while_fp16_finds_its_scale_are_no_alert(tmp_pat
     assert kinds(Dashboard(run)) == ["loss_scale", "nan"]
 
 
-def test_a_start_that_goes_wrong_is_told_by_whoever_looks_and_once(tmp_path):
+def test_diverging_start_gives_one_alert(tmp_path):
+    """A dashboard that watches and a later look at the run give the same alert."""
     dashboard = Dashboard(run := recorded_run(tmp_path / "run", steps=0))
     wrong, back = [9.5 + 0.5 * i for i in range(12)], [8.0 - 0.1 * i for i in range(20)]
     for step, loss in enumerate([8.3, 9.1, *wrong, *back], 1):
@@ -72,7 +76,7 @@ def test_a_start_that_goes_wrong_is_told_by_whoever_looks_and_once(tmp_path):
     assert found == live and live.step == 12 and "loss 14 after 8.3 at the start" in live.message
 
 
-def test_the_one_event_of_a_quiet_run_is_kept_once_whoever_watches(tmp_path):
+def test_spike_seen_by_several_viewers_is_recorded_once(tmp_path):
     run = recorded_run(tmp_path / "run", steps=2000, planned=5000, spike_at=700)
     first, second = Dashboard(run), Dashboard(run)
     assert kinds(first) == kinds(second) == ["spike"]
@@ -83,7 +87,7 @@ def test_the_one_event_of_a_quiet_run_is_kept_once_whoever_watches(tmp_path):
     assert "median" in found.message
 
 
-def test_the_log_survives_torn_lines_and_a_directory_that_cannot_be_written(tmp_path):
+def test_alert_log_survives_torn_lines_and_no_folder(tmp_path):
     file, told = tmp_path / "alerts.jsonl", alert("m", 5)
     file.write_text('{"kind": "na\n[]\n\x00\n' + json.dumps(told.to_dict()) + '\n{"torn')
     assert AlertLog(file).alerts == [told]
@@ -93,7 +97,10 @@ def test_the_log_survives_torn_lines_and_a_directory_that_cannot_be_written(tmp_
         dataclasses.replace(told, level="fatal")
 
 
-def test_stall_by_our_own_clock(tmp_path, monkeypatch):
+def test_stall_is_timed_by_the_viewers_clock(tmp_path, monkeypatch):
+    """If the login node was lost, or the newest steps may still arrive, no stall is
+    reported yet.
+    """
     run = recorded_run(tmp_path / "run", steps=50)
     dashboard = Dashboard(run)
     assert kinds(dashboard) == []
@@ -117,7 +124,10 @@ def test_stall_by_our_own_clock(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("peak", "expected"), [(1e9, "so no MFU or HFU is given"), (4.6e10, "than real runs reach")]
 )
-def test_a_peak_that_cannot_be_true(tmp_path, peak, expected, state):
+def test_implausible_peak_gives_one_alert(tmp_path, peak, expected, state):
+    """MFU above 1 or above what real runs reach. A corrected peak in `site.json` brings
+    MFU back.
+    """
     run = recorded_run(tmp_path / "a run", steps=200, state=state)
     run.site.with_measured_peak("fp32", peak, "test").write(run.directory / "site.json")
     dashboard = Dashboard(Run.open(run.directory))
@@ -133,7 +143,7 @@ def test_a_peak_that_cannot_be_true(tmp_path, peak, expected, state):
 
 
 @pytest.mark.parametrize("record", ["plan", "site"])
-def test_a_damaged_attempt_is_named_and_the_others_keep_their_mfu(tmp_path, record):
+def test_damaged_record_hides_mfu_of_its_attempt_only(tmp_path, record):
     run = recorded_run(tmp_path / "run", steps=200, second_attempt_at=101)
     whole, name = run.metrics().mfu(), f"{record}.attempt_01.json"
     (run.directory / name).write_text('{"torn')
@@ -151,7 +161,7 @@ def test_a_damaged_attempt_is_named_and_the_others_keep_their_mfu(tmp_path, reco
     assert reason in table.rows[0]["reason"] and table.notes[0].startswith(f"run: {reason}")
 
 
-def test_mfu_of_another_layout_is_no_fall(tmp_path):
+def test_mfu_change_with_layout_gives_no_alert(tmp_path):
     """Two thirds of the steps belong to a layout with three times the MFU."""
     run = recorded_run(tmp_path / "run", steps=300, second_attempt_at=201)
     run.plan.replace(compile=True).write(run.directory / "plan.attempt_01.json")
@@ -166,7 +176,8 @@ def test_mfu_of_another_layout_is_no_fall(tmp_path):
     assert kinds(Dashboard(Run.open(run.directory))) == ["mfu"], "with one layout it is a fall"
 
 
-def test_slow_steps_a_slow_rank_memory_disk_and_checkpoints(tmp_path, monkeypatch):
+def test_slow_steps_ranks_disk_and_memory_give_alerts(tmp_path, monkeypatch):
+    """A recipe whose checkpoints do not appear gives an alert too."""
     run = recorded_run(tmp_path / "run", steps=200, ranks=8)
     run.recipe.replace(checkpoint_every=20).write(run.directory / "recipe.json")
     dashboard = Dashboard(Run.open(run.directory))
@@ -178,7 +189,7 @@ def test_slow_steps_a_slow_rank_memory_disk_and_checkpoints(tmp_path, monkeypatc
         beat(run, step, slow_rank=3)
         dashboard.look()
     assert kinds(dashboard)[2:] == [], "it is not sure yet"
-    for step in range(200, 200 + MIN_SAMPLES):  # a look that took long rests, and misses a beat
+    for step in range(200, 200 + MIN_SAMPLES):  # a slow look is followed by a pause
         beat(run, step, slow_rank=3)
         if kinds(dashboard)[2:]:
             break
@@ -193,7 +204,7 @@ def test_slow_steps_a_slow_rank_memory_disk_and_checkpoints(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(("has_joined", "limit_s"), [(False, 180), (True, 300)])
 def test_slow_start_is_reported_with_its_log(tmp_path, has_joined, limit_s):
-    """By a single look: the supervisor counts the seconds."""
+    """A single look suffices, because the supervisor counts the seconds of the start."""
     run = recorded_run(tmp_path / "run", steps=0)
     log = log_path(run.directory, 1, 0)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +222,7 @@ def test_slow_start_is_reported_with_its_log(tmp_path, has_joined, limit_s):
 
 
 def test_slow_start_without_supervisor_is_reported(tmp_path, monkeypatch):
-    """By a viewer's own clock, as under Kubernetes before the first pod has begun to count."""
+    """The viewer's own clock times the start, as under Kubernetes before the first pod counts."""
     run = recorded_run(tmp_path / "run", steps=0)
     start = {"state": JobState.STARTING, "reason": "started by a pod"}
     update_state(run.directory, attempt=1, heartbeat=time.time(), **start)
@@ -222,7 +233,7 @@ def test_slow_start_without_supervisor_is_reported(tmp_path, monkeypatch):
     assert kinds(dashboard) == ["stall"]
 
 
-def test_every_rule_is_explained_in_the_notebook():
+def test_gallery_explains_every_alert_rule():
     page = (ROOT / "notebooks" / "gallery" / "04_watch_a_run.md").read_text()
     explained = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
     assert {rule.kind for rule in alerts.ALERT_RULES} == explained

@@ -27,7 +27,9 @@ def run_with_two_attempts(folder, *, other_plan: bool, steps: int = 36) -> Run:
 
 
 def weighted_means(values: np.ndarray, weight: float, starts: list[int]) -> list[float]:
-    """Returns the average at each value from its definition, begun anew at each of `starts`."""
+    """Returns the exponential average at each value by its definition. It restarts at each of
+    `starts`.
+    """
     means = []
     for i in range(len(values)):
         first = max(start for start in starts if start <= i)
@@ -37,7 +39,7 @@ def weighted_means(values: np.ndarray, weight: float, starts: list[int]) -> list
 
 
 @pytest.mark.parametrize("other_plan", [True, False])
-def test_speed_average_begins_anew_with_layout(tmp_path, other_plan):
+def test_speed_average_restarts_with_a_new_layout(tmp_path, other_plan):
     run = run_with_two_attempts(tmp_path / "run", other_plan=other_plan)
     curves = Curves(run, smoothing=0.8).read_all()
     speed, loss = curves["tokens_per_s"], curves["loss"]
@@ -49,7 +51,7 @@ def test_speed_average_begins_anew_with_layout(tmp_path, other_plan):
     np.testing.assert_allclose(curves.average("loss"), weighted_means(loss, 0.8, [0]))
 
 
-def test_average_of_growing_run_equals_that_of_whole_run(tmp_path):
+def test_average_is_equal_for_growing_and_whole_file(tmp_path):
     run = run_with_two_attempts(tmp_path / "run", other_plan=True)
     file = run.directory / "metrics.jsonl"
     text = file.read_text().splitlines(keepends=True)
@@ -68,7 +70,7 @@ def test_average_of_growing_run_equals_that_of_whole_run(tmp_path):
     assert growing[-1] == pytest.approx(2048 / 0.25)
 
 
-def test_views_show_the_same_number_of_the_newest_layout(tmp_path):
+def test_views_agree_on_speed_of_newest_layout(tmp_path):
     run = run_with_two_attempts(tmp_path / "run", other_plan=True)
     dashboard = Dashboard(run).read_all()
     shown = [run.metrics().summary(), status_row(run), dashboard.facts()]

@@ -32,7 +32,9 @@ def file(tmp_path: Path) -> Path:
 
 
 def plainly(file: Path) -> tuple[list[dict], int]:
-    """Returns what a file holds by the rule, line by line, and its torn or foreign lines."""
+    """Returns (rows without steps that a newer attempt repeated, number of torn or
+    foreign lines).
+    """
     rows, skipped = [], 0
     for text in file.read_bytes().splitlines():
         try:
@@ -68,7 +70,7 @@ def assert_same_as_metrics(columns: Columns) -> None:
     rows=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), max_size=40),
     cuts=st.lists(st.integers(1, 400), max_size=6),
 )
-def test_any_order_of_attempts_and_steps_in_any_pieces_is_what_metrics_reads(file, rows, cuts):
+def test_columns_read_in_pieces_equal_metrics(file, rows, cuts):
     text = "".join(line(step, attempt, loss=i) for i, (step, attempt) in enumerate(rows)).encode()
     file.write_bytes(b"")
     columns, start = Columns(file), 0
@@ -99,7 +101,8 @@ def test_foreign_lines_are_skipped_and_counted(file):
     assert str(columns["loss"].tolist()) == "[1.0, nan, nan, inf]"
 
 
-def test_a_line_without_end_is_not_held_in_memory(file):
+def test_line_longer_than_a_read_is_skipped(file):
+    """An endless line must not be held in memory."""
     file.write_text(line(1) + "x" * 5000 + "\n" + line(2))
     columns = Columns(file)
     while columns.poll(1000) or columns.position < file.stat().st_size:
@@ -107,7 +110,7 @@ def test_a_line_without_end_is_not_held_in_memory(file):
     assert columns["step"].tolist() == [1, 2] and columns.skipped_lines >= 1
 
 
-def test_many_rows_take_the_fast_way_though_some_are_nan(file, monkeypatch):
+def test_fast_parser_reads_nan_losses(file, monkeypatch):
     monkeypatch.delattr(columns_module, "parse_rows")
     losses = ["NaN", *range(1, 20_000)]
     rows = [f'{{"step": {i}, "attempt": 1, "loss": {loss}}}\n' for i, loss in enumerate(losses)]
@@ -115,8 +118,8 @@ def test_many_rows_take_the_fast_way_though_some_are_nan(file, monkeypatch):
     assert np.isnan(Columns(file).read_all()["loss"]).sum() == 1
 
 
-def test_the_fast_way_finds_what_the_slow_one_does_and_imports_no_pandas(file, monkeypatch):
-    """Whose import takes as long as half a million steps."""
+def test_fast_parser_equals_slow_one_without_pandas(file, monkeypatch):
+    """The import of pandas takes as long as reading half a million steps."""
     rows = [
         line(i, loss=i / 7, **({"checkpoint_s": 0.5} if i % 100 == 0 else {})).replace(
             '"grad_norm": ', f'"grad_norm": null, "x{i % 3}": '
@@ -140,7 +143,7 @@ def test_the_fast_way_finds_what_the_slow_one_does_and_imports_no_pandas(file, m
     decay=st.sampled_from([0.0, 0.3, 0.9, 0.999]),
     cut=st.integers(0, 400),
 )
-def test_the_average_is_exact_however_it_was_fed(values, decay, cut):
+def test_average_is_exact_when_fed_in_parts(values, decay, cut):
     average = Average(decay)
     values = np.array(values)
     if cut:
@@ -154,13 +157,13 @@ def test_the_average_is_exact_however_it_was_fed(values, decay, cut):
         assert got == pytest.approx(mean, rel=1e-9, abs=1e-9, nan_ok=True)
 
 
-def test_the_recurrence_over_many_blocks():
+def test_discounted_sum_equals_plain_recurrence():
     values = np.random.default_rng(0).normal(size=70_001)
     expected = list(accumulate(values, lambda total, value: 0.99 * total + value, initial=5.0))[1:]
     np.testing.assert_allclose(discounted_sum(values, 0.99, 5.0), expected, atol=1e-9)
 
 
-def test_no_spike_is_lost_in_a_window_of_a_run_that_grows(tmp_path):
+def test_plot_window_of_growing_run_keeps_every_spike(tmp_path):
     losses = np.zeros(100_000)
     losses[[17, 40_050, 50_000, 99_999]] = 9, 8, -5, 7
     losses[60_000:61_000] = np.nan
@@ -187,7 +190,7 @@ def test_no_spike_is_lost_in_a_window_of_a_run_that_grows(tmp_path):
     assert x[0] < 40_000 and x[-1] > 40_100 and high.max() == 8, "of the part that was asked for"
 
 
-def test_curves_follow_a_new_attempt_and_a_clock_that_was_set_back(tmp_path):
+def test_curves_follow_new_attempt_and_clock_set_back(tmp_path):
     one = Plan(global_batch_size=2)
     run = made(tmp_path / "run", [], one.replace(data_parallel=2), one)
     curves = Curves(run, smoothing=0.5).read_all()

@@ -18,7 +18,7 @@ NUMBER = re.compile(r"-?(\d+(\.\d+)?(e[+-]?\d+)?|inf|nan)")
 
 
 @pytest.mark.parametrize("format", ["csv", "parquet"])
-def test_each_step_once_as_the_newest_attempt_left_it(run, tmp_path, format):
+def test_export_has_each_step_of_newest_attempt_once(run, tmp_path, format):
     file = tmp_path / f"table.{format}"
     assert export(run, file, format=format) == 40
     if format == "csv":  # by default pyarrow reads "nan" as null too
@@ -32,7 +32,7 @@ def test_each_step_once_as_the_newest_attempt_left_it(run, tmp_path, format):
     assert math.isnan(table["loss"][4].as_py()) and table["grad_norm"][5].as_py() == math.inf
 
 
-def test_unknown_columns_and_the_facts_are_kept(run, tmp_path):
+def test_export_keeps_unknown_columns_and_run_facts(run, tmp_path):
     write(run, ['{"step": 41, "attempt": 2, "note": "an own column", "tokens": 2048}\n'])
     file = tmp_path / "table.parquet"
     assert export(run, file, format="parquet") == 41
@@ -45,7 +45,9 @@ def test_unknown_columns_and_the_facts_are_kept(run, tmp_path):
 
 
 def test_no_cell_of_a_csv_is_a_formula(run, tmp_path):
-    """A spreadsheet computes what begins with = + - or @; HYPERLINK and DDE reach out of it."""
+    """A spreadsheet evaluates cells that start with = + - or @. HYPERLINK and DDE reach out of the
+    spreadsheet.
+    """
     names = ["=HYPERLINK(1)", "+1+1", "-1-1", "@SUM(1)", "\t=1", "plain"]
     row = {"step": 41, "attempt": 2, "tokens": 1, "loss": -2.5, "big": -(2**70)}
     row |= {name: name for name in names}
@@ -58,7 +60,7 @@ def test_no_cell_of_a_csv_is_a_formula(run, tmp_path):
     assert all(NUMBER.fullmatch(cell) for cell in formulas)
 
 
-def test_nothing_is_overwritten_unasked(run, tmp_path):
+def test_export_overwrites_only_with_its_option(run, tmp_path):
     file = tmp_path / "precious.csv"
     file.write_text("precious")
     with pytest.raises(RunError, match="exists"):
@@ -73,5 +75,5 @@ def test_nothing_is_overwritten_unasked(run, tmp_path):
     assert export(run, tmp_path / "empty.parquet", format="parquet") == 0
 
 
-def test_command_knows_every_target():
+def test_export_command_lists_every_target():
     assert {*TABLES, *SINKS} == {*TARGETS}

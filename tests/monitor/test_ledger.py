@@ -1,4 +1,6 @@
-"""The ledger of a job's time, on a made history; of real runs: tests/faults, tests/cluster."""
+"""The ledger of a job's time, on an invented history. tests/faults and tests/cluster test real
+runs.
+"""
 
 import json
 
@@ -27,7 +29,9 @@ def why(run: Run, *options: str) -> str:
 
 @pytest.fixture
 def told(run: Run) -> Run:
-    """Queued 10 s, 5 to start, ten steps, a pause of 2 s, silent 7 s; 20 s later six, two again."""
+    """A run that queues 10 s, starts in 5 s, takes ten steps with a pause of 2 s, and is silent for
+    7 s. After 20 s its second attempt takes six steps, of which two repeat earlier ones.
+    """
     (run.directory / "metrics.jsonl").write_text("")
     happened(run, 1, 0.0, JobState.QUEUED)
     happened(run, 1, 10.0, JobState.STARTING)
@@ -43,7 +47,7 @@ def told(run: Run) -> Run:
     return run
 
 
-def test_every_second_has_its_place(told):
+def test_ledger_assigns_every_second_to_one_part(told):
     found = ledger(told)
     told_parts = {"waiting": 10 + 20, "start-up": 5 + 5, "first step": 2, "between steps": 2}
     told_parts |= {"lost": 7, "repeated": 2, "productive": 8 + 6, "ending": 1}
@@ -52,7 +56,7 @@ def test_every_second_has_its_place(told):
     assert found.goodput == pytest.approx(14 / 38), "no node is held while it waits"
 
 
-def test_saves_and_validation_are_told_apart(run):
+def test_ledger_separates_saves_from_validation(run):
     (run.directory / "metrics.jsonl").write_text("")
     step(run, 1, 1, 101.0, validation_loss=3.0)
     step(run, 2, 1, 109.0, checkpoint_s=3.0)  # 7 s between them: 3 of the save, 4 of the validation
@@ -62,7 +66,7 @@ def test_saves_and_validation_are_told_apart(run):
     assert sum(found.values()) == pytest.approx(10.5) and found["between steps"] == 0
 
 
-def test_validation_after_the_last_step_is_not_ending(run):
+def test_final_validation_is_not_counted_as_ending(run):
     (run.directory / "metrics.jsonl").write_text("")
     happened(run, 1, 100.0, JobState.STARTING)
     step(run, 1, 1, 101.0, validation_loss=3.0, validation_s=2.0)
@@ -73,7 +77,7 @@ def test_validation_after_the_last_step_is_not_ending(run):
     assert found["between steps"] == pytest.approx(2)
 
 
-def test_a_pause_that_nobody_asked_for_is_no_part_of_the_job(told):
+def test_idle_time_between_jobs_is_not_job_time(told):
     happened(told, 3, 1068.0, JobState.QUEUED)
     happened(told, 3, 1069.0, JobState.STARTING)
     step(told, 15, 3, 1072.0)
@@ -81,7 +85,7 @@ def test_a_pause_that_nobody_asked_for_is_no_part_of_the_job(told):
     assert found.idle_s == pytest.approx(1000) and found.wall_s == pytest.approx(68 + 4)
 
 
-def test_nobody_was_left_to_say_that_it_ended(told):
+def test_time_after_unrecorded_end_counts_as_lost(told):
     """The supervisor was killed with its ranks, and the scheduler started the job again."""
     events = (told.directory / "history.jsonl").read_text().splitlines(keepends=True)
     left = [line for line in events if "requeued" not in line]
@@ -90,7 +94,7 @@ def test_nobody_was_left_to_say_that_it_ended(told):
     assert (found.seconds["lost"], found.wall_s) == pytest.approx((27, 68))
 
 
-def test_prices_and_devices_of_each_attempt(told):
+def test_ledger_costs_use_devices_of_each_attempt(told):
     plan = told.plan.replace(data_parallel=8)
     plan.write(told.directory / "plan.attempt_02.json")
     price = Fact(value=36.0, source="the tests")
@@ -102,13 +106,13 @@ def test_prices_and_devices_of_each_attempt(told):
     assert dashboard.facts()["cost"]["value"] == found.usd
     rows = {row["part"]: row for row in found.rows()}
     assert rows["productive"]["device_hours"] == pytest.approx((8 + 8 * 6) / 3600)
-    cents = 1 * 8 + 2 * 6  # one a second for 1 node, then for 2
+    cents = 1 * 8 + 2 * 6  # one cent per node and second: 1 node, then 2
     assert rows["productive"]["usd"] == pytest.approx(cents / 100)
     assert rows["waiting"]["usd"] == 0 and found.usd == pytest.approx((1 * 26 + 2 * 12) / 100)
     assert found.goodput == pytest.approx((8 + 8 * 6) / (26 + 8 * 12))
 
 
-def test_the_command(told, run):
+def test_status_why_prints_the_ledger(told, run):
     words = " ".join(why(told).split())
     assert "36.8% of the device-hours of a run count" in words, "14 of 38 s"
     assert "shares are of all time, waiting too" in words and "20.6%" in words, "14 of 68 s"
@@ -124,7 +128,7 @@ def test_the_command(told, run):
     assert "17 min between attempts" in why(told)
 
 
-def test_a_run_without_an_attempt_is_refused(run):
+def test_ledger_refuses_run_without_attempt(run):
     (run.directory / "metrics.jsonl").unlink()
     with pytest.raises(RunError, match="has no attempt yet"):
         ledger(run)

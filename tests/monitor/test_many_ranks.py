@@ -1,4 +1,4 @@
-"""Views of a job of thousands of ranks read as many files as those of a job of eight."""
+"""Views of a job with thousands of ranks read as many files as views of a job with eight ranks."""
 
 import sys
 from functools import partial
@@ -30,7 +30,7 @@ def hook():
 
 
 def reads(run: Run, view) -> list[str]:
-    """Returns what is opened or listed of a run at one look."""
+    """Returns the paths below the run's parent folder that one call of `view` opens or lists."""
     OPENED.clear()
     COUNTING[0] = True
     view()
@@ -39,7 +39,7 @@ def reads(run: Run, view) -> list[str]:
     return sorted(name.replace(folder, "FOLDER") for name in OPENED if folder in name)
 
 
-def test_files_read_at_one_look_do_not_grow_with_the_ranks(tmp_path):
+def test_files_read_by_views_do_not_grow_with_ranks(tmp_path):
     found = {}
     for ranks in (8, 8192):
         folder = tmp_path / str(ranks) / "run"

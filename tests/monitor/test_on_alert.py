@@ -1,4 +1,4 @@
-"""on_alert: what the user's command is told, how often, and what of it can go wrong."""
+"""on_alert: what the user's command receives, how often it runs, and how it can fail."""
 
 import io
 import json
@@ -46,7 +46,10 @@ def _lose_a_loss(run: Run, step: int) -> None:
     add_row(run, step, time=time.time() + 1, loss=float("nan"))
 
 
-def test_each_alert_from_now_on_once_whoever_found_it(config, run, tmp_path):
+def test_on_alert_runs_once_for_each_new_alert(config, run, tmp_path):
+    """Alerts from before the start are left out. Alerts of the trainer and of other viewers count
+    too.
+    """
     told = tmp_path / "told"
     config.write_text(f"on_alert = 'echo \"$KIT_ALERT\" >> {told}'")
     dashboard = Dashboard(run)
@@ -78,18 +81,18 @@ def _watch(run):
     watch(run, console=PlainConsole(file=io.StringIO()))
 
 
-def test_watch_calls_for_a_job_that_is_lost(config, run, tmp_path):
+def test_watch_runs_on_alert_once_for_a_lost_job(config, run, tmp_path):
     say(run, JobState.RUNNING, step=300, process=dead_process())
     _watch(run)
     config.write_text(f"on_alert = 'echo \"$KIT_MESSAGE\" >> {tmp_path}/told'")
     (run.directory / "alerts.jsonl").unlink()
-    for _ in range(2):  # the second time it is known
+    for _ in range(2):  # the second time, the alert is known
         _watch(run)
     (told,) = (tmp_path / "told").read_text().splitlines()
     assert told.startswith("run, step 300: job lost: process")
 
 
-def test_words_of_an_alert_are_never_part_of_the_command(config, run, tmp_path):
+def test_alert_message_is_never_run_as_shell_code(config, run, tmp_path):
     config.write_text(f"on_alert = 'cd {tmp_path} && printf %s \"$KIT_MESSAGE\" > told'")
     on_alert = AlertCommand(run, AlertLog(run.directory / "alerts.jsonl"))
     on_alert.log.add([_alert('spike "$(touch injected)"; true \x1b[2J\0\ud800\n`touch injected`')])
@@ -108,7 +111,7 @@ def test_words_of_an_alert_are_never_part_of_the_command(config, run, tmp_path):
         ("echo \\u0000", "on_alert: it could not be run (embedded null byte)"),
     ],
 )
-def test_a_command_that_fails_is_an_alert_of_its_own(config, run, command, why, monkeypatch):
+def test_failing_on_alert_command_gives_one_alert(config, run, command, why, monkeypatch):
     monkeypatch.setattr(on_alert, "LIMIT_S", 0.3)
     config.write_text(f'on_alert = "{command}"')
     caller = AlertCommand(run, AlertLog(run.directory / "alerts.jsonl"))
@@ -120,7 +123,7 @@ def test_a_command_that_fails_is_an_alert_of_its_own(config, run, command, why, 
     assert second.message.startswith(why)
 
 
-def test_the_configuration(config, run):
+def test_on_alert_configuration_is_validated(config, run):
     assert on_alert_command() is None
     for text, command in (("", None), ('on_alert = "notify-send x"', "notify-send x")):
         config.write_text(text)
@@ -136,7 +139,7 @@ def test_the_configuration(config, run):
 
 
 @pytest.mark.parametrize("skew_s", [-600.0, 600.0])
-def test_clock_of_the_trainer_hides_no_alert(config, run, tmp_path, skew_s):
+def test_trainer_clock_skew_hides_no_alert(config, run, tmp_path, skew_s):
     config.write_text(f"on_alert = 'echo \"$KIT_MESSAGE\" >> {tmp_path}/told'")
     log = AlertLog(run.directory / "alerts.jsonl")
     log.add([alert("old", 100, "hook", level="error", time=time.time() + skew_s)])
@@ -148,7 +151,7 @@ def test_clock_of_the_trainer_hides_no_alert(config, run, tmp_path, skew_s):
     assert (tmp_path / "told").read_text() == "run, step 301: went back\n"
 
 
-def test_thousands_of_alerts_make_ten_calls_a_minute(config, run, tmp_path, monkeypatch):
+def test_on_alert_runs_at_most_ten_times_a_minute(config, run, tmp_path, monkeypatch):
     calls = tmp_path / "calls"
     config.write_text(f"on_alert = 'echo \"$KIT_MESSAGE\" >> {calls}'")
     now = [0.0]

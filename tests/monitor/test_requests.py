@@ -1,4 +1,4 @@
-"""Requests as every viewer sees them, whoever asked and whether or not somebody looked."""
+"""Requests to a run, as every viewer shows them."""
 
 import json
 import time
@@ -23,7 +23,8 @@ def _checkpoint(run: Run, step: int) -> None:
     (folder / "manifest.json").write_text("{}")
 
 
-def test_a_request_taken_between_two_looks_is_told_by_all_viewers_until_its_attempt_is_over(run):
+def test_all_viewers_show_request_until_attempt_ends(run):
+    """The request was taken between two looks of the viewers."""
     first, status = Actions(run), run.job.status()
     assert not first.report(status)
     (run.directory / "control").mkdir(exist_ok=True)
@@ -47,7 +48,7 @@ def test_a_request_taken_between_two_looks_is_told_by_all_viewers_until_its_atte
     assert not first.report(status.replace(attempt=2))
 
 
-def test_done_is_when_it_was_done_and_not_when_somebody_looked(run):
+def test_completion_time_does_not_depend_on_viewers(run):
     ask(run.directory, "checkpoint")
     take_request(run.directory, "checkpoint", step=120)
     asked = Actions(run).report(run.job.status())["checkpoint"]["asked_at"]
@@ -69,8 +70,8 @@ def test_done_is_when_it_was_done_and_not_when_somebody_looked(run):
 
 
 @pytest.mark.parametrize("skew_s", [-600.0, 600.0])
-def test_request_is_followed_whatever_the_trainers_clock(run, monkeypatch, skew_s):
-    """The viewer asks by its clock, and the trainer takes the request by another."""
+def test_request_is_followed_despite_clock_skew(run, monkeypatch, skew_s):
+    """The viewer and the trainer stamp a request with different clocks."""
     actions, status = Actions(run), run.job.status()
     old = TakenRequest(asked_at=5.0, taken_at=time.time() + skew_s - 60, step=90)
     old.write(run.directory / "control" / "taken_checkpoint")

@@ -1,4 +1,4 @@
-"""A loss that rises for good: found in 400 steps or eight lines, and not in a healthy run."""
+"""A lasting rise of the loss is found in 400 steps or eight log lines, and not in a healthy run."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def rises(losses: np.ndarray, rates: np.ndarray | float = np.nan, new_data=()) -
 
 
 def as_logged(losses: np.ndarray, every: int, *, means: bool) -> np.ndarray:
-    """Returns the rows of a log with a line for many steps."""
+    """Returns one loss per step as a log with one line per `every` steps gives it."""
     lines = losses[: len(losses) // every * every].reshape(-1, every)
     return np.repeat(lines.mean(axis=1) if means else lines[:, -1], every)
 
@@ -38,8 +38,10 @@ CREEPING = [(0.03, 0.01, 550), (0.01, 0.002, 650), (0.01, 0.01, 750), (0.01, 0.0
 
 
 @pytest.mark.parametrize(("slope", "deviation", "within"), [*CREEPING, (0.005, 0.01, 1000)])
-def test_a_creeping_rise_is_found_once(slope, deviation, within):
-    """Slopes in 100 steps and deviations of a step, both relative to the loss."""
+def test_slow_rise_is_found_once(slope, deviation, within):
+    """`slope` is per 100 steps and `deviation` per step, both relative to the loss. `within` is in
+    steps.
+    """
     risen = np.where(LATER > 0, HEALTHY[3000] * (1 + slope * LATER / 100), HEALTHY)
     for seed in range(10):
         (found,) = rises(noisy(risen, deviation, seed))
@@ -52,7 +54,7 @@ def test_a_creeping_rise_is_found_once(slope, deviation, within):
     ("every", "means", "within"),
     [(1, True, 450), (10, False, 450), (50, True, 450), (200, True, 400)],
 )
-def test_a_jump_that_stays_is_found_within_400_steps(every, means, within):
+def test_lasting_jump_is_found_within_450_steps(every, means, within):
     for seed in range(5):
         jumped = as_logged(noisy(HEALTHY + 1.5 * (LATER > 0), 0.012, seed), every, means=means)
         (found,) = rises(jumped)
@@ -73,11 +75,14 @@ def test_a_jump_that_stays_is_found_within_400_steps(every, means, within):
         np.maximum(HEALTHY, 2.6) - 0.1 * np.clip(LATER / 1500, 0, 1),  # a decay at the end
     ],
 )
-def test_healthy_curves_and_what_comes_back_are_no_rise(losses, deviation):
+def test_healthy_and_recovering_curves_are_no_rise(losses, deviation):
     assert not [rise for seed in range(5) for rise in rises(noisy(losses, deviation, seed))]
 
 
-def test_reasons_that_are_known_begin_the_comparison_anew():
+def test_new_data_or_warmup_restarts_rise_detection():
+    """New data or a second warm-up explains a rise. The first warm-up, or one that ended long
+    before, does not.
+    """
     harder = noisy(HEALTHY + 0.3 * (LATER > 0), 0.01, 0)
     assert rises(harder) and not rises(harder, new_data=(3001,))
     warmed = noisy(HEALTHY + 0.2 * (1 - np.exp(-LATER / 300)), 0.005, 0)
@@ -91,8 +96,10 @@ def test_reasons_that_are_known_begin_the_comparison_anew():
 
 @pytest.mark.parametrize("every", [1, 10, 50, 200])
 @pytest.mark.parametrize("means", [True, False])
-def test_a_healthy_noisy_curve_has_no_alarm_however_often_it_is_logged(every, means):
-    """A line for many of 20,000 steps was taken for as many equal losses; the next stood out."""
+def test_healthy_curve_has_no_alarm_at_any_log_interval(every, means):
+    """Curves of 20,000 steps with one log line for `every` steps. A line must not count as `every`
+    equal losses, because then the next line would stand out.
+    """
     steps = np.arange(1, 20_001)
     for seed in range(3):
         for curve in (1.8 + 9 * steps**-0.35, np.full(20_000, 2.5)):
@@ -106,7 +113,8 @@ def test_noise_alone_is_no_rise():
         assert not rises(3 + 0.03 * noise)
 
 
-def test_what_is_not_finite_is_left_out_and_looks_in_parts_find_the_same():
+def test_rise_detection_in_parts_equals_one_pass():
+    """Losses that are not finite are left out."""
     risen = noisy(np.where(LATER > 0, HEALTHY[3000] * (1 + LATER / 10_000), HEALTHY), 0.01, 1)
     detector, whole = RiseDetector(), rises(risen)
     parts = [detector.find(risen[:end], risen * np.nan) for end in range(70, 6001, 70)]
@@ -115,7 +123,7 @@ def test_what_is_not_finite_is_left_out_and_looks_in_parts_find_the_same():
     assert rises(risen) and rises(np.empty(0)) == rises(risen[:5]) == []
 
 
-def test_it_is_an_alert_that_is_said_once(tmp_path):
+def test_rise_gives_one_alert(tmp_path):
     run = recorded_run(tmp_path / "run", steps=2000, planned=9000)
     dashboard = Dashboard(run)
     noise = np.random.default_rng(0).normal(size=3000)
@@ -128,7 +136,7 @@ def test_it_is_an_alert_that_is_said_once(tmp_path):
     assert "lowest 3.2" in alert.message and "go back to a checkpoint before it" in alert.message
 
 
-def test_a_new_mix_that_the_recipe_tells_of_is_no_alert(tmp_path):
+def test_rise_after_planned_mix_change_gives_no_alert(tmp_path):
     for known in (True, False):
         run = recorded_run(tmp_path / f"run {known}", steps=2000, planned=9000)
         sources = (DataSource(paths=("a",)), DataSource(paths=("b",)))

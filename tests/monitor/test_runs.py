@@ -1,4 +1,6 @@
-"""The table of runs below a folder, the figure that compares them, and commands beside them."""
+"""The table of runs below a folder, the figure that compares runs, and the commands runs, export,
+import.
+"""
 
 import json
 import math
@@ -36,7 +38,7 @@ def job_spec(run: Run, *argv: str) -> JobSpec:
     return JobSpec(name=run.name, run_dir=str(run.directory), argv=argv, num_processes=1)
 
 
-def test_states_are_live_and_only_differing_settings_are_columns(tmp_path):
+def test_runs_table_has_states_and_differing_settings(tmp_path):
     make(tmp_path / "new", data_parallel=2)
     for name, command in (("done", "true"), ("failed", "false")):
         submit(job_spec(make(tmp_path / "group" / name), command), Site.load("laptop")).wait(20)
@@ -59,7 +61,7 @@ def test_states_are_live_and_only_differing_settings_are_columns(tmp_path):
     assert {"spec.name", "spec.num_layers"} <= set(runs_table(tmp_path).settings)
 
 
-def test_what_is_known_of_a_run_elsewhere_has_an_age(tmp_path):
+def test_runs_table_shows_age_of_remote_status(tmp_path):
     make(tmp_path / "here")
     assert "heard" not in runs_table(tmp_path).columns
     job_spec(run := make(tmp_path / "there"), "x").write(run.directory / "job.json")
@@ -74,7 +76,7 @@ def test_what_is_known_of_a_run_elsewhere_has_an_age(tmp_path):
     assert "somebody else made this mirror" in far["reason"]
 
 
-def test_damaged_half_made_and_vanishing_runs_are_rows_that_say_why(tmp_path, monkeypatch):
+def test_runs_table_explains_unreadable_runs(tmp_path, monkeypatch):
     make(tmp_path / "good")
     make(tmp_path / "damaged").directory.joinpath("plan.json").write_text('{"tensor_par')
     foreign = b'\xff\x00{"step": 1}\n[1]\n{"step": Infi'
@@ -91,7 +93,7 @@ def test_damaged_half_made_and_vanishing_runs_are_rows_that_say_why(tmp_path, mo
     assert "unreadable" in runs_table(tmp_path)._repr_html_()
 
 
-def test_nan_loss_zero_time_and_impossible_speed_are_told(tmp_path):
+def test_runs_table_marks_nan_loss_and_impossible_mfu(tmp_path):
     assert runs_table(tmp_path).rows == []
     run = make(tmp_path / "run", steps=1, step_time_s=1e-9)
     (found,) = runs_table(tmp_path).rows
@@ -103,7 +105,7 @@ def test_nan_loss_zero_time_and_impossible_speed_are_told(tmp_path):
     assert shown == ["not finite", "not finite", "–", "2.0000"]
 
 
-def test_only_the_end_of_a_long_file_is_read_and_only_the_newest_attempt_counts(tmp_path):
+def test_runs_table_uses_newest_attempt_of_long_file(tmp_path):
     run = make(tmp_path / "run", steps=5000)
     file = run.directory / "metrics.jsonl"
     assert file.stat().st_size > 5 * TAIL_BYTES
@@ -115,7 +117,7 @@ def test_only_the_end_of_a_long_file_is_read_and_only_the_newest_attempt_counts(
     assert told == [4001, 2, 1.5, 2048]
 
 
-def test_comparison_has_a_curve_per_run_and_keeps_gaps(tmp_path):
+def test_compare_figure_has_a_curve_per_run_with_gaps(tmp_path):
     runs = [make(tmp_path / f"run{i}", steps=10 + i) for i in range(8)]
     file = runs[0].directory / "metrics.jsonl"
     file.write_text(file.read_text().replace('"loss": 7.75', '"loss": NaN'))
@@ -139,13 +141,13 @@ def test_comparison_has_a_curve_per_run_and_keeps_gaps(tmp_path):
 
 @pytest.fixture
 def kit(tmp_path, monkeypatch):
-    """A command in the folder of the test: what it prints, and what it raises."""
+    """Runs a command in the test's folder. Returns its output, and raises its errors."""
     monkeypatch.chdir(tmp_path)
     given: dict[str, Any] = {"catch_exceptions": False, "standalone_mode": False}
     return lambda *words: CliRunner().invoke(app, [*map(str, words)], **given).stdout
 
 
-def test_import_then_runs_then_export_and_compare(kit, tmp_path):
+def test_imported_run_is_listed_exported_and_compared(kit, tmp_path):
     (tmp_path / "train.log").write_text(frontier())
     options = ["--format", "megatron", "--site", "frontier", "--json", "--out", "runs/old"]
     assert json.loads(kit("import", "train.log", *options))["steps"] == 5
@@ -177,7 +179,7 @@ NXDT = "import none.log --format nxdt --out out --site"
         (f"{NXDT} lumni", "Did you mean 'lumi'?"),
     ],
 )
-def test_a_mistake_changes_nothing(kit, tmp_path, words, message):
+def test_wrong_command_option_changes_no_file(kit, tmp_path, words, message):
     make(tmp_path / "run")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((ConfigError, DataError), match=re.escape(message)):

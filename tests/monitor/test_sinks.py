@@ -50,7 +50,9 @@ def _wandb_records(file: Path) -> list[Any]:
 
 
 def _records(data: bytes) -> list[bytes]:
-    """Returns the records of a LevelDB log, as wandb's files are: 32 KiB a block, after 7 bytes."""
+    """Returns the records of a LevelDB log, the format of wandb's files: blocks of 32 KiB after a
+    header of 7 bytes.
+    """
     found, part, position = [], b"", 7
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:
@@ -70,7 +72,7 @@ def _records(data: bytes) -> list[bytes]:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No wandb setting of the user, and no way out of this machine."""
+    """Removes the user's wandb settings, and refuses connections to other machines."""
     for name in ("WANDB_MODE", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     connect = socket.socket.connect
@@ -83,7 +85,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-def test_wandb_keeps_every_step_of_every_attempt_and_each_score_once(run, offline):
+def test_wandb_gets_every_step_and_each_score_once(run, offline):
     pytest.importorskip("wandb")
     _write_scores(run, step=20, value=0.5)
     report = copy_metrics(run, "wandb", follow=False)
@@ -113,9 +115,8 @@ def _write_scores(run: Run, *, step: int, value: float) -> None:
     report.write(run.directory / "eval" / f"step_{step:08d}.json")
 
 
-def test_a_mode_that_does_not_exist_or_a_missing_package_is_told_and_starts_nothing(
-    run, monkeypatch
-):
+def test_unusable_sink_is_refused_before_any_write(run, monkeypatch):
+    """A wandb mode that does not exist, and TensorBoard without its package."""
     monkeypatch.setenv("WANDB_MODE", "onlin")
     with pytest.raises(ConfigError, match="Did you mean 'online'"):
         copy_metrics(run, "wandb", follow=False)
@@ -160,15 +161,15 @@ def test_sink_follows_a_live_job_to_its_end(run):
     assert report.rows == 50 + next(added) - 41, "the steps written while it looked are all there"
 
 
-# TensorBoard's own writer thread complains when its folder goes; the sink ends in order all the
-# same.
+# TensorBoard's own writer thread raises an error when its folder is removed. The sink still ends
+# cleanly.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("to", ["wandb", "tensorboard"])
-def test_run_deleted_while_it_is_followed_ends_the_sink_in_order(run, to, offline):
+def test_sink_ends_cleanly_when_run_is_deleted(run, to, offline):
     import shutil
 
     pytest.importorskip(to)
-    # damaged: its state cannot be told, so the sink goes on.
+    # A damaged job.json: the state of the job is unknown, so the sink continues.
     (run.directory / "job.json").write_text("{}")
     report = copy_metrics(run, to, poll_s=0, idle=lambda _: shutil.rmtree(run.directory))
     assert report.rows == 50 and "was deleted" in report.end and not run.directory.exists()

@@ -1,4 +1,4 @@
-"""The slow rank: noise names nobody, however loud, and a rank that is truly slow is found."""
+"""Straggler detection: noise of any strength names no rank, and a slow rank is found."""
 
 import math
 
@@ -12,7 +12,9 @@ WINDOWS = 400
 
 
 def times(ranks: int, samples: int, spread: float, memory: float, seed: int) -> np.ndarray:
-    """Returns step times [rank, sample] of equal ranks: lognormal noise with so much memory."""
+    """Returns step times [rank, sample] of equal ranks. Their lognormal noise has deviation
+    `spread` and autocorrelation `memory`.
+    """
     random = np.random.default_rng(seed)
     noise = random.normal(size=(ranks, samples))
     for i in range(1, samples):
@@ -30,14 +32,14 @@ def chance(times: np.ndarray) -> tuple[int, float]:
 @pytest.mark.parametrize(
     ("spread", "memory"), [(0.02, 0.0), (0.2, 0.0), (0.5, 0.0), (0.2, 0.7), (0.5, 0.7)]
 )
-def test_noise_names_nobody(ranks, spread, memory):
+def test_noise_alone_names_no_straggler(ranks, spread, memory):
     for seed in range(WINDOWS):
         samples = (MIN_SAMPLES, SAMPLES)[seed % 2]
         assert chance(times(ranks, samples, spread, memory, seed))[1] >= BY_CHANCE
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_a_rank_at_the_allowed_ratio_is_named_no_more_often_than_the_rule_says(ranks):
+def test_false_alarms_at_allowed_ratio_are_bounded(ranks):
     found = []
     for seed in range(2000):
         slow = times(ranks, MIN_SAMPLES, 0.1, 0.0, seed)
@@ -52,7 +54,7 @@ def test_a_rank_at_the_allowed_ratio_is_named_no_more_often_than_the_rule_says(r
     [(1.4, 0.01, MIN_SAMPLES), (1.25, 0.02, SAMPLES), (1.5, 0.1, SAMPLES), (3, 0.1, 48)],
 )
 @pytest.mark.parametrize("ranks", [2, 8, 64])
-def test_a_real_straggler_is_found(ranks, ratio, spread, samples):
+def test_real_straggler_is_found(ranks, ratio, spread, samples):
     found = 0
     for seed in range(20):
         slow = times(ranks, samples, spread, 0.5, seed)
@@ -62,7 +64,7 @@ def test_a_real_straggler_is_found(ranks, ratio, spread, samples):
     assert found >= 18
 
 
-def test_ranks_that_say_nothing_are_not_judged():
+def test_ranks_without_times_are_not_judged():
     assert slowest_rank(np.full((4, MIN_SAMPLES), np.nan)) is None
     quiet = times(4, MIN_SAMPLES, 0.01, 0.0, 1)
     quiet[2] = np.nan

@@ -1,4 +1,4 @@
-"""A day of a run in a minute: memory and pictures stay small, whatever befalls the files."""
+"""A day of a run in a minute. Memory and frames stay small, whatever happens to the files."""
 
 import ctypes
 import gc
@@ -17,13 +17,13 @@ from kit.monitor.dashboard import Dashboard, PlotRange, log_lines
 from tests.support.recorded_runs import beat, lines, look, recorded_run, row, rows, say, spoil
 
 HOURS, TICK_STEPS, LOOK_TICKS = 24, 50, 4
-"""A step takes a second; 50 of them come between two ticks, 200 between two looks."""
+"""A step takes a second. 50 steps are between two ticks, and 200 between two looks."""
 RANKS = 64
 WIDTH = 900
 
 
 class Clock:
-    """Stands in for `time` where the dashboard looks at it."""
+    """Stands in for the module `time` in the dashboard's code."""
 
     def __init__(self) -> None:
         self.elapsed = 0.0
@@ -36,7 +36,7 @@ class Clock:
 
 
 def _resident_bytes() -> int:
-    """Returns what this process holds, without what it has freed in pieces."""
+    """Returns the resident memory of this process in bytes, after its free heap was returned."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -44,7 +44,7 @@ def _resident_bytes() -> int:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-def test_a_day_costs_no_more_at_its_end(tmp_path, monkeypatch):
+def test_dashboard_memory_stays_bounded_for_a_day(tmp_path, monkeypatch):
     clock = Clock()
     for module in ("alerts", "actions"):
         monkeypatch.setattr(f"kit.monitor.{module}.time", clock)
@@ -52,7 +52,7 @@ def test_a_day_costs_no_more_at_its_end(tmp_path, monkeypatch):
     dashboard, view = Dashboard(run), PlotRange(width=WIDTH)
     sizes, resident, files = [], [], []
     steps = HOURS * 3600
-    # Of the noise of step 1 on one loss in 86,400 stands out.
+    # With the noise from step 1 on, one of the 86,400 losses would be a spike.
     told = rows(2, steps + 1)
     for tick, step in enumerate(range(TICK_STEPS, steps + 1, TICK_STEPS)):
         clock.elapsed = float(step)
@@ -75,7 +75,7 @@ def test_a_day_costs_no_more_at_its_end(tmp_path, monkeypatch):
             files.append(len(os.listdir("/proc/self/fd")))
     assert len(dashboard.columns) == steps
     assert dashboard.alerts() == [], "no false alarm in a whole day"
-    # Columns and curves, in arrays that double.
+    # The limit allows for columns and curves in arrays whose capacity doubles.
     assert resident[-1] - resident[4] < 30 * 8 * 2 * steps + 20e6, resident
     assert files[-1] <= files[1] + 1, "no file stays open"
     hour = 3600 // TICK_STEPS
@@ -88,7 +88,7 @@ def _bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_a_log_of_ten_gigabytes_is_shown_searched_and_followed(tmp_path):
+def test_log_of_ten_gigabytes_is_searched_and_followed(tmp_path):
     dashboard = Dashboard(run := recorded_run(tmp_path / "run"))
     file = log_path(run.directory, 1, 0)
     with file.open("r+b") as stream:
@@ -110,7 +110,7 @@ def test_a_log_of_ten_gigabytes_is_shown_searched_and_followed(tmp_path):
     assert log_lines(file, "NEW LINE") == "a new line"
 
 
-def test_a_long_log_is_followed_in_pieces(tmp_path):
+def test_following_a_long_log_uses_little_memory(tmp_path):
     run = recorded_run(tmp_path / "run")
     with log_path(run.directory, 1, 0).open("w") as stream:
         stream.writelines(f"step {step}: {'x' * 200}\n" for step in range(200_000))
@@ -123,7 +123,7 @@ def test_a_long_log_is_followed_in_pieces(tmp_path):
     assert len(last) == len("step 199999: ") + 200
 
 
-def test_files_that_are_cut_replaced_or_removed_while_watched(tmp_path):
+def test_dashboard_survives_truncated_and_removed_files(tmp_path):
     run = recorded_run(tmp_path / "run", steps=300, ranks=4)
     dashboard = Dashboard(run)
     dashboard.read()
@@ -151,14 +151,14 @@ def test_files_that_are_cut_replaced_or_removed_while_watched(tmp_path):
 
 
 def _everything(dashboard: Dashboard) -> dict:
-    """Asks for all that a view shows, as it does in one second."""
+    """Reads everything that a view shows, as a view does once a second. Returns the facts."""
     look(dashboard).frame(PlotRange(axis="time", log_x=True))
     for ask in (dashboard.heat, dashboard.alerts, dashboard.log):
         ask()
     return json.loads(json.dumps(dashboard.facts(), allow_nan=False))
 
 
-def test_clocks_that_jump_neither_hide_steps_nor_turn_time_around(tmp_path):
+def test_clock_jumps_neither_hide_nor_reorder_steps(tmp_path):
     run = recorded_run(tmp_path / "run", steps=100)
     jumps = {30: 1e9, 31: -1e9, 32: float("nan")} | dict.fromkeys(range(61, 101), -7200)
     spoil(run, {step: {"time": 1.7e9 + 1.02 * step + jump} for step, jump in jumps.items()})

@@ -1,4 +1,4 @@
-"""Whether a run is as fast as it should be, and which part of a step is named for a slow one."""
+"""Whether a run is as fast as expected, and which part of a step explains a slow run."""
 
 import dataclasses
 import json
@@ -37,14 +37,14 @@ LAYOUTS = {
 
 
 def recorded(folder: Path, plan: Plan, seconds: float, steps: int = 30, **parts: Any) -> Run:
-    """Returns a run whose steps took so long, the first twice."""
+    """Returns a run whose steps took `seconds`, and the first step twice as long."""
     taken = [2 * seconds] + (steps - 1) * [seconds]
     rows = [row(step, step_time_s=took, **parts) for step, took in enumerate(taken, 1)]
     return made(folder, rows, plan, spec="gpt-1.4b", site=SITE, planned=100)
 
 
 def estimate(plan: Plan, **speeds: Any) -> Prediction:
-    """Returns the estimate on the site with some of its numbers multiplied."""
+    """Returns the prediction for the site. `speeds` are factors for fields of its `Hardware`."""
     hardware = Hardware.of(Site.load(SITE), "bf16")
     changed = {name: getattr(hardware, name) * by for name, by in speeds.items()}
     layouts = Layouts.of(ModelSpec.preset("gpt-1.4b"), [plan])
@@ -53,12 +53,12 @@ def estimate(plan: Plan, **speeds: Any) -> Prediction:
 
 
 def estimated(plan: Plan) -> float:
-    """Returns its seconds."""
+    """Returns the predicted step time of `plan` in seconds."""
     return float(np.ravel(estimate(plan).total_s)[0])
 
 
 @pytest.mark.parametrize("plan", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_as_expected(tmp_path, plan):
+def test_run_at_predicted_speed_is_as_expected(tmp_path, plan):
     found = compare_speed(recorded(tmp_path / "run", plan, estimated(plan)))
     assert found.low_s < found.took_s < found.high_s and found.verdict.startswith("as expected")
     assert f"{found.took_s:.3g} s (median of {found.took_steps} steps)" in found.verdict
@@ -67,7 +67,8 @@ def test_as_expected(tmp_path, plan):
     assert sum(found.terms_s.values()) == pytest.approx(found.expected_s, rel=1e-6)
 
 
-def test_no_run_is_expected_above_the_peak_of_a_machine_that_no_fit_knows(tmp_path):
+def test_expected_speed_never_exceeds_the_peak(tmp_path):
+    """On a machine that no fit has seen, the interval is wide enough to reach beyond the peak."""
     plan = Plan(global_batch_size=32, micro_batch_size=8)
     rows = [row(step, step_time_s=1.0) for step in range(1, 31)]
     found = compare_speed(made(tmp_path / "run", rows, plan, peak=1e11))
@@ -77,7 +78,7 @@ def test_no_run_is_expected_above_the_peak_of_a_machine_that_no_fit_knows(tmp_pa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_slow_run_is_told_with_the_part_of_a_step_that_is_slow(tmp_path, layout):
+def test_slow_run_verdict_names_slow_part_of_step(tmp_path, layout):
     plan = LAYOUTS[layout]
     slow = estimate(plan, matmul_flops_per_s=0.3, attention_flops_per_s=0.3)
     seconds = {name: float(np.ravel(value)[0]) for name, value in slow.step_time.terms_s.items()}
@@ -94,8 +95,8 @@ def test_a_slow_run_is_told_with_the_part_of_a_step_that_is_slow(tmp_path, layou
     assert mute.verdict.endswith("runs)")
 
 
-def test_one_answer_has_the_verdict_and_where_the_time_went(tmp_path):
-    """The latter is told in full beside the ledger."""
+def test_status_why_has_verdict_and_goodput(tmp_path):
+    """test_ledger.py tests the goodput in full."""
     plan = LAYOUTS["one node"]
     run = recorded(tmp_path / "run", plan, estimated(plan))
     command = ["status", str(run.directory), "--why"]
@@ -107,7 +108,7 @@ def test_one_answer_has_the_verdict_and_where_the_time_went(tmp_path):
     assert told["goodput"]["attempts"][0]["devices"] == 8
 
 
-def test_why_shares_of_a_step_add_up_to_100_percent(tmp_path):
+def test_status_why_shares_add_up_to_100_percent(tmp_path):
     parts = {"data_s": 0.01, "forward_backward_s": 0.96, "reduction_s": 0.02, "waiting_s": 0.54}
     run = recorded(tmp_path / "run", LAYOUTS["one node"], 1.0, **parts)
     output = CliRunner().invoke(app, ["status", str(run.directory), "--why"]).output
@@ -118,7 +119,10 @@ def test_why_shares_of_a_step_add_up_to_100_percent(tmp_path):
     assert "of that, waiting 54% for other ranks or the network" in words
 
 
-def test_views_ask_without_being_held_up_and_are_told_why_there_is_no_answer(tmp_path):
+def test_speed_monitor_gives_reason_without_estimate(tmp_path):
+    """The views do not import the planner, and a failed estimate leaves its reason as
+    the verdict.
+    """
     views = "import sys, kit.monitor.dashboard, kit.monitor.text"
     code = f"{views}; sys.exit('kit.estimate' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -145,7 +149,7 @@ def test_views_ask_without_being_held_up_and_are_told_why_there_is_no_answer(tmp
     assert monitor.facts["band"] is None
 
 
-def test_verdict_without_estimate_ends_with_a_sentence(tmp_path):
+def test_verdict_without_estimate_omits_errors_example(tmp_path):
     """The error of a site without numbers continues with an example on further lines."""
     rows = [row(step) for step in range(1, 31)]
     run = made(tmp_path / "run", rows, Plan(global_batch_size=32), site="generic-gpu-slurm")
@@ -153,10 +157,10 @@ def test_verdict_without_estimate_ends_with_a_sentence(tmp_path):
     assert verdict.startswith("no estimate: ") and verdict.endswith("`kit bench --out FILE.toml`)")
 
 
-def test_a_new_attempt_is_not_judged_by_the_steps_of_the_one_before(tmp_path):
+def test_new_attempt_is_not_judged_by_earlier_steps(tmp_path):
     plan = LAYOUTS["one node"]
     run = recorded(tmp_path / "run", plan, 10 * estimated(plan))
     assert speed_facts(run, run.metrics())["verdict"].startswith("slower than expected")
-    update_state(run.directory, attempt=2, state=JobState.STARTING)  # its plan comes later
+    update_state(run.directory, attempt=2, state=JobState.STARTING)  # attempt 2 has no plan yet
     found = speed_facts(run, run.metrics())
     assert found["verdict"].endswith("too few steps to compare") and found["band"]["attempt"] == 2

@@ -33,7 +33,7 @@ def run(tmp_path) -> Run:
 
 
 @pytest.mark.parametrize("losses", [[], [8.0, 7.0, math.inf, math.nan], [math.nan] * 3])
-def test_figure_before_first_step_and_of_diverged_run(run, losses):
+def test_figure_of_empty_and_diverged_run_is_drawn(run, losses):
     rows = [row(step, loss=loss) for step, loss in enumerate(losses, start=1)]
     (run.directory / "metrics.jsonl").write_text(lines(rows))
     figure, _ = run_figure(run)
@@ -46,7 +46,7 @@ def test_figure_before_first_step_and_of_diverged_run(run, losses):
     assert np.isfinite(axis.get_ylim()).all(), "steps before it keep their scale"
 
 
-def test_figure_and_its_table(run):
+def test_run_figure_shows_baseline_and_layouts(run):
     figure, table = run_figure(run, baselines={"unigram <i>": 6.62})
     check_data(figure)
     assert "unigram <i> 6.62" in [text.get_text() for text in figure.axes[0].texts]
@@ -60,7 +60,7 @@ def test_figure_and_its_table(run):
 @pytest.mark.parametrize(
     ("peak", "reason"), [(None, "peak unknown"), (1e9, "above the peak")], ids=["none", "too low"]
 )
-def test_figure_without_mfu_says_why(run, peak, reason):
+def test_figure_without_mfu_gives_the_reason(run, peak, reason):
     site = run.site.replace(device=run.site.device.replace(peak_flops_per_s={}))
     if peak is not None:
         site = site.with_measured_peak("fp32", peak, "test")
@@ -72,7 +72,7 @@ def test_figure_without_mfu_says_why(run, peak, reason):
     assert figure.axes[1].get_title(loc="left") == f"Tokens/s, line: median\nno MFU: {reason}"
 
 
-def test_figure_keeps_the_curve_after_a_lost_step_and_marks_it(run):
+def test_figure_marks_non_finite_losses(run):
     spoil(run, {10: {"loss": math.nan}, 11: {"loss": math.inf}, 30: {"step_time_s": math.nan}})
     figure, table = run_figure(run)
     assert np.isfinite(table["loss_ema"]).sum() == 38 and np.isfinite(table["loss_ema"][-1])
@@ -83,7 +83,8 @@ def test_figure_keeps_the_curve_after_a_lost_step_and_marks_it(run):
     figure.canvas.draw()
 
 
-def test_text_says_not_finite_and_still_knows_the_time_left(run):
+def test_status_text_marks_non_finite_values(run):
+    """Step time and tokens per second come from the steps before."""
     lost = {"loss": float("inf"), "grad_norm": float("nan"), "step_time_s": float("nan")}
     spoil(run, {40: lost, 39: {"tokens": 0}})
     row = status_row(run)

@@ -1,4 +1,4 @@
-"""The view in a terminal, and the commands that are the dashboard's buttons."""
+"""The view in a terminal, and the commands that do what the dashboard's buttons do."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def _command(*arguments: object):
     return CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
 
 
-def test_bars_fall_and_mark_what_is_not_finite():
+def test_bars_mark_non_finite_values():
     assert bars(np.linspace(8, 4, 400), 8) == "█▇▆▅▄▃▂▁"
     values = np.where(np.arange(400) == 201, np.nan, np.linspace(8, 4, 400))
     assert bars(values, 8) == "█▇▆▅?▃▂▁"
@@ -57,7 +57,7 @@ NEWEST = ("nan: loss is not finite", "checkpoint: asked")
 
 
 @pytest.mark.parametrize("width", [80, 60, 44, 200])
-def test_fits_the_terminal(run, width):
+def test_status_fits_the_terminal_width(run, width):
     spoil(run, {390: {"loss": float("nan")}, 400: {"step_time_s": 10.0}})
     ask(run.directory, "checkpoint")
     lines = _screen(run, width)
@@ -72,7 +72,7 @@ def test_fits_the_terminal(run, width):
         assert mfu == hfu == beside and len(shown) > 3, "the bars' speed is the heading's"
 
 
-def test_a_low_screen_leaves_out_the_oldest_alerts_and_nothing_else(run):
+def test_short_terminal_omits_only_oldest_alerts(run):
     spoil(run, {390: {"loss": float("nan")}})
     ask(run.directory, "checkpoint")
     take_request(run.directory, "checkpoint", step=400)
@@ -86,8 +86,8 @@ def test_a_low_screen_leaves_out_the_oldest_alerts_and_nothing_else(run):
         assert wanted in words
 
 
-def test_a_pipe_gets_the_first_view_one_now_and_again_and_the_last(monkeypatch):
-    """Not a word for hours would look like a hang."""
+def test_pipe_gets_first_and_last_view_and_some_between(monkeypatch):
+    """Without a view every 30 s, hours of silence would look like a hang."""
     now, screen = [0.0], io.StringIO()
 
     def sleep(seconds: float) -> None:
@@ -111,7 +111,7 @@ READERS: dict[str, Callable[[Run], dict]] = {
 }
 
 
-def test_no_reader_is_held_up_by_a_peak_that_cannot_be_true(run):
+def test_every_view_omits_mfu_of_implausible_peak(run):
     peak = run.site.peak_flops_per_s("fp32") or 0
     slip = run.site.with_measured_peak("fp32", peak / 100, "a slip")
     slip.write(run.directory / "site.json")
@@ -125,7 +125,7 @@ def test_no_reader_is_held_up_by_a_peak_that_cannot_be_true(run):
 
 
 def watched(run: Run, end: Callable[[], object], **console: object) -> str:
-    """Returns what watch has shown of a run until it ends."""
+    """Returns the output of `watch` for a run that `end` ends."""
     screen = io.StringIO()
     shown = {"console": Console(file=screen, **console)}  # type: ignore[arg-type]
     thread = threading.Thread(target=watch, args=(run,), kwargs=shown)
@@ -138,7 +138,7 @@ def watched(run: Run, end: Callable[[], object], **console: object) -> str:
     return screen.getvalue()
 
 
-def test_watch_ends_with_the_run_and_shows_its_end(run):
+def test_watch_ends_with_the_job_and_shows_the_reason(run):
     reason = "rank 0 ended with code 3"
     report = ExitReport(attempt=2, rc=3, reason=reason, host="h", time=time.time())
     screen = watched(run, lambda: write_exit(run.directory, report), width=80, force_terminal=True)
@@ -147,12 +147,12 @@ def test_watch_ends_with_the_run_and_shows_its_end(run):
     assert "step 400 of 1000: all is well" in last, "with the end of its log"
 
 
-def test_watch_outlives_the_directory(run):
+def test_watch_reports_removed_run_directory(run):
     screen = watched(run, lambda: shutil.rmtree(run.directory), width=120)
     assert "was removed" in screen and "400 / 1,000" in screen, "with what was read before"
 
 
-def test_alerts_are_found_though_nobody_watched_and_told_once(run):
+def test_status_finds_each_alert_once_without_viewer(run):
     spoil(run, {390: {"loss": float("nan")}})
     say(run, JobState.RUNNING, attempt=2, step=400, process=dead_process())
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_alerts_are_found_though_nobody_watched_and_told_once(run):
     assert "loss is not finite" in words and "job lost" in words and "older" not in words
 
 
-def test_status_tells_the_newest_alerts_and_how_many_there_are_before(run):
+def test_status_shows_newest_alerts_and_counts_older(run):
     log = AlertLog(run.directory / "alerts.jsonl")
     told = [alert(f"jump {step}", step, time=step) for step in range(0, 13 * 60, 60)]
     log.add(told)
@@ -174,7 +174,8 @@ def test_status_tells_the_newest_alerts_and_how_many_there_are_before(run):
     assert found == [alert.to_dict() for alert in told]
 
 
-def test_one_event_is_told_once_and_the_same_elsewhere_again(tmp_path):
+def test_alert_log_drops_repeated_alerts(tmp_path):
+    """An alert of another step, time, attempt or event is no repetition."""
     log = AlertLog(tmp_path / "alerts.jsonl")
     spikes = [alert("jump", step) for step in (1000, 1050, 949, 1051, 1101, 50)]
     assert [each.step for each in log.add(spikes)] == [1000, 949, 1051, 50]
@@ -187,7 +188,7 @@ def test_one_event_is_told_once_and_the_same_elsewhere_again(tmp_path):
     assert log.add([lost, again, *others]) == [lost, *others], "however late one looks"
 
 
-def test_buttons_as_commands(tmp_path):
+def test_commands_act_like_the_dashboard_buttons(tmp_path):
     run = recorded_run(tmp_path / "run")
     sleep = {"argv": ("sleep", "60"), "num_processes": 1, "grace_s": 2.0}
     say(run, JobState.DONE, process=dead_process())

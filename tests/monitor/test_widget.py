@@ -25,7 +25,7 @@ from kit.monitor.widget import STATIC, CellActivity, Monitor  # noqa: E402
 @pytest.fixture
 def show(monkeypatch):
     """Shows runs, and ends their threads."""
-    # Which takes seconds, and is a test of its own.
+    # The estimate takes seconds, and test_speed.py tests it.
     monkeypatch.setattr("kit.monitor.speed.SpeedMonitor.refresh", lambda *_, **__: None)
     shown = []
 
@@ -57,12 +57,12 @@ VENDORED = {
 }
 
 
-def test_the_chart_library_is_as_its_authors_published_it():
+def test_vendored_chart_library_is_unmodified():
     files = (STATIC / "vendor").iterdir()
     assert {file.name: file_sha256(file) for file in files} == VENDORED
 
 
-def test_new_steps_reach_the_view(show, tmp_path):
+def test_new_steps_reach_the_widget(show, tmp_path):
     run = recorded_run(tmp_path / "run", steps=50)
     widget = show(run)
     assert widget.facts["step"] == 50 and unpack(widget)[0].tolist() == list(range(1, 51))
@@ -73,11 +73,11 @@ def test_new_steps_reach_the_view(show, tmp_path):
 
 
 def say_to(widget: Monitor, kind: str, **content) -> None:
-    """Says something to the kernel, as the front end does."""
+    """Sends a message to the kernel, as the front end does."""
     widget._on_message(widget, {"type": kind, "number": 7, **content}, [])
 
 
-def test_zoom_and_smoothing_from_the_browser(show, tmp_path):
+def test_widget_applies_zoom_smoothing_and_log_search(show, tmp_path):
     widget = show(recorded_run(tmp_path / "run", steps=5000, planned=9000))
     assert 0 < widget.frame["rows"] < 5000, "how it begins is shown at once"
     until(lambda: widget.frame["rows"] == 5000)
@@ -94,7 +94,7 @@ def test_zoom_and_smoothing_from_the_browser(show, tmp_path):
     assert widget.failure == ""
 
 
-def test_buttons_leave_requests_and_follow_them(show, tmp_path):
+def test_widget_buttons_write_and_follow_requests(show, tmp_path):
     run = recorded_run(tmp_path / "run")
     widget = show(run)
     say_to(widget, "action", name="checkpoint")
@@ -111,7 +111,7 @@ def test_buttons_leave_requests_and_follow_them(show, tmp_path):
 
 
 def displayed(monkeypatch) -> list[dict]:
-    """Returns where all that is displayed will be."""
+    """Returns a list that receives everything that is displayed from now on."""
     shown: list[dict] = []
     keep = shown.append
     monkeypatch.setattr("IPython.display.display", lambda data, **_: keep(data))
@@ -119,7 +119,7 @@ def displayed(monkeypatch) -> list[dict]:
     return shown
 
 
-def test_the_picture_rides_along_and_what_is_sent_is_json(show, tmp_path, monkeypatch):
+def test_widget_output_has_static_picture_and_json(show, tmp_path, monkeypatch):
     run, shown = recorded_run(tmp_path / "run", steps=300), displayed(monkeypatch)
     empty = show(recorded_run(tmp_path / "empty", steps=0, state=JobState.STARTING))
     widget = show(run, baselines={"published": 2.0})
@@ -136,7 +136,7 @@ def test_the_picture_rides_along_and_what_is_sent_is_json(show, tmp_path, monkey
     json.dumps([widget.frame, widget.facts, widget.alerts], allow_nan=False)
 
 
-def test_a_fault_of_the_view_is_said_in_it_and_ends_nothing(show, tmp_path, monkeypatch):
+def test_widget_shows_its_own_error_and_recovers(show, tmp_path, monkeypatch):
     run = recorded_run(tmp_path / "run", steps=20)
     widget = show(run)
 
@@ -152,8 +152,10 @@ def test_a_fault_of_the_view_is_said_in_it_and_ends_nothing(show, tmp_path, monk
     until(lambda: widget.facts["failure"] == "")
 
 
-def test_heartbeat_needs_no_new_data(show, tmp_path, monkeypatch):
-    """Not even while the scheduler or the file system hangs. A run that has ended sends none."""
+def test_widget_heartbeat_needs_no_new_data(show, tmp_path, monkeypatch):
+    """Heartbeats continue while the scheduler or the file system hangs. A run that has ended gets
+    none.
+    """
     sent, hangs = {}, threading.Event()
     monkeypatch.setattr("kit.monitor.widget.BEAT_S", 0.02)
     keep = lambda widget, content, **_: sent.setdefault(widget, []).append(content)  # noqa: E731
@@ -187,7 +189,7 @@ def test_cell_activity_follows_a_real_shell():
     assert shell.user_ns["seen"] == [False, True, True, True]
 
 
-def test_closing_ends_the_threads(show, tmp_path):
+def test_closing_the_widget_ends_its_threads(show, tmp_path):
     others = set(threading.enumerate())
     widget = show(run := recorded_run(tmp_path / "run"))
     own = set(threading.enumerate()) - others
@@ -197,7 +199,7 @@ def test_closing_ends_the_threads(show, tmp_path):
     until(lambda: len(own) == 3 and not any(thread.is_alive() for thread in own))
 
 
-def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path, monkeypatch):
+def test_rerun_cell_closes_only_its_own_old_widget(show, tmp_path, monkeypatch):
     run, parent = recorded_run(tmp_path / "run"), {}
     events = types.SimpleNamespace(register=lambda *_: None)
     kernel = types.SimpleNamespace(get_parent=lambda: parent, events=events)
@@ -219,7 +221,7 @@ def test_a_cell_that_runs_again_replaces_its_view_and_no_other(show, tmp_path, m
     assert first._closed.is_set() and not second._closed.is_set() and not other._closed.is_set()
 
 
-def test_another_run_as_a_baseline_is_read_at_the_same_steps(tmp_path):
+def test_baseline_run_is_read_at_the_same_steps(tmp_path):
     run = recorded_run(tmp_path / "run", steps=100)
     other = recorded_run(tmp_path / "other", steps=60)
     dashboard = looked_at(run, baselines={"other": other, "level": 2.5}, smoothing=0.0)
@@ -230,7 +232,7 @@ def test_another_run_as_a_baseline_is_read_at_the_same_steps(tmp_path):
     assert description["others"] == ["other"] and description["levels"] == {"level": 2.5}
 
 
-def test_facts_of_the_last_step(tmp_path):
+def test_dashboard_facts_equal_the_metrics(tmp_path):
     dashboard = looked_at(recorded_run(tmp_path / "run", steps=100))
     facts, metrics = dashboard.facts(), dashboard.run.metrics()
     assert facts["mfu"] == pytest.approx(metrics.summary()["mfu"])
@@ -239,8 +241,10 @@ def test_facts_of_the_last_step(tmp_path):
     assert facts["eta_s"] == pytest.approx(900 * 1.02), "from one step's end to that of the next"
 
 
-def test_time_left_counts_what_is_between_steps(tmp_path):
-    """200 of 400 steps of 36 s, 360 s of validation after each tenth: as much is left, 4 hours."""
+def test_time_left_includes_pauses_between_steps(tmp_path):
+    """200 of 400 steps of 36 s are done, with 360 s of validation after every tenth. 4 hours are
+    left.
+    """
     run = recorded_run(tmp_path / "run", steps=200, planned=400)
     file = run.directory / "metrics.jsonl"
     taken = [json.loads(line) for line in file.read_text().splitlines()]
@@ -291,7 +295,7 @@ def test_time_left_forgets_a_slow_phase(pause, tmp_path):
     )
 
 
-def test_the_package_gives_the_widget_by_name_and_loads_nothing_before():
+def test_monitor_package_imports_widget_lazily():
     import kit.monitor
 
     assert kit.monitor.Monitor is Monitor
@@ -302,7 +306,7 @@ def test_the_package_gives_the_widget_by_name_and_loads_nothing_before():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_run_that_cannot_be_reopened_after_a_new_attempt_is_tried_again(tmp_path):
+def test_dashboard_retries_unreadable_new_attempt(tmp_path):
     run = recorded_run(tmp_path / "run", steps=100)
     dashboard, recipe = looked_at(run), run.directory / "recipe.json"
     whole = run.recipe.replace(num_steps=2000).to_json()
@@ -317,7 +321,7 @@ def test_a_run_that_cannot_be_reopened_after_a_new_attempt_is_tried_again(tmp_pa
     assert dashboard.facts()["num_steps"] == 2000
 
 
-def test_new_attempt_replaces_the_view_and_keeps_what_the_viewer_did(tmp_path):
+def test_new_attempt_keeps_the_viewers_settings(tmp_path):
     """Rows are parsed once, alerts are reported once, and a request stays on the screen."""
     run = recorded_run(tmp_path / "run", steps=2000, planned=5000, spike_at=700)
     dashboard = looked_at(run)

@@ -1,4 +1,4 @@
-"""A run into which a stranger has written: any file something else, looked at by all views."""
+"""A run in which another user has replaced files, and all the views that read such a run."""
 
 import contextlib
 import io
@@ -37,7 +37,7 @@ from tests.support.runs import seal
 
 OURS = (ConfigError, DataError, RunError, JobError)
 CPU_S, WALL_S, MORE_BYTES = 2.0, 20.0, 300 << 20
-"""What one view of one run may take; the wall time is for what waits."""
+"""Limits of one view: CPU seconds, wall seconds (for a view that waits) and bytes of memory."""
 RECORDS = """
 spec.json plan.json recipe.json site.json job.json state.json exit.json metrics.jsonl history.jsonl
 plan.attempt_01.json site.attempt_01.json ranks/rank_00000.json ranks/all.jsonl alerts.jsonl
@@ -51,8 +51,7 @@ FOLDERS = ("ranks", "logs", "logs/attempt_01", "control", "eval", "checkpoints",
 
 
 def whole_run(directory: Path, **asked: Any) -> Run:
-    """Returns a run with every file that a view reads; by its heartbeat its job goes on.
-
+    """Returns a run with every file that a view reads. Its heartbeat says that the job runs.
     `asked` are arguments of `finished_run`.
     """
     run = finished_run(directory, **asked)
@@ -106,7 +105,7 @@ VALUES: tuple[Any, ...] = *NUMBERS, None, True, *WORDS, *SCHEDULERS, *NESTED
 
 
 def plant(directory: Path, name: str, kind: str) -> None:
-    """Puts something else where a file or folder of a run is, or would be."""
+    """Replaces or creates a file or folder of a run by something of a `kind` in SPECIAL."""
     file, aside = directory / name, directory.with_name("aside")
     file.parent.mkdir(parents=True, exist_ok=True)
     if kind == "a link to it" and file.exists():
@@ -120,7 +119,7 @@ def plant(directory: Path, name: str, kind: str) -> None:
 
 
 def rewrite(file: Path, change: Callable[[Any], Any]) -> None:
-    """Changes each value of JSON in a file: the whole file's, or each line's."""
+    """Applies `change` to the JSON value of a file, or to each line's value of a .jsonl file."""
     text = file.read_text(errors="replace")
     texts = text.splitlines() if file.suffix == ".jsonl" else [text]
     file.write_text("".join(json.dumps(change(json.loads(text))) + "\n" for text in texts))
@@ -133,9 +132,9 @@ validation_loss checkpoint_s reserved_bytes
 
 
 def mutate(directory: Path, dice: random.Random) -> list[str]:
-    """Changes a run in a place or a few, as who wants to do harm would; returns what was done."""
+    """Makes one to three random harmful changes to a run's files. Returns what was changed."""
     done = []
-    if dice.random() < 0.5:  # it has ended
+    if dice.random() < 0.5:  # the run has ended
         ended = {"attempt": 1, "rc": 1, "reason": "r", "host": "h", "time": 1.7e9}
         (directory / "exit.json").write_text(json.dumps(ended))
     for _ in range(dice.choice((1, 1, 2, 3))):
@@ -211,7 +210,7 @@ def _more(directory: Path, name: str, dice: random.Random) -> str:
 
 
 def command(words: str) -> Callable[[Run], None]:
-    """Returns a view: the command says what it has to say, without a traceback."""
+    """Returns a view that runs a command and asserts that it prints no traceback."""
 
     def view(run: Run) -> None:
         said = kit(*words.replace("RUN", str(run.directory)).split())
@@ -224,7 +223,7 @@ def job_of(run: Run) -> None:
     job = Job.attach(run.directory)
     job.status(), job.history, job._repr_html_()
     log = log_path(run.directory, 1, 0)
-    # A log may have any length, and is asked for as a whole.
+    # A log may have any length, and `logs` reads all of it.
     if not log.exists() or log.stat().st_size < 2**30:
         job.logs()
 
@@ -256,7 +255,7 @@ VIEWS: Views = {
 }
 COMMANDS = "status RUN", "status RUN --json", "status RUN --why"
 SLOW: Views = {f"kit {words}": command(words) for words in COMMANDS}
-"""Of these each case has one, in turn."""
+"""Slow views. Each case uses one of them, in turn."""
 DRAWN: Views = {
     "figure": lambda run: drawn(run_figure(run)[0]),
     "compared": lambda run: drawn(compare_figure([run])[0]),
@@ -269,11 +268,13 @@ def drawn(figure: Any) -> None:
 
 
 class TooLong(BaseException):
-    """A view waits."""
+    """Raised when a view exceeds its limit of wall time."""
 
 
 def faults(directory: Path, views: Views) -> list[str]:
-    """Returns what is wrong with views of a run: others' errors, too much time or memory."""
+    """Returns the faults of views of a run: errors that are not the kit's, too much
+    time or memory.
+    """
     names = [each.name for each in directory.iterdir() if not each.is_dir()]
 
     def table() -> None:

@@ -1,4 +1,4 @@
-"""Any bytes in any file give a value or the kit's own error: no other, and no hang."""
+"""Any bytes in any file give a value or one of the kit's own errors, within a limit of time."""
 
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ from kit.run.tail import Tail
 OURS = (ConfigError, DataError, RunError)
 SPEC, SITE = ModelSpec.preset("demo"), Site.load("laptop")
 LIMIT_S = 2.0
-"""CPU time of one reading; wall time is the machine's affair."""
+"""Limit of CPU seconds for one reading. Wall time depends on the machine's load."""
 
 numbers = st.integers() | st.sampled_from([10**400, 2**63, -1, 0]) | st.floats()
 json_values = st.recursive(
@@ -55,13 +55,15 @@ deep = st.sampled_from([b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"", b"9
 
 
 def fuzzed(examples: int = 80, **strategies: st.SearchStrategy) -> Callable[[Callable], Callable]:
-    """Returns a decorator: the test is given so many examples."""
+    """Returns a decorator that calls a test with `examples` drawn values of `strategies`."""
     limits = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     return lambda test: limits(given(**strategies)(test))
 
 
 def tables(*keys: str) -> st.SearchStrategy[bytes]:
-    """JSON tables of some of these keys: nearer to the real thing than random bytes."""
+    """Returns a strategy for JSON tables with some of `keys`. They resemble real files more than
+    random bytes do.
+    """
     values = json_values | st.sampled_from(["running", "demo", 1, 5, 0.5, "../x"])
     drawn = st.dictionaries(st.sampled_from(keys), values, max_size=len(keys))
     return drawn.map(lambda table: json.dumps(table).encode())
@@ -77,7 +79,7 @@ def ended(data: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
 
 @contextlib.contextmanager
 def in_time(*allowed: type[Exception]) -> Iterator[None]:
-    """Inside, nothing takes long, and no error is raised but those that are allowed."""
+    """Asserts that the block ends within LIMIT_S, and suppresses the `allowed` errors."""
     start = time.process_time()
     with contextlib.suppress(*allowed):
         yield
@@ -160,11 +162,11 @@ FILES = {
         for record in (Manifest, ModelSpec, Plan, Recipe, DatasetInfo, EvalReport)
     },
 }
-"""Names of the files, what they hold, who reads them."""
+"""By kind: (names of the files, strategy for their contents, function that reads them)."""
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_any_bytes(tmp_path: Path, kind: str) -> None:
+def test_readers_survive_any_bytes(tmp_path: Path, kind: str) -> None:
     names, contents, read = FILES[kind]
     (tmp_path / "ranks").mkdir()
 
@@ -193,7 +195,9 @@ places = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 4)
     noise=st.binary(max_size=60),
     cut=st.booleans(),
 )
-def test_token_files(tmp_path, code, lengths, offsets, index, tokens, noise, cut) -> None:
+def test_token_file_survives_any_index(
+    tmp_path, code, lengths, offsets, index, tokens, noise, cut
+) -> None:
     offsets = [*offsets, *[0] * len(lengths)][: len(lengths)]
     head = HEADER.pack(MAGIC, 1, code % 9, len(lengths), len(index))
     body = struct.pack(f"<{len(lengths)}i{len(lengths)}q{len(index)}q", *lengths, *offsets, *index)
@@ -229,7 +233,7 @@ pieces = st.sampled_from([*words, "\n", "\r", "9" * 5000, "9:" * 300])
     text=st.lists(pieces | st.text(max_size=8), max_size=24).map("".join),
     format=st.sampled_from([None, *FORMAT_NAMES]),
 )
-def test_logs_of_other_trainers(tmp_path_factory, text: str, format: str | None) -> None:
+def test_log_import_survives_any_text(tmp_path_factory, text: str, format: str | None) -> None:
     folder = tmp_path_factory.mktemp("log")
     for changes in (None, CHANGES):
         with in_time(*OURS):
@@ -237,7 +241,7 @@ def test_logs_of_other_trainers(tmp_path_factory, text: str, format: str | None)
 
 
 def imported(folder: Path, text: str, **given: Any) -> ImportReport:
-    """Returns what the import of a log says."""
+    """Writes a log and imports it. Returns the import report."""
     (folder / "log").write_bytes(text.encode(errors="surrogatepass"))
     out = folder / f"run of {len(list(folder.iterdir()))}"
     return import_log(folder / "log", out, site=SITE, spec=SPEC, **given)
@@ -247,7 +251,7 @@ LAYOUT = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 8, "glo
 CHANGES = {"plan": LAYOUT}
 
 
-def test_a_line_cannot_stand_for_millions_of_steps(tmp_path: Path) -> None:
+def test_log_line_for_billions_of_steps_is_refused(tmp_path: Path) -> None:
     line = " iteration {}/ 9999999999 | elapsed time per iteration (ms): 9.0 | lm loss: 2.0 |\n"
     text = "  log_interval ..... 9999999999\n" + line.format(1) + line.format(9999999998)
     with pytest.raises(ConfigError, match="one line for 9,999,999,999 steps"):
@@ -259,7 +263,7 @@ def test_a_line_cannot_stand_for_millions_of_steps(tmp_path: Path) -> None:
     ["global_batch_size 0", "world_size nan", "tensor_model_parallel_size 1e999", "seed \u00b2"]
     + ["tensor_model_parallel_size 0", "log_interval \u00b2", "micro_batch_size inf"],
 )
-def test_settings_that_no_trainer_prints(tmp_path: Path, setting: str) -> None:
+def test_log_with_impossible_setting_is_imported(tmp_path: Path, setting: str) -> None:
     line = " iteration {0}/ 10 | elapsed time per iteration (ms): 9000.0 | lm loss: 2.{0} |\n"
     name, value = setting.split()
     text = f"  world_size .... 8\n  {name} .... {value}\n{line.format(1)}{line.format(2)}"
@@ -277,8 +281,10 @@ BEGINNINGS = (
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("line", BEGINNINGS.split(";"))
-def test_no_line_of_a_log_takes_long(tmp_path: Path, form: Format, line: str) -> None:
-    """Patterns that search a line from each of its places would take hours on megabytes."""
+def test_log_parsing_time_is_bounded(tmp_path: Path, form: Format, line: str) -> None:
+    """A pattern that starts a search at every character would take hours for a line of
+    megabytes.
+    """
     file = tmp_path / "log"
     with file.open("w") as stream:
         for _ in range(30):
@@ -300,7 +306,7 @@ max_position_embeddings n_layer n_embd rope_parameters head_dim
     index=tables("weight_map", "metadata") | deep,
     weights=st.binary(max_size=80),
 )
-def test_hugging_face_folders(tmp_path_factory, config, index, weights) -> None:
+def test_hugging_face_import_survives_any_bytes(tmp_path_factory, config, index, weights) -> None:
     folder = tmp_path_factory.mktemp("hf")
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 9}
     real = {"model_type": "llama", **sizes}

@@ -1,4 +1,4 @@
-"""Whatever a run's files are, every view shows the run or says why it cannot."""
+"""Whatever a run's files contain, every view shows the run or gives the reason why it cannot."""
 
 import math
 import random
@@ -23,8 +23,8 @@ MUTATIONS, ALL_MUTATIONS = 300, 5000
 
 @pytest.fixture(autouse=True)
 def judged_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent heartbeat counts as old without being watched. tests/cluster tests the watching,
-    which takes 5 s for each case once the template is older than 30 s.
+    """Makes a silent heartbeat count as old at once. tests/cluster tests the waiting, which takes 5
+    s for each case once the template is older than 30 s.
     """
     monkeypatch.setattr(heartbeats, "_enough_s", lambda state: 0.0)
 
@@ -40,18 +40,18 @@ def assert_no_fault(
     cases: dict[str, Callable[[Path], Any]],
     others: planted.Views = SLOW,
 ) -> None:
-    """Looks at a changed copy of a run for each case, by the quick views and by one of the others,
-    in turn; first at the run as it is, by all of them, which imports everything.
+    """Asserts that no view has a fault on a changed copy of a run. Each case gets the quick views
+    and one of `others`, in turn. The unchanged run comes first and gets all views.
     """
 
     def faults() -> list[str]:
         # Whoever reads without end fails, and not this machine.
         now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + (4 << 30), resource.RLIM_INFINITY))
-        # That 1e308 twice is infinite, or a label too long for its figure, is no fault.
+        # An overflow of twice 1e308, or a label too long for its figure, is no fault.
         warnings.simplefilter("ignore")
         found = []
-        # The first look imports everything, which takes longer than a look may.
+        # The first view imports everything, which exceeds the limits of a view.
         planted.faults(shutil.copytree(template, folder / "imports" / "run"), {**VIEWS, **others})
         for number, (name, change) in enumerate({"as it is": lambda run: None, **cases}.items()):
             directory = shutil.copytree(template, folder / str(number) / "run")
@@ -76,7 +76,7 @@ def every_number(value: Any, new: Any) -> Any:
 
 
 def mutations(numbers: range) -> dict[str, Callable[[Path], Any]]:
-    """Returns cases, each told by its number alone."""
+    """Returns one case per number, which seeds the case's random changes."""
     mutate = planted.mutate
     return {f"mutation {n}": lambda run, n=n: mutate(run, random.Random(n)) for n in numbers}
 
@@ -87,7 +87,7 @@ CONTENTS = "no text", "10**5000", "a deep list"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, *CONTENTS])
-def test_special_files(template: Path, tmp_path: Path, kind: str) -> None:
+def test_views_survive_special_files(template: Path, tmp_path: Path, kind: str) -> None:
     names = (*RECORDS, *planted.OTHERS, *planted.FOLDERS)
     cases = {name: lambda run, name=name: planted.plant(run, name, kind) for name in names}
     assert_no_fault(template, tmp_path, cases)
@@ -96,7 +96,7 @@ def test_special_files(template: Path, tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     "number", [2_000_000_000, 2**63, 10**400, math.nan, math.inf, 0], ids=lambda n: f"{n!r:.20}"
 )
-def test_numbers(template: Path, tmp_path: Path, number: float) -> None:
+def test_views_survive_extreme_numbers(template: Path, tmp_path: Path, number: float) -> None:
     def change(run: Path, name: str) -> None:
         planted.rewrite(run / name, lambda value: every_number(value, number))
 
@@ -105,14 +105,14 @@ def test_numbers(template: Path, tmp_path: Path, number: float) -> None:
     assert_no_fault(template, tmp_path, cases)
 
 
-def test_mutated_runs(template: Path, tmp_path: Path) -> None:
+def test_views_survive_random_mutations(template: Path, tmp_path: Path) -> None:
     assert_no_fault(template, tmp_path, mutations(range(MUTATIONS)))
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", range(10))
-def test_many_more_mutated_runs(template: Path, tmp_path: Path, part: int) -> None:
+def test_views_survive_thousands_of_mutations(template: Path, tmp_path: Path, part: int) -> None:
     size = ALL_MUTATIONS // 10
     numbers = range(part * size, (part + 1) * size)
     assert_no_fault(template, tmp_path, mutations(numbers), {**SLOW, **planted.DRAWN})

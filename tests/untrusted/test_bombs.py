@@ -43,7 +43,7 @@ LINE_S = 0.3
 
 def bounded(read: Callable[[], Any], cpu_s: float = CPU_S) -> Any:
     """Returns what a reader returns, or the kit's own error as (type, text). A child process does
-    the work, which is killed at the limit of processor time and gets no memory beyond the other.
+    the work. It is killed at the limit of processor time, and cannot exceed the limit of memory.
     """
 
     def work() -> Any:
@@ -110,7 +110,7 @@ PICKLES = {
 
 
 @pytest.mark.parametrize("name", PICKLES)
-def test_pickle_cannot_use_up_the_machine(name: str) -> None:
+def test_pickle_bomb_is_bounded(name: str) -> None:
     for reader in (PlainUnpickler, _MetadataUnpickler):
 
         def read(reader: type = reader) -> str:
@@ -160,8 +160,8 @@ def hostile_lines(form: Format) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_log_lines_take_time_by_their_length(tmp_path: Path, form: Format) -> None:
-    """Time that grows with the square of a line's length is a second for a line of 8 KiB."""
+def test_log_parsing_time_is_linear_in_line_length(tmp_path: Path, form: Format) -> None:
+    """If the time grew with the square of a line's length, a line of 8 KiB would take a second."""
 
     def slowest() -> tuple[float, str]:
         found = []
@@ -176,7 +176,7 @@ def test_log_lines_take_time_by_their_length(tmp_path: Path, form: Format) -> No
     assert seconds < LINE_S, line
 
 
-def test_blank_lines_of_json_take_time_by_number(tmp_path: Path) -> None:
+def test_blank_json_lines_are_parsed_in_linear_time(tmp_path: Path) -> None:
     form = next(form for form in FORMATS if form.closes)
     (tmp_path / "log").write_text(("\n" * LONGEST_LINE + "}\n") * 4)
     bounded(lambda: list(Parser(tmp_path / "log", form).steps()))
@@ -190,13 +190,13 @@ def test_slow_pattern_of_user_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     assert kind == "ConfigError" and "takes more than 0.2 s on one line" in text
 
 
-def test_suggested_pattern_takes_time_by_length(tmp_path: Path) -> None:
+def test_time_to_suggest_a_pattern_is_bounded(tmp_path: Path) -> None:
     line = "step 1 time 2 ms loss 1 "
     (tmp_path / "log").write_text("step 1 loss 2 time 3 ms\n" + (line * 340 + "\n") * 5)
     bounded(lambda: suggested_pattern(tmp_path / "log"))
 
 
-def test_end_of_a_log_is_read_alone(tmp_path: Path) -> None:
+def test_only_the_end_of_a_huge_log_is_read(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run")
     log = log_path(run.directory, 1, 0)
     with log.open("r+b") as stream:
@@ -214,14 +214,14 @@ def test_end_of_a_log_is_read_alone(tmp_path: Path) -> None:
     assert length <= 2**20 and LOG_BYTES < MEMORY_BYTES
 
 
-def test_line_without_end_is_followed_in_parts(tmp_path: Path) -> None:
+def test_huge_log_line_is_followed_in_parts(tmp_path: Path) -> None:
     run = finished_run(tmp_path / "run")
     log_path(run.directory, 1, 0).write_text("x" * (40 << 20))
     found = bounded(lambda: [len(line) for line in Job.attach(run.directory).follow()])
     assert sum(found) == 40 << 20 and max(found) <= 4 << 20
 
 
-def test_last_words_take_time_by_length(tmp_path: Path) -> None:
+def test_time_to_find_last_log_lines_is_bounded(tmp_path: Path) -> None:
     node = tmp_path / "logs" / "attempt_01" / "node_00000.log"
     node.parent.mkdir(parents=True)
     for unit in ("attempt 1 of x in job ", "srun: ", "error ", "kit: ", "attempt 1 of "):
@@ -242,7 +242,7 @@ JSON = {
 
 
 @pytest.mark.parametrize("name", JSON)
-def test_json_of_a_folder_is_bounded(tmp_path: Path, name: str) -> None:
+def test_json_bomb_in_a_model_folder_is_bounded(tmp_path: Path, name: str) -> None:
     files = "config.json model.safetensors.index.json tokenizer_config.json tokenizer.json"
     for file in files.split():
         (tmp_path / file).write_bytes(JSON[name])
@@ -253,7 +253,7 @@ def test_json_of_a_folder_is_bounded(tmp_path: Path, name: str) -> None:
     assert bounded(lambda: read_history(tmp_path)) == []
 
 
-def test_large_json_is_not_read(tmp_path: Path) -> None:
+def test_terabyte_json_file_is_not_read(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors.index.json", "tokenizer_config.json"):
         with (tmp_path / name).open("wb") as stream:
             stream.truncate(2**40)
@@ -264,7 +264,7 @@ def test_large_json_is_not_read(tmp_path: Path) -> None:
     bounded(lambda: missing_weight_advice(tmp_path))
 
 
-def test_panic_of_a_tokenizer_is_an_error_of_the_kit() -> None:
+def test_tokenizer_panic_becomes_a_data_error() -> None:
     table = json.loads(train_tokenizer(["a b c"], 257).data)
     pattern = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated"}
     table["pre_tokenizer"] = {**pattern, "invert": False}
@@ -289,7 +289,7 @@ def aliases(levels: int) -> str:
     return "\n".join(lines)
 
 
-def test_aliases_of_a_card_are_refused(tmp_path: Path) -> None:
+def test_yaml_alias_bomb_in_dataset_card_is_refused(tmp_path: Path) -> None:
     import datasets  # noqa: F401 - imported before the children, whose time is limited
 
     for name in ("README.md", ".huggingface.yaml"):
@@ -302,7 +302,7 @@ def test_aliases_of_a_card_are_refused(tmp_path: Path) -> None:
         assert kind == "DataError" and "alias" in text
 
 
-def test_packed_text_is_bounded(tmp_path: Path) -> None:
+def test_compression_bomb_in_corpus_is_refused(tmp_path: Path) -> None:
     line = b'{"text": "' + b"a" * 1000 + b'"}\n'
     with pyarrow.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd") as stream:
         for _ in range(100):
@@ -313,7 +313,7 @@ def test_packed_text_is_bounded(tmp_path: Path) -> None:
     assert len(list(Corpus([tmp_path / "honest.jsonl.gz"]))) == 1
 
 
-def test_parquet_that_unpacks_without_end_is_refused(tmp_path: Path) -> None:
+def test_parquet_compression_bomb_is_refused(tmp_path: Path) -> None:
     rows = pyarrow.table({"text": [str(number) + "y" * 4_000_000 for number in range(17)]})
     file = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(rows, file, compression="zstd", use_dictionary=False)

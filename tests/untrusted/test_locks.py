@@ -47,6 +47,7 @@ def run(tmp_path: Path, spec, tiny_dataset, monkeypatch) -> Path:
 
 
 def test_reader_cannot_block_owner(run: Path, monkeypatch) -> None:
+    """A user who may only read a run locks all files that this user can open."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
     stranger = context.Process(target=lock_all, args=(run, there))
@@ -68,7 +69,7 @@ def test_reader_cannot_block_owner(run: Path, monkeypatch) -> None:
     assert not (run / launcher.LAUNCH_LOCK).exists()
 
 
-def test_lock_file_is_for_its_owner(tmp_path: Path) -> None:
+def test_lock_file_is_private_to_its_owner(tmp_path: Path) -> None:
     previous = os.umask(0)
     try:
         with files.lock_file(tmp_path / "lock") as lock:

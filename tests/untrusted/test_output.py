@@ -26,7 +26,7 @@ from tests.untrusted.planted import whole_run
 
 ATTACK = f"=1+1{ESCAPES}\x0b\x7f\x00\r\u2066\u061c\u200f\u2028"
 ARGUMENT = ATTACK.replace("\x00", "").replace("/", "_")
-"""The attack as far as a word of a command and the name of a folder can hold it."""
+"""The attack without the characters that an argument or a folder name cannot hold."""
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 FORMULA = re.compile(r"[=+\-@\t\r]")
 FILES = """
@@ -64,12 +64,12 @@ data build OUT/data --source ATTACK
 ATTACK
 status --ATTACK
 """.strip().splitlines()
-"""Commands that print something of a run, of its files or of a name that was given."""
+"""Commands that print text from a run, from its files or from an argument."""
 
 
 def attacked(value: Any, name: str = "") -> Any:
     """Returns a value of JSON whose texts all hold control characters and begin with a formula,
-    except texts of which only a few are allowed.
+    except fields that allow only a few values.
     """
     if isinstance(value, dict):
         return {key: attacked(inner, key) for key, inner in value.items()}
@@ -90,8 +90,8 @@ def rewrite(file: Path, field: str) -> bool:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run in which each text that its readers take holds an attack. A field whose attack makes
-    the run unreadable is left as it was.
+    """A run in which each text that a reader accepts holds an attack. A field whose attack makes
+    the run unreadable keeps its value.
     """
     whole_run(tmp_path / "runs" / "run")
     run = Run.open((tmp_path / "runs" / "run").rename(tmp_path / "runs" / ARGUMENT))
@@ -118,7 +118,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def words_of(command: str, run: Run, out: Path) -> list[str]:
-    """Returns the words of a command, with the places that it names."""
+    """Returns the words of a command, with placeholders replaced by paths."""
     folder, log = run.directory.parent, log_path(run.directory, 1, 0)
     places = {"RUN": run.directory, "FOLDER": folder, "OUT": out, "LOG": log, "ATTACK": ARGUMENT}
     words = []
@@ -160,7 +160,7 @@ def _check_csv(file: Path) -> None:
                 assert not FORMULA.match(cell), (file, cell)
 
 
-def test_table_of_a_figure_holds_no_formula(tmp_path: Path) -> None:
+def test_figure_table_has_no_formula(tmp_path: Path) -> None:
     runs = []
     for number, start in enumerate("=+-@\t"):
         made = recorded_run(tmp_path / str(number), steps=20)
@@ -174,12 +174,12 @@ def test_table_of_a_figure_holds_no_formula(tmp_path: Path) -> None:
         assert plain_cell(f"{start}1").startswith("'")
 
 
-def test_names_of_a_sink_hold_no_control_characters(run: Run) -> None:
+def test_sink_names_have_no_control_characters(run: Run) -> None:
     rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     assert not any(CONTROL.search(name) for values in scalars(run, rows) for name in values)
 
 
-def test_stream_keeps_styles_of_the_console_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_stream_keeps_only_console_styles(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(screen, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdout", PlainStream(screen))

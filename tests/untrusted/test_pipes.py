@@ -51,7 +51,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> Run:
 
 @pytest.mark.parametrize("kind", PLANTED)
 @pytest.mark.parametrize("is_listed", [True, False], ids=["listed", "not listed"])
-def test_checkpoint_reads_no_pipe(run: Run, tmp_path: Path, kind: str, is_listed: bool) -> None:
+def test_pipe_or_device_in_checkpoint_is_refused(
+    run: Run, tmp_path: Path, kind: str, is_listed: bool
+) -> None:
     copy = shutil.copytree(run.directory, tmp_path / "run")
     checkpoints = Run.open(copy).checkpoints
     folder = checkpoints.path(STEPS)
@@ -69,7 +71,9 @@ def test_checkpoint_reads_no_pipe(run: Run, tmp_path: Path, kind: str, is_listed
 
 @pytest.mark.parametrize("kind", PLANTED)
 @pytest.mark.parametrize("is_listed", [True, False], ids=["listed", "not listed"])
-def test_dataset_reads_no_pipe(tiny_dataset, tmp_path: Path, kind: str, is_listed: bool) -> None:
+def test_pipe_or_device_in_dataset_is_refused(
+    tiny_dataset, tmp_path: Path, kind: str, is_listed: bool
+) -> None:
     copy = shutil.copytree(tiny_dataset.directory, tmp_path / "data")
     for name in (tiny_dataset.info.tokenizer_file, "validation.jsonl"):
         (copy / name).unlink(missing_ok=True)
@@ -92,7 +96,7 @@ def test_dataset_reads_no_pipe(tiny_dataset, tmp_path: Path, kind: str, is_liste
 
 
 @pytest.mark.parametrize("name", ["more.safetensors", "tokenizer.model"])
-def test_model_folder_reads_no_pipe(run: Run, tmp_path: Path, name: str) -> None:
+def test_pipe_in_model_folder_is_refused(run: Run, tmp_path: Path, name: str) -> None:
     folder = export_run(run, None, tmp_path / "model")
     os.mkfifo(folder / name)
     with pytest.raises(DataError, match=f"{name}: a folder, a pipe or a device"):

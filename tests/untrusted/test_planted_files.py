@@ -1,9 +1,9 @@
-"""Every command on a run in which something else lies in the place of one file or folder.
+"""Every command on a run in which another user has replaced one file or folder.
 
 Each command runs in a process of a user without privileges, on a run of another user that everybody
 may write, and on a run of this user in which the other user has planted something. The files of the
-user, to which planted links point, must not change. So it is with the data set of the run, and with
-a Hugging Face folder.
+user, to which planted links point, must not change. The data set of the run and a Hugging Face
+folder are tested in the same way.
 """
 
 import os
@@ -43,7 +43,7 @@ pytestmark = [
 VIEWER = 12345
 """User who runs the commands."""
 WALL_S, MORE_BYTES = 20.0, 300 << 20
-"""Most that one command may take."""
+"""Limits of one command: wall seconds, and bytes of additional memory."""
 SECRET = "the diary of the viewer"
 MADE = """
 login.json import.json hook.py .state.lock .launch.lock .login.lock login_seen.json figure.png
@@ -69,7 +69,7 @@ look launch OUT/run --model RUN/spec.json --plan RUN/plan.json --recipe RUN/reci
 SAMPLE = 60
 """Number of pairs of a case and a command that run without --thorough."""
 EACH = 5
-"""Number of commands that run on each case with --thorough. They are others for each kind of file,
+"""Number of commands that run on each case with --thorough. They differ between kinds of file,
 so that each command runs on each path."""
 PARTS = 6
 
@@ -79,7 +79,7 @@ def link(target: str) -> Callable[[Path, Path], Any]:
 
 
 def move(path: Path, mine: Path) -> None:
-    """Puts a link in the place of something, to the same thing among the files of the viewer."""
+    """Moves a file or folder to the viewer's files, and puts a link in its place."""
     target = mine / "moved"
     if path.with_name(f"{path.name}.aside").exists():
         path.with_name(f"{path.name}.aside").rename(target)
@@ -103,7 +103,7 @@ KINDS: dict[str, Callable[[Path, Path], Any]] = {
 
 
 class Case(NamedTuple):
-    """One run: whose it is, and what lies in the place of which file or folder."""
+    """One test case: who owns the run, which path is replaced, and by what kind of file."""
 
     is_own: bool
     path: str
@@ -114,7 +114,7 @@ class Case(NamedTuple):
 
 
 def plant(case: Case, shared: Path, mine: Path) -> None:
-    """Puts something else in the place of a file or folder of the run or the data set."""
+    """Replaces a file or folder of the run or the data set by the case's kind of file."""
     path = shared / case.path
     aside = path.with_name(f"{path.name}.aside")
     if case.kind == "unreadable":
@@ -134,7 +134,9 @@ def plant(case: Case, shared: Path, mine: Path) -> None:
 
 
 def rows_of(case: Case) -> list[str]:
-    """Returns the commands that may read the path of a case, with a word on what is expected."""
+    """Returns the commands that may read the path of a case. The first word of each is the expected
+    outcome.
+    """
     if case.path.startswith("model"):
         return [*OF_A_MODEL.strip().splitlines()]
     live = LIVE.strip().splitlines() if case.is_own else []
@@ -155,8 +157,8 @@ class Commands:
         }
 
     def import_all(self, rows: list[str]) -> None:
-        """Runs each command here once, so that no child imports what it needs anew, and none has
-        to read where Python lies.
+        """Runs each command once in this process. The child processes then have all modules, and
+        need not read Python's folders, which they may not.
         """
         for row in sorted(set(rows)):
             self.prepare(None)
@@ -168,7 +170,7 @@ class Commands:
         return hostile.kit(*words, ctrl_c_after_s=ctrl_c_after_s)
 
     def prepare(self, case: Case | None) -> None:
-        """Makes the run, the data set, the model and the files of the viewer anew."""
+        """Creates the run, the data set, the model and the files of the viewer again."""
         for folder in (self.mine, self.shared, self.looks.out, self.folder / "home"):
             shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.template, self.shared)
@@ -296,12 +298,12 @@ def assert_no_fault(commands: Commands, chosen: list[tuple[Case, str]]) -> None:
     assert not faults, f"{len(faults)} faults:\n" + "\n".join(faults)
 
 
-def test_commands_on_planted_files(commands: Commands, template: Path) -> None:
+def test_commands_survive_a_sample_of_planted_files(commands: Commands, template: Path) -> None:
     assert_no_fault(commands, pairs(template)[:SAMPLE])
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_commands_on_all_planted_files(commands: Commands, template: Path, part: int) -> None:
+def test_commands_survive_all_planted_files(commands: Commands, template: Path, part: int) -> None:
     assert_no_fault(commands, pairs(template)[part::PARTS])

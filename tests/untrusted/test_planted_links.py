@@ -29,7 +29,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def plant(tmp_path: Path) -> Callable[[Path], Path]:
-    """A function that puts a link to a file of this user under a name, and returns that file."""
+    """Returns a function that makes a name a link to a file of this user, and returns that file."""
 
     def link(name: Path) -> Path:
         target = tmp_path / f"thesis-{name.name}"
@@ -124,8 +124,8 @@ def test_sink_refuses_linked_folder(to: str, runs: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
-def test_samples_refuse_linked_folder(tmp_path: Path) -> None:
-    """The folder lies beside a model, which may be a colleague's."""
+def test_eval_samples_refuse_linked_folder(tmp_path: Path) -> None:
+    """Samples are written beside a model, whose folder may belong to another user."""
     (tmp_path / "precious").mkdir()
     link = tmp_path / "model.eval.samples"
     link.symlink_to(tmp_path / "precious")
@@ -137,7 +137,7 @@ def test_samples_refuse_linked_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["submit.sh", "job.json", "control/request_stop", "exit.json"])
 def test_failed_launch_copies_no_linked_file(name: str, runs: Path, plant: Callable) -> None:
-    """The files of the run are put back, but not with the content of a private file."""
+    """The files of the run are restored, but not with the content of a private file."""
     run = runs / "one"
     (run / name).unlink(missing_ok=True)
     (run / "control").mkdir(exist_ok=True)
@@ -154,7 +154,7 @@ def test_failed_launch_copies_no_linked_file(name: str, runs: Path, plant: Calla
 def test_wandb_settings_of_another_user_are_refused(
     name: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may name the server to which a key is sent."""
+    """The settings may name the server to which the key is sent."""
     file = tmp_path / "shared" / name
     file.parent.mkdir(parents=True)
     file.write_text("[default]\nbase_url = http://127.0.0.1:9\n")
@@ -168,7 +168,7 @@ def test_wandb_settings_of_another_user_are_refused(
 def test_compile_cache_of_another_user_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch.compile runs what lies in /tmp/torchinductor_USER, whoever has made it."""
+    """torch.compile runs code from /tmp/torchinductor_USER, whoever created that folder."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("LOGNAME", "viewer")
 

@@ -1,8 +1,7 @@
-"""A run is mine or it is only read: every command and every view, on a run of somebody else that
-anybody may write.
+"""Every command and every view only reads a run of another user, even if everybody may write it.
 
-Permissions stop nothing here: folders are 0777 and files 0666, so that what is not written is not
-written by choice.
+File permissions forbid nothing here: folders have mode 0777 and files 0666. What is not written is
+left unwritten by the kit's own checks.
 """
 
 import contextlib
@@ -95,26 +94,26 @@ refuse import LOG --out RUN --site lumi --format megatron
 taken  data build RUN --source TEXT --overwrite
 refuse data build RUN --source TEXT --tokenizer TOKENIZER --part all/1 --site SLURM
 """
-"""What each command does with a run of somebody else.
+"""What each command does with a run of another user.
 
 look: shows it. refuse: would have to write, and names the owner. score: scores it here, or refuses
-as `refuse`. show: shows it, or says what there is not. taken: refuses a directory that holds
+as `refuse`. show: shows it, or says what is missing. taken: refuses a directory that holds
 something, whoever owns it.
 """
 NEVER_OF_A_RUN = {"validate", "doctor", "eval-data", "site init"}
 ALWAYS = ("status", "watch", "runs")
-"""What shows any run, whatever lacks in it; but why it is so fast is said of one that has steps."""
+"""Commands that show any run, even an incomplete one. Only `--why` needs a run with steps."""
 
 
-def test_no_command_is_forgotten() -> None:
-    """A new command is added to COMMANDS if it takes a run, else to NEVER_OF_A_RUN."""
+def test_every_command_is_in_the_table() -> None:
+    """A new command is added to COMMANDS if it takes a run, and to NEVER_OF_A_RUN otherwise."""
     words = [row.split()[1:] for row in COMMANDS.strip().splitlines()]
     told = {" ".join(row[:2]) if row[0] in ("data", "site") else row[0] for row in words}
     assert told | NEVER_OF_A_RUN == dict(leaves(typer.main.get_command(app))).keys()
     assert not told & NEVER_OF_A_RUN
 
 
-# The run, and who looks at it ---------------------------------------------------------------------
+# The run and its viewer ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +127,7 @@ def template(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> Pa
 
 @pytest.fixture
 def run(template: Path, tmp_path: Path) -> Path:
-    """A copy of it, still the viewer's own."""
+    """A copy of the template run, which the viewer still owns."""
     copy = shutil.copytree(template, tmp_path / "shared" / "run")
     job = json.loads((copy / "job.json").read_text())
     (copy / "job.json").write_text(json.dumps(job | {"run_dir": str(copy)}))
@@ -137,7 +136,7 @@ def run(template: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What would reach another machine; the viewer has a home of its own."""
+    """Records calls of programs that would reach another machine. The viewer has an empty home."""
     fakes = Calls(tmp_path / "bin", tmp_path)
     monkeypatch.setenv("PATH", f"{fakes.bin}:{os.environ['PATH']}")
     for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
@@ -150,10 +149,9 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
 def give_away(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Path], str]:
-    """A function: makes a folder somebody else's, writable by all, and returns that owner's name.
-
-    Only root can give a folder away. For others, and with a parameter True, this process takes
-    itself for another user.
+    """Returns a function that gives a folder to another user, writable by all, and returns that
+    user's name. Only root can give a folder away. For other users, and with the parameter True,
+    this process pretends to be another user.
     """
 
     def give(folder: Path) -> str:
@@ -183,7 +181,7 @@ CODES = {"look": (0,), "refuse": (1,), "score": (0, 1), "show": (0, 1), "taken":
 
 
 class Looks:
-    """Runs commands on a run of somebody else, and says what each did that it may not do."""
+    """Runs commands on a run of another user, and returns what each did that it may not do."""
 
     def __init__(self, run: Path, tmp_path: Path, calls: Calls, owner: str, dataset: Any) -> None:
         self.run, self.calls, self.owner, self.mine = run, calls, owner, tmp_path / "mine"
@@ -211,7 +209,7 @@ class Looks:
         }
 
     def faults(self, row: str, *, whole: bool, live: bool) -> list[str]:
-        """Returns a command's faults; `whole`: the run lacks nothing, `live`: its job runs."""
+        """Returns a command's faults. `whole`: the run is complete. `live`: its job runs."""
         expected, *words = row.split()
         given = [self._filled(word) for word in words]
         follows = live and (words[0] == "watch" or "--follow" in words)
@@ -242,7 +240,7 @@ class Looks:
 
 @pytest.fixture
 def looks(run: Path, tmp_path: Path, calls: Calls, give_away, tiny_dataset) -> Callable[[], Looks]:
-    """A function: gives the run away and returns who looks at it then."""
+    """Returns a function that gives the run to another user and returns a `Looks` for it."""
     (tmp_path / "mine").mkdir()
     return lambda: Looks(run, tmp_path, calls, give_away(run), tiny_dataset)
 
@@ -256,18 +254,21 @@ def assert_no_command_at_fault(looks: Looks, *, whole: bool = True, live: bool =
 # Commands -----------------------------------------------------------------------------------------
 
 
-def test_commands_on_a_finished_run(looks) -> None:
+def test_commands_only_read_a_finished_run(looks) -> None:
     assert_no_command_at_fault(looks())
 
 
-def test_commands_on_a_run_that_names_a_process_of_the_viewer(looks, run: Path, sleep) -> None:
+def test_commands_spare_a_named_process_of_the_viewer(looks, run: Path, sleep) -> None:
+    """The run's state names a process of the viewer as its own."""
     running(run, process=hostile.process_of(sleep.pid))
     assert_no_command_at_fault(looks(), live=True)
     assert sleep.poll() is None
 
 
-def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_path: Path) -> None:
-    """Devices so small that scores need a job, whose lines are shell; and a viewer's job."""
+def test_commands_run_no_shell_lines_of_the_runs_site(looks, run: Path, tmp_path: Path) -> None:
+    """The devices are so small that scoring needs a job. The run also names a Slurm job of the
+    viewer.
+    """
     canary, base = tmp_path / "canary", Site.load("generic-gpu-slurm")
     few = base.device.__class__(name="one tiny core", memory_bytes=Fact(value=1e5, source="x"))
     lines = (f"touch {canary}",)
@@ -287,8 +288,8 @@ def test_commands_on_a_run_that_brings_its_own_cluster(looks, run: Path, tmp_pat
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_commands_on_a_run_that_names_a_login_node(looks, run, tmp_path, mirrored) -> None:
-    """And, where it is a mirror, one that the viewer has made and somebody else has copied."""
+def test_commands_contact_no_login_node_of_the_run(looks, run, tmp_path, mirrored) -> None:
+    """With `mirrored`, the run is another user's copy of a mirror that the viewer has made."""
     there = There(python=str(tmp_path / "evil"), folder="/there", source="/there/kit")
     base = Site.load("generic-gpu-slurm").replace(slurm=Slurm(account="a", partition="p"))
     base.replace(login="far", there=there).write(run / "site.json")
@@ -304,8 +305,8 @@ LINKS = ("alerts.jsonl", "history.jsonl", "metrics.jsonl", ".state.lock", ".logi
 FOLDERS = ("monitor", "logs/attempt_01", "control", "ranks", "eval")
 
 
-def test_commands_on_a_run_of_links_to_the_viewers(looks, run: Path, tmp_path: Path) -> None:
-    """And whose job is stalled, of which everybody who looks would leave an alert."""
+def test_commands_change_no_linked_file_of_the_viewer(looks, run: Path, tmp_path: Path) -> None:
+    """The run's job is stalled, so that every view would write an alert."""
     mine = tmp_path / "mine"
     for name in (*LINKS, *FOLDERS):
         target, link = mine / name.replace("/", "_"), run / name
@@ -369,7 +370,9 @@ JOBS: dict[str, Callable[[int], dict[str, Any]]] = {
     "give_away", [False, True], indirect=True, ids=["two users", "taken for two"]
 )
 @pytest.mark.parametrize("job", JOBS)
-def test_python_only_reads_it(run: Path, calls: Calls, give_away, sleep, job: str) -> None:
+def test_python_api_only_reads_another_users_run(
+    run: Path, calls: Calls, give_away, sleep, job: str
+) -> None:
     if live := JOBS[job](sleep.pid):
         running(run, **live)
     owner, before, opened = give_away(run), tree(run), Run.open(run)
@@ -386,14 +389,16 @@ def test_python_only_reads_it(run: Path, calls: Calls, give_away, sleep, job: st
     assert sleep.poll() is None and not hostile.beyond_questions(calls.taken(), run)
 
 
-def test_scores_of_it_are_returned_and_not_kept(run: Path, calls: Calls, give_away) -> None:
+def test_scores_of_another_users_run_are_not_kept(run: Path, calls: Calls, give_away) -> None:
     give_away(run)
     before = tree(run)
     assert evaluate(run, tasks=("heldout",), limit=2)["heldout"].headline.value > 0
     assert tree(run) == before
 
 
-def test_buttons_say_whose_it_is(run: Path, calls: Calls, give_away, sleep) -> None:
+def test_dashboard_buttons_refuse_and_name_the_owner(
+    run: Path, calls: Calls, give_away, sleep
+) -> None:
     running(run, process=hostile.process_of(sleep.pid))
     owner, before, shown = give_away(run), tree(run), Dashboard(Run.open(run))
     shown.look()
@@ -418,8 +423,8 @@ ACT = "stop RUN", "stop RUN --now", "checkpoint RUN", "resume RUN", "export RUN"
 FOLLOW = "export RUN --format tensorboard --follow"
 
 
-def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of root that anybody may write."""
+def test_unprivileged_user_only_reads_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody may write the run of root."""
     if os.geteuid():
         pytest.skip("root alone can be another user")
     with tempfile.TemporaryDirectory() as place:
@@ -435,7 +440,7 @@ def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -
         def said(*rows: str) -> list[hostile.Said]:
             return [hostile.kit(*row.replace("RUN", str(run)).split()) for row in rows]
 
-        said(*LOOK)  # so that all is imported: nobody may not read where root's Python lies
+        said(*LOOK)  # imports everything: the other user may not read root's Python
         open_to_all(run)
         before = tree(run)
         told = hostile.in_a_child(lambda: (said(*LOOK), said(*ACT, FOLLOW)), user=hostile.STRANGER)
@@ -446,11 +451,11 @@ def test_nobody_looks_at_a_run_of_root(sleep, monkeypatch: pytest.MonkeyPatch) -
         assert tree(run) == before and sleep.poll() is None
 
 
-# One's own run, into which somebody may have written ----------------------------------------------
+# A run of this user that another user may have changed --------------------------------------------
 
 
 def test_stop_now_ends_only_processes_of_this_run(run: Path, calls: Calls) -> None:
-    """A state.json may name any process of the viewer, also one of another run."""
+    """A state.json may name any process of the viewer, also a process of another run."""
     code = [sys.executable, "-c", "import time; time.sleep(600)"]
     others = [subprocess.Popen(["sleep", "600"]), subprocess.Popen([*code, f"{run}2"])]
     own = subprocess.Popen([*code, str(run)])
@@ -483,7 +488,7 @@ def test_stop_now_cancels_only_the_job_of_this_run(run: Path, calls: Calls, tmp_
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["a link", "another name"])
-def test_nothing_is_appended_to_what_another_has_linked(run, tmp_path, calls, link) -> None:
+def test_nothing_is_appended_to_a_linked_file(run, tmp_path, calls, link) -> None:
     opened, mine = Run.open(run), tmp_path / "mine"
     appends: dict[str, Callable[[], Any]] = {
         "alerts.jsonl": lambda: recorded_alerts(opened),

@@ -1,4 +1,4 @@
-"""Words of strangers are shown, and obeyed by no shell, terminal, browser or plot."""
+"""Text of another user is shown, and interpreted by no shell, terminal, browser or plot."""
 
 import io
 import json
@@ -36,7 +36,7 @@ from tests.support.recorded_runs import dead_process, recorded_run, say
 
 
 @pytest.mark.parametrize("module", ["rocm&./touch-canary", "rocm|sh", "a*[b]", "x=1"])
-def test_a_module_name_runs_nothing(tmp_path: Path, module: str) -> None:
+def test_module_name_runs_no_shell_command(tmp_path: Path, module: str) -> None:
     site = Site.load("generic-gpu-slurm").replace(slurm=Slurm(modules=(module,)))
     job = JobSpec(name="r", run_dir=str(tmp_path), argv=("true",), num_processes=8)
     script = scripts(job, site)["submit.sh"]
@@ -56,15 +56,18 @@ def test_a_module_name_runs_nothing(tmp_path: Path, module: str) -> None:
 @pytest.mark.parametrize(
     "number", ["--me", "-u someone", "1 --all", "", "7;reboot", "$(reboot)", "1\n2"]
 )
-def test_a_job_number_is_no_option_of_a_command(tmp_path: Path, number: str) -> None:
+def test_state_with_malformed_job_number_is_not_read(tmp_path: Path, number: str) -> None:
+    """A job number must not act as an option of a Slurm command."""
     job = {"scheduler": "slurm", "id": number, "config": None}
     state = {"state": "running", "attempt": 1, "scheduler_job": job}
     (tmp_path / "state.json").write_text(json.dumps(state))
     assert read_state(tmp_path) is None
 
 
-def test_a_run_directory_cannot_bring_its_own_slurm(tmp_path: Path, monkeypatch) -> None:
-    """It names libraries that Slurm's commands load: a mere look must not use a stranger's."""
+def test_slurm_conf_in_a_run_directory_is_refused(tmp_path: Path, monkeypatch) -> None:
+    """A slurm.conf names libraries that Slurm's commands load, so that looking at a run could run
+    code.
+    """
     monkeypatch.delenv("SLURM_CONF", raising=False)
     (tmp_path / "job.json").write_text("{}")
     config, inner = tmp_path / "slurm.conf", tmp_path / "etc" / "slurm.conf"
@@ -89,7 +92,7 @@ LINES: tuple[Callable[[str], Any], ...] = (
     lambda line: Kubernetes(image="i", claim="c", mount_path="/m", resources={}, setup=(line,)),
     lambda line: Compilation(command=(line,), variable="X", shared_cache="/a", node_cache="/b"),
 )
-"""Each place of a site file that is shell, and is written into a run directory as it stands."""
+"""Each setting of a site file that holds shell lines, which are copied into a run directory."""
 JOB = {"name": "r", "run_dir": "/r", "num_processes": 1}
 SECRET_NAMES = """
 KEY1 WANDB_API_KEY2 SECRET1 PASSWORD1 TOKEN2 ACCESSKEYID DBPASS SLACK_WEBHOOK_URL SAS_URL BEARER
@@ -129,7 +132,7 @@ NO_SECRETS = [
 
 
 def refused(make: Callable[[str], Any], text: str) -> str:
-    """Returns what is said of a secret."""
+    """Asserts that a text is refused as a secret. Returns the error's text."""
     with pytest.raises(ConfigError, match="looks like a secret") as told:
         make(text)
     return str(told.value)
@@ -145,7 +148,7 @@ VALUES = (
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_a_secret_under_a_harmless_name_is_not_written(value: str) -> None:
+def test_secret_under_a_harmless_name_is_refused(value: str) -> None:
     refused(lambda text: JobSpec(**JOB, argv=("true",), environment={"PROXY": text}), value)
     refused(lambda text: JobSpec(**JOB, argv=("true", f"--login={text}")), value)
     refused(lambda text: Slurm(environment={"PROXY": text}), value)
@@ -158,7 +161,7 @@ def test_secret_in_two_words_of_command_is_refused() -> None:
 
 
 @pytest.mark.parametrize("site", LINES)
-def test_a_secret_is_found_in_a_line_of_shell(site: Callable) -> None:
+def test_secret_in_a_shell_line_is_refused(site: Callable) -> None:
     for value in VALUES:
         assert value not in refused(site, f"curl -x {value} https://example.org")
     for line in SHELL:
@@ -167,7 +170,7 @@ def test_a_secret_is_found_in_a_line_of_shell(site: Callable) -> None:
         site(line)
 
 
-def test_secrets_of_the_environment_stay_out_of_the_run_directory(
+def test_environment_secrets_are_not_written_to_a_run(
     tmp_path: Path, spec, recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PIP_INDEX_URL"):
@@ -184,7 +187,7 @@ def test_secrets_of_the_environment_stay_out_of_the_run_directory(
 
 
 def hostile_run(folder: Path) -> Run:
-    """A run whose name, state, host, alerts and log are attacks, as far as each can hold them."""
+    """Returns a run whose name, state, host, alerts and log hold attacks, as far as each can."""
     run = recorded_run(folder / SCRIPT.replace("/", "_"), steps=40)
     attack = SCRIPT + ESCAPES + MARKUP
     log_path(run.directory, 1, 0).write_text(attack + "\n")
@@ -205,7 +208,7 @@ def hostile_run(folder: Path) -> Run:
     return Run.open(run.directory)
 
 
-def test_a_terminal_shows_escapes_and_obeys_none(tmp_path: Path) -> None:
+def test_terminal_views_print_no_escape_sequences(tmp_path: Path) -> None:
     run, out = hostile_run(tmp_path), io.StringIO()
     console = PlainConsole(file=out, force_terminal=True, width=200, color_system="truecolor")
     console.print(status_table(run, 200))
@@ -215,7 +218,8 @@ def test_a_terminal_shows_escapes_and_obeys_none(tmp_path: Path) -> None:
     assert not any(escape in shown for escape in ("\x1b]", "\x1b[2J", "\x9b", "\u202e"))
 
 
-def test_halves_of_characters_and_logs(tmp_path: Path) -> None:
+def test_logs_print_no_control_characters(tmp_path: Path) -> None:
+    """Halves of surrogate pairs are replaced too."""
     assert plain("a\ud800\x00b\nc\td\re") == "a\ufffd␀b\nc\td␍e"
     run = hostile_run(tmp_path)
     command = [sys.executable, "-m", "kit", "logs", str(run.directory)]
@@ -231,7 +235,7 @@ def test_halves_of_characters_and_logs(tmp_path: Path) -> None:
 
 
 def pages(run: Run) -> dict[str, str]:
-    """Returns the HTML that a notebook would show of a run, by what shows it."""
+    """Returns the HTML of a run's objects in a notebook, by the name of the object."""
     shown = {
         "run": run,
         "job": run.job,
@@ -248,12 +252,12 @@ def pages(run: Run) -> dict[str, str]:
     return {"saved picture": picture} | {name: each._repr_html_() for name, each in shown.items()}
 
 
-def test_html_of_a_hostile_run_holds_no_element_of_its_own(tmp_path: Path) -> None:
+def test_html_of_a_hostile_run_is_escaped(tmp_path: Path) -> None:
     for name, page in pages(hostile_run(tmp_path)).items():
         assert "<script" not in page and "<img src=x" not in page, name
 
 
-def test_names_are_no_formulas_to_a_figure(tmp_path: Path) -> None:
+def test_figure_draws_run_names_literally(tmp_path: Path) -> None:
     first = recorded_run(tmp_path / "$\\frac{$", steps=20)
     second = recorded_run(tmp_path / "_hidden$x^$", steps=20)
     figure, table = compare_figure([first, second])
@@ -263,7 +267,7 @@ def test_names_are_no_formulas_to_a_figure(tmp_path: Path) -> None:
     assert [text.strip() for text in drawn] == [first.name, second.name]
 
 
-def test_metrics_say_which_number_is_wrong_whatever_they_hold(tmp_path: Path) -> None:
+def test_metrics_skip_a_line_with_too_large_numbers(tmp_path: Path) -> None:
     rows = [{"step": 1, "attempt": 1, "tokens": 10**400, "step_time_s": 1e-300, "loss": 10**400}]
     rows += [{"step": 2, "attempt": 1, "tokens": float("nan"), "step_time_s": None, "loss": "x"}]
     file = tmp_path / "metrics.jsonl"

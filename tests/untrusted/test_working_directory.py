@@ -95,7 +95,7 @@ COMMANDS = [
     Row("import LOG --out OUT/imported --site lumi --format megatron"),
     Row("import NXD --out OUT/hf --model RUN/spec.json"),
 ]
-"""Each command by its shortest way to what it does."""
+"""Each command with arguments that make it do its work in little time."""
 ALWAYS = ("data build", "eval-data", "resume")
 MODULES = {
     "kit": "status RUN",
@@ -116,7 +116,7 @@ MODULES = {
     "cluster.slurm.rank": "true",
     "cluster.slurm.supervisor": "",
 }
-"""Modules that can be started, with words that end them soon."""
+"""Modules that can be started, with arguments that make them end soon."""
 HOW: dict[str, Callable[..., tuple[str, ...]]] = {
     "python -P -m": module_command,
     "start.py": source_command,
@@ -124,7 +124,7 @@ HOW: dict[str, Callable[..., tuple[str, ...]]] = {
 }
 
 
-def test_every_command_has_a_row() -> None:
+def test_every_command_is_in_the_table() -> None:
     names = dict(leaves(typer.main.get_command(app))).keys()
     rows = {
         " ".join(row.words.split()[: 2 if row.words.split()[0] in ("data", "site") else 1])
@@ -133,7 +133,7 @@ def test_every_command_has_a_row() -> None:
     assert rows == names
 
 
-def test_every_module_that_starts_has_a_row() -> None:
+def test_every_startable_module_is_in_the_table() -> None:
     found = set()
     for file in nodes():
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
@@ -186,7 +186,7 @@ class Place:
         self.environment.pop("KIT_RUN_DIR", None)
 
     def plant(self, name: str) -> None:
-        """Makes a module of a name, half of them as packages."""
+        """Creates a module of the given name. About half of the modules are packages."""
         if len(name) % 2 or name in ("kit", "cluster"):
             (self.folder / name).mkdir()
             (self.folder / name / "__init__.py").write_text(self.canary)
@@ -220,7 +220,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def needed(tmp_path_factory: pytest.TempPathFactory, spec, tiny_dataset) -> dict[str, Path]:
-    """Files and folders that the commands read, by the word for them in a row."""
+    """Files and folders that the commands read, by their placeholder in a row."""
     folder = tmp_path_factory.mktemp("needed")
     run = finished_run(
         folder / "runs" / "run", spec.replace(num_layers=1), str(tiny_dataset.directory)

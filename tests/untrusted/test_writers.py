@@ -1,4 +1,6 @@
-"""Whoever may write in a run directory can run programs as its owner, so a launch warns of it."""
+"""A user who may write in a run directory can run programs as its owner, so a launch warns about
+it.
+"""
 
 import grp
 import os
@@ -15,8 +17,9 @@ from tests.support.hostile import STRANGER, finished_run
 
 @pytest.fixture
 def resumed(tmp_path: Path, spec, tiny_dataset, monkeypatch) -> Callable[[int, bool], str]:
-    """A function: what `kit resume` says of a run with a hook or without, whose directory has a
-    mode."""
+    """Returns a function that resumes a run with or without a hook, in a directory with a given
+    mode. The function returns the output of `kit resume`.
+    """
     run = finished_run(tmp_path / "run", spec, str(tiny_dataset.directory))
     hook = tmp_path / "hook.py"
     hook.write_text("def on_step(step): return {}\n")
