@@ -1,6 +1,5 @@
 """Checkpoints of several ranks: planning, completion, resume, damage, recovery and pruning."""
 
-import contextlib
 import errno
 import io
 import os
@@ -382,12 +381,19 @@ def test_read_error_is_not_reported_as_damage(tmp_path: Path, spec, monkeypatch)
 def test_flipped_bit_raises_only_damage_errors() -> None:
     whole, reader = io.BytesIO(), object.__new__(TensorsOnlyReader)
     torch.save(torch.arange(8.0), whole)
-    for place in range(8 * len(whole.getvalue())):
+    places = 8 * len(whole.getvalue())
+    num_found = 0
+    for place in range(places):
         content = bytearray(whole.getvalue())
         content[place // 8] ^= 1 << place % 8
-        with tempfile.TemporaryFile() as file, contextlib.suppress(DamagedCheckpointError):
+        with tempfile.TemporaryFile() as file:
             file.write(content)
-            reader._slice_file(file, SimpleNamespace(offset=0, length=len(content)))
+            try:
+                reader._slice_file(file, SimpleNamespace(offset=0, length=len(content)))
+            except DamagedCheckpointError:
+                num_found += 1
+    # Padding and unused fields of the zip archive are not checked.
+    assert num_found > places / 3
 
 
 def test_recover_completes_or_deletes_partial_saves(
