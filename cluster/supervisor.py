@@ -321,14 +321,19 @@ def furthest_steps(run_dir: Path) -> dict[int, int]:
 
 def fruitless_starts(run_dir: Path) -> int:
     """Returns the number of attempts, since the last attempt with a new step, that took no new
-    step. Attempts that a lost node ended are not counted, since no program of the job is at fault.
+    step. Attempts that a lost node or a preemption ended are not counted, since no program of the
+    job is at fault.
     """
-    lost = {event.attempt for event in history_to_judge(run_dir) if event.lost_node}
+    excused = {
+        event.attempt
+        for event in history_to_judge(run_dir)
+        if event.lost_node or event.state == JobState.PREEMPTED
+    }
     fruitless = best = 0
     for attempt, step in sorted(furthest_steps(run_dir).items()):
         if step > best:
             fruitless = 0
-        elif attempt not in lost:
+        elif attempt not in excused:
             fruitless += 1
         best = max(best, step)
     return fruitless

@@ -526,3 +526,13 @@ def test_cancel_of_a_starting_job_writes_no_exit_report(tmp_path, monkeypatch):
     state = read_state(tmp_path)
     assert state and (state.state, state.attempt) == (JobState.STARTING, 2)
     assert read_exit(tmp_path) is None
+
+
+def test_preempted_attempts_are_no_fruitless_starts(tmp_path):
+    """A job of low priority may be preempted often before its first step."""
+    for attempt, end in enumerate(("preempted", "preempted", "requeued", "preempted"), 1):
+        update_state(tmp_path, attempt=attempt, state="starting")
+        update_state(tmp_path, attempt=attempt, state=end)
+    assert fruitless_starts(tmp_path) == 1
+    update_state(tmp_path, attempt=5, state="running", step=3)
+    assert fruitless_starts(tmp_path) == 0
