@@ -1,4 +1,6 @@
-"""Text to tokens: corpus, tokenizer, token files, and the tokens of each training sample."""
+"""Converts text to tokens. Exports the corpus, the tokenizer, the token files, and the tokens of
+each training sample.
+"""
 
 from kit.data.build import build_dataset
 from kit.data.corpus import Corpus

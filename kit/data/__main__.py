@@ -1,5 +1,5 @@
-"""Calls a function on one piece of a build, in a process of its own: `python -m kit.data`.
-`kit/data/workers.py` starts it.
+"""Runs one step of a dataset build on one piece of the corpus (a group of files), in its own
+process: `python -m kit.data`. The class `Workers` in `kit/data/workers.py` starts such processes.
 
 Standard input is a pickle of (function, arguments). Standard output is a pickle of the result, or
 of the exception that the function raised.
@@ -13,8 +13,8 @@ from cluster.process import become_rank
 
 
 def ignore_progress(num_bytes: int) -> None:
-    """Does nothing. It replaces the progress bar, since the parent process counts only whole
-    pieces.
+    """Does nothing. The function replaces the progress bar of a step: the parent process advances
+    its own bar once per completed piece of the corpus.
     """
 
 

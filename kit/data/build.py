@@ -1,6 +1,8 @@
-"""Builds a dataset folder from text: from a whole corpus, or from one of several parts of it.
+"""Builds a dataset folder from the text of a whole corpus, or from one of several parts of its
+files.
 
-Until the dataset is complete, its files are in the folder `.NAME.building-...` beside it.
+Until the dataset is complete, its files are in the temporary folder `.NAME.building-...` in the
+same parent folder.
 """
 
 import os
@@ -51,10 +53,10 @@ def build_dataset(
     reads the file in windows of consecutive tokens.
 
     A part is a separate dataset in the folder `part_I_of_N` of `out_dir`, built from every N-th
-    file. All parts have one tokenizer, which must be given. The parts choose the documents for
-    validation that a build of the whole would choose. Exceptions are documents larger than the
-    validation share of a part, and parts in which the hash chooses no document. Duplicates in
-    different parts are not removed.
+    file. All parts have one tokenizer, which must be given. In every part, the documents chosen for
+    validation are those that a build of the whole corpus would choose. Exceptions are documents
+    larger than `validation_fraction` of a part's text, and parts in which the hash chooses no
+    document. Duplicates in different parts are not removed.
 
     Args:
         out_dir: folder of the dataset.
@@ -84,7 +86,8 @@ def build_dataset(
         overwrite: whether to replace a dataset that was built with other settings or is damaged.
         workers: largest number of processes that share the files. None: one per core. A small text
             needs fewer, since one process reads at least 256 MiB of files.
-        part: (I, N) to build the I-th of N parts. None: build the whole.
+        part: (I, N): build the I-th of N parts of the files. None: build one dataset from all
+            files.
 
     Raises:
         DataError: A source or the tokenizer cannot be used, less than 1 % of the text would be left
@@ -130,10 +133,11 @@ def build_dataset(
 
 
 def unbuilt_parts(out_dir: str | Path, count: int, overwrite: bool, **options: Any) -> list[int]:
-    """Returns the numbers of the parts that are not built yet, counted from 1.
+    """Returns the numbers, from 1 to `count`, of the parts of a dataset that are not built yet.
 
-    A part is built if its dataset has the settings that the options of `build_dataset` give, from
-    files with these names and sizes. The files are not read. Raises the errors of `build_dataset`.
+    `options` are those of `build_dataset`. A part counts as built if its dataset was built with
+    these options, from source files with the present names and sizes. The contents of the source
+    files are not read. Raises the errors of `build_dataset`.
     """
     corpus, settings, _ = _prepare(**options)
     numbers = []
@@ -159,7 +163,7 @@ def _prepare(
     separator: str | None = None,
     allow_unread: bool = False,
 ) -> tuple[Corpus, BuildSettings, Tokenizer | None]:
-    """Checks the options of a build.
+    """Checks the options of a dataset build, which `build_dataset` explains.
 
     Returns (corpus, settings without the sources, tokenizer or None if no tokenizer is given).
     """
@@ -193,11 +197,11 @@ def _prepare(
 
 
 def _part_folder(out_dir: str | Path, settings: BuildSettings, number: int, count: int) -> Path:
-    """Returns the folder of a part of a dataset.
+    """Returns the folder of part number `number` of a dataset that is built in `count` parts.
 
     Raises:
         DataError: No common tokenizer is given, so each part would train a tokenizer. Or `out_dir`
-            holds a dataset in another number of parts.
+            holds parts of a build with another number of parts, so text would occur twice.
     """
     if settings.tokenizer_sha256 is None:
         raise DataError("part: give one --tokenizer to all, such as that of a build of a sample.")
@@ -217,14 +221,14 @@ def _existing(
     overwrite: bool,
     hashed: bool = True,
 ) -> Dataset | None:
-    """Returns the dataset in `directory` if it has these settings, or None if a dataset may be
-    built in it.
+    """Returns the dataset in `directory` if it was built with these settings. Returns None if the
+    directory is missing or empty, or if its dataset may be replaced.
 
     `hashed` is whether the contents of the sources are compared, not only their sizes.
 
     Raises:
-        DataError: The folder holds other files than a dataset. Or it holds a dataset with other
-            settings, and `overwrite` is false.
+        DataError: The folder holds files but no dataset. Or it holds a damaged dataset or one with
+            other settings, and `overwrite` is false.
     """
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return None

@@ -1,4 +1,6 @@
-"""Corpus: the documents of some sources in a fixed order, without exact duplicates."""
+"""Defines `Corpus`: the documents of given files and folders, in a fixed order and without exact
+duplicates.
+"""
 
 import copy
 import dataclasses
@@ -27,18 +29,20 @@ from kit.data.wheels import file_sha256
 from kit.errors import DataError
 
 PIECE_BYTES = 256 * 1024 * 1024
-"""Size of the files in bytes at which a piece of a corpus is complete. A file is always in one
-piece, however large it is."""
+"""Bytes of files at which a piece of a corpus (the files that one process reads) is complete: 256
+MiB. A file is never divided between pieces, however large it is."""
 SourcePaths = str | Path | Sequence[str | Path]
 Files = list[tuple[Path, str]]
-"""Files as (path, name)."""
+"""Files of a corpus, each as (path on disk, name in messages and in names of documents)."""
 SourceFiles = list[tuple[str, Files]]
-"""Sources as (name, files)."""
+"""Sources of a corpus, each as (name of the source, list of its files)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source(Record):
-    """One source of text, with its size and hash when the dataset was built."""
+    """One source of text: a file, a folder, or a group of the default corpus. Size and hash were
+    taken when the dataset was built.
+    """
 
     name: str = field_doc("name of the file, of the folder, or of a group of the default corpus")
     files: int = field_doc("number of files of the source")
@@ -48,8 +52,9 @@ class Source(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Document:
-    """One document. `digest` is the hash of its UTF-8 text. `num_bytes` is the length of its UTF-8
-    text in bytes.
+    """Text of one document. `digest` is the hash of the text in UTF-8, and `num_bytes` its length
+    in bytes. `name` is the file name, with the line, row or number of the document if a file has
+    several.
     """
 
     name: str
@@ -57,11 +62,12 @@ class Document:
     num_bytes: int
     digest: bytes
     is_end: bool = False
-    """Whether the document is the end of a larger document."""
+    """Whether the text is the end of a larger document, which was divided between training and
+    validation."""
 
     @classmethod
     def of(cls, name: str, text: str) -> Self:
-        """Returns the document with this text.
+        """Returns a document with the given name and text. Computes size and hash of the text.
 
         Raises:
             UnicodeEncodeError: The text holds half a surrogate pair.
@@ -70,14 +76,21 @@ class Document:
         return cls(name, text, len(data), hashlib.blake2b(data, digest_size=16).digest())
 
     def cut(self, end_bytes: int) -> tuple[Self, Self]:
-        """Returns (beginning, end) of the document. The end has about `end_bytes` bytes."""
+        """Divides the document in two, and returns (beginning, end). The end has about `end_bytes`
+        bytes.
+        """
         at = len(self.text) - max(1, len(self.text) * end_bytes // self.num_bytes)
         begin = self.of(self.name, self.text[:at])
         end = self.of(f"{self.name}, its end", self.text[at:])
         return begin, dataclasses.replace(end, is_end=True)
 
     def draw(self, purpose: str) -> float:
-        """Returns a number in [0, 1) that depends only on the document's text and on `purpose`."""
+        """Returns a pseudo-random number in [0, 1) that depends only on the document's text and on
+        `purpose`.
+
+        `purpose` is a label of the decision for which the number is used, such as the order of
+        documents.
+        """
         value = hashlib.blake2b(purpose.encode() + self.digest, digest_size=7).digest()
         return int.from_bytes(value, "big") / 2.0**56
 
@@ -85,11 +98,12 @@ class Document:
 class Corpus:
     """The documents of some sources. Every iteration reads them again, in a fixed order.
 
-    After an iteration, `counts` has these counts. `documents`, `text_bytes`: documents and bytes of
-    text that were yielded. `duplicates`, `empty`: documents that were left out. `skipped_bytes`:
-    bytes that could not be read, as far as they are known. `parts`: documents that are parts of a
-    large text file. `marked`: text files read as one document although they hold marks between
-    documents. `json_texts`: text files read as one document although their lines are JSON objects.
+    After an iteration, the counter `counts` has these keys. `documents`, `text_bytes`: documents
+    and bytes of text that were yielded. `duplicates`, `empty`: documents that were left out.
+    `skipped_bytes`: bytes that could not be read, as far as they are known. `parts`: documents into
+    which large text files were split. `marked`: text files read as one document although they
+    contain `<|endoftext|>` or `<|end_of_text|>` several times. `json_texts`: text files read as one
+    document although their lines are JSON objects.
 
     `skipped` lists the places that could not be read, with the reason. `unread` lists the files in
     folders that are not read, counted by kind.
@@ -153,7 +167,7 @@ class Corpus:
 
     @property
     def files(self) -> Files:
-        """All files, in the order of reading."""
+        """All files of the corpus as (path, name), in the order of reading."""
         return [file for _, files in self.groups for file in files]
 
     def __iter__(self) -> Iterator[Document]:
@@ -161,7 +175,7 @@ class Corpus:
 
         Raises:
             DataError: A file, line or row cannot be read, and `skip_corrupt` is false. The message
-                names it.
+                names the file, line or row.
         """
         self.counts = Counter[str]()
         self.skipped = []
@@ -264,9 +278,11 @@ class Corpus:
         return self._of(groups)
 
     def pieces(self) -> list[Self]:
-        """Returns the corpus as pieces that processes can share, each with some of the files.
+        """Divides the files into groups of about 256 MiB (`PIECE_BYTES`), and returns a corpus for
+        each group. Different processes can read different groups.
 
-        If the bytes of text are limited, all files are in one piece.
+        If the bytes of text are limited, all files are in one group, since the limit counts text of
+        all files.
         """
         pieces = list[Files]()
         room = 0
@@ -279,7 +295,9 @@ class Corpus:
         return [self._of([("", files)]) for files in pieces]
 
     def _of(self, groups: SourceFiles) -> Self:
-        """Returns a corpus of some of the files, with the options of this corpus."""
+        """Returns a copy of this corpus, with the same options, that reads only the files in
+        `groups`.
+        """
         chosen = copy.copy(self)
         chosen.groups = groups
         return chosen
@@ -290,11 +308,11 @@ def _local_files(
 ) -> tuple[SourceFiles, tuple[Unread, ...]]:
     """Returns (files of each source, counts of the files in folders that are not read).
 
-    A folder stands for all files below it that hold text.
+    If a source is a folder, all files below it that hold text are read.
 
     Raises:
         DataError: `sources` is empty. Or a source is missing, has an unknown format, or is a folder
-            that `files_to_read` refuses.
+            of which too few files can be read.
     """
     if isinstance(sources, str | Path):
         sources = [sources]
@@ -338,13 +356,13 @@ def _check_file(file: Path) -> None:
 
 
 def _may_be_text(file: Path) -> bool:
-    """Returns whether a file with this name may be plain text."""
+    """Returns whether a file may be plain text, judged by the extension in its name."""
     return ends(file)[0] in TEXT_ENDS | {""}
 
 
 def file_digest(path: Path) -> str:
-    """Returns the hash of a file. If the file cannot be opened, returns the reason, which is
-    reported when the file is read.
+    """Returns the SHA-256 of a file. If the file cannot be opened, returns the reason as text
+    instead. No error is raised here, since the reader of the file reports that reason later.
     """
     try:
         return file_sha256(path)

@@ -1,5 +1,5 @@
-"""Dataset: a folder with token files, validation text, and the tokenizer of the tokens. It needs no
-other files.
+"""Defines `Dataset`: a folder with token files, validation text, and the tokenizer that made the
+tokens. Training and scoring need no other files.
 
 Files: dataset.json, train.bin, train.idx, validation.bin, validation.idx, validation.jsonl, and
 tokenizer.json or tokenizer.model.
@@ -26,7 +26,7 @@ from kit.data.wheels import file_sha256
 from kit.errors import DataError, kit_command
 
 FORMAT = 1
-"""Version of the layout of dataset.json."""
+"""Version number of the fields of dataset.json. Datasets with another version are refused."""
 DESCRIPTION = "dataset.json"
 VALIDATION_TEXT = "validation.jsonl"
 MOST_NAMED = 5
@@ -35,8 +35,8 @@ MOST_NAMED = 5
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BuildSettings(Record):
-    """Settings of a build. Equal settings, which include the hashes of the sources, give equal
-    files.
+    """Settings of a dataset build. Two builds with equal settings write equal files, since the
+    settings include the hashes of the source files.
     """
 
     sources: tuple[Source, ...] = field_doc("sources of the text, with their sizes and hashes")
@@ -44,7 +44,7 @@ class BuildSettings(Record):
         "SHA-256 of the tokenizer's file; null: the tokenizer is trained on the text"
     )
     vocab_size: int = field_doc("number of entries of the vocabulary")
-    max_bytes: int | None = field_doc("bytes of text at which reading stops; null: no limit")
+    max_bytes: int | None = field_doc("limit on the bytes of text that are read; null: no limit")
     validation_fraction: float = field_doc("share of the documents that go to the validation set")
     seed: int = field_doc(
         "seed that selects the validation documents and the order of the training documents in"
@@ -60,12 +60,13 @@ class BuildSettings(Record):
         default=None,
     )
     order: Literal["windows"] = field_doc(
-        "unit of the text that is shuffled in each epoch: windows, each with the tokens of one"
-        " sequence"
+        "unit that is shuffled in each epoch; windows: pieces of the training tokens, each as long"
+        " as one sequence"
     )
 
     def differences(self, other: Self, hashed: bool = True) -> list[str]:
-        """Returns one line per field that differs, with the values of this record and of `other`.
+        """Returns one line for each setting that differs between this record and `other`, with both
+        values.
 
         Sources are compared by their hashes, or by their sizes if `hashed` is false.
         """
@@ -81,16 +82,21 @@ class BuildSettings(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split(Record):
-    """Size of the training split or the validation split."""
+    """Size of one split of a dataset (training or validation) in documents, tokens and bytes of
+    text.
+    """
 
-    documents: int = field_doc("number of documents; a document that was cut counts in both splits")
+    documents: int = field_doc(
+        "number of documents; a document that is divided between training and validation counts in"
+        " both splits"
+    )
     tokens: int = field_doc("number of tokens, with one end-of-text token per document")
     text_bytes: int = field_doc("size of the documents as UTF-8 text, in bytes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredFile(Record):
-    """A file of the dataset folder."""
+    """Name, size and hash of one file of the dataset folder, taken when the dataset was built."""
 
     name: str = field_doc("name of the file", check_file_name)
     size_bytes: int = field_doc("size of the file, in bytes")
@@ -104,9 +110,11 @@ class StoredFile(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetInfo(Record):
-    """Content of dataset.json."""
+    """Content of dataset.json: settings of the build, tokenizer, sizes of both splits, and the
+    texts that were left out.
+    """
 
-    format: int = field_doc("version of the layout of dataset.json")
+    format: int = field_doc("version number of the fields of dataset.json")
     settings: BuildSettings = field_doc("settings with which the dataset was built")
     tokenizer_file: str = field_doc("name of the tokenizer's file", check_file_name)
     tokenizer_sha256: str = field_doc("SHA-256 of the tokenizer's file")
@@ -118,14 +126,15 @@ class DatasetInfo(Record):
     duplicates: int = field_doc("number of exact duplicates that were left out")
     empty: int = field_doc("number of documents without text that were left out")
     skipped: tuple[str, ...] = field_doc(
-        "places of text that could not be read, each with the reason"
+        "texts that could not be read: file name with line, row or number of the document, and the"
+        " reason"
     )
     skipped_bytes: int = field_doc(
         "bytes of text that could not be read, as far as they are known", default=0
     )
     cut: int = field_doc(
-        "number of documents that alone exceed the validation share; their ends are in the"
-        " validation split, the rest in the training split",
+        "number of documents that are larger than the whole validation share; their ends are in"
+        " the validation split, the rest in the training split",
         default=0,
     )
     parts: int = field_doc(
@@ -150,8 +159,8 @@ class DatasetInfo(Record):
 class ValidationDocument(NamedTuple):
     """A document of the validation split.
 
-    `tokens` is its number of tokens with the end-of-text token. `num_bytes` is the length of its
-    UTF-8 text.
+    `tokens` is its number of tokens, end-of-text token included. `num_bytes` is the length of its
+    text in UTF-8, in bytes.
     """
 
     name: str
@@ -161,7 +170,9 @@ class ValidationDocument(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """Cross-entropy of a reference model on the tokens of the validation split."""
+    """Cross-entropy of a reference model on the validation split, in nats per token and in bits per
+    byte of text.
+    """
 
     nats_per_token: float
     bits_per_byte: float
@@ -244,16 +255,20 @@ class Dataset:
     def samples(
         self, part: Literal["train", "validation"], sequence_length: int, seed: int
     ) -> Samples:
-        """Returns the endless sequences of the training split or the validation split.
+        """Returns the training sequences of one split, which never end: each epoch reads all
+        sequences in a new order.
 
         Raises:
-            DataError: `Windows` refuses the sequence length or the seed.
+            DataError: The split has too few tokens for one sequence, or the seed is not in 0 ..
+                2^32 - 1.
         """
         file = self.train if part == "train" else self.validation
         return Samples([Windows([file], sequence_length, seed)], sequence_length)
 
     def held_out_sequences(self, sequence_length: int) -> int:
-        """Returns the number of different sequences in the validation split."""
+        """Returns the number of different sequences of `sequence_length` tokens in the validation
+        split.
+        """
         return (self.validation.num_tokens - 1) // sequence_length
 
     def tokenizer(self) -> Tokenizer:
@@ -302,8 +317,8 @@ class Dataset:
         )
 
     def facts(self) -> list[tuple[str, str]]:
-        """Returns (name, text) of the facts of the dataset: what was read, the size of both splits,
-        and what was left out.
+        """Returns (label, text) pairs that describe the dataset: the sources that were read, the
+        size of both splits, and the texts that were left out.
         """
 
         def size(split: Split) -> str:
@@ -312,7 +327,7 @@ class Dataset:
 
         info = self.info
         sources = self.info.settings.sources
-        # A cut document is in both splits. It counts once.
+        # A document that was divided between the splits is in both of them, but was read once.
         used = info.train.documents + info.validation.documents - info.cut
         read = used + info.duplicates + info.empty + len(info.skipped)
         files = counted(sum(source.files for source in sources), "file")

@@ -14,26 +14,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 READ_BYTES = 1 << 20
-"""Bytes per read of a file. Also the number of bytes in which the first JSON object is searched."""
+"""Bytes per read of a file: 1 MiB. The first JSON object of a file is searched in its first 1 MiB,
+too."""
 HEAD_BYTES = 4096
 """Number of bytes at the beginning of a file that decide its format."""
 POINTER_BYTES = 1024
-"""Upper bound for the size of a Git LFS pointer file."""
+"""Upper bound for the size of a Git LFS pointer file in bytes. Larger files cannot be pointers."""
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".bz2": "bz2", ".xz": "xz"}
-"""Name of the compression by file extension."""
+"""Name of the compression format, by file extension."""
 TEXT_ENDS = frozenset((".txt", ".md", ".rst", ".py"))
 """Extensions of the plain text files that are read in a folder."""
 LINES_ENDS = frozenset((".jsonl", ".ndjson", ".jsonlines"))
 """Extensions of files with one JSON object per line."""
 TABLE_ENDS = frozenset((".parquet", ".arrow"))
-"""Extensions of tables."""
+"""Extensions of files with a table: Parquet and Arrow."""
 MAGIC = (
     (b"\x1f\x8b", "gzip"),
     (b"\x28\xb5\x2f\xfd", "zstd"),
     (b"BZh", "bz2"),
     (b"\xfd7zXZ\0", "xz"),
 )
-"""First bytes of compressed data, with the name of the compression."""
+"""First bytes of compressed files, each with the name of the compression."""
 TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")
 """First bytes of a Parquet file, an Arrow file and an Arrow stream."""
 OTHERS = (
@@ -47,16 +48,19 @@ OTHERS = (
     (b"\x89HDF", "an HDF5 file. Write its text as .jsonl or .parquet"),
     (b"SQLite format 3", "a SQLite database. Write its text as .jsonl or .parquet"),
 )
-"""First bytes of formats that are not read, with the format and what to do about it."""
+"""First bytes of file formats that are not read. The text with them names the format and what the
+user can do."""
 LARGEST_RATIO = 1000
-"""Largest ratio of unpacked size to packed size. Text has a ratio below 20. Larger ratios are
-refused, since a few kilobytes of zstd can unpack to gigabytes."""
+"""Largest accepted ratio of unpacked to packed size of a compressed file. Text has a ratio below
+20. A limit is needed, since a few kilobytes of zstd can unpack to gigabytes."""
 RATIO_FREE_BYTES = 64 << 20
-"""Number of unpacked bytes for which the ratio is not limited."""
+"""Unpacked bytes of a file (64 MiB) up to which its compression ratio is not checked."""
 POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?size (\d+)")
-"""Pointer file of Git LFS, with the size in bytes of the file that it replaces."""
+"""Pattern of a Git LFS pointer file. Its group 1 is the size in bytes of the file that the pointer
+replaces."""
 SPREAD = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\[\s*\{|\{[ \t\r]*\n)")
-"""Beginning of a JSON array of objects, or of a JSON object that spans several lines."""
+"""Pattern of the start of a file that holds a JSON array of objects, or a JSON object that spans
+several lines. Other JSON files are read line by line."""
 TAR_MAGIC = slice(257, 262)
 """Position of the bytes `ustar` in a tar archive."""
 
@@ -96,7 +100,7 @@ class Unpacked(io.RawIOBase):
         self.packed_bytes = file.stat().st_size
         """Size of the compressed file in bytes."""
         self.size = READ_BYTES
-        """Largest number of bytes of the next read."""
+        """Largest number of bytes of the next read. Damaged data makes it smaller."""
         self.stream = self._opened()
 
     def readable(self) -> bool:
@@ -126,7 +130,9 @@ class Unpacked(io.RawIOBase):
                 return count
 
     def _opened(self) -> Any:
-        """Returns a new stream of the unpacked bytes, from `self.place` on."""
+        """Returns a new stream of the unpacked bytes, without the first `self.place` bytes, which
+        were returned already.
+        """
         if self.compression == "xz":
             stream = lzma.LZMAFile(self.file)
         elif self.compression == "bz2":
@@ -204,7 +210,7 @@ def detect(file: Path) -> Detected:
 
 
 def _by_head(file: Path, head: bytes, compression: str | None) -> Detected:
-    """Returns the format of a file by its first unpacked bytes, `head`."""
+    """Returns the format of a file, detected by `head`, its first unpacked bytes."""
     if head[TAR_MAGIC] == b"ustar":
         return Detected("other", compression, "a tar archive. Unpack it")
     if ends(file)[0] in TEXT_ENDS:
@@ -250,7 +256,7 @@ def _json(file: Path, compression: str | None) -> Detected:
         return Detected("lines", compression, row=row)
     if not newline and len(head) == READ_BYTES and text.startswith("{"):
         return Detected("lines", compression)  # The first line is longer than 1 MiB.
-    # The file may hold an array, or objects over several lines.
+    # The first line is no JSON object. The file may hold an array, or objects over several lines.
     begin = re.match(r"\[?\s*", text)
     assert begin is not None  # The pattern matches an empty text, too.
     try:

@@ -13,27 +13,31 @@ from pathlib import Path
 from typing import NamedTuple
 
 RUN_TOKENS = 32 * 1024 * 1024
-"""Tokens that are sorted in memory and written as one run: 128 MiB in int32."""
+"""Tokens that are sorted in memory and written as one run, a sorted file: 128 MiB in int32."""
 BATCH_TOKENS = 16 * 1024
-"""Tokens that are read from a run per read: 64 KiB. A build can have thousands of runs, and one
-batch of each run is in memory."""
+"""Tokens per read from a run, a sorted file: 64 KiB. The number is small, since a build can have
+thousands of runs, and one batch of each run is in memory."""
 
 
 class EncodedDocument(NamedTuple):
-    """A document as tokens. Documents are ordered by place, then by digest."""
+    """Tokens of one document. Documents are sorted by their place in the training file, and then by
+    their hash.
+    """
 
     place: float
-    """Place in the training file, from 0 to 1."""
+    """Sort key of the document: its relative position in the training file, a number in [0, 1)."""
     digest: bytes
     """Hash of the text. Documents with equal text have equal places and digests."""
     num_bytes: int
     """Length of the UTF-8 text in bytes."""
     tokens: bytes
-    """Bytes of the token ids and of the end-of-text token, in int32."""
+    """Token ids of the document in int32, as raw bytes. The last id is the end-of-text token."""
 
 
 class RunWriter:
-    """Writes documents, which are added in any order, to the sorted runs PREFIX-0, PREFIX-1, ..."""
+    """Writes documents, which are added in any order, to sorted files (runs) PREFIX-0, PREFIX-1,
+    ...
+    """
 
     def __init__(self, prefix: Path) -> None:
         self._prefix = prefix
@@ -42,14 +46,18 @@ class RunWriter:
         self._num_bytes = 0
 
     def add(self, document: EncodedDocument) -> None:
-        """Adds a document. Writes a run if RUN_TOKENS or more are in memory."""
+        """Adds a document. If RUN_TOKENS or more tokens are in memory, they are sorted and written
+        to a file.
+        """
         self._documents.append(document)
         self._num_bytes += len(document.tokens)
         if self._num_bytes >= 4 * RUN_TOKENS:
             self._write_run()
 
     def finish(self) -> list[Path]:
-        """Writes the documents that are still in memory, and returns the files of all runs."""
+        """Writes the documents that are still in memory, and returns the paths of all sorted files
+        (runs).
+        """
         if self._documents:
             self._write_run()
         return self._runs
@@ -66,8 +74,8 @@ class RunWriter:
 
 
 def merged(runs: Iterable[Path]) -> Iterator[EncodedDocument]:
-    """Yields the documents of sorted runs in order. Of documents with equal text, only the first is
-    yielded.
+    """Yields the documents of all sorted runs (files) in one common order. Of documents with equal
+    text, only the first is yielded.
     """
     last_digest = b""
     for document in heapq.merge(*(_read(run) for run in runs)):
@@ -77,7 +85,9 @@ def merged(runs: Iterable[Path]) -> Iterator[EncodedDocument]:
 
 
 def _batches(documents: list[EncodedDocument]) -> Iterator[list[EncodedDocument]]:
-    """Yields lists of documents with BATCH_TOKENS or more each, except for the last."""
+    """Yields lists of documents. Each list has BATCH_TOKENS tokens or more, except for the last
+    list.
+    """
     batch = []
     num_bytes = 0
     for document in documents:
@@ -92,7 +102,7 @@ def _batches(documents: list[EncodedDocument]) -> Iterator[list[EncodedDocument]
 
 
 def _read(run: Path) -> Iterator[EncodedDocument]:
-    """Yields the documents of a run."""
+    """Yields the documents of one run, a sorted file."""
     place = 0
     size = os.path.getsize(run)
     while place < size:

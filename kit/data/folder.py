@@ -34,31 +34,35 @@ CARD = re.compile(
     r".*(md5|sha1|sha256|sha512|checksum)s?(um|sums)?)",
     re.IGNORECASE,
 )
-"""Pattern of the name, without extension, of a text that describes the data and is not one of its
-documents."""
+"""Pattern of file names, without extension, such as README or LICENSE. Such texts describe the data
+and are no documents to train on."""
 MOST_KINDS = 6
 """Largest number of kinds of unread files that an error message lists."""
 FORMATS = (
     "text (.txt, .md, .rst, .py), JSON lines (.jsonl, .ndjson, .json), .parquet, .arrow; text and"
     " JSON also as .gz, .zst, .bz2, .xz"
 )
-"""Formats that are read, as text for error messages."""
+"""File formats that are read in a folder, as text for error messages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unread(Record):
-    """The files of one kind in a source that were not read for one reason."""
+    """Number and size of the files of one kind, in a source folder, that were not read for one
+    reason.
+    """
 
-    kind: str = field_doc("extension of the file names, or a name of their kind")
+    kind: str = field_doc(
+        "extension of the files, or a name for files of this type, such as `Git LFS` or `hidden`"
+    )
     reason: str = field_doc("reason why the files were not read")
     files: int = field_doc("number of files that were not read")
     size_bytes: int = field_doc(
-        "total size of the files in bytes; a pointer of Git LFS counts with the size of the file"
-        " that it stands for"
+        "total size of the files in bytes; for a pointer of Git LFS, the size of the file that the"
+        " pointer replaces"
     )
     example: str = field_doc("path of one of the files")
     expected: bool = field_doc(
-        "whether the files are known to hold no text to train on, so that they never stop a build"
+        "whether such files are known to hold no training text; these files never cause an error"
     )
 
     def __str__(self) -> str:
@@ -69,7 +73,7 @@ class Unread(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a file is not read."""
+    """Reason why a file is not read, with the kind of the file and its size in bytes."""
 
     kind: str
     text: str
@@ -77,7 +81,8 @@ class Reason:
     expected: bool = False
     """Whether the file is known to hold no text to train on."""
     is_data: bool = False
-    """Whether the file holds data, so that texts in its folder may describe the data."""
+    """Whether the file holds data of a data set. Texts in the same folder may then describe the
+    data, and are not read either."""
 
 
 def files_to_read(
@@ -105,13 +110,14 @@ def files_to_read(
     linked = {file.resolve() for file in found if file.is_symlink()}
     for file in list(found):
         if not file.is_symlink() and not ends(file)[0] and file.resolve() in linked:
-            found.pop(file)  # The link to this file is read instead.
+            found.pop(file)  # Another file is a link to this file, and is read instead.
     plain = [
         file
         for file, kind in found.items()
         if kind.kind == "text" and ends(file)[0] not in TEXT_ENDS
     ]
-    # If all files are text without an extension, they are the corpus.
+    # Text files without an extension are left out, unless all files are such files. Then they are
+    # the corpus.
     if len(plain) < len(found):
         for file in plain:
             found.pop(file)
@@ -166,7 +172,7 @@ def _link(file: Path, folder: Path) -> Reason | None:
     """
     try:
         target = file.resolve()
-    except RuntimeError:  # Only Python 3.11 and 3.12 raise it.
+    except RuntimeError:  # Only Python 3.11 and 3.12 raise RuntimeError.
         return Reason("missing link", "a link that leads back to itself", 0)
     if not target.exists():
         text = f"a link to {os.readlink(file)}, which is missing (git-annex: `git annex get`)"
@@ -206,8 +212,8 @@ def _detected(file: Path) -> Detected:
 
 
 def _not_text(file: Path, found: Detected, text_key: str) -> Reason | None:
-    """Judges a file by its content and name. Returns the reason why it is not read, or None if it
-    is read.
+    """Returns the reason why a file is not read, or None if it is read. The content and the name of
+    the file decide.
     """
     end, _ = ends(file)
     size = _size(file)
@@ -281,8 +287,8 @@ def _files_of_other_splits(folder: Path, found: dict[Path, Detected]) -> set[Pat
 
 
 def _files_beside_train(folder: Path, found: dict[Path, Detected]) -> set[Path]:
-    """Returns the files of other splits for which the path with `train` instead of the split
-    exists.
+    """Returns the files whose path names a split other than `train`, if the same path with `train`
+    in place of that split exists.
 
     An example is `TinyStories-valid.txt` beside `TinyStories-train.txt`. Numbers in the paths may
     differ. Program code and marked-up text (.py, .md, .rst) are not compared, so a repository of
@@ -303,9 +309,10 @@ def _files_beside_train(folder: Path, found: dict[Path, Detected]) -> set[Path]:
 
 
 def _counted(folder: Path, left: dict[Path, Reason]) -> tuple[Unread, ...]:
-    """Returns counts of the unread files by kind and reason.
+    """Returns number and size of the unread files, one entry for each kind and reason.
 
-    Kinds that were not expected come first. Within each group, the largest kinds come first.
+    Kinds that may hold training text come first. Otherwise, kinds are ordered by size, the largest
+    first.
     """
     groups = defaultdict[tuple[str, str], list[Path]](list)
     for file, reason in left.items():
@@ -331,11 +338,10 @@ def _check(
     unread: tuple[Unread, ...],
     allow_unread: bool,
 ) -> None:
-    """Raises DataError if too little of a folder would be read.
-
-    A folder of which no file is read is refused. Without `allow_unread`, two more kinds of folders
-    are refused. In one, the unread files hold more bytes than the files that are read. In the
-    other, an unread file is a pointer of Git LFS or a broken link.
+    """Raises DataError if too little of a folder would be read: no file, or only a small part of
+    the data. A folder of which no file is read is always refused. Without `allow_unread`, a folder
+    is also refused if its unread files hold more bytes than the files that are read, or if an
+    unread file is a pointer of Git LFS or a broken link.
     """
     lost = [it for it in unread if not it.expected]
     named = "".join(f"\n  {it}" for it in lost[:MOST_KINDS])

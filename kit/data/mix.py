@@ -1,4 +1,4 @@
-"""Training data of a recipe: its dataset, or a mix of sources.
+"""Training data of a recipe: the recipe's dataset, or a weighted mix of several sources.
 
 All sources of a mix must have the vocabulary of the recipe's dataset.
 """
@@ -16,7 +16,7 @@ from kit.errors import DataError
 
 
 def training_samples(recipe: Recipe, sequence_length: int) -> Samples:
-    """Returns the training sequences of a recipe.
+    """Returns the training sequences of a recipe, from its dataset or from its mix of sources.
 
     Raises:
         DataError: Token files are missing, damaged or too short, or have another vocabulary than
@@ -33,10 +33,10 @@ def training_samples(recipe: Recipe, sequence_length: int) -> Samples:
 
 
 def shares(recipe: Recipe, sequence_length: int, first: int, count: int) -> dict[str, float]:
-    """Returns the fraction of each source in `count` samples from sample `first` on, by the
-    source's name.
+    """Returns a dict from the name of each source to its fraction of `count` samples, counted from
+    sample `first` on.
 
-    Returns {} if the recipe has no mix. Opens no file.
+    Returns {} if the recipe has no mix of sources or `count` is 0. Opens no file.
     """
     if not recipe.sources or not count:
         return {}
@@ -46,8 +46,8 @@ def shares(recipe: Recipe, sequence_length: int, first: int, count: int) -> dict
 
 
 def rounded_weights(recipe: Recipe) -> dict[str, tuple[float, float]]:
-    """Returns (fraction by the weights, fraction that is drawn in the long run) by source, if they
-    differ by over 1 %.
+    """Returns a dict from source name to (fraction by the weights, fraction that is really drawn),
+    for the sources whose two fractions differ by over 1 %.
 
     Sources are drawn in multiples of 1/65,536 of the sequences of a phase, so the fractions differ
     only for small weights.
@@ -83,9 +83,10 @@ def mix_words(recipe: Recipe, sequence_length: int, tokens: int) -> str:
 
 
 def source_names(recipe: Recipe) -> list[str]:
-    """Returns a name for each source: the last parts of its first path.
+    """Returns a name for each source: the last folder or file names of its first path, such as
+    `web/part_1`.
 
-    The number of parts is the smallest number for which all names differ.
+    The names are as short as possible, but all differ.
     """
     paths = [Path(source.paths[0]).parts for source in recipe.sources]
     for length in range(1, max(map(len, paths), default=0) + 1):
@@ -101,7 +102,9 @@ def _turns(recipe: Recipe, sequence_length: int) -> Turns:
 
 
 def _phases(recipe: Recipe, sequence_length: int) -> list[tuple[int, tuple[float, ...]]]:
-    """Returns (first sample, weights of the sources) of each phase."""
+    """Returns (number of the first sample, weights of the sources) of each phase of the mix. Phases
+    begin at numbers of tokens that the recipe states.
+    """
     firsts = [0, *(math.ceil(phase.until_tokens / sequence_length) for phase in recipe.phases)]
     weights = [
         *(phase.weights for phase in recipe.phases),
@@ -112,7 +115,7 @@ def _phases(recipe: Recipe, sequence_length: int) -> list[tuple[int, tuple[float
 
 def located(recipe: Recipe) -> Recipe:
     """Returns the recipe with absolute paths. A pattern such as `web/part_*` is replaced with the
-    shards that match it now.
+    datasets and token files that match it now.
 
     If the recipe has no sources and several datasets match `data`, they become one source. The
     first dataset provides the tokenizer and the validation text.
@@ -131,8 +134,8 @@ def located(recipe: Recipe) -> Recipe:
 
 
 def _shards(path: str) -> list[str]:
-    """Returns the datasets and Megatron prefixes that match a pattern, or the path itself if
-    nothing matches.
+    """Returns the paths that match a pattern: folders of datasets, and prefixes of Megatron token
+    files. Returns the path itself if nothing matches.
     """
     full = str(Path(path).expanduser().resolve())
     datasets = {str(Path(file).parent) for file in glob.glob(f"{full}/{DESCRIPTION}")}

@@ -28,10 +28,11 @@ from kit.errors import DataError
 Report = Callable[..., None]
 """Function that is called as report(place, reason, num_bytes) for text that cannot be read."""
 Texts = Iterator[tuple[str, str]]
-"""Documents as (place, text)."""
+"""Iterator over documents as (place, text). The place is the file name, with line, row or
+number."""
 
 LARGEST_DOCUMENT_BYTES = 16 * 1024 * 1024
-"""Largest size of a document in bytes. A document is encoded in one piece, which takes about a
+"""Largest size of a document in bytes. A document is encoded in one call, which takes about a
 hundred bytes of memory per byte of text."""
 LARGEST_LINE_BYTES = 8 * LARGEST_DOCUMENT_BYTES
 """Largest length of a line of JSON in bytes. A byte of text can take up to six bytes of JSON, and
@@ -42,20 +43,21 @@ PIECE_BYTES = 1024 * 1024
 LARGEST_DOCUMENT_BYTES without a separator. Each document adds one end-of-text token to some 250,000
 tokens."""
 PART = ":part "
-"""Text between file name and number in the name of a document that is a piece of a text file."""
+"""Text between file name and number in the names of documents into which a large text file was
+split."""
 END_MARKS = ("<|endoftext|>", "<|end_of_text|>")
-"""Marks that end a document in plain text files of public data sets, such as TinyStories."""
+"""Texts that end each document in plain text files of public data sets, such as TinyStories."""
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-"""Byte order marks at the beginning of a text in UTF-16."""
+"""First bytes (byte order marks) of a text in UTF-16, which is not read."""
 NOT_UTF_16 = "not UTF-8 text but UTF-16. Convert it: iconv -f UTF-16 -t UTF-8"
 MOST_KEYS = 12
 """Largest number of keys of a JSON object that an error message lists."""
 MOST_SHOWN = 40
 """Largest number of characters of a JSON value that an error message shows."""
 BETWEEN = re.compile(r"[\s,\[\]]*")
-"""Pattern of the characters between the objects of a JSON array."""
+"""Pattern of the characters between two objects of a JSON array: spaces, commas and brackets."""
 BATCH_ROWS = 64
-"""Rows of a Parquet file per read."""
+"""Rows of a Parquet file that are read at once."""
 TOPICS_BYTES = 4 << 20
 """Largest size in bytes of the file with the chapters of Python's language reference. Parsing takes
 a hundred times as much memory. The file of Python 3.14 has 0.8 MB."""
@@ -78,14 +80,15 @@ def read_texts(
 
     Args:
         file: file of any supported format.
-        name: name of the file in places.
+        name: name of the file, as it is written in `place`.
         report: function that is called with (place, reason, bytes) for text that cannot be read.
         text_key: key of a JSON object, or column of a table, that holds the document. A dot leads
             into an object: `meta.text`.
         separator: text between the documents of a text file.
 
     Raises:
-        DataError: A large text file has marks between its documents, or holds JSON lines.
+        DataError: A text file above 16 MiB without `separator` has an end text such as
+            `<|endoftext|>` after each document, or holds JSON lines.
     """
     try:
         if file.parts[-2:] == ("pydoc_data", "topics.py"):
@@ -116,7 +119,8 @@ def too_large(size: int) -> str:
 def text_under(row: Any, text_key: str) -> Any:
     """Returns the value of a key in a JSON object, or None if the key is missing.
 
-    If the object has no key `meta.text`, the key `text` in the object `meta` is meant.
+    A key such as `meta.text` is looked up as it is. If the object has no such key, the key `text`
+    of the inner object `meta` is used.
     """
     if isinstance(row, dict) and text_key in row:
         return row[text_key]
@@ -160,8 +164,8 @@ def holds_json_lines(text: str) -> bool:
 def _text(
     file: Path, name: str, report: Report, compression: str | None, separator: str | None
 ) -> Texts:
-    """Yields the documents of a text file: the texts between separators, or pieces of a large file,
-    or the whole file.
+    """Yields the documents of a text file. With a separator, these are the texts between
+    separators. Without one, they are the whole file or, if it is large, pieces of it.
     """
     if separator is None and compression is None and file.stat().st_size <= LARGEST_DOCUMENT_BYTES:
         yield from _decoded(file.read_bytes(), name, report)
@@ -281,11 +285,11 @@ def _in_pieces(stream: io.BufferedIOBase, name: str, report: Report) -> Texts:
     """Yields a text as one document or, if it is too large, as pieces of about PIECE_BYTES that end
     at a line end.
 
-    A text without marks between documents, such as text8, has no better places to split.
+    A text without separators between documents, such as text8, cannot be split where documents end.
 
     Raises:
-        DataError: The text is too large for one document, and it has marks between its documents or
-            holds JSON lines.
+        DataError: The text is too large for one document, and its documents end with a text such as
+            `<|endoftext|>`, or it holds JSON lines.
     """
     rest = stream.read(LARGEST_DOCUMENT_BYTES + 1)
     if len(rest) <= LARGEST_DOCUMENT_BYTES:
@@ -321,7 +325,7 @@ def _end_of_piece(piece: bytes) -> int:
     """Returns the number of bytes after which a piece of text ends.
 
     A piece ends after its last line end. Without a line end, it ends after its last space. Without
-    a space, it ends before a last character that may be incomplete.
+    a space, it ends before the last character if that character's UTF-8 bytes are incomplete.
     """
     if end := piece.rfind(b"\n") + 1 or piece.rfind(b" ") + 1:
         return end

@@ -1,4 +1,4 @@
-"""Samples: the tokens of the n-th training sequence, as a pure function of n.
+"""Computes the tokens of the n-th training sequence (sample) of a run, as a pure function of n.
 
 The function needs no stored order, whatever the size of the data. A resumed run needs no state
 except the number of sequences consumed.
@@ -9,8 +9,9 @@ to no window. Each epoch reads every window of a source once, in an order that d
 epochs and is computed, not stored. Documents stay in the order of the file, which `kit data build`
 has shuffled.
 
-The sources of a mix alternate according to a table of 2^16 turns, which changes with the phase of
-the run. The sequences of each source are counted over all phases.
+A mix has several sources, and its weights may change between phases of the run. In each phase, a
+table of 2^16 turns says from which source each sample is read. The sequences of each source are
+counted over all phases.
 """
 
 import functools
@@ -24,7 +25,8 @@ from kit.data.token_file import TokenFile
 from kit.errors import DataError
 
 PERIOD = 1 << 16
-"""Number of sequences after which the table of turns of a phase repeats."""
+"""Number of training samples after which a phase of the mix repeats the order in which it reads
+from its sources."""
 LARGEST_SEED = 2**32 - 1
 ROUNDS = 6
 """Rounds of the Feistel cipher. Four rounds make it a strong pseudo-random permutation (Luby and
@@ -32,18 +34,21 @@ Rackoff 1988). The two additional rounds cost microseconds."""
 
 
 class Windows:
-    """The windows of some token files, read one file after another."""
+    """Training sequences of one source. Each sequence is a window of consecutive tokens of a token
+    file, and the order of the windows is shuffled in each epoch.
+    """
 
     def __init__(
         self, files: Sequence[TokenFile], sequence_length: int, seed: int, source: int = 0
     ) -> None:
-        """Counts the windows.
+        """Computes the number of windows of each token file.
 
         Args:
             files: token files of the source.
             sequence_length: tokens of a sample, without its last target.
             seed: seed of the order of the windows.
-            source: number of the source in its mix. Sources with one seed get independent orders.
+            source: number of the source in its mix. Sources with equal seeds have independent
+                orders.
 
         Raises:
             DataError: A file has fewer than `sequence_length` + 1 tokens, or the seed is not in 0
@@ -64,8 +69,10 @@ class Windows:
         self.epoch_sequences = int(self._bounds[-1])
 
     def fill(self, numbers: np.ndarray, batch: np.ndarray, rows: Sequence[int]) -> None:
-        """Writes the sequences with these numbers, counted over all epochs, to rows of a batch
-        [samples, T + 1].
+        """Reads sequences from the token files into the given rows of `batch` [samples,
+        sequence_length + 1].
+
+        `numbers` has the number of each sequence, counted over all epochs of the source.
         """
         epochs, windows = np.divmod(numbers, self.epoch_sequences)
         for epoch in set(epochs.tolist()):
@@ -98,12 +105,12 @@ def permuted(index: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndarray:
 
 @functools.lru_cache
 def _setting(count: int, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ((a, b), keys of the rounds) of the cipher in `permuted`: uint64 [2] and uint64
-    [ROUNDS].
+    """Returns (side lengths, round keys) of the Feistel cipher that permutes 0 .. `count` - 1:
+    uint64 [2] and uint64 [ROUNDS]. The product of the two sides is at least `count`.
     """
     height = math.isqrt(count - 1) + 1
-    # The keys come from a hash, since it is equal in all versions of NumPy. A resumed run must
-    # continue in its order.
+    # The keys come from a hash function, whose results do not depend on the version of NumPy. A
+    # resumed run must continue in the order of its first start.
     digest = hashlib.blake2b(" ".join(map(str, key)).encode(), digest_size=8 * ROUNDS).digest()
     return np.array([height, -(-count // height)], np.uint64), np.frombuffer(digest, "<u8")
 
@@ -128,7 +135,8 @@ class Samples:
         sequence_length: int,
         phases: Sequence[tuple[int, Sequence[float]]] = (),
     ) -> None:
-        """Prepares the turns, which take 1 MB per phase.
+        """Prepares the order in which samples are read from the sources. It takes 1 MB of memory
+        per phase.
 
         Args:
             sources: windows of each source.
@@ -159,7 +167,9 @@ class Samples:
         return batch
 
     def epochs(self, count: int) -> list[float]:
-        """Returns the number of epochs of each source that the first `count` samples read."""
+        """Returns, for each source, the number of epochs that the first `count` samples read of it.
+        The numbers are fractions, such as 0.3.
+        """
         drawn = self._turns.before(count).tolist()
         return [
             number / source.epoch_sequences
@@ -168,12 +178,13 @@ class Samples:
 
 
 class Turns:
-    """The source of each sample of a run, over all phases. A phase is (first sample, weights of the
-    sources).
+    """Computes from which source each training sample of a run is read, over all phases of the mix.
+    A phase is (first sample, weights of the sources).
     """
 
     def __init__(self, phases: Sequence[tuple[int, Sequence[float]]]) -> None:
-        """Prepares the turns.
+        """Prepares a table of turns for each phase: the source of each of PERIOD consecutive
+        samples.
 
         Raises:
             DataError: A weight above 0 is too small for one turn per period.
@@ -193,20 +204,25 @@ class Turns:
         return turns, numbers
 
     def before(self, sample: int) -> np.ndarray:
-        """Returns the number of turns of each source before a sample: int64 [sources]."""
+        """Returns the number of samples that each source provides before sample number `sample`:
+        int64 [sources].
+        """
         return next(phase for phase in reversed(self._phases) if phase.first <= sample).drawn(
             sample
         )
 
 
 class _Phase:
-    """Turns of the sources from sample `first` on. `before` is the number of turns of each source
-    before it: int64 [sources].
+    """One phase of a mix: the order in which samples are read from the sources, from sample `first`
+    on.
 
-    A source with c turns per period has its i-th turn due at the fraction (i + 1/2) / c of the
-    period. All turns are taken in the order in which they are due. So at any time each of k sources
-    has had c / PERIOD of all turns, to within (k + 1) / 2 turns. c is the rounded weight of the
-    source. The rounding must not change, since runs that have begun rely on it.
+    `before` is the number of samples that each source has provided before `first`: int64 [sources].
+
+    A period has PERIOD samples. A source has c of them, where c is PERIOD times the rounded weight
+    of the source. Its i-th sample is due at the fraction (i + 1/2) / c of the period. Samples are
+    read in the order in which they are due. So at any time each of k sources has provided c /
+    PERIOD of all samples, to within (k + 1) / 2 samples. The rounding must not change, since runs
+    that have begun rely on it.
     """
 
     def __init__(self, first: int, weights: Sequence[float], before: np.ndarray | int) -> None:
@@ -218,7 +234,8 @@ class _Phase:
             what = f"weight {small[0]:g}: less than 1/{PERIOD:,} of the mix"
             raise DataError(f"{what}. Leave the source out (0), or give it more.")
         counts = shares.astype(np.int64)
-        # The remaining turns go to the sources whose shares were rounded down most.
+        # Rounding down leaves some of the PERIOD turns. They go to the sources whose shares were
+        # rounded down most.
         counts[np.argsort(counts - shares, kind="stable")[: PERIOD - counts.sum()]] += 1
         nth = [np.arange(count) for count in counts.tolist()]
         order = np.argsort(np.concatenate([(n + 0.5) / n.size for n in nth]), kind="stable")
@@ -228,8 +245,8 @@ class _Phase:
         self._source = np.repeat(np.arange(counts.size), counts)[order]
 
     def drawn(self, sample: int) -> np.ndarray:
-        """Returns the number of turns of each source before a sample of the phase: int64
-        [sources].
+        """Returns the number of samples that each source provides before sample `sample`, earlier
+        phases included: int64 [sources].
         """
         periods, place = divmod(sample - self.first, PERIOD)
         return (

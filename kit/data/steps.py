@@ -1,8 +1,9 @@
-"""Steps of a build after the survey: the tokenizer, the tokens of each piece, and the dataset.
+"""Steps of a dataset build after the text was read and counted once (`survey.py`): train the
+tokenizer, encode the text, and write the dataset.
 
-Processes share the pieces of the text. The pieces depend only on the files. Documents are sorted by
-places that depend only on their text and the seed. So the number of processes does not change the
-dataset.
+Processes share the pieces of the text, which are groups of corpus files. The pieces depend only on
+the files. Documents are sorted by places that depend only on their text and the seed. So the number
+of processes does not change the dataset.
 """
 
 import json
@@ -40,19 +41,21 @@ enough to hold their lists of tokens in memory."""
 
 
 class EncodedPiece(NamedTuple):
-    """Counts of one piece, and the files with its tokens."""
+    """Result of encoding one piece of the text, a group of corpus files."""
 
     counts: Counter[str]
-    """Counts of the piece, as in `Corpus.counts`."""
+    """Numbers of documents, bytes of text, duplicates and so on in the piece, by the names that the
+    class `Corpus` explains."""
     runs: list[Path]
-    """Files of the sorted runs with the training documents of the piece."""
+    """Files with the encoded training documents of the piece. Each file is sorted by place in the
+    training file."""
     validation: Path
-    """File of the piece's validation documents in the order of reading, as JSON lines of
-    `_ValidationRow`."""
+    """File with the validation documents of the piece in the order of reading. Each line is the
+    JSON list of the fields of a `_ValidationRow`."""
 
 
 class _ValidationRow(NamedTuple):
-    """A validation document with its tokens, and the fields of `Document`."""
+    """A validation document: its tokens, and its name, text, size in bytes and hash."""
 
     digest: str
     is_end: bool
@@ -73,7 +76,9 @@ def train_on_text(survey: Survey, vocab_size: int, progress: BuildProgress) -> T
 
 
 def _sample(survey: Survey, advance: Advance) -> Iterator[str]:
-    """Yields texts to train a tokenizer on. Equal texts are yielded once."""
+    """Yields texts to train a tokenizer on, about TOKENIZER_BYTES in all. Equal texts are yielded
+    once.
+    """
     share = min(1.0, TOKENIZER_BYTES / survey.counts["text_bytes"])
     seen = set[bytes]()
     for piece in survey.pieces:
@@ -89,10 +94,11 @@ def _sample(survey: Survey, advance: Advance) -> Iterator[str]:
 def encode_text(
     survey: Survey, seed: int, tokenizer: Tokenizer, folder: Path, workers: Workers
 ) -> list[EncodedPiece]:
-    """Encodes all pieces, and writes their tokens to files in `folder`.
+    """Encodes all pieces of the text (groups of corpus files), and writes their tokens to files in
+    `folder`.
 
     Raises:
-        DataError: The text has changed since the survey.
+        DataError: The text has changed since it was read for the first time.
     """
     file = folder / tokenizer.file_name
     file.write_bytes(tokenizer.data)
@@ -119,8 +125,8 @@ def encode_piece(
 ) -> EncodedPiece:
     """Encodes the documents of a piece, and writes their tokens to files with names PREFIX-...
 
-    `order` is the argument `purpose` of the draw that gives a document its place in the training
-    file.
+    The position of a document in the training file is a pseudo-random number, which depends on the
+    document's text and on the label `order`.
     """
     tokenizer = read_tokenizer(tokenizer_file, eos_id)
     runs = RunWriter(prefix)
@@ -151,14 +157,16 @@ def encode_piece(
 def _encoded(
     documents: list[Document], tokenizer: Tokenizer
 ) -> Iterator[tuple[Document, list[int]]]:
-    """Yields (document, its token ids). The end-of-text token follows each document."""
+    """Yields (document, its token ids). The last id of each document is the end-of-text token."""
     encoded = tokenizer.encode_batch([document.text for document in documents])
     for document, ids in zip(documents, encoded, strict=True):
         yield document, [*ids, tokenizer.eos_id]
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yields lists of documents with CHUNK_BYTES or more each, except for the last."""
+    """Yields lists of documents. Each list has CHUNK_BYTES bytes of text or more, except for the
+    last.
+    """
     chunk = []
     size = 0
     for document in documents:
@@ -194,7 +202,7 @@ def write_dataset(
         train = _write_training(runs, dataset / "train", tokenizer.vocab_size, advance)
     validation, cut = _write_validation(encoded, dataset, tokenizer.vocab_size)
     survey.check_training_share(train.text_bytes, train.text_bytes + validation.text_bytes)
-    # A cut document is in both splits, so it counts once.
+    # A document that was divided is in both splits, but was read once.
     repeated = survey.counts["documents"] - (train.documents + validation.documents - cut)
     info = DatasetInfo(
         format=FORMAT,
@@ -222,7 +230,9 @@ def write_dataset(
 
 
 def _write_training(runs: list[Path], prefix: Path, vocab_size: int, advance: Advance) -> Split:
-    """Writes the token file of the training documents, in the order of their places."""
+    """Writes the token file of the training documents, sorted by place, and returns the size of the
+    split.
+    """
     documents = 0
     text_bytes = 0
     with TokenFileWriter(prefix, vocab_size) as writer:
@@ -263,7 +273,7 @@ def _write_validation(
 
 
 def _validation_rows(encoded: list[EncodedPiece]) -> Iterator[_ValidationRow]:
-    """Yields the validation documents of all pieces."""
+    """Yields the validation documents of all pieces of the text, in the order of reading."""
     for piece in encoded:
         with piece.validation.open(encoding="utf-8") as lines:
             for line in lines:

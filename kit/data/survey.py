@@ -1,4 +1,6 @@
-"""First step of a build: reads all text, counts it, and decides which text is for validation."""
+"""First step of a dataset build: reads all text, counts its documents and bytes, and decides which
+text is for validation.
+"""
 
 from collections import Counter
 from typing import NamedTuple
@@ -9,33 +11,37 @@ from kit.data.workers import Advance, Workers
 from kit.errors import DataError
 
 UNPACKED = {".gz": 3, ".zst": 3, ".zstd": 3, ".bz2": 4, ".xz": 4, ".parquet": 3}
-"""Assumed bytes of text per byte of a compressed file, by extension. Used for the estimate of the
-time left."""
+"""Assumed bytes of text per byte of a compressed file, by extension. The numbers are used to
+estimate the time left."""
 LEAST_SHARE = 0.01
-"""Smallest fraction of the text, in bytes, that must be left to train on."""
+"""Smallest fraction of the bytes of text that must be left to train on. A build with less is
+refused."""
 
 
 class ValidationRule(NamedTuple):
-    """Rule that decides which text is for validation. A process needs no other state to apply
-    it.
+    """Rule that decides which text is for validation. Each process of a build applies it to its own
+    files, without other state.
     """
 
     purpose: str
-    """Argument `purpose` of `Document.draw`. It contains the seed of the build."""
+    """Label from which, with a document's text, the pseudo-random number of the document is
+    computed. It contains the seed of the build."""
     fraction: float
-    """Upper bound of the draw of a chosen document: a document is chosen if its draw is smaller."""
+    """Fraction of the documents for validation. A document is chosen if its pseudo-random number in
+    [0, 1) is below this fraction."""
     digest: bytes | None
-    """Digest of the document that is chosen if no draw is below `fraction`. None if a draw is below
-    it."""
+    """Hash of the largest document, which is chosen if no document has a pseudo-random number below
+    `fraction`. None if a document has one."""
     largest_bytes: int
-    """Size in bytes of text of the largest document that is for validation as a whole. Only the end
-    of a larger chosen document is."""
+    """Largest size of a document, in bytes of text, that goes to validation as a whole. Of a larger
+    chosen document, only the end goes to validation."""
 
     def split(self, document: Document) -> tuple[Document | None, Document | None]:
         """Returns (text to train on, text for validation).
 
-        One of them is the document and the other is None. If the document is large and chosen, they
-        are its beginning and its end.
+        If the document is not chosen, (document, None) is returned, and if it is chosen, (None,
+        document). A chosen document above `largest_bytes` is divided into its beginning and its
+        end.
         """
         is_chosen = document.draw(self.purpose) < self.fraction or document.digest == self.digest
         if not is_chosen:
@@ -46,16 +52,19 @@ class ValidationRule(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """Content of the text of a build: its counts, its pieces, and the rule that splits it."""
+    """Result of reading all text of a dataset build once: what was counted, and the rule that
+    divides the text into training and validation.
+    """
 
     name: str
-    """Names of the sources, for error messages."""
+    """Names of the sources, joined by commas, for error messages."""
     pieces: list[Corpus]
-    """Pieces of the text, each a corpus of some of the files."""
+    """Pieces of the text. Each piece is a corpus of some of the files, which one process reads."""
     piece_counts: list[Counter[str]]
-    """Counts of each piece, as in `Corpus.counts`."""
+    """Numbers of documents, bytes of text, duplicates and so on in each piece, by the names that
+    the class `Corpus` explains."""
     counts: Counter[str]
-    """Sums of the counts over all pieces."""
+    """Sum of each count in `piece_counts` over all pieces of the text."""
     skipped: list[str]
     """Documents that cannot be read, each with the reason."""
     rule: ValidationRule
@@ -78,18 +87,21 @@ class Survey(NamedTuple):
 
 
 class PieceSurvey(NamedTuple):
-    """Counts of one piece, with the numbers that the validation rule needs."""
+    """Counts of one piece of the text (a group of corpus files), and the size of its largest
+    document.
+    """
 
     counts: Counter[str]
     skipped: list[str]
     chosen: int
-    """Number of documents whose draw chooses them for validation."""
+    """Number of documents that are chosen for validation by their pseudo-random numbers."""
     largest: tuple[int, bytes]
-    """(size in bytes, digest) of the largest document."""
+    """(Size in bytes of text, hash of the text) of the largest document."""
 
 
 def survey_text(corpus: Corpus, settings: BuildSettings, workers: Workers) -> Survey:
-    """Reads all text of a build, and returns its content.
+    """Reads all text of a dataset build, counts it, and returns the counts and the rule that
+    chooses the validation text.
 
     Raises:
         DataError: Text cannot be read, or no text would be left to train on.
@@ -133,7 +145,9 @@ def survey_text(corpus: Corpus, settings: BuildSettings, workers: Workers) -> Su
 
 
 def survey_piece(piece: Corpus, purpose: str, fraction: float, advance: Advance) -> PieceSurvey:
-    """Reads the documents of a piece, and returns its counts and its largest document."""
+    """Reads one piece of the text (a group of corpus files). Returns its counts and the size of its
+    largest document.
+    """
     chosen = 0
     largest = (0, b"")
     for document in piece:
@@ -145,5 +159,7 @@ def survey_piece(piece: Corpus, purpose: str, fraction: float, advance: Advance)
 
 
 def _expected_bytes(piece: Corpus) -> int:
-    """Returns the assumed bytes of text of a piece, estimated from the sizes of its files."""
+    """Returns the assumed bytes of text in a group of corpus files. They are estimated from the
+    sizes of the files.
+    """
     return sum(UNPACKED.get(file.suffix, 1) * file.stat().st_size for file, _ in piece.files)

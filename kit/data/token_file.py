@@ -29,7 +29,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 TYPE_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-"""NumPy type of a stored token by Megatron's type code."""
+"""NumPy type of a stored token, by the type code in Megatron's index file."""
 LARGEST_UINT16_VOCAB = 65_536
 """Largest vocabulary whose token ids fit in uint16."""
 
@@ -106,8 +106,8 @@ class TokenFileWriter:
 
 
 class TokenFile:
-    """A token file for reading. `read` returns tokens from any position. `tokens` is a
-    memory-mapped array of all tokens.
+    """Reads a token file in Megatron's format. `read` returns tokens from any position. `tokens` is
+    a memory-mapped array of all tokens.
     """
 
     def __init__(self, prefix: str | Path) -> None:

@@ -1,5 +1,5 @@
-"""Tokenizers: one interface over the libraries `tokenizers` and `sentencepiece`, and a byte-level
-BPE trained on the corpus.
+"""Reads tokenizers of the libraries `tokenizers` and `sentencepiece` behind one interface, and
+trains a byte-level BPE tokenizer.
 
 Each tokenizer is one file whose bytes are stored unchanged. So a dataset can store its tokenizer
 and needs no other files.
@@ -20,7 +20,7 @@ TOKENIZER_BYTES = 256 << 20
 """Largest size of a tokenizer file in bytes. The tokenizer file of Gemma 3 has 33 MB."""
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
-"""Entries of a tokenizer that a build trains, unless another number is given."""
+"""Default number of entries of a tokenizer that is trained by a dataset build."""
 SMALLEST_VOCAB_SIZE = 257
 """Entries that every trained tokenizer has: 256 bytes and the end-of-text token."""
 KNOWN_END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eot_id|>", "<|im_end|>")
@@ -34,7 +34,8 @@ HUGGING_FACE_FILES = (
     "merges.txt",
     "chat_template*",
 )
-"""Patterns of the tokenizer's files in a Hugging Face folder."""
+"""Patterns of the names of tokenizer files in a Hugging Face repository. Only these files are
+downloaded."""
 
 
 class Tokenizer:
@@ -60,7 +61,7 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the token ids of each text, as `encode` does. Uses all cores."""
+        """Returns the token ids of each text, without added special tokens. Uses all cores."""
         raise NotImplementedError
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -69,7 +70,7 @@ class Tokenizer:
 
 
 class BytePairTokenizer(Tokenizer):
-    """A `tokenizer.json` of the `tokenizers` library."""
+    """Tokenizer from the content of a `tokenizer.json` file of the `tokenizers` library."""
 
     file_name = "tokenizer.json"
 
@@ -131,10 +132,10 @@ def _no_panic() -> Iterator[None]:
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model`.
+    """Tokenizer from the content of a sentencepiece `.model` file.
 
-    The library sentencepiece itself reads it, since conversions of such files by other libraries
-    give other token ids on some texts.
+    The library sentencepiece itself reads the file, since conversions of such files by other
+    libraries give other token ids on some texts.
     """
 
     file_name = "tokenizer.model"
@@ -155,8 +156,9 @@ class SentencePieceTokenizer(Tokenizer):
             )
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        # -1 means one thread per core. Builds with one process per core set this variable, which
-        # the tokenizers library reads too.
+        # -1 means one thread per core. A dataset build with one process per core sets
+        # TOKENIZERS_PARALLELISM to "false", a variable of the tokenizers library, so that each
+        # process uses one thread.
         num_threads = -1
         if os.environ.get("TOKENIZERS_PARALLELISM") == "false":
             num_threads = 1
@@ -302,8 +304,8 @@ def _download(name: str) -> Path:
 
 
 def _configured_eos(folder: Path) -> str | None:
-    """Returns the end-of-text token that Hugging Face's files beside a tokenizer.json name, or
-    None.
+    """Returns the end-of-text token that tokenizer_config.json or special_tokens_map.json in the
+    folder states, or None.
     """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = folder / name

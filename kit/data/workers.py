@@ -1,4 +1,4 @@
-"""Processes that share the work of a build, and the progress that a build reports."""
+"""Runs the steps of a dataset build in several processes, and reports their progress."""
 
 import contextlib
 import os
@@ -17,12 +17,12 @@ LOG_INTERVAL_S = 30.0
 """Seconds between two lines of progress in the log of a job."""
 
 Advance = Callable[[int], None]
-"""Function that adds a number of bytes of text to the progress of a stage."""
+"""Function that adds a number of bytes of text to the progress bar of a stage of the build."""
 
 
 class BuildProgress:
-    """Progress of a build: a progress bar in bytes of text, or lines in the log of a job, or no
-    output.
+    """Reports the progress of a dataset build: with a progress bar in bytes of text, with lines in
+    the log of a job, or not at all.
     """
 
     def __init__(self, shown: bool) -> None:
@@ -32,7 +32,7 @@ class BuildProgress:
         self._logged_at = time.monotonic()
 
     def say(self, text: str) -> None:
-        """Prints a line."""
+        """Prints a line of text, or nothing if the build shows no progress."""
         self._console.print(text, soft_wrap=True)
 
     @contextlib.contextmanager
@@ -71,7 +71,8 @@ class BuildProgress:
 
 
 class Workers:
-    """Runs functions on the pieces of a text, at most `count` at a time, each in its own process.
+    """Runs a function once per piece of the text (group of corpus files), in up to `count`
+    processes at a time.
 
     A process is `python -m kit.data`. It is not part of a process pool, since a pool breaks scripts
     without a `__main__` guard.
@@ -117,7 +118,7 @@ class Workers:
                 try:
                     return list(threads.map(call, arguments, sizes))
                 finally:
-                    # After an error, the results of other pieces are not needed.
+                    # If one call has failed, the results of the other processes are not needed.
                     for child in children:
                         child.kill()
 
@@ -125,7 +126,7 @@ class Workers:
 def _call_in_process(
     function: Callable[..., Any], piece: tuple[Any, ...], children: list[subprocess.Popen[bytes]]
 ) -> Any:
-    """Returns the result of a function on a piece, computed by a new process.
+    """Returns the result of a function, called with the arguments `piece` in a new process.
 
     The process is added to `children`, so that the caller can kill it.
 
@@ -137,7 +138,7 @@ def _call_in_process(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # There is a process for each core already.
+        # The build already runs one process per core, so each process encodes with one thread.
         env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
     )
     children.append(child)

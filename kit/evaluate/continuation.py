@@ -1,4 +1,6 @@
-"""Continues a prompt token by token, with a run's checkpoint or a Hugging Face folder."""
+"""Writes texts that continue a prompt, with the model of a run's checkpoint or of a Hugging Face
+folder.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,8 +14,8 @@ from kit.run import Run
 
 
 def continue_text(source: Run | str | Path, prompt: str = "", **options: Any) -> str:
-    """Returns one continuation of a prompt, the first text of `continued_texts`. For options and
-    errors, see `continued_texts`.
+    """Returns one text that continues a prompt: the first text that `continued_texts` yields.
+    Options and errors are those of `continued_texts`.
     """
     return next(continued_texts(source, prompt, **options))
 
@@ -96,7 +98,8 @@ def continued_texts(
         )
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     if temperature == 0:
-        # None overrides the values of the folder's generation config.
+        # At temperature 0 nothing is sampled. None overrides the values of the folder's generation
+        # config.
         sampling = dict.fromkeys(sampling)
     gpus = [place] if place.type == "cuda" else []
     tokens_1T = torch.tensor([tokens], device=place)

@@ -14,8 +14,8 @@ from kit.interop.weights.hugging_face_config import config_of
 PRECISIONS = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes per weight, by precision."""
 HEADROOM = 1.2
-"""Memory that scoring needs, as a multiple of the weights' memory. The excess holds activations,
-logits, keys and values."""
+"""Memory that scoring needs, as a multiple of the memory of the weights. The additional 20 % hold
+activations, logits, keys and values."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,9 @@ class DeviceLayout:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices, which is also the number of processes."""
+        """Number of devices over which the model and its replicas are distributed. Each has one
+        process.
+        """
         return self.shards * self.replicas
 
     def __str__(self) -> str:
@@ -97,7 +99,9 @@ def _tensor_ranks_divide(spec: ModelSpec, ranks: int) -> bool:
 
 
 def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> DeviceLayout | None:
-    """Returns the layout with the most replicas that fits, or None if no layout fits."""
+    """Returns the layout with the most replicas for which the weights fit in the devices' memory.
+    Returns None if they fit in no layout of this number of devices.
+    """
     node = site.devices_per_node
     is_local = site.scheduler == "local"
     if devices > node and devices % node and not is_local:
@@ -106,19 +110,20 @@ def _split(spec: ModelSpec, site: Site, precision: str, devices: int) -> DeviceL
     if site.device.memory_bytes is not None:
         memory = site.device.memory_bytes.value
     if is_local:
-        memory *= node / devices  # The processes of one machine share its memory.
+        memory *= node / devices  # All processes of a local site share one machine's memory.
     needed = HEADROOM * PRECISIONS[precision] * spec.num_params
     for shards in range(1, devices + 1):
         if devices % shards:
             continue
         if devices > node and node % shards and shards % node:
-            continue  # A group of shards would occupy a part of a node.
+            continue  # The shards must fill whole nodes, or divide one node evenly.
         is_tensor = spec.family == "llama" and shards <= node
         if is_tensor and not _tensor_ranks_divide(spec, shards):
             continue
         share = 1 / shards
         if not is_tensor and shards > 1:
-            # Besides its part, FSDP holds two gathered layers: the computing layer and the next.
+            # Besides its part of the weights, an FSDP process holds two whole layers: the layer
+            # that computes, and the next layer.
             share += 2 / spec.num_layers
         if needed * share <= memory:
             return DeviceLayout(shards=shards, replicas=devices // shards, is_tensor=is_tensor)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChoiceScore:
-    """Score that a model gives one choice of an item."""
+    """One choice of a multiple-choice item, and the log-likelihood that a model gives it."""
 
     text: str
     num_tokens: int
@@ -36,7 +36,9 @@ class ChoiceScore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ItemScore(Shown):
-    """One item: its prompt, and the scores of its choices in the order of the data set."""
+    """One multiple-choice item: its prompt, and the log-likelihoods of its choices in the order of
+    the data set.
+    """
 
     task: str
     prompt: str
@@ -93,10 +95,12 @@ def explain_item(
     shots: int | None = None,
     task_data: Path | None = None,
 ) -> ItemScore:
-    """Returns the scores that a model gives the choices of one item, with the harness's own prompt.
+    """Returns the log-likelihoods that a model gives the choices of one item, with the prompt that
+    lm-eval writes.
 
     `task` is a multiple-choice benchmark. `index` is the number of an item in its scored split,
-    from 0. The other arguments are those of `evaluate_model` and `Options`.
+    from 0. `shots` is the number of solved examples in the prompt. The other arguments are those of
+    `evaluate_model` and `Options`.
 
     Raises:
         ConfigError: The task is unknown or not multiple-choice, or has no such item.

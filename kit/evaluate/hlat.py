@@ -1,4 +1,5 @@
-"""HLAT's published tables, SmolLM2's published scores, and own scores beside them.
+"""Published tables of HLAT, published scores of SmolLM2, and tables that compare own scores with
+them.
 
 Imports neither torch nor lm-eval.
 """
@@ -26,19 +27,21 @@ settings they use."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedTable(Shown, Record):
-    """One table as printed in its source."""
+    """One table of scores, with the numbers as its publication prints them."""
 
     title: str = field_doc("title of the table")
     source: str = field_doc("publication and number of the table")
     columns: tuple[str, ...] = field_doc("names of the columns with numbers, in order")
     notes: tuple[str, ...] = field_doc("notes on oddities of the printed table")
     rows: tuple[dict[str, Any], ...] = field_doc(
-        "rows of the table, each with model, size, a number for each column that has one, and"
-        " standard errors (`stderr`)"
+        "rows of the table; each has the keys model and size, the names of columns with a number,"
+        " and `stderr`: standard errors by column"
     )
 
     def texts(self) -> list[dict[str, str]]:
-        """Returns the rows as text. A cell that is empty in the paper is empty."""
+        """Returns the rows of the table as text, by column. Cells that are empty in the paper are
+        empty.
+        """
         return [
             {
                 "model": row["model"],
@@ -63,7 +66,7 @@ def _printed(row: dict[str, Any], column: str) -> str:
 
 _DATA = read_data_file("hlat_tables.toml") | read_data_file("smollm2_tables.toml")
 TABLES = {name: PublishedTable.from_dict(table, name) for name, table in _DATA.items()}
-"""Published tables, by name."""
+"""Dict from the name of a published table (I, II, IV, V or SmolLM2) to the table."""
 
 
 def published_table(name: str) -> PublishedTable:
@@ -79,7 +82,7 @@ def published_table(name: str) -> PublishedTable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison(Shown):
-    """Own scores in per cent, above the published rows of a table."""
+    """Table with own scores in per cent, followed by the rows of a published table."""
 
     published: PublishedTable
     own: tuple[dict[str, str], ...]
@@ -99,11 +102,12 @@ class Comparison(Shown):
 
 
 def compare(reports: EvalReport | Sequence[EvalReport], table: str = "II") -> Comparison:
-    """Returns own scores beside a table of the HLAT paper.
+    """Returns a table with the scores of reports, followed by the rows of a table of the HLAT
+    paper.
 
-    A column is the mean over its data sets. Every data set must be scored completely, with the
-    paper's number of shots. Otherwise the column stays empty and a note says what is missing,
-    because a score of a part of the items is not a result.
+    A cell is the mean over the data sets of its column. Every data set must be scored completely,
+    with the paper's number of shots. Otherwise the cell stays empty and a note says what is
+    missing, because a score of a part of the items is not a result.
 
     The 95 % interval of a column is that of a mean of independent scores. It is computed from the
     distances between each score and the ends of its interval, so it is valid at 0 and 100, too.

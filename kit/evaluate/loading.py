@@ -42,15 +42,16 @@ from kit.parallel.groups import final_barrier
 from kit.run import Run
 
 EXPORTED: dict[str, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Names of precisions in transformers, by their names in the kit."""
+"""Dict from the kit's name of a precision to its name in transformers."""
 OFFLINE: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Options of transformers' loaders. Nothing is downloaded, and no code of a folder is executed."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-"""Files by which a folder with a tokenizer is recognised."""
+"""Names of tokenizer files. If a folder has none of them, the error says that the tokenizer is
+missing."""
 WHOLE = "free_full_weight"
 FSDP_PLANS = {"gpt2": {"transformer.h.*": WHOLE, "transformer.wte": WHOLE}}
-"""FSDP plans for model types that have no plan in transformers: the modules whose full weights are
-gathered while the module computes."""
+"""FSDP plans for model types without a plan in transformers, by model type. A plan names the
+modules whose full weights are gathered while the module computes."""
 
 
 @contextlib.contextmanager
@@ -124,7 +125,7 @@ def checkpoint_folder(run: Run, step: int, precision: str = "fp32") -> Iterator[
     folder.
 
     The folder is in the run's `eval/`, or in this user's cache if the run belongs to another user.
-    Its name has the hash of the checkpoint's manifest and the precision. If the folder exists
+    Its name contains the hash of the checkpoint's manifest and the precision. If the folder exists
     already, for example because an evaluation was killed, it is used and not deleted.
 
     Raises:
@@ -233,14 +234,17 @@ def load_causal_model(folder: str | Path, precision: str = "fp32", **split: Any)
     model between processes.
 
     Raises:
-        ConfigError: See `load_config`.
-        DataError: A weight is missing or has another shape, the format of the weights is
-            unsupported, or there is no tokenizer.
+        ConfigError: The model needs its own Python code, or transformers has no decoder of its
+            type.
+        DataError: The configuration is damaged, a weight is missing or has another shape, the
+            format of the weights is unsupported, or there is no tokenizer.
     """
     load_config(folder)
     check_safetensors(Path(folder))
     tokenizer = load_folder_tokenizer(folder)
-    tokenizer.model_max_length = 2**30  # The caller truncates longer texts.
+    tokenizer.model_max_length = (
+        2**30
+    )  # No limit here: the callers truncate or refuse longer texts.
     try:
         with _quiet_transformers():
             model, found = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
@@ -290,8 +294,8 @@ def tokenizer_sha256(folder: Path, tokenizer: Any) -> str:
 
 
 def sequence_length(config: Any, tokenizer: Any) -> int:
-    """Returns the longest input of a model in tokens, by the rule of `HFLM`: the length in its
-    configuration, or else the tokenizer's `model_max_length`, or else 2,048.
+    """Returns the longest input of a model in tokens, by the rule of lm-eval's class `HFLM`: the
+    length in its configuration, or else the tokenizer's `model_max_length`, or else 2,048.
     """
     return resolve_max_length(config, tokenizer)
 
@@ -323,15 +327,17 @@ def load_lm(
     layout: DeviceLayout,
     device: torch.device,
 ) -> PackedLM:
-    """Returns lm-eval's model of a folder, for inputs of up to `length` tokens. If None, `length`
-    is the longest input of the model.
+    """Loads the model of a Hugging Face folder and returns it as a model object of lm-eval.
 
-    If several processes score, all must call this function, within `joined`.
+    Inputs have up to `length` tokens. If `length` is None, it is the longest input of the model.
+
+    If several processes score, all must call this function, inside the context manager `joined`.
 
     Raises:
         ConfigError: The model is no decoder of transformers, or the batch size is `auto` although
             several processes score.
-        DataError: See `load_causal_model`.
+        DataError: The configuration is damaged, a weight is missing or has another shape, or there
+            is no tokenizer.
     """
     split = {}
     replicas = None
@@ -377,8 +383,8 @@ def load_lm(
 def decoder_lm(
     decoder: Decoder, tokenizer: Tokenizer, length: int, options: Options, device: str
 ) -> PackedLM:
-    """Returns lm-eval's model of a decoder in memory. The decoder is exported to a temporary
-    folder, which is then loaded.
+    """Returns a decoder in memory as a model object of lm-eval. The decoder is exported to a
+    temporary folder, which is then loaded.
 
     Raises:
         ConfigError: Tokenizer or length do not fit the model, or transformers has no such model.

@@ -1,4 +1,5 @@
-"""lm-eval's own `HFLM`, but tokens with which several requests begin are computed once.
+"""Scores requests as lm-eval's class `HFLM` does, but computes the tokens with which several
+requests begin only once.
 
 Packing is used for the architectures in `PACKED_TYPES`, for which the scores with packing were
 compared with those of `HFLM`. All other models are scored by `HFLM`'s own method.
@@ -33,22 +34,24 @@ from tqdm import tqdm
 from kit.errors import ConfigError, DataError
 from kit.evaluate.benchmarks import DTYPES
 
-HFLM: Any = huggingface.HFLM  # The harness registers HFLM by a decorator without types.
+HFLM: Any = huggingface.HFLM  # lm-eval registers HFLM by a decorator without types.
 Tokens = tuple[int, ...]
-"""Input of the model: the tokens of one request without the last token."""
+"""Input of the model for one request: its tokens without the last one, which is only predicted."""
 
 PART = 1024
-"""Number of requests that are encoded and scored at once. All prompts of MMLU, encoded together,
-would take many gigabytes."""
+"""Number of requests that are tokenized and scored at once. All prompts of MMLU, tokenized
+together, would take many gigabytes."""
 LOGITS = 2**23
 """Largest number of logits in memory at once, 32 MiB in fp32. Without a limit, logits would take
 most of the memory."""
 OPEN = 2**31
-"""End index of a node that may still get descendants. It stands for the end of the row."""
+"""End index of a tree node whose last descendant is not known yet. In the attention mask, it is the
+end of the row."""
 SHORTEST_ROW = 256
-"""Length in tokens up to which a row is filled in any case, so that short sequences make few rows.
-Attention in such rows costs little compared with matrix products: 4 T h FLOPs per token and block,
-against 24 h^2. T is the length of the row, h the hidden size, which is in the hundreds or more."""
+"""Length in tokens up to which sequences are added to a row, even if all of them are short.
+Otherwise, short sequences would need many rows. Attention in such rows costs little compared with
+matrix products: 4 T h FLOPs per token and block, against 24 h^2. T is the length of the row, and h
+the hidden size, at least some hundreds."""
 PACKED_TYPES = (
     "gpt2",
     "gpt_neox",
@@ -74,28 +77,33 @@ Packing needs an attention mask and position ids per token. It also needs logits
 projection of the last hidden state. Gemma 2 and Granite scale their logits, Bloom takes no such
 mask, and Mamba has a state in place of attention."""
 FIXED_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary scalings that do not depend on the length of the input."""
+"""Rotary scalings, by their names in transformers, that do not depend on the length of the input.
+Packing joins inputs, so it needs such a scaling."""
 SEQUENCES_PER_ROW = 3
-"""Largest length of a row that is longer than SHORTEST_ROW, as a multiple of the length of its last
-sequence. It leaves room for the tokens that the sequences do not share."""
+"""Largest length of a row above SHORTEST_ROW, as a multiple of the length of the last sequence in
+the row. The multiple leaves room for the tokens that the sequences do not share."""
 
 
 @dataclasses.dataclass
 class PackedRow:
-    """Several prefix trees, one after another in one sequence of nodes."""
+    """One row of a packed batch: several prefix trees, one after another. Each node of a tree is a
+    token.
+    """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
-    """Token of each node, in preorder."""
+    """Token of each node of the trees, in preorder."""
     depths: list[int] = dataclasses.field(default_factory=list)
-    """Depth of each node in its tree, from 0. It is the position of the token."""
+    """Depth of each node in its tree, from 0. The depth is also the position id of the token."""
     ends: list[int] = dataclasses.field(default_factory=list)
-    """Index after the last descendant of each node, or OPEN."""
+    """Index after the last descendant of each node, or OPEN if that descendant is not known yet."""
     paths: dict[Tokens, list[int]] = dataclasses.field(default_factory=dict)
-    """Nodes of each sequence, from its first token to its last."""
+    """Dict from a packed sequence (its tokens) to the indices of its nodes in the row, from the
+    first token to the last."""
 
 
 def can_pack(config: Any, max_length: int) -> bool:
-    """Returns whether packing gives the scores of `HFLM` for a configuration of transformers.
+    """Returns whether a model with this configuration can be scored with packing, that is, with
+    equal scores as by lm-eval's class `HFLM`.
 
     The architecture must be one of `PACKED_TYPES`. All its layers must attend to the whole input of
     up to `max_length` tokens. Its rotary frequencies must not depend on the length of the input.
@@ -112,8 +120,8 @@ def can_pack(config: Any, max_length: int) -> bool:
 
 
 class PackedLM(HFLM):
-    """Scores as `HFLM` does, but faster if requests are short or begin with the same tokens. `HFLM`
-    itself generates texts.
+    """Model of lm-eval that scores as its class `HFLM` does, but faster if requests are short or
+    begin with equal tokens. Texts are generated by `HFLM` itself.
 
     Attributes:
         packs: whether requests are packed. If False, `HFLM` scores them, `batch_size` sequences in
@@ -128,10 +136,10 @@ class PackedLM(HFLM):
         batch_size: sequences in one forward pass, or `auto` for as many as the device's memory
             holds, as in `HFLM`. A packed forward pass then has up to `batch_size` times
             `max_length` tokens. If None, `batch_tokens` limits the batch. Without packing, None
-            stands for one sequence at a time, `HFLM`'s default.
+            means one sequence at a time, `HFLM`'s default.
         replicas: process group of the processes that hold copies of the same weights. All must make
             the same calls. Packed requests and generated texts are divided among them, and each
-            process gets all results.
+            process returns all results.
     """
 
     def __init__(
@@ -224,8 +232,9 @@ class PackedLM(HFLM):
         return [(value, misses == 0) for value, misses in totals.tolist()]
 
     def _plain_loglikelihoods(self, requests: Any) -> list[tuple[float, bool]]:
-        """Returns the results of `HFLM`'s own method. `HFLM` refuses a continuation that is longer
-        than `max_length`, so such continuations are scored in windows.
+        """Returns (log-likelihood in nats, whether it is the greedy choice) of each request, by the
+        method of lm-eval's `HFLM`. `HFLM` refuses a continuation that is longer than `max_length`,
+        so such continuations are scored in windows.
         """
         windows = []
         owners = []
@@ -267,7 +276,8 @@ class PackedLM(HFLM):
             logits_NV = self.model.get_output_embeddings()(x_NH[start : start + chunk]).float()
             n = which[here] - start
             chosen = token[here]
-            # log_softmax, as in HFLM. On a large vocabulary, logsumexp is rounded differently.
+            # log_softmax is used as in HFLM, since logsumexp is rounded differently on a large
+            # vocabulary.
             value = logits_NV.log_softmax(-1)[n, chosen]
             missed = logits_NV.argmax(-1)[n] != chosen
             found = torch.stack((value.double(), missed.double()), dim=1)
@@ -297,7 +307,8 @@ class PackedLM(HFLM):
                     "generation: a prompt has no token. Use a task that asks something."
                 )
             self.num_truncated += len(tokens) > self.max_length - new
-        # Keys and values of this many sequences of `max_length` tokens are in memory.
+        # During generation, memory holds the keys and values of this number of sequences of
+        # `max_length` tokens.
         self.batch_size_per_gpu = self.sequences or max(1, self.batch_tokens // self.max_length)
         texts = super().generate_until(requests[self.mine], disable_tqdm=not sys.stderr.isatty())
         if self.num_replicas == 1:
@@ -316,8 +327,8 @@ class PackedLM(HFLM):
 
 
 def pack(sequences: Iterable[Tokens], longest: int) -> list[PackedRow]:
-    """Returns rows that hold all sequences. A row has at most `longest` tokens, unless a single
-    sequence is longer.
+    """Packs token sequences into rows of prefix trees, and returns the rows. A row has at most
+    `longest` tokens, unless a single sequence is longer.
     """
     rows: list[PackedRow] = []
     before: Tokens = ()
@@ -343,8 +354,8 @@ def pack(sequences: Iterable[Tokens], longest: int) -> list[PackedRow]:
 
 
 def batches(rows: list[PackedRow], batch_tokens: int) -> Iterator[list[PackedRow]]:
-    """Yields batches of rows, the longest rows first. A batch has as many rows as `batch_tokens`
-    holds when all rows are padded to the longest row.
+    """Yields batches of rows, the longest rows first. Padded to its longest row, a batch has at
+    most `batch_tokens` tokens, unless its single row is longer.
     """
     left = sorted(rows, key=lambda row: len(row.tokens), reverse=True)
     while left:
@@ -363,7 +374,7 @@ def tensors(rows: list[PackedRow], device: torch.device) -> tuple[Tensor, Tensor
 
     tokens_BT = padded(row.tokens for row in rows)
     nodes_T = torch.arange(tokens_BT.shape[1], device=device)
-    # Padding attends to padding: a token that attends to nothing would give NaN.
+    # Padding tokens attend to padding tokens, since a token that attends to nothing would give NaN.
     ends_BT = padded((row.ends for row in rows), fill=OPEN)
     mask_BTT = (nodes_T <= nodes_T[:, None]) & (nodes_T[:, None] < ends_BT[:, None])
     return tokens_BT, padded(row.depths for row in rows), mask_BTT[:, None]

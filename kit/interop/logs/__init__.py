@@ -1,1 +1,1 @@
-"""Imports runs of other trainers from their logs."""
+"""Imports runs of other trainers: converts a log to a run directory of the kit."""

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from kit.interop.logs.numbers import UnsureStepError, parse_number
 
 Texts = dict[str, str]
-"""Values of a line as text, as the log prints them, by name."""
+"""Dict from the name of a value to its text, as a line of the log prints it."""
 SETTINGS_OF_STEPS = ("time", "memory_mib", "sequence_length")
-"""Groups of `Format.settings` that are values of steps, not settings of the run."""
+"""Named groups in the patterns of settings whose matches are values of steps, not settings of the
+whole run."""
 NOTHING = "(?!)"
-"""Pattern that never matches."""
+"""Pattern that never matches, for values that a trainer does not print."""
 NUMBER = r"[^\s,|]+"
 BETWEEN = r".{0,300}?"
 """Pattern of the text between two values of a line. Its length is limited: with `.*`, the time of a
@@ -28,7 +29,9 @@ SECONDS = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 
 
 def keep_texts(texts: Texts, before: Texts) -> None:
-    """Leaves the texts of a line as they are."""
+    """Changes nothing. This function is the default of `Format.amend`, the function that corrects
+    the texts of a line.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,38 +44,41 @@ class Format:
 
     name: str
     sign: str
-    """Pattern that is found in every line about a step, also in a torn line."""
+    """Pattern that is found in every line about a step, also in a torn line (incomplete, or mixed
+    with another line)."""
     line: str
-    """Pattern of a step and its values. The text of its group `fields` is searched by the pattern
-    `fields`."""
+    """Pattern of a line with a step and its values. If the pattern has a group `fields`, further
+    values are searched in the text of this group."""
     fields: str = NOTHING
-    """Pattern of one value in the text of the group `fields`. Each match sets one named group,
-    whose name is the name of the value."""
+    """Pattern of one value in the text that the group `fields` of the pattern `line` matches. Each
+    match sets one named group. The name of the group is the name of the value."""
     first_step: int = 1
-    """Number that the trainer gives to its first step."""
+    """Number that the trainer prints for its first optimizer step. The kit counts from 1."""
     repeats: tuple[str, ...] = ("loss", "grad_norm")
-    """Groups whose values are compared with those of an earlier line of that step. If all are
-    equal, the line was printed twice."""
+    """Names of values that are compared with an earlier line of the same step. If all are equal,
+    the line was printed twice, and the step is not recorded again."""
     validation: str = NOTHING
-    """Pattern of a step and its validation loss, in the group `loss`."""
+    """Pattern of a line with a validation loss. Its groups are `step` and `loss`."""
     settings: tuple[str, ...] = ()
     """Patterns that are searched in every line. If a match has the groups `name` and `value`, it is
     a setting of that name. The groups in SETTINGS_OF_STEPS are values of the next step or of all
     later steps. A match of `start` means that the trainer was started, a match of `end` that
     training is done."""
     closes: str = ""
-    """Pattern of the last line of a text that spans several lines. All its lines are read as one
-    line."""
+    """Pattern of the last line of a text that spans several lines, such as a JSON object. All lines
+    of the text are read as one line."""
     values: str = "the last step's values"
-    """Meaning of the values in a line that stands for several steps, as text for a note."""
+    """Words for a note on lines that cover several steps. They say whether a line has means of its
+    steps or values of its last step."""
     counts_before: bool = False
-    """Whether consumed samples leave out the samples of the line's own step."""
+    """Whether the consumed samples that a line prints do not include the samples of the line's own
+    step."""
     times_validation: bool = False
-    """Whether the time of a step includes an evaluation before the step. Such times are not
-    used."""
+    """Whether the printed time of a step includes an evaluation, if there was one before the step.
+    Such times are not used."""
     amend: Callable[[Texts, Texts], None] = keep_texts
-    """Function that corrects the texts of a line, given the texts of the line before. The function
-    sets `step` to "" if the line does not end an optimizer step."""
+    """Function (texts of a line, texts of the line before) that corrects the texts of a line in
+    place. The function sets `step` to "" if the line does not end an optimizer step."""
     gathers: bool = False
     """Whether the values of a step are printed on several lines, from a line with `step` to the
     next line with `step`. The pattern `fields` is searched in each of these lines."""
@@ -83,7 +89,9 @@ class Format:
     format is preferred."""
 
     def is_about_step(self, line: str) -> bool:
-        """Returns whether a line is about a step, even if it is torn."""
+        """Returns whether a line of a log is about a step, even if the line is torn (incomplete or
+        mixed).
+        """
         return re.search(self.sign, line) is not None
 
     def matches(self, line: str) -> list[re.Match[str]]:
@@ -97,7 +105,7 @@ def any_value(before: str, shape: str, labels: dict[str, str]) -> str:
     Args:
         before: pattern of the text before a value.
         shape: pattern of a value, with `%(label)s` for its label and `%(name)s` for its name.
-        labels: label that the trainer prints, a pattern, by the name of the value.
+        labels: dict from the name of a value to the pattern of the label that the trainer prints.
     """
     values = [shape % {"label": label, "name": name} for name, label in labels.items()]
     return f"{before}(?:{'|'.join(values)})"
@@ -107,8 +115,8 @@ def any_value(before: str, shape: str, labels: dict[str, str]) -> str:
 
 
 def total_of_iteration(texts: Texts, before: Texts) -> None:
-    """Converts NeMo's total of iterations to a number of steps. Older releases count iterations
-    from 0, so their total is the number of the last iteration.
+    """Converts the total number of iterations that NeMo prints to a number of steps. Older releases
+    count iterations from 0, so their total is the number of the last iteration.
     """
     ahead = int(texts["step"]) + 1 - int(texts["n"])
     if texts["epoch"] == "0" and ahead in (0, 1):
@@ -116,13 +124,13 @@ def total_of_iteration(texts: Texts, before: Texts) -> None:
 
 
 def iso_time(texts: Texts, before: Texts) -> None:
-    """Converts a time that Python's `ctime` wrote to ISO 8601."""
+    """Converts the time of a line from the format of Python's `ctime` to ISO 8601."""
     texts["time"] = datetime.datetime.strptime(texts["time"], "%a %b %d %H:%M:%S %Y").isoformat()
 
 
 def from_rate(texts: Texts, before: Texts) -> None:
-    """Derives the time of a step from the steps per second, unless the line has a step time or a
-    clock.
+    """Derives the time of a step from the steps per second that a line prints, unless the line has
+    a step time, a time stamp or a clock.
     """
     rate = parse_number(texts.pop("steps_per_s", ""))
     if rate and "time" not in texts and "clock_s" not in texts:
@@ -158,7 +166,7 @@ def micro_steps(texts: Texts, before: Texts) -> None:
 
 
 def clock_seconds(clock: str) -> int:
-    """Returns the seconds of a clock such as `2:03:04` or `03:04`."""
+    """Returns the elapsed seconds that a clock such as `2:03:04` or `03:04` shows."""
     seconds = 0
     for part in clock.split(":"):
         seconds = 60 * seconds + int(part or 0)
@@ -174,14 +182,16 @@ def clock_of_elapsed(texts: Texts, before: Texts) -> None:
 
 
 def step_of_bar(texts: Texts, before: Texts) -> None:
-    """Restores the digits of a step that tqdm has rounded to three: 1000 and 1004 are both 1e+3.
+    """Restores all digits of a step in a progress bar: tqdm prints three digits, so 1000 and 1004
+    are both 1e+3.
 
-    The step is the bar's own count minus the other batches that the bar counts, for example
-    validation batches. A bar that was drawn again gets the time of the first drawing.
+    The progress bar also prints its own number of batches, with all digits. The step is this number
+    minus the batches that are no training steps, for example validation batches. If tqdm prints a
+    bar twice, the time of the first print is used.
 
     Raises:
-        UnsureStepError: The count, rounded, is not the printed step. This happens in an excerpt
-            that begins after batches of another kind.
+        UnsureStepError: The number of batches, rounded, is not the printed step. This happens in an
+            excerpt that begins after batches of another kind.
     """
     texts["clock_s"] = str(clock_seconds(texts["clock"]))
     texts["others"] = before.get("others", "0")
@@ -198,8 +208,9 @@ def step_of_bar(texts: Texts, before: Texts) -> None:
 
 
 def _step_of_count(printed: str, count: int, others: int) -> str:
-    """Returns the step that a bar has rounded to `printed`. `count` is the number of batches that
-    the bar has counted, `others` the number of these batches that are not training steps.
+    """Returns the exact step that a progress bar has rounded to `printed`. `count` is the number of
+    batches that the bar has counted. `others` is the number of these batches that are no training
+    steps.
 
     Raises:
         UnsureStepError: The step does not fit `printed`.
@@ -221,7 +232,7 @@ def _step_of_count(printed: str, count: int, others: int) -> str:
 FIT_ENDED = r"(?P<end>`Trainer\.fit` stopped: `max_\w+=\d+` reached)"
 """Pattern of the line with which Lightning ends training."""
 COLUMN = r"%(label)s\s*+:\s*+(?P<%(name)s>[^|\s]++)\s*+(?=\||$)"
-"""Pattern of a value between vertical bars."""
+"""Template of a pattern for a label and its value between vertical bars, as in `| loss: 2.5 |`."""
 FORMATS = (
     # Sources: `training_log` in megatron/training.py of NVIDIA/Megatron-LM and
     # microsoft/Megatron-DeepSpeed, and in megatron/logging.py of EleutherAI/gpt-neox, whose
@@ -327,7 +338,7 @@ FORMATS = (
         counts_before=True,
         amend=step_of_bar,
     ),
-    # Source: `Logger.log` of awslabs/HLAT, an example of NxD.
+    # Source: `Logger.log` of awslabs/HLAT, an example of NeuronX Distributed (NxD).
     Format(
         name="nxdt",
         sign="step_loss : ",
@@ -360,7 +371,8 @@ FORMATS = (
             "(?P<start>Training starts at step)",
         ),
     ),
-    # Source: train.py of karpathy/nanoGPT. The time of a step includes evaluations.
+    # Source: train.py of karpathy/nanoGPT. The printed time of a step includes an evaluation before
+    # it.
     Format(
         name="nanogpt",
         sign="iter ",
@@ -501,7 +513,7 @@ FORMATS = (
         amend=composer_step,
     ),
     # Sources: litgpt/pretrain.py of Lightning-AI/litgpt, and lines in its issues 689, 1042 and
-    # 1607. Each micro-step has a line.
+    # 1607. It prints a line for each micro-step.
     Format(
         name="litgpt",
         sign=r"iter \d+ (?:\| )?step \d+(?::| \|) loss",

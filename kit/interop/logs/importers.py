@@ -1,7 +1,7 @@
 """Creates a run directory from another trainer's log, so that every view of the kit works on it.
 
-The user gives what the log lacks, such as model and layout for a log of NxDT. Nothing is written if
-the numbers contradict each other: no step is faster than the device multiplies matrices.
+The user gives settings that the log lacks, such as model and layout for a log of NxDT. Nothing is
+written if the numbers are impossible: a step cannot be faster than the device multiplies matrices.
 """
 
 import contextlib
@@ -35,26 +35,31 @@ from kit.run import Run
 from kit.run.metrics import MetricsWriter
 
 SPEED_TOLERANCE = 0.1
-"""Largest relative difference between a log's sequences per second and its clock for which no note
-is written."""
+"""Relative difference between the sequences per second that a log prints and those by its clock.
+Above it, the import report has a note."""
 POLL_S = 2.0
 """Seconds between two reads of a log that is followed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImportReport(Record):
-    """Content of import.json: the source of an imported run's steps, and notes on them."""
+    """Content of import.json: the log from which a run was imported, the numbers of its lines and
+    steps, and notes for the user.
+    """
 
     log: str = field_doc("absolute path of the imported log")
     format: str = field_doc(
         "trainer that wrote the log: one of `kit.interop.logs.formats.NAMES`, or `pattern`"
     )
-    lines: int = field_doc("number of lines that were read")
+    lines: int = field_doc("number of lines of the log that were read, without blank lines")
     steps: int = field_doc("number of recorded steps, repeated steps included")
     attempts: int = field_doc("number of starts of the trainer in the log")
-    skipped_lines: int = field_doc("number of torn lines about steps, which were skipped")
+    skipped_lines: int = field_doc(
+        "number of lines about steps that were skipped, because they were torn (incomplete or"
+        " mixed)"
+    )
     notes: tuple[str, ...] = field_doc(
-        "facts that were derived or assumed, and contradictions in the log"
+        "values that were derived or assumed, and contradictions in the log"
     )
 
 
@@ -71,8 +76,8 @@ def import_log(
     follow: bool = False,
     idle: Callable[[float], None] = time.sleep,
 ) -> ImportReport:
-    """Creates a run directory from a log and returns a report. With `follow` it returns when the
-    log has ended.
+    """Creates a run directory from a log and returns a report. With `follow`, the function returns
+    when training in the log has ended.
 
     Args:
         log: file with the output of the trainer's last rank (Megatron) or of rank 0 (NxDT).
@@ -214,10 +219,10 @@ def _detected(file: Path, forms: list[Format]) -> Format:
 
 
 def _check_logging_steps(file: Path, form: Format, logging_steps: int | None) -> None:
-    """Raises ConfigError if the lines have no step and the number of steps per line is missing. The
-    message then names the file to import instead.
+    """Raises ConfigError if the lines of a log have no step, and the user gave no number of steps
+    per line. The message then names the file to import instead.
 
-    Also raises ConfigError if the lines have a step and the number is given.
+    Also raises ConfigError if the lines have a step although the user gave a number.
     """
     if not form.counts_lines:
         if logging_steps is not None:
@@ -279,7 +284,9 @@ def _check_epochs(file: Path, texts: list[str], steps_per_line: int) -> None:
 
 
 def _no_steps_error(parser: Parser, *, is_detected: bool) -> DataError:
-    """Returns the error for a log without a step, with a pattern that may find its steps."""
+    """Returns the error for a log in which no step was found. Its message suggests a pattern that
+    may find the steps.
+    """
     file = parser.file
     if parser.unsure:
         return DataError(f"{file}: the steps are not known. {parser.unsure[0]}.")
@@ -299,8 +306,8 @@ def _no_steps_error(parser: Parser, *, is_detected: bool) -> DataError:
 
 
 def _rows(steps: list[Step], recorder: StepRecorder) -> list[Row]:
-    """Returns one row for each step of each attempt. If the log has a step several times, the last
-    row counts.
+    """Returns one row of metrics.jsonl for each step of each attempt. If a step occurs several
+    times in an attempt, its last row is returned.
     """
     rows: dict[tuple[int, int], Row] = {}
     for step in steps:
@@ -311,7 +318,7 @@ def _rows(steps: list[Step], recorder: StepRecorder) -> list[Row]:
 
 def _check_speed(rows: list[Row], steps: list[Step], run: Run) -> list[str]:
     """Returns notes on differences between the speeds that a log prints and the speeds by its
-    clock. Rows that are faster than the peak of the device lose their time.
+    clock. If a row is faster than the peak of the device, its step time is removed.
 
     Raises:
         ConfigError: The typical step is faster than the device can multiply matrices.
@@ -365,8 +372,8 @@ def _check_speed(rows: list[Row], steps: list[Step], run: Run) -> list[str]:
 
 
 def _remove_times_beyond(tokens_per_s: float, rows: list[Row]) -> int:
-    """Removes the times of rows with more than `tokens_per_s` over all devices. Returns the number
-    of these rows.
+    """Removes the step times of rows that are faster than `tokens_per_s`, a rate over all devices.
+    Returns the number of these rows.
     """
     count = 0
     for row in rows:
@@ -377,8 +384,8 @@ def _remove_times_beyond(tokens_per_s: float, rows: list[Row]) -> int:
 
 
 def _notes_on_lines(parser: Parser, steps: list[Step], run: Run) -> list[str]:
-    """Returns notes on unusual lines of a log: lines without loss, of mixtures of experts, or
-    without a time zone.
+    """Returns notes on unusual lines of a log: no line has a loss, lines print losses of mixtures
+    of experts, or time stamps have no zone.
     """
     notes = []
     if not any("loss" in step for step in steps):
@@ -398,7 +405,9 @@ def _notes_on_lines(parser: Parser, steps: list[Step], run: Run) -> list[str]:
 
 
 def _unsure_notes(parser: Parser) -> list[str]:
-    """Returns a note on the lines that were left out because their steps are unknown, if any."""
+    """Returns a list with a note on the lines that were left out because their steps are unknown.
+    The list is empty if there are no such lines.
+    """
     if not parser.unsure:
         return []
     lines = counted(len(parser.unsure), "line")
@@ -409,7 +418,9 @@ def _unsure_notes(parser: Parser) -> list[str]:
 
 
 def _create(run: Run, log: Path) -> None:
-    """Writes the records of a run, and removes the records of an earlier import."""
+    """Writes the files that describe a run, such as spec.json and job.json, and removes those of an
+    earlier import.
+    """
     out = run.directory
     for name in ("spec", "state", "exit", "history", "alerts", "plan.attempt_*"):
         for old in out.glob(f"{name}.json*"):
@@ -435,10 +446,12 @@ def _follow(
     idle: Callable[[float], None],
 ) -> ImportReport:
     """Records the steps that are added to the log until training ends, and returns the report on
-    the whole log. `notes` has all notes of the report except the note on left-out lines.
+    the whole log. `notes` has all notes of the report except the note on lines with unknown steps,
+    which may change.
     """
     writer = MetricsWriter(run.directory / "metrics.jsonl")
-    # Following ends if the user interrupts, or the log or the run directory is deleted.
+    # The loop ends without an error if the user interrupts, or if the log or run directory is
+    # deleted.
     ended = contextlib.suppress(KeyboardInterrupt, FileNotFoundError)
     with contextlib.closing(writer), ended:
         while not parser.done and run.directory.is_dir() and parser.file.exists():

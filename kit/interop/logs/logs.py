@@ -33,12 +33,14 @@ EXPERTS = re.compile(
 """Pattern of the names of losses that trainers print only for mixtures of experts."""
 
 Step = dict[str, float]
-"""Values of a line about the optimizer steps up to `step`, by name. A line without an `attempt` is
-about a validation loss only."""
+"""Numbers that one line of a log states, by name. The line is about the optimizer steps up to the
+value `step`. If the value `attempt` is missing, the line states only a validation loss."""
 
 
 def is_training(step: Step) -> bool:
-    """Returns whether a line is about training, and not only about a validation loss."""
+    """Returns whether the line with these values is about a training step, not only about a
+    validation loss.
+    """
     return "attempt" in step
 
 
@@ -58,7 +60,7 @@ class LogLines(Tail):
         self.changed = 0.0
 
     def new(self) -> Iterator[str]:
-        """Yields the new lines. The last line may lack its end, if it is a complete progress
+        """Yields the new lines. The last line may lack its line end if it is a complete progress
         bar.
         """
         while text := self.new_lines():
@@ -110,43 +112,45 @@ class Parser(LogLines):
         self._open = ""
         """Lines of a text that spans several lines and is not complete yet."""
         self._block = Texts()
-        """Values gathered for a step that is printed on several lines."""
+        """Values of the current step so far, if the trainer prints a step on several lines."""
         self._block_line = ""
-        """First line of the step in `_block`."""
+        """First line of the step whose values are in `_block`."""
         self._before = Texts()
-        """Values of the previous line, as text."""
+        """Values of the previous line about a step, as text, by name."""
         self._seen = dict[int, int]()
-        """Hash of the printed values, by step of this attempt."""
+        """Hash of the values that the line of a step has printed, by step of this attempt. A line
+        with an equal hash was printed again."""
         self._newest = 0
         self._restarted = False
-        """Whether the trainer was started since the last step."""
+        """Whether the log says that the trainer was started again since the last step."""
         self._validation_losses = dict[int, float]()
-        """Validation losses that have not been yielded, by step. They wait for the line of their
-        step."""
+        """Validation losses that were read before the line of their step, by step. They are yielded
+        after that line."""
         self._rank: str | None = None
-        """Rank whose lines are read. Lines of other ranks are ignored."""
+        """Rank whose lines are read, if lines name their rank. Lines of other ranks are ignored."""
         self._last_stamp = -math.inf
 
     def steps(self) -> Iterator[Step]:
-        """Yields the steps of new lines. A line with an impossible number counts as torn.
+        """Yields the steps of new lines. A line with an impossible number counts as torn
+        (incomplete or mixed with another line).
 
         Raises:
             ConfigError: A user's pattern takes too long, or takes part of a number as the step.
         """
         for line in self.new():
             yield from self._guarded(self._read(line))
-        if "loss" in self._block:  # The last step is not ended by a line of another step.
+        if "loss" in self._block:  # No line of another step follows the last step.
             yield from self._guarded(self._end_block())
 
     def _guarded(self, steps: Iterator[Step]) -> Iterator[Step]:
-        """Yields the steps of a line. If the line cannot be read, counts it in `unsure` or
-        `skipped_lines`.
+        """Yields the steps of a line. If the line cannot be read, the error is not raised, and the
+        line is counted in `unsure` or `skipped_lines`.
         """
         try:
             yield from steps
         except UnsureStepError as error:
             self.unsure.append(str(error))
-        except ConfigError:  # A wrong pattern is wrong for every line.
+        except ConfigError:  # The user's pattern is wrong for every line, so the import stops.
             raise
         except (ValueError, OverflowError):
             self.skipped_lines += 1
@@ -182,13 +186,15 @@ class Parser(LogLines):
                 yield from self._step(line, self._texts(found))
 
     def _read_settings(self, line: str) -> None:
-        """Stores the settings that a line prints, and the values of the next step."""
+        """Stores the settings of the trainer that a line prints, and values of the next step, such
+        as memory.
+        """
         for pattern in self.form.settings:
             found = re.search(pattern, line)
             if found is None:
                 continue
             texts = {name: text.strip() for name, text in found.groupdict().items() if text}
-            # A line has the memory of one rank. The largest memory of all ranks counts.
+            # Each line has the memory of one rank. The step's memory is the largest of all ranks.
             if "memory_mib" in texts:
                 most = self.settings.get("memory_mib", "0")
                 texts["memory_mib"] = max(texts["memory_mib"], most, key=float)
@@ -199,11 +205,15 @@ class Parser(LogLines):
             self.done |= "end" in texts
 
     def _settings_of_steps(self) -> Texts:
-        """Returns the settings that are values of the next step."""
+        """Returns the values of the next step that earlier lines have stated, such as its time
+        stamp or memory.
+        """
         return {name: self.settings[name] for name in SETTINGS_OF_STEPS if name in self.settings}
 
     def _texts(self, found: re.Match[str]) -> Texts:
-        """Returns the values in a line as they are written, by name."""
+        """Returns the values of a matched line as text, by name, corrected by the format's function
+        `amend`.
+        """
         texts = self._settings_of_steps() | _groups(found)
         for value in re.finditer(self.form.fields, texts.pop("fields", "")):
             name = str(value.lastgroup)
@@ -235,7 +245,9 @@ class Parser(LogLines):
                 self._block.setdefault(name, value[name])
 
     def _end_block(self) -> Iterator[Step]:
-        """Yields the step whose values were gathered, if they include a loss or a time."""
+        """Yields the step that was printed on several lines, if its values include a loss or a step
+        time.
+        """
         texts = self._block
         self._block = Texts()
         if "step" in texts and ("loss" in texts or "step_time_s" in texts):
@@ -249,17 +261,21 @@ class Parser(LogLines):
         Raises:
             ValueError: The line is torn, or its step is unknown.
         """
-        if texts.get("step") == "":  # The line does not end an optimizer step.
+        if (
+            texts.get("step") == ""
+        ):  # The line is of a micro-step that does not end an optimizer step.
             self._before = texts
             return
         values = self._values(texts)
-        # The other stages of a pipeline print a loss of -1. Several ranks may print the same line.
+        # Pipeline stages without a loss print -1. If several ranks print a step, only lines of one
+        # rank are read.
         named = RANK.search(line)
         rank = named[1] if named else None
         is_of_other_rank = self._rank is not None and rank != self._rank
         if values.get("loss", 0.0) < 0 or is_of_other_rank:
             return
-        # A validation loss is printed again until there is another one.
+        # Trainers print the last validation loss again in later lines, until there is another one.
+        # Only its first print is used.
         if texts.get("validation_loss") == self._before.get("validation_loss"):
             values.pop("validation_loss", None)
         self._rank = rank
@@ -299,8 +315,8 @@ class Parser(LogLines):
         return values
 
     def _time(self, texts: Texts) -> Step:
-        """Returns the Unix time of a step as `time` and as `clock_s`. The result is {} if the line
-        has no time stamp as in ISO 8601.
+        """Returns a dict with the values `time` and `clock_s`, both the Unix time of a line's time
+        stamp. Returns {} if the line has no time stamp in ISO 8601.
         """
         self.settings.pop("time", None)
         try:
@@ -318,12 +334,14 @@ class Parser(LogLines):
         return {"time": self._last_stamp, "clock_s": self._last_stamp}
 
     def _due_validation_losses(self) -> Iterator[Step]:
-        """Yields the validation losses of steps up to the newest."""
+        """Yields the stored validation losses of all steps up to the newest step that was read, and
+        removes them.
+        """
         due = [step for step in self._validation_losses if step <= self._newest]
         for step in due:
             yield {"step": step, "validation_loss": self._validation_losses.pop(step)}
 
 
 def _groups(found: re.Match[str]) -> Texts:
-    """Returns the texts of the groups that take part in a match."""
+    """Returns the texts of the named groups that have matched, by the names of the groups."""
     return {name: text for name, text in found.groupdict().items() if text is not None}

@@ -5,32 +5,32 @@ import re
 SUFFIXED = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s?([^\d\s]*)")
 """Pattern of a number (group 1) and the suffix or unit after it (group 2)."""
 FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "%": 0.01}
-"""Factor by which a suffix multiplies the number before it."""
+"""Dict from the suffix of a number in a log, such as `k`, to its factor."""
 SECONDS_OF = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
-"""Seconds in one unit of time, by the unit's name in logs."""
+"""Dict from the name of a unit of time in logs to its length in seconds."""
 RATES = ("it/s", "steps/s", "step/s")
-"""Units of a speed, all in steps per second."""
+"""Names of the unit "steps per second" in logs. A step time is the inverse of such a speed."""
 UNITS = {
     "step_time_ms": ("step_time_s", 1000.0),
     "memory_gib": ("memory_bytes", 2.0**-30),
     "memory_mib": ("memory_bytes", 2.0**-20),
     "tflops": ("flops_per_s", 1e-12),
 }
-"""Groups whose unit differs from the unit of their value, such as `step_time_ms`: (name of the
-value, number of the group's units in one unit of the value)."""
+"""Names of printed values in another unit than the kit's, such as `step_time_ms`. Each has (the
+kit's name, number of printed units in one unit of the kit)."""
 COUNTS = frozenset(
     "step total_steps samples consumed_samples consumed_tokens sequence_length".split()
 )
 """Names of whole-number values that are used only if the log prints all their digits."""
 WHOLE = COUNTS | {"memory_bytes", "skipped_steps", "nan_steps"}
-"""Names of values that are whole numbers."""
+"""Names of values that are converted to whole numbers."""
 BOUNDED = WHOLE | {"step_time_s"}
 """Names of values that are ignored if they are negative, or 2**63 or more."""
 
 
 class UnsureStepError(ValueError):
-    """The step of a line is unknown: too few digits are printed, or another number contradicts the
-    step.
+    """The step of a line of a log is unknown: too few of its digits are printed, or another number
+    in the line contradicts it.
     """
 
 
@@ -81,9 +81,9 @@ def lacks_digits(text: str) -> bool:
 
 
 def parse_value(group: str, text: str) -> tuple[str, float | None]:
-    """Returns (name of the value in a group, the value in its unit). The value is None if the text
-    is not a number or is out of range. It is also None for a whole number whose last digits are not
-    printed.
+    """Returns (the kit's name of a value, the number in the kit's unit) for the text of a pattern's
+    group. The value is None if the text is not a number or is out of range. It is also None for a
+    whole number whose last digits are not printed.
 
     Raises:
         UnsureStepError: The text is a step that lacks digits.

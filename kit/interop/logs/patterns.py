@@ -1,5 +1,5 @@
-"""Formats from a user's regular expression (`kit import --pattern`), which is checked and limited
-in time.
+"""Makes a log format from a user's regular expression (`kit import --pattern`). The expression is
+checked, and its time is limited.
 """
 
 import contextlib
@@ -16,19 +16,21 @@ GROUPS = tuple(
     "step loss total_steps samples consumed_samples step_time_s step_time_ms grad_norm "
     "learning_rate validation_loss memory_gib tflops time".split()
 )
-"""Groups that a pattern may have. `samples` are the sequences of the step, `consumed_samples` the
-sequences since the start. `tflops` is the TFLOP/s of one device. `time` is written as `2025-11-25
-19:45:01,441`."""
+"""Names of the groups that a user's pattern may have. `samples` are the sequences of the step,
+`consumed_samples` the sequences since the start. `tflops` is the TFLOP/s of one device. `time` is
+written as `2025-11-25 19:45:01,441`."""
 PATTERN_S = 1.0
 """Longest processor time of a user's pattern on one line, in seconds. A pattern takes microseconds,
-unless its repetitions are tried in all combinations."""
+unless Python has to try all combinations of its repetitions."""
 GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![,.]?\d)")
 """Pattern of a whole number with commas between thousands. A list such as `12,345,0.5` does not
 match."""
 
 
 class PatternFormat(Format):
-    """Format of the lines in which a user's pattern finds a step. The field `sign` is not used."""
+    """Format of a log whose steps are found by a user's pattern, in limited time. The field `sign`
+    is not used.
+    """
 
     def is_about_step(self, line: str) -> bool:
         """Returns whether the pattern finds a step in a line."""
@@ -49,8 +51,8 @@ class PatternFormat(Format):
 
 
 def pattern_format(pattern: str, lines: Iterable[str] = ()) -> Format:
-    """Returns the format of a user's pattern. A step has one line. If a match in `lines` lacks the
-    step or the loss, a step has several lines.
+    """Returns the format of a user's pattern. If a match in `lines` has only the step or only the
+    loss, the values of a step are gathered from several lines. Otherwise, each step has one line.
 
     Raises:
         ConfigError: The pattern is no regular expression, lacks the groups `step` or `loss`, has a

@@ -1,5 +1,5 @@
-"""Converts the steps of a log to rows of `metrics.jsonl`: times, samples, tokens, and the steps
-between two lines.
+"""Converts the steps of a log to rows of `metrics.jsonl`. Computes times and tokens, and adds a row
+for each step between two lines of the log.
 """
 
 import collections
@@ -14,9 +14,10 @@ CLOCK_WINDOW_S = 20.0
 """Shortest time in seconds over which a speed is measured. The clock of a progress bar has whole
 seconds, so a time of 20 s is wrong by at most 5 %."""
 ALWAYS = ("loss", "grad_norm", "learning_rate", "memory_bytes")
-"""Names of values that every row has. They are None if the line lacks them."""
+"""Names of values that every row of metrics.jsonl has. A value is None if the line of the log lacks
+it."""
 OPTIONAL = ("validation_loss", "loss_scale", "skipped_steps", "nan_steps")
-"""Names of values that a row has only if the line has them."""
+"""Names of values that a row of metrics.jsonl has only if the line of the log states them."""
 
 Row = dict[str, Any]
 
@@ -27,12 +28,13 @@ class StepRecorder:
     Args:
         batch: Sequences per step according to the log.
         length: Tokens per sequence.
-        share: Share of the sequences that the engine really ran.
-        own: Sequences of a step that are missing in the consumed samples of its own line.
-        interval: Number of steps per line.
+        share: Fraction of the sequences in the log that the trainer's engine really ran.
+        own: Sequences to add to the consumed samples of a line, if they leave out the line's own
+            step. Otherwise 0.
+        interval: Number of optimizer steps per line of the log.
 
     Attributes:
-        last_row: Row of the last line about training.
+        last_row: Row of metrics.jsonl for the last line about training.
     """
 
     def __init__(
@@ -51,10 +53,13 @@ class StepRecorder:
         self._newest = 0
         self._skipped_steps = 0
         self._clocks = collections.deque[tuple[float, float]]()
-        """(Step, clock in seconds) of earlier lines, within CLOCK_WINDOW_S."""
+        """(Step, clock in seconds) of the lines of the last CLOCK_WINDOW_S seconds, and of the
+        newest line before them."""
 
     def rows(self, step: Step) -> Iterator[Row]:
-        """Yields the rows that a line adds: one row for each step since the previous line."""
+        """Yields the rows of metrics.jsonl that a line of the log adds: one for each step since the
+        previous line.
+        """
         if not is_training(step):
             yield from self._validation_rows(step)
             return
@@ -69,8 +74,8 @@ class StepRecorder:
         yield row
 
     def _validation_rows(self, step: Step) -> Iterator[Row]:
-        """Yields the row of the last line again, with the validation loss of a step, if the line
-        stands for that step.
+        """Yields the last row again, with a validation loss added, if the last line covers the step
+        of the validation loss.
         """
         last = self.last_row
         if not last:
@@ -96,7 +101,8 @@ class StepRecorder:
         for name in OPTIONAL:
             if name in step:
                 row[name] = step[name]
-        # A line counts skipped steps since the previous line, a row since the start of the attempt.
+        # A line prints the skipped steps since the previous line. A row has those since the start
+        # of the attempt.
         if "skipped_steps" in step:
             self._skipped_steps += step["skipped_steps"]
             row["skipped_steps"] = self._skipped_steps
@@ -106,8 +112,8 @@ class StepRecorder:
         """Yields a row for each step between the previous line and this line, with the values of
         this line. Updates the newest step.
 
-        A line that is out of order adds no such rows: the lines before it have added rows for its
-        steps.
+        If the line comes after a line of a later step, no rows are added, since that line has added
+        them.
         """
         last = row["step"]
         first = max(self._newest + 1, last - self.interval + 1)
@@ -125,8 +131,8 @@ class StepRecorder:
 
     def _consumed_tokens(self, step: Step) -> int | None:
         """Returns the tokens that were consumed up to a step, or None if the log does not state
-        them. Samples are converted to tokens only if the sequences of the step have the usual
-        length.
+        them. Consumed samples are converted to tokens only if the sequences of the step have the
+        length of the run's other sequences.
         """
         tokens = step.get("consumed_tokens")
         has_length = step.get("sequence_length", self.length) == self.length
@@ -153,8 +159,8 @@ class StepRecorder:
 
 
 def fill_in(rows: list[Row], end: float) -> None:
-    """Gives every row a time, and gives rows without a step time the step time of the next row. For
-    example, the first row of an attempt has no step time.
+    """Sets the missing times of rows. A missing step time is replaced by the step time of the next
+    row. For example, the first row of an attempt has no step time.
 
     Missing times are counted back from the first known time, or counted on from an earlier row. If
     no time is known, they are counted back from `end`, the Unix time of the log's last change, when

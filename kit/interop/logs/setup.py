@@ -28,7 +28,7 @@ SIZES = {
     "context_parallel": "context_parallel_size",
     "micro_batch_size": "micro_batch_size",
 }
-"""Names of Megatron's arguments, by field of the plan."""
+"""Dict from field of the plan (the kit's layout) to the Megatron argument with this meaning."""
 RECIPE_ARGUMENTS = {
     "learning_rate": "lr",
     "min_learning_rate": "min_lr",
@@ -38,13 +38,13 @@ RECIPE_ARGUMENTS = {
     "weight_decay": "weight_decay",
     "gradient_clip": "clip_grad",
 }
-"""Names of Megatron's arguments, by field of the recipe."""
+"""Dict from field of the recipe to the Megatron argument with this meaning."""
 FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
 FSDP_STAGES = {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}
-"""ZeRO stage of each sharding strategy of Megatron-FSDP."""
+"""Dict from sharding strategy of Megatron-FSDP to the ZeRO stage that shards as much."""
 ABSENT = ("None", "False", "0", "0.0", "[1]", "")
-"""Values of an argument that mean that the argument is not used. Megatron-DeepSpeed prints `[1]`
-for no experts."""
+"""Texts of an argument in a log that mean that the argument is not used. For a model without
+experts, Megatron-DeepSpeed prints `[1]`."""
 LARGEST_INTERVAL = 10_000
 """Largest accepted number of steps per line. A larger number means that the log is damaged."""
 
@@ -57,9 +57,9 @@ class LoggedRun:
     plan: Plan
     recipe: Recipe
     recorder: StepRecorder
-    """Converter of the log's steps to rows."""
+    """Object that converts the steps of the log to rows of metrics.jsonl."""
     notes: list[str]
-    """Notes on values that were derived or assumed, and on contradictions."""
+    """Notes for the user: values that were derived or assumed, and contradictions in the log."""
 
 
 def configure_run(
@@ -69,8 +69,8 @@ def configure_run(
     spec: ModelSpec | None,
     changes: dict[str, dict[str, Any]],
 ) -> LoggedRun:
-    """Returns model, plan and recipe of a log. Values that the user gives (`spec`, `changes`) are
-    preferred to values of the log.
+    """Returns model, plan (layout) and recipe of the run in a log, and the converter of its steps.
+    Values that the user gives (`spec`, `changes`) are preferred to values of the log.
 
     Raises:
         ConfigError: A required value is neither in the log nor given, or a given value contradicts
@@ -137,7 +137,7 @@ def _all_or_errors(*parts: Callable[[], Any]) -> list[Any]:
 
 
 def _spec(settings: Texts, notes: list[str]) -> ModelSpec:
-    """Returns the model that a log describes."""
+    """Returns the spec of the model that a log describes."""
     for name in OTHER_WORK:
         if settings.get(name, "None") not in ABSENT:
             raise ConfigError(
@@ -149,11 +149,11 @@ def _spec(settings: Texts, notes: list[str]) -> ModelSpec:
 
 
 def _layout(settings: Texts, given: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Returns the fields of the plan that a log states. The result is {} if the log lacks
+    """Returns the fields of the plan (layout) that a log states. The result is {} if the log lacks
     Megatron's arguments.
 
     Raises:
-        ConfigError: The degrees are neither in the log nor given.
+        ConfigError: The degrees of parallelism are neither in the log nor given by the user.
     """
     if "world_size" not in settings:
         if missing := [name for name in DEGREES if name not in given]:
@@ -198,7 +198,9 @@ def _zero_stage(settings: Texts, flags: set[str]) -> int:
 
 
 def _recomputation(settings: Texts, flags: set[str], virtual_stages: int) -> dict[str, Any]:
-    """Returns the fields `recompute` and `recompute_layers` of the plan."""
+    """Returns the plan's fields `recompute` and `recompute_layers`, from Megatron's arguments on
+    activation recomputation.
+    """
     kind = settings.get("recompute_granularity")
     if "checkpoint_activations" in flags:
         kind = "full"
@@ -225,8 +227,8 @@ def _precision(settings: Texts, flags: set[str], notes: list[str]) -> str:
 
 
 def _sequences_per_step(settings: Texts, steps: list[Step], given: dict[str, Any]) -> int:
-    """Returns the sequences of one step that a log prints, or else the given number, or else the
-    growth of its consumed samples per step.
+    """Returns the number of sequences per step: the number that the log prints, or the user's
+    number, or the growth of consumed samples per step.
 
     Raises:
         ConfigError: The number is unknown, or the given number contradicts the log.
@@ -261,8 +263,8 @@ def _growth_of_samples(steps: list[Step]) -> float:
 
 
 def _engine_share(settings: Texts, notes: list[str]) -> Fraction | int:
-    """Returns the share of Megatron's sequences that the engine really ran. The share is 1, unless
-    DeepSpeed's pipeline uses another micro-batch size than Megatron.
+    """Returns the fraction of the sequences in Megatron's log that DeepSpeed really ran. The
+    fraction is 1, unless DeepSpeed's pipeline uses another micro-batch size than Megatron.
 
     DeepSpeed divides the global batch by its own micro-batch. Megatron then feeds it micro-batches
     of Megatron's size. With micro-batches of 1 in Megatron and 4 in DeepSpeed, a run trains on a
@@ -285,7 +287,9 @@ def _engine_share(settings: Texts, notes: list[str]) -> Fraction | int:
 
 
 def _recipe(settings: Texts, steps: list[Step], given: dict[str, Any]) -> Recipe:
-    """Returns the recipe of a log. Fields that the log does not state have their defaults."""
+    """Returns the recipe of the run in a log. Fields that the log does not state have their
+    defaults.
+    """
     fields: dict[str, Any] = {}
     for field, argument in RECIPE_ARGUMENTS.items():
         value = parse_number(settings.get(argument))
@@ -333,14 +337,16 @@ def _interval(settings: Texts, steps: list[Step]) -> int:
 
 
 def _most_frequent(counts: collections.Counter[Any], default: Any) -> Any:
-    """Returns the value with the largest count, the first value if several are equal, or `default`
-    if there are no values.
+    """Returns the most frequent value, or `default` if `counts` is empty. If several values are
+    equally frequent, the first is returned.
     """
     return max(counts, key=counts.__getitem__, default=default)
 
 
 def _whole(settings: Texts, name: str, default: int = 0) -> int:
-    """Returns a setting as a whole number, or `default` if it is missing or not a number."""
+    """Returns the setting `name` of a log as a whole number, or `default` if it is missing or no
+    number.
+    """
     value = parse_number(settings.get(name))
     if value is None or not math.isfinite(value):
         return default

@@ -1,5 +1,5 @@
-"""Gives advice for a log that no known format matches: the type of the file, or a suitable
-pattern.
+"""Finds advice for a log that no known format matches: the type of the file, or a pattern that
+finds its steps.
 """
 
 import itertools
@@ -25,10 +25,11 @@ STEP = re.compile(
 )
 """Pattern of a step in a line, with three groups: label, characters between, number."""
 BAR = re.compile(r"(\|)(\s*)(\d+)(?=/\d+ \[)")
-"""Pattern of the count of a progress bar, for lines without a step. The groups are those of
-STEP."""
+"""Pattern of the number of batches in a progress bar, used for lines without a step. Its groups are
+label, characters between, number."""
 STEP_NUMBER = r"\d[\d,]*"
-"""Pattern of a step, with or without commas between thousands."""
+"""Pattern of a whole number, with or without commas between thousands, for the step in a suggested
+pattern."""
 LOSS = re.compile(
     r"(?i)(?<![a-z])((?:train(?:ing)?|lm|ce|total)?[_/ -]{0,2}(?:ce )?loss)"
     r"([\"']?\s{0,4}[:=]?\s{0,4}[\"']?)(\d[^\s,|;\]})\"']*)"
@@ -46,14 +47,14 @@ KINDS = (
     (b"\x89HDF", "an HDF5 file, not a log"),
     *((magic, f"compressed by {name}. Unpack it") for magic, name in MAGIC),
 )
-"""First bytes of files that are not logs, with the type of the file."""
+"""First bytes of files that are not logs. The text with them names the type of the file."""
 CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".distcp", ".safetensors")
 """Extensions of checkpoint files."""
 CONVERT = (
     "Its weights are imported from a Hugging Face folder: write one with that trainer's own tools."
     " For the steps, give the text that the trainer printed"
 )
-"""Advice for a file of weights."""
+"""Advice for a user who gave a file with weights instead of a log."""
 TEXT_SHARE = 0.9
 """Smallest share of printable bytes at the beginning of a text file. A log may have damaged
 lines."""
@@ -141,7 +142,9 @@ def _joined(parts: list[tuple[re.Match[str], str, str]]) -> str:
 
 
 def _named(found: re.Match[str], name: str, value: str) -> str:
-    """Returns a pattern of a value after its label, with a group `name`."""
+    """Returns a pattern that finds a value after its label. The pattern has the value in a named
+    group with the name `name`.
+    """
     label = re.escape(found[1] + found[2]).replace("\\ ", " ")
     label = re.sub(" +", " *", label)
     before = r"(?<![A-Za-z])" if label[0].isalpha() else ""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def load_model(run: Run, step: int | None = None) -> "Decoder":
-    """Returns the whole model of one checkpoint (default: the newest) on the CPU, fp32, in
+    """Returns the whole model of one checkpoint (default: the newest), on the CPU, in fp32 and in
     evaluation mode.
 
     Raises:

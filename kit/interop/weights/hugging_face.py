@@ -1,5 +1,5 @@
 """Writes the kit's decoder as a Hugging Face folder (LlamaForCausalLM or GPT2LMHeadModel, in
-safetensors) and reads such folders. Both ways keep every bit.
+safetensors) and reads such folders. Writing and reading keep every bit of fp32 weights.
 
 A folder holds `config.json`, `model.safetensors` (or shards with `model.safetensors.index.json`)
 and the tokenizer.
@@ -48,8 +48,8 @@ def run_weights(run: Run, step: int | None = None) -> Weights:
     """Returns the weights of a checkpoint of any engine, by default the newest one.
 
     Raises:
-        CheckpointError: There is no complete checkpoint, or none of that step. `fill` raises it
-            too, if the checkpoint is damaged.
+        CheckpointError: There is no complete checkpoint, or none of that step. If the checkpoint is
+            damaged, `Weights.fill` raises the error when it reads the weights.
     """
     known = run.checkpoints.describe(run.checkpoints.step_or_newest(step))
     if not known[0].plan.capabilities.portable_checkpoints:
@@ -75,13 +75,14 @@ def export_hugging_face(
         model: Decoder that is not divided between ranks, or `Weights`, of which one weight file at
             a time is held in memory.
         folder: Folder to create. It must be absent or empty. It appears when it is complete.
-        tokenizer: Written beside the weights, see `write_tokenizer`.
+        tokenizer: Tokenizer that is written beside the weights, as transformers reads it. None: no
+            tokenizer.
         precision: Number format of the weights. `float32` keeps every bit of a model of the kit.
         max_shard_bytes: Largest size of a weight file. A single weight may be larger.
 
     Raises:
-        ConfigError: LlamaForCausalLM and GPT2LMHeadModel cannot express the model, or the folder
-            is not empty.
+        ConfigError: LlamaForCausalLM and GPT2LMHeadModel cannot express the model, or the folder is
+            not empty.
         DataError: transformers gives other token ids than the tokenizer.
         MissingPackageError: safetensors is not installed, or transformers with a tokenizer.
     """
@@ -115,12 +116,12 @@ def _write_shards(
     for file, names in split.filename_to_tensors.items():
         made = {name: torch.empty_like(theirs[name], device="cpu") for name in names}
         places = (name for name in ours if their_name(spec, name) in made)
-        # A weight of the kit is a view of theirs, so filling it fills their tensor.
+        # A weight of the kit is a view of Hugging Face's tensor, so filling it fills that tensor.
         weights.fill({name: from_theirs(spec, name, made.__getitem__) for name in places})
         save_file(made, folder / file, metadata={"format": "pt"})
         # safetensors creates files that only their owner may read.
         shutil.copymode(folder / "config.json", folder / file)
-        del made  # Frees memory before the next file is allocated.
+        del made  # Frees the memory of this file before the next file is allocated.
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -134,12 +135,15 @@ def export_run(
     precision: Precision = "float32",
     with_tokenizer: bool = True,
 ) -> Path:
-    """Writes a checkpoint of a run (None: the newest) and the tokenizer of its data set, as
-    `export_hugging_face` does.
+    """Writes a checkpoint of a run (None: the newest) and the tokenizer of its data set as a folder
+    that transformers loads. Returns the folder.
 
     Raises:
         CheckpointError: There is no complete checkpoint of that step.
-        ConfigError, DataError, MissingPackageError: See `export_hugging_face`.
+        ConfigError: Llama and GPT-2 of transformers cannot express the model, or the folder is not
+            empty.
+        DataError: transformers gives other token ids than the tokenizer.
+        MissingPackageError: safetensors or transformers is not installed.
     """
     tokenizer = run.dataset().tokenizer() if with_tokenizer else None
     return export_hugging_face(
@@ -173,8 +177,9 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) ->
     """Writes a tokenizer for transformers into a folder that has a `config.json`.
 
     The tokenizer adds no tokens to a text. Text that spells a special token is read as ordinary
-    text, as in training. With `split_special_tokens=False` in a call, transformers reads it as the
-    token. A SentencePiece model is kept, and also written as `tokenizer.json`.
+    text, as in training. If a caller of transformers gives `split_special_tokens=False`, such text
+    is read as the special token. A SentencePiece model is kept, and also written as
+    `tokenizer.json`.
 
     Raises:
         DataError: transformers gives other token ids for a text of `HARD_TEXTS`, or for the text of
@@ -203,8 +208,8 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, sequence_length: int) ->
 
 
 def _bare(data: bytes) -> bytes:
-    """Returns a tokenizer.json without the rules that add, cut or pad, which the kit does not
-    apply either.
+    """Returns a tokenizer.json without the rules that add special tokens, truncate or pad. The kit
+    does not apply these rules either.
     """
     table = json.loads(data)
     keys = ("truncation", "padding", "post_processor")
@@ -219,7 +224,8 @@ def _bare(data: bytes) -> bytes:
 def _compare(folder: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
     with needed("transformers", "eval", "Comparing an exported tokenizer"):
         from transformers import AutoTokenizer
-    # Some of these texts are longer than the model's sequences. `verbose` would warn about them.
+    # verbose=False, since some of these texts are longer than the model's sequences and would raise
+    # warnings.
     theirs: Any = AutoTokenizer.from_pretrained(folder)(texts, verbose=False)["input_ids"]
     results = zip(texts, theirs, tokenizer.encode_batch(texts), strict=True)
     differ = [(text, found, own) for text, found, own in results if found != own]
@@ -242,8 +248,8 @@ def import_hugging_face(folder: str | Path) -> Weights:
 
     Raises:
         ConfigError: The configuration is damaged, or the kit's decoder cannot express the model.
-        DataError: The folder has no configuration or no safetensors, or a weight is missing. `fill`
-            raises it if a weight has another shape.
+        DataError: The folder has no configuration or no safetensors, or a weight is missing. If a
+            weight has another shape, `Weights.fill` raises the error later.
         MissingPackageError: safetensors is not installed.
     """
     folder = Path(folder)
@@ -254,7 +260,9 @@ def import_hugging_face(folder: str | Path) -> Weights:
         )
     spec = load_spec(str(folder.resolve() / "config.json"))
     weights = SafetensorsFolder(folder)
-    if spec.num_params > weights.size_bytes:  # Otherwise a wrong size would allocate memory.
+    if (
+        spec.num_params > weights.size_bytes
+    ):  # A wrong size in config.json would allocate too much memory.
         raise DataError(
             f"{folder}: config.json tells of {spec.num_params:,} parameters, but the weight files"
             f" have {weights.size_bytes:,} bytes. Copy them again."
@@ -272,7 +280,8 @@ def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
 
     Raises:
         ConfigError: The folder holds another model.
-        DataError, MissingPackageError: See `import_hugging_face`.
+        DataError: The folder has no configuration or no safetensors, or a weight is missing.
+        MissingPackageError: safetensors is not installed.
     """
     found = import_hugging_face(folder)
     free = ("name",) if spec.family == "gpt" else ("name", "sequence_length")
@@ -290,7 +299,9 @@ def hugging_face_weights(folder: str | Path, spec: ModelSpec) -> Weights:
 
 
 def refuse_occupied(folder: Path) -> None:
-    """Raises ConfigError unless a folder is absent or empty. Called before the work starts."""
+    """Raises ConfigError unless a folder is absent or empty. It is called before the weights are
+    read and written, which can take long.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists and is not empty. Give a new folder.")
 
@@ -299,9 +310,9 @@ def refuse_occupied(folder: Path) -> None:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Creates a folder atomically.
 
-    The context gives a temporary folder to write into, and renames it to `folder` at its end. The
-    temporary folder is on the file system of `folder`, so the rename is atomic. After an exception
-    nothing is left.
+    The context manager yields a temporary folder to write into, and renames it to `folder` when the
+    block ends. The temporary folder is on the file system of `folder`, so the rename is atomic.
+    After an exception nothing is left.
 
     Raises:
         ConfigError: `folder` exists and is not empty.
@@ -313,7 +324,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         part.mkdir()
         yield part
         try:
-            os.replace(part, folder)  # Also replaces an empty folder.
+            os.replace(part, folder)  # os.replace also replaces an empty folder.
         except OSError:
             refuse_occupied(folder)  # Another process has created the folder.
             raise

@@ -16,7 +16,7 @@ from kit.errors import ConfigError
 from kit.interop.weights.model_arguments import megatron_spec, read_arguments, torchtitan_spec
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-"""The kit's names of activation functions, by their names in GPT-2's configuration."""
+"""Dict from the name of an activation function in GPT-2's config.json to the kit's name."""
 FIELDS = {
     "llama": {
         "vocab_size": "vocab_size",
@@ -41,7 +41,7 @@ FIELDS = {
         "tie_word_embeddings": "tied_embeddings",
     },
 }
-"""Fields of a spec, by model type and key of a configuration."""
+"""Name of the field of the kit's spec for each key of config.json, in one dict per model type."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
         "vocab_size": 32_000,
@@ -78,9 +78,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Values that transformers uses for missing keys of a configuration, by model type."""
+"""Value that transformers uses for each key that config.json lacks, in one dict per model type."""
 ROPE_THETA = 10_000.0
-"""Base of the rotary frequencies that transformers uses if a configuration has none."""
+"""Base of the rotary frequencies that transformers uses if config.json states no `rope_theta`."""
 ALIASES = {
     "llama": {},
     "mistral": {},
@@ -91,8 +91,8 @@ ALIASES = {
         "max_position_embeddings": "n_positions",
     },
 }
-"""Names of a configuration's keys, by model type and by the other name that transformers
-accepts."""
+"""Usual key of config.json for each other name that transformers accepts, in one dict per model
+type."""
 FIXED: dict[str, dict[str, Any]] = {
     "llama": {"hidden_act": "silu"},
     "mistral": {"hidden_act": "silu", "sliding_window": None},
@@ -103,7 +103,8 @@ FIXED: dict[str, dict[str, Any]] = {
         "add_cross_attention": False,
     },
 }
-"""Values of keys that the kit's decoder requires, by model type."""
+"""Only allowed values of keys of config.json, in one dict per model type. With other values, the
+model differs from the kit's decoder."""
 EXPERTS = (
     "num_local_experts",
     "num_experts",
@@ -111,12 +112,12 @@ EXPERTS = (
     "num_routed_experts",
     "moe_num_experts",
 )
-"""Keys of a configuration that only mixtures of experts have."""
+"""Keys of config.json that only mixtures of experts have. The kit has only dense models."""
 SIZE_FREE = frozenset(
     ("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn")
 )
-"""Keys of FIXED that change neither the parameters nor the FLOPs of a model. A plan allows any
-value of them."""
+"""Keys of config.json in FIXED that change neither parameters nor FLOPs of a model. For planning,
+any value is allowed."""
 LACKING = {
     "cohere": "parallel attention and feed-forward, and a scale of the logits",
     "falcon": "parallel attention and feed-forward",
@@ -138,13 +139,15 @@ LACKING = {
     "smollm3": "layers without positions",
     "stablelm": "rotary positions over part of a head",
 }
-"""Features that the kit's decoder lacks for a `model_type`, for error messages."""
+"""Dict from `model_type` to the features of this model that the kit's decoder lacks, as text for
+error messages."""
 TRAINING_LENGTH = 8192
-"""Largest training length in tokens that is assumed for a Hugging Face configuration. Its
-`max_position_embeddings` is the longest sequence that the model serves, often longer than the
-sequences of its pre-training."""
+"""Largest training length in tokens that is assumed for a config.json. Its
+`max_position_embeddings` is the longest sequence that the model serves, often longer than those of
+its pre-training."""
 PLANNED = "gpt2, llama and mistral"
-"""Values of `model_type` that can be planned, for error messages and help."""
+"""Values of `model_type` for which the planner accepts a config.json, as text for error messages
+and help."""
 AFTER = {
     "import": "`kit eval` scores its folder as it is.",
     "plan": (
@@ -152,9 +155,9 @@ AFTER = {
         " kit.ModelSpec) that has about as many parameters."
     ),
 }
-"""Advice for a model that cannot be used for a purpose."""
+"""Advice at the end of error messages, by the purpose for which a model cannot be used."""
 VERBS = {"import": "imported", "plan": "planned"}
-"""Participle of a purpose, for error messages."""
+"""Participles for error messages, as in "cannot be imported", by purpose."""
 
 Purpose = Literal["import", "plan"]
 """Purpose for which a configuration is read. For `import`, weights are read or trained, so the
@@ -167,7 +170,7 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
     """Returns the `config.json` of a model.
 
     Raises:
-        ConfigError: The model is neither Hugging Face's Llama nor its GPT-2.
+        ConfigError: The model can be written neither as transformers' Llama nor as its GPT-2.
     """
     if spec.family == "llama":
         kind = "llama"
@@ -212,11 +215,9 @@ def config_of(spec: ModelSpec, *, precision: Precision = "float32") -> dict[str,
 
 
 def load_spec(name: str) -> ModelSpec:
-    """Returns a model by name.
-
-    `name` is a preset, a spec.json, Hugging Face's config.json, or the folder of one of these
-    files. It may also be Megatron's arguments, as text or in a .txt or .sh file, or `torchtitan:`
-    with a flavour of torchtitan.
+    """Returns the spec of a model. `name` is a preset, a spec.json, Hugging Face's config.json, or
+    the folder of one of these files. It may also be Megatron's arguments, as text or in a .txt or
+    .sh file, or `torchtitan:` with a flavour of torchtitan.
 
     Raises:
         ConfigError: There is no such preset, or the file is missing, or describes no model that the
@@ -233,9 +234,10 @@ def training_spec(
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """Returns (spec of a model with its training length, notes for the user).
 
-    `name` is as for `load_spec`. If `sequence_length` is None, a training length is assumed for a
-    Hugging Face configuration: 8,192 tokens, or less if its original or its largest length is
-    smaller. `max_position_embeddings` alone is only the longest sequence that the model serves.
+    `name` is a preset, a file, a folder or a text with arguments, as `load_spec` explains. If
+    `sequence_length` is None, a training length is assumed for a Hugging Face configuration: 8,192
+    tokens, or less if its original or its largest length is smaller. `max_position_embeddings`
+    alone is only the longest sequence that the model serves.
 
     Raises:
         ConfigError: See `load_spec`. For the purpose `plan`, features that change neither the
@@ -327,7 +329,7 @@ def _other_spec(name: str) -> ModelSpec:
 def _read_config(
     file: Path, table: dict[str, Any], *, purpose: Purpose, notes: list[str] | None = None
 ) -> ModelSpec:
-    """Returns the spec of a configuration by `spec_of`.
+    """Returns the spec of the model that a Hugging Face configuration describes.
 
     Raises:
         ConfigError: The file is damaged, or the kit's decoder cannot be the model.
@@ -397,7 +399,9 @@ def _refuse_type(kind: Any, config: dict[str, Any], purpose: Purpose) -> NoRetur
 
 
 def _refuse_key(key: str, found: str, decoder: str, purpose: Purpose) -> NoReturn:
-    """Raises ConfigError for the value `found` of a key, where the kit's decoder has `decoder`."""
+    """Raises ConfigError for a key of config.json. `found` is its value, and `decoder` says what
+    the kit's decoder has instead.
+    """
     why = f", the kit's decoder has {decoder}" if decoder else ""
     raise ConfigError(f"config.{key}: {found} cannot be {VERBS[purpose]}{why}. {AFTER[purpose]}")
 
@@ -441,14 +445,18 @@ def _length_key(config: dict[str, Any]) -> str:
 
 
 def _window(config: dict[str, Any]) -> int | None:
-    """Returns the window of local attention in tokens, or None for full attention."""
+    """Returns the sliding window of a Mistral's attention in tokens, or None for full attention."""
     if config.get("model_type") != "mistral":
         return None
     return config.get("sliding_window", DEFAULTS["mistral"]["sliding_window"])
 
 
 def _llama(config: dict[str, Any], name: str, purpose: Purpose, notes: list[str]) -> ModelSpec:
-    config = {"attention_bias": False, "mlp_bias": False, **config}  # A Mistral has no biases.
+    config = {
+        "attention_bias": False,
+        "mlp_bias": False,
+        **config,
+    }  # A Mistral has no biases.
     heads = config["num_attention_heads"]
     hidden = config["hidden_size"]
     _refuse(config, {"head_dim": hidden // heads}, purpose)
@@ -512,7 +520,9 @@ def _shapes(config: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _refuse(config: dict[str, Any], fixed: dict[str, Any], purpose: Purpose) -> None:
-    """Raises ConfigError if a key has another value than the kit's decoder has."""
+    """Raises ConfigError if a key of a configuration has another value than in `fixed`, the values
+    of the kit's decoder.
+    """
     for key, value in fixed.items():
         found = config.get(key)
         if found is not None and found != value:

@@ -30,12 +30,12 @@ from kit.run.checkpoint_reader import PlainUnpickler
 
 FILE_NAME = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 SAME = "same"
-"""Division of a weight of which every tensor rank holds a copy."""
+"""Marks weights that tensor parallelism does not split: every tensor rank holds a copy."""
 ROWS = "rows"
-"""Division of a weight of which each tensor rank holds some output features."""
+"""Marks weights that tensor parallelism splits by output features (rows of the matrix)."""
 COLUMNS = "columns"
-"""Division of a weight of which each tensor rank holds some input features. Every rank holds the
-whole bias."""
+"""Marks weights that tensor parallelism splits by input features (columns of the matrix). Every
+rank holds the whole bias."""
 MODULES = {
     "embedding.tokens": ("word_embeddings.", ROWS),
     "embedding.positions": ("position_embeddings.", SAME),
@@ -51,21 +51,23 @@ MODULES = {
     "feed_forward.up": ("mlp.dense_h_to_4h.", ROWS),
     "feed_forward.down": ("mlp.dense_4h_to_h.", COLUMNS),
 }
-"""(Prefix of the module's name inside its layer in Megatron, division of its weight between tensor
-ranks), by the kit's name of the module."""
+"""Dict from the kit's name of a module to (prefix of the module's weights inside a Megatron layer,
+how tensor ranks split them: SAME, ROWS or COLUMNS)."""
 FUSED = ("attention.query", "attention.key", "attention.value")
-"""Modules whose weights are one weight in Megatron, in this order."""
+"""The kit's modules whose weights are joined to one weight in Megatron, in this order."""
 GATED = ("feed_forward.gate", "feed_forward.up")
-"""Modules whose weights are one weight in Megatron if the model is gated, in this order."""
+"""The kit's modules whose weights are joined to one weight in Megatron, in this order, if the
+feed-forward is gated."""
 OTHER_PREFIXES = {"attention.": "self_attention.", "lm_head.": ""}
-"""Prefixes of names in MODULES, by the prefixes that other versions or layers have instead."""
+"""Dict from prefix of a weight's name in other Megatron versions, or in the output layer, to the
+prefix that MODULES uses."""
 
 
 def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Weights:
     """Returns the weights of a Megatron-DeepSpeed checkpoint.
 
     Args:
-        folder: `global_stepN`.
+        folder: folder of the checkpoint, `global_stepN`.
         spec: Model that was trained, with the padded vocabulary. The layer files do not describe
             it.
 
@@ -82,7 +84,9 @@ def import_megatron_deepspeed(folder: str | Path, spec: ModelSpec) -> Weights:
 
 
 class LayerFiles:
-    """Reads weights one at a time, and joins the parts that the tensor ranks hold."""
+    """Reads the weights of a Megatron-DeepSpeed checkpoint one at a time. Joins the parts of a
+    weight that the tensor ranks hold.
+    """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder = folder
@@ -123,7 +127,7 @@ class LayerFiles:
             self.layers["output" if held["weight"].ndim == 2 else "norm"] = layer
 
     def read(self, name: str) -> Tensor:
-        """Returns a whole weight by the kit's name.
+        """Returns the whole weight with the name `name` in the kit's decoder.
 
         Raises:
             DataError: The files do not hold the weight.
@@ -143,7 +147,8 @@ class LayerFiles:
         if shared == SAME or (shared == COLUMNS and kind == "bias"):
             return _one(parts, theirs + kind)
         if inner in GATED and self.spec.gated:
-            # The first half of the rows of each rank is its gate, the second half its up.
+            # On each rank, the first half of the rows is the gate weight, the second half the up
+            # weight.
             half = GATED.index(inner)
             parts = [part.chunk(2)[half] for part in parts]
         whole = torch.cat(parts, dim=1) if shared == COLUMNS else torch.cat(parts)
@@ -154,8 +159,8 @@ class LayerFiles:
     def _query_key_value(self, fused: Tensor, which: str) -> Tensor:
         """Returns the rows of the queries, of the keys or of the values.
 
-        The rows of the fused weight are, for each key/value head, its query heads, its key head and
-        its value head.
+        In the joined weight, the rows are ordered by key/value head. Each key/value head has its
+        query heads first, then its key head, then its value head.
         """
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
@@ -230,9 +235,10 @@ DAMAGE = (
     zipfile.BadZipFile,
     pickle.PickleError,
 )
-"""Errors of reading a damaged file of torch.save."""
+"""Errors that can occur when a damaged file of torch.save is read."""
 LARGEST_FACTS_BYTES = 16 << 20
-"""Largest size in bytes of the pickled part of a file. A larger part is not unpacked."""
+"""Largest accepted size in bytes of the pickled values in a file of torch.save, tensors not
+included. Megatron's arguments take a few thousand bytes."""
 ARGUMENTS_FILE = "mp_rank_00_model_states.pt"
 ARGUMENTS = {
     "num_layers": "num_layers",
@@ -241,7 +247,7 @@ ARGUMENTS = {
     "num_key_value_heads": "num_kv_heads",
     "layernorm_epsilon": "norm_eps",
 }
-"""Fields of a spec, by the Megatron argument of equal meaning."""
+"""Dict from Megatron argument to the field of the kit's spec with this meaning."""
 
 
 def _check_arguments(folder: Path, spec: ModelSpec) -> None:
@@ -270,8 +276,8 @@ def _check_arguments(folder: Path, spec: ModelSpec) -> None:
 
 
 def _read_facts(file: Path) -> dict[str, Any]:
-    """Returns the plain values in a file of torch.save, without its tensors. The result is empty
-    if the file is missing or damaged.
+    """Returns the plain values in a file of torch.save, without its tensors. The result is {} if
+    the file is missing or damaged.
 
     Raises:
         DataError: Unpacked, the values take more than `LARGEST_FACTS_BYTES`.

@@ -21,7 +21,8 @@ OTHER_WORK = (
     "hybrid_override_pattern",
     "hybrid_layer_pattern",
 )
-"""Arguments of Megatron that change the FLOPs per token compared with the kit's decoder."""
+"""Arguments of Megatron that change the FLOPs per token compared with the kit's decoder. The kit's
+FLOPs would be wrong for such a model."""
 REFUSED = (
     *OTHER_WORK,
     "qk_layernorm",
@@ -33,13 +34,14 @@ REFUSED = (
     "rotary_seq_len_interpolation_factor",
     "apply_residual_connection_post_layernorm",
 )
-"""Arguments of Megatron that make another model than the kit's decoder."""
+"""Arguments of Megatron for models that the kit's decoder cannot be. They are refused."""
 REQUIRED_VALUES = {
     "rotary_percent": ("1", "1.0"),
     "softmax_type": ("vanilla",),
     "position_embedding_type": ("learned_absolute", "rope"),
 }
-"""Values of Megatron's arguments that the kit's decoder has. Other values make another model."""
+"""Allowed values of Megatron's arguments, by name. With other values, the model differs from the
+kit's decoder."""
 FLAGS = (
     "swiglu",
     "group_query_attention",
@@ -48,27 +50,29 @@ FLAGS = (
     "disable_bias_linear",
     "untie_embeddings_and_output_weights",
 )
-"""Arguments of a model that have no value."""
+"""Megatron's arguments about the model that are flags, so that no value follows them."""
 SHAPES = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
-"""Arguments without which a model is unknown."""
+"""Megatron's arguments that are required, since the shape of the model does not follow without
+them."""
 TORCHTITAN = {
     "llama3/debugmodel": (6, 256, 16, 16, 768, 2048, 2048),
     "llama3/8B": (32, 4096, 32, 8, 14_336, 128_256, 8192),
     "llama3/70B": (80, 8192, 64, 8, 28_672, 128_256, 8192),
     "llama3/405B": (126, 16_384, 128, 8, 53_248, 128_256, 8192),
 }
-"""Layers, hidden size, heads, key/value heads, feed-forward size, vocabulary and sequence length of
-each flavour."""
+"""Sizes of each flavour of torchtitan: (layers, hidden size, heads, key/value heads, feed-forward
+size, vocabulary size, sequence length)."""
 UNSUPPORTED_FAMILIES = {
     "llama4": "experts",
     "deepseek_v3": "experts",
     "qwen3": "norms of queries and keys",
 }
-"""Features that the kit's decoder lacks, by family of torchtitan."""
+"""Dict from a model family of torchtitan to the feature of this family that the kit's decoder
+lacks."""
 
 
 def torchtitan_spec(name: str) -> ModelSpec:
-    """Returns the model of a flavour of torchtitan, FAMILY/FLAVOUR.
+    """Returns the spec of a torchtitan model. `name` is FAMILY/FLAVOUR, such as `llama3/8B`.
 
     Raises:
         ConfigError: The flavour is unknown, or the kit's decoder is not that model.
@@ -97,11 +101,14 @@ def torchtitan_spec(name: str) -> ModelSpec:
 
 
 def read_arguments(text: str) -> dict[str, str]:
-    """Returns Megatron's arguments in a command line by the names that its log has, flags as
-    `True`. Megatron's defaults are filled in for sizes that follow from others.
+    """Returns Megatron's arguments in a command line, as a dict from name (as in Megatron's log) to
+    text. Flags have the text `True`.
+
+    Sizes that follow from other sizes, such as the feed-forward size, are added by Megatron's
+    rules.
 
     Raises:
-        ConfigError: An argument makes another model than the kit's decoder.
+        ConfigError: The kit's decoder cannot be the model, because of one of the arguments.
     """
     try:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
@@ -134,7 +141,9 @@ def read_arguments(text: str) -> dict[str, str]:
 
 
 def _refuse_other_models(arguments: dict[str, str], *, head_size: int) -> None:
-    """Raises ConfigError for an argument that makes another model than the kit's decoder."""
+    """Raises ConfigError if one of Megatron's arguments means a model that the kit's decoder cannot
+    be.
+    """
     required = {**REQUIRED_VALUES, "kv_channels": (str(head_size),)}
     for name, value in arguments.items():
         if name in REFUSED or value not in required.get(name, (value,)):
@@ -145,7 +154,7 @@ def _refuse_other_models(arguments: dict[str, str], *, head_size: int) -> None:
 
 
 def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
-    """Returns the model of Megatron's or GPT-NeoX's arguments, by the names that their logs have.
+    """Returns the spec of a model from Megatron's or GPT-NeoX's arguments, named as in their logs.
     Notes on features that are replaced by similar features are appended to `notes`.
 
     Raises:
@@ -190,8 +199,8 @@ def megatron_spec(arguments: dict[str, str], notes: list[str]) -> ModelSpec:
 
 
 def _is_rotary(arguments: dict[str, str], notes: list[str]) -> bool:
-    """Returns whether positions are rotary. Any other kind is treated as learned positions, with a
-    note.
+    """Returns whether Megatron's arguments state rotary positions. Any other kind is treated as
+    learned positions, and a note on it is appended to `notes`.
     """
     kind = arguments.get("position_embedding_type", "").lower()
     has_flag = arguments.get("use_rotary_position_embeddings") == "True"
@@ -205,8 +214,8 @@ def _is_rotary(arguments: dict[str, str], notes: list[str]) -> bool:
 
 
 def _number(arguments: dict[str, str], default: float, *names: str) -> float:
-    """Returns the first of some arguments that is given, or `default` if none is given or the first
-    is not a number.
+    """Returns the value of the first argument in `names` that is given. Returns `default` if none
+    is given, or if that value is no number.
     """
     for name in names:
         if name in arguments:

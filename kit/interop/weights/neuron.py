@@ -24,14 +24,15 @@ from kit.interop.weights.weights import Weights, from_theirs, load_tensors, numb
 
 FILE_NAME = re.compile(r"dp_rank_00_tp_rank_(\d+)_pp_rank_(\d+)\.pt")
 REFERENCE = "torch_xla.utils.serialization.TensorReference"
-"""Pickled name of the class that stands for a tensor in a file that was saved with use_xser."""
+"""Pickled name of Torch-XLA's class that replaces each tensor in a shard that was saved with
+`use_xser`."""
 
 
 def import_nxd(folder: str | Path, spec: ModelSpec) -> Weights:
     """Returns the weights of an NxD checkpoint.
 
     Args:
-        folder: `TAG`, or the folder `model` in it.
+        folder: folder of the checkpoint, `TAG`, or the folder `model` in it.
         spec: Model that was trained. The checkpoint does not describe it.
 
     Raises:
@@ -48,7 +49,9 @@ def import_nxd(folder: str | Path, spec: ModelSpec) -> Weights:
 
 
 class NxdShards:
-    """Reads weights one at a time, and joins the parts that the tensor ranks hold."""
+    """Reads the weights of an NxD checkpoint one at a time. Joins the parts of a weight that the
+    tensor ranks hold.
+    """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self.folder = folder / "model" if (folder / "model").is_dir() else folder
@@ -65,7 +68,7 @@ class NxdShards:
             words = ", ".join(f"tp {tensor} pp {stage}" for tensor, stage in missing)
             raise DataError(f"{self.folder}: shards are missing: {words}. {advice}")
         self._shards: list[dict[str, Path]] = []
-        """File of each weight, by name of the weight. One table per tensor rank."""
+        """Dicts from the name of a weight to the file that holds it, one dict per tensor rank."""
         for tensor in range(self.tensor_parallel):
             files: dict[str, Path] = {}
             for stage in range(stages):
@@ -73,7 +76,7 @@ class NxdShards:
             self._shards.append(files)
 
     def read(self, name: str) -> Tensor:
-        """Returns a whole weight by Hugging Face's name.
+        """Returns the whole weight with Hugging Face's name `name`.
 
         Raises:
             DataError: The shards do not hold the weight.
@@ -85,7 +88,8 @@ class NxdShards:
         if leaf == "o_proj":
             return self._queries_in_order(torch.cat(self._parts(name), dim=1).T).T
         if leaf in ("gate_proj", "up_proj") and f"{parent}.gate_up_proj.weight" in self._shards[0]:
-            # The first half of the rows of each rank is its gate, the second half its up.
+            # On each rank, the first half of the rows is the gate weight, the second half the up
+            # weight.
             half = ("gate_proj", "up_proj").index(leaf)
             fused = self._parts(f"{parent}.gate_up_proj.weight")
             return torch.cat([part.chunk(2)[half] for part in fused])
@@ -93,7 +97,7 @@ class NxdShards:
             return torch.cat(self._parts(name), dim=1)
         if leaf in ("embed_tokens", "lm_head", "gate_proj", "up_proj"):
             return torch.cat(self._parts(name))
-        return self._parts(name)[0]  # Norms are the same on all ranks.
+        return self._parts(name)[0]  # Norm weights are equal on all ranks.
 
     def _query_key_value(self, parent: str, which: str) -> Tensor:
         weight = torch.cat(self._pieces(parent, which))
@@ -104,12 +108,14 @@ class NxdShards:
         return weight.unflatten(0, (self.spec.num_kv_heads, self._copies, -1))[:, 0].flatten(0, 1)
 
     def _pieces(self, parent: str, which: str) -> list[Tensor]:
-        """Returns the part of a layer's queries, keys or values on each tensor rank."""
+        """Returns the part of a layer's query, key or value weight (`which`: q, k or v) on each
+        tensor rank.
+        """
         index = "qkv".index(which)
         held = self._shards[0]
         if f"{parent}.qkv_proj.weight_{which}" in held:
             return self._parts(f"{parent}.qkv_proj.weight_{which}")
-        # NxD's option fuse_qkv, which is on by default.
+        # The checkpoint was saved with NxD's option fuse_qkv, which is on by default.
         if f"{parent}.qkv_proj.weight_qkv" in held:
             query = self.spec.num_heads * self.spec.head_size // self.tensor_parallel
             fused = self._parts(f"{parent}.qkv_proj.weight_qkv")
@@ -118,13 +124,15 @@ class NxdShards:
                 key = (len(part) - query) // 2
                 parts.append(part.split([query, key, key])[index])
             return parts
-        if f"{parent}.qkv_proj.weight" in held:  # no grouped-query attention
+        if f"{parent}.qkv_proj.weight" in held:  # The model has no grouped-query attention.
             return [part.chunk(3)[index] for part in self._parts(f"{parent}.qkv_proj.weight")]
         return self._parts(f"{parent}.{which}_proj.weight")
 
     @functools.cached_property
     def _copies(self) -> int:
-        """Number of copies of each key/value head."""
+        """Number of copies of each key/value head in the checkpoint. NxD copies these heads if
+        there are more tensor ranks than heads.
+        """
         held = sum(len(part) for part in self._pieces("model.layers.0.self_attn", "k"))
         rows = self.spec.num_kv_heads * self.spec.head_size
         if held % rows:
@@ -156,7 +164,7 @@ class NxdShards:
         beside = (keys[0] - keys[1]).norm().item()
         # The second operand is the last copy of the first head on Trn1, and another head on Trn2.
         apart = (keys[0] - keys[heads * (self._copies - 1)]).norm().item()
-        # Copies are close, not equal: stochastic rounding lets them drift apart.
+        # The copies are close but not equal, since stochastic rounding lets them drift apart.
         if max(beside, apart) < 10 * min(beside, apart) or beside == apart:
             raise DataError(
                 f"{self.folder}: {heads * self._copies} key/value heads are there for the {heads}"
@@ -194,18 +202,20 @@ class NxdShards:
 
 
 class TensorReference:
-    """Takes the place of Torch-XLA's class of this name when a shard is unpickled."""
+    """Replaces Torch-XLA's class of this name when a shard is unpickled, so that Torch-XLA is not
+    needed.
+    """
 
     tid: int
-    """Number in the name of the tensor's file."""
+    """Number in the name of the file that holds the tensor: `tensor_NUMBER.pt`."""
 
 
 def _files(file: Path) -> dict[str, Path]:
-    """Returns the file of each weight of a shard: the shard itself, or the file that a reference
-    in it names.
+    """Returns the file of each weight of a shard: the shard itself, or the file that a reference in
+    it names.
 
-    AWS's converter writes all weights into the shard, and an empty folder beside it, if it is told
-    to save with xser.
+    The folder beside the shard can be empty: AWS's converter writes all weights into the shard,
+    even with its option to save with xser.
     """
     found = {}
     for name, held in _weights(file).items():

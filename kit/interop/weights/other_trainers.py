@@ -19,12 +19,12 @@ PICKLED = (
     "is not read, since unpickling can run code: if you trust its source, write it anew with"
     " transformers' from_pretrained(FOLDER"
 )
-"""Beginning of the advice for pickled weights."""
+"""First words of the advice for pickled weights, which are never unpickled."""
 RENAME = (
     "must be named model.safetensors, or in model.safetensors.index.json: load and save them with"
     " transformers' save_pretrained"
 )
-"""Advice for safetensors files with unusual names."""
+"""Advice for safetensors files with names that transformers does not look for."""
 CONVERT = "is not supported: write it as a Hugging Face folder with that trainer's own tools first"
 FORMATS = (
     (
@@ -98,14 +98,14 @@ FORMATS = (
     ("*.ckpt", "a checkpoint of Lightning (.ckpt)", CONVERT),
     ("config.json", "a Hugging Face configuration without weights", "needs model.safetensors too"),
 )
-"""Formats of folders with weights: pattern of a file that only this format has, description of the
-format, advice. The first match in this order counts."""
+"""Formats of folders with weights, each as (pattern of a file in the folder, description of the
+format, advice). The first format whose pattern finds a file is used."""
 WRAPPERS = {
     "_orig_mod.": ("torch.compile", "model._orig_mod"),
     "module.": ("DistributedDataParallel", "model.module"),
 }
-"""Wrapper of a model, and the attribute that holds the wrapped model, by the prefix that the
-wrapper adds to the names of weights."""
+"""Dict from the prefix that a wrapper adds to the names of weights to (name of the wrapper,
+expression for the wrapped model)."""
 
 
 def folder_format(folder: Path) -> tuple[str, str] | None:
@@ -123,8 +123,8 @@ def folder_format(folder: Path) -> tuple[str, str] | None:
 
 
 def named(folder: Path, wanted: str) -> str:
-    """Returns a sentence on the format of a folder, followed by a space. The sentence is empty if
-    the format is unknown, or if its description contains `wanted`.
+    """Returns a sentence for error messages on the format of a folder, followed by a space. Returns
+    "" if the format is unknown, or if its description contains `wanted`.
     """
     found = folder_format(folder)
     if found is None or wanted and wanted in found[0]:

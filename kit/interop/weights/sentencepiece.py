@@ -7,8 +7,8 @@ from kit.errors import DataError, needed
 SPACE = "▁"
 """Character with which SentencePiece writes a space."""
 NEVER = 1000.0
-"""Distance below the lowest score of a unigram model, for pieces that are never chosen. The
-characters of the piece, one by one, have a better score."""
+"""Distance below the lowest score of a unigram model. A piece with such a score is never chosen,
+since its characters, one by one, have a better score."""
 
 
 def to_tokenizer_json(data: bytes) -> bytes:
@@ -46,8 +46,8 @@ def to_tokenizer_json(data: bytes) -> bytes:
 
 
 def piece_texts(data: bytes) -> list[str]:
-    """Returns the text of each piece of a model, and for each user-defined symbol a text that has
-    it between two words.
+    """Returns texts for a comparison of tokenizers: the text of each piece of a SentencePiece
+    model, and for each user-defined symbol a text with the symbol between two letters.
     """
     model = _read(data)
     symbols = [f"a{piece.piece} b" for piece in model.pieces if piece.type == piece.USER_DEFINED]
@@ -84,7 +84,8 @@ def _model(model: Any) -> Any:
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """Returns all pairs of pieces that join to a piece, in the order of the merged piece's score.
+    """Returns the merges of a BPE model: all pairs of pieces that together are a piece, sorted by
+    the score of the joined piece.
 
     If pairs tie, SentencePiece joins the leftmost pair in the text. Ties occur in runs of one
     character: in LLaMA's and Mistral's models all pieces of spaces have one score. In a run, the
@@ -103,7 +104,8 @@ def _steps(spec: Any) -> list[Any]:
     steps: list[Any] = []
     if charsmap:
         # The map replaces sequences of characters. `tokenizers` applies it to one grapheme at a
-        # time, and loses parts of some graphemes. The first two steps replace these parts.
+        # time, and loses parts of some graphemes. The two steps before the map replace the
+        # characters of these parts.
         if spec.name.startswith("nmt"):
             steps.append(normalizers.Replace("\r", " "))
         if "nfkc" in spec.name:

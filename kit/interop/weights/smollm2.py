@@ -62,7 +62,8 @@ def _fetch(folder: Path) -> None:
     # does not.
     digits = pre_tokenizers.Digits(individual_digits=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
-    # The converted configuration still describes quantised weights, and has 1e-5 rounded to fp32.
+    # The converted configuration still describes quantised weights. Its rms_norm_eps is 1e-5,
+    # rounded to fp32.
     config = model.config.to_dict() | {"quantization_config": None, "rms_norm_eps": 1e-5}
     spec = spec_of(config, name=NAME)
     state = model.state_dict()

@@ -1,7 +1,8 @@
 """Reads the weights of a model one at a time, from any source, so that no conversion needs memory
 for a whole model.
 
-Maps the kit's weights to those of Hugging Face's LlamaForCausalLM and GPT2LMHeadModel, and back.
+Converts names and shapes of weights between the kit's decoder and Hugging Face's LlamaForCausalLM
+and GPT2LMHeadModel, in both directions.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from kit.torch_private import local_part
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """The weights of one model. They are read when `fill` is called."""
+    """The weights of one model, from any source. Calling `fill` reads them."""
 
     spec: ModelSpec
     fill: Callable[[dict[str, Tensor]], object]
@@ -34,11 +35,12 @@ class Weights:
 
     @classmethod
     def read_by(cls, spec: ModelSpec, read: Callable[[str], Tensor], source: Path) -> Self:
-        """Returns the weights that a function reads.
+        """Returns a `Weights` object whose weights are read by the function `read`.
 
         Args:
             spec: Model that the weights belong to.
-            read: Returns one whole weight by the kit's name.
+            read: Function that returns one whole weight. Its argument is the name of the weight in
+                the kit's decoder.
             source: File or folder that errors name.
 
         `fill` raises DataError if a weight is missing or does not have the shape that the spec
@@ -61,7 +63,8 @@ class Weights:
                         f" {advice}"
                     )
                 if isinstance(target, DTensor):
-                    # If the file is mapped into memory, only this part of it is read.
+                    # If the file is mapped into memory, only the part of this rank is read from
+                    # disk.
                     weight = local_part(weight, target)
                     target = target.to_local()
                 target.copy_(weight)
@@ -83,13 +86,16 @@ class Weights:
 
 
 def parameter_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    """Returns the shape of each weight by the kit's name, in the order of the model."""
+    """Returns a dict from the name of each weight in the kit's decoder to its shape, in the order
+    of the decoder.
+    """
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Decoder(spec).named_parameters()}
 
 
 def load_tensors(file: Path) -> dict[str, Any]:
-    """Returns the content of a .pt file, by name. Tensors are mapped into memory, not read.
+    """Returns the tensors and plain values in a .pt file, by name. Tensors are mapped into memory,
+    not read.
 
     A single tensor without a name has the name "". Only tensors and plain values are unpickled.
 
@@ -101,7 +107,7 @@ def load_tensors(file: Path) -> dict[str, Any]:
         if not isinstance(state, dict | Tensor):
             raise TypeError(f"it holds a {type(state).__name__}")
         return state if isinstance(state, dict) else {"": state}
-    except Exception as error:  # torch raises plain RuntimeError, UnpicklingError and others
+    except Exception as error:  # torch.load raises RuntimeError, UnpicklingError and others.
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(
             f"{file}: cannot be read as tensors ({reason}). Copy it again, or re-save the weights"
@@ -110,8 +116,8 @@ def load_tensors(file: Path) -> dict[str, Any]:
 
 
 def numbered_files(folder: Path, name: re.Pattern[str]) -> dict[tuple[int, ...], Path]:
-    """Returns the .pt files of a folder whose names match a pattern, by the numbers that the groups
-    of the pattern find.
+    """Returns the .pt files of a folder whose names match a pattern. Keys are the numbers in the
+    file name that the groups of the pattern match, such as (layer, rank).
     """
     found = ((name.fullmatch(file.name), file) for file in sorted(folder.glob("*.pt")))
     return {tuple(map(int, match.groups())): file for match, file in found if match}
@@ -121,7 +127,9 @@ def numbered_files(folder: Path, name: re.Pattern[str]) -> dict[tuple[int, ...],
 
 
 class SafetensorsFolder:
-    """Reads weights by name from `model.safetensors`, or from the shards that an index names."""
+    """Reads weights by Hugging Face's names from `model.safetensors`, or from the shards that
+    `model.safetensors.index.json` lists.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -135,7 +143,7 @@ class SafetensorsFolder:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all weight files."""
+        """Size of all weight files of the folder, in bytes."""
         files = (self.folder / name for name in set(self._file_of.values()))
         return sum(file.stat().st_size for file in files if file.exists())
 
@@ -153,7 +161,7 @@ class SafetensorsFolder:
         return found
 
     def read(self, name: str) -> Tensor:
-        """Returns one weight.
+        """Returns the weight with Hugging Face's name `name`.
 
         Raises:
             DataError: The folder has no such weight, or its file is missing or damaged.
@@ -176,7 +184,7 @@ def safetensors_library() -> Any:
     """Returns the package `safetensors`, with its module for torch.
 
     Raises:
-        MissingPackageError: It is not installed.
+        MissingPackageError: The package `safetensors` is not installed.
     """
     with needed("safetensors", "eval", "A Hugging Face folder"):
         import safetensors.torch
@@ -184,7 +192,7 @@ def safetensors_library() -> Any:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    """Returns the name of the file that holds each weight.
+    """Returns a dict from the name of each weight to the name of the file that holds it.
 
     Raises:
         DataError: The index is damaged.
@@ -240,7 +248,8 @@ IN_BLOCK = {
     },
 }
 FUSED = {"attention.query": 0, "attention.key": 1, "attention.value": 2}
-"""Position of each module in GPT-2's `c_attn`, which consists of three equal parts."""
+"""Position of query, key and value in GPT-2's weight `c_attn`, which consists of three equal
+parts."""
 
 
 def their_name(spec: ModelSpec, name: str) -> str:
@@ -255,8 +264,8 @@ def their_name(spec: ModelSpec, name: str) -> str:
 def to_theirs(spec: ModelSpec, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Returns weights of the kit with the names and shapes of Hugging Face.
 
-    GPT-2's query, key and value are joined in the order in which they are given, so they must come
-    in this order.
+    GPT-2 has query, key and value in one matrix. They are joined in the order of `weights`, which
+    must be this order.
     """
     found: dict[str, Tensor] = {}
     for name, weight in weights:
@@ -270,8 +279,8 @@ def to_theirs(spec: ModelSpec, weights: Iterable[tuple[str, Tensor]]) -> dict[st
 
 
 def from_theirs(spec: ModelSpec, name: str, read: Callable[[str], Tensor]) -> Tensor:
-    """Returns a weight of the kit by its name. `read` returns a weight by Hugging Face's name. The
-    result is a view of that weight.
+    """Returns the weight `name` of the kit's decoder, as a view of the Hugging Face weight that
+    `read` returns. `read` takes Hugging Face's name of the weight.
     """
     weight = read(their_name(spec, name))
     inner = name.split(".", 2)[-1].rsplit(".", 1)[0]
