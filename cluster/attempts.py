@@ -1,5 +1,5 @@
-"""Attempts: which process or scheduler job owns a run directory, from the start of an attempt to
-the record of its end.
+"""Begins and ends the attempts of a run. An attempt is one start of the ranks. Its owner, a process
+or a scheduler's job, is recorded in the run directory.
 
 Standard library only.
 """
@@ -58,30 +58,31 @@ class AttemptOutcome:
 
     rc: int
     reason: str
-    """One line for people."""
+    """Reason for the end of the attempt, in one line for people."""
     failing_rank: int | None = None
-    """Rank that failed first. None if no rank has failed."""
+    """Global number of the rank that failed first. None if no rank has failed."""
     fate: Literal["end", "restart", "requeue", "taken"] = "end"
     """Decision: `end` the job, `restart` the ranks in this allocation, or `requeue` the job for
     another allocation. `taken` means that Slurm has requeued the job already, or that a newer
     attempt owns the run."""
     lost_node: str | None = None
-    """Node that no longer answers. Several nodes are separated by commas."""
+    """Name of the node that no longer answers, or several names separated by commas. None if all
+    nodes answer."""
 
 
 def claim_attempt(run_dir: Path) -> int:
     """Makes the calling process the owner of the next attempt of a run directory. Returns the
     number of this attempt.
 
-    Deletes the requests to the previous attempt. From now on, processes of the previous attempt
+    Deletes the requests to the previous attempt. After this call, processes of the previous attempt
     cannot write `state.json`.
 
     Raises:
         JobError: A job is live in this directory, or the directory belongs to another user.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    # The heartbeat is watched before the lock is taken, since a running job needs the lock to write
-    # its heartbeat.
+    # `watch_silent` waits for a new heartbeat of a running job. The lock is taken later, since the
+    # running job needs it to write its heartbeat.
     watch_silent([run_dir])
     with locked(run_dir):
         refuse_live(run_dir)
@@ -90,11 +91,11 @@ def claim_attempt(run_dir: Path) -> int:
 
 @contextlib.contextmanager
 def claimed(run_dir: Path, files: Files) -> Iterator[int]:
-    """Claims the next attempt, writes `files`, and yields the number of the attempt to a block that
-    starts the job.
+    """Claims the next attempt of a run directory, writes `files` into it, and yields the number of
+    the attempt. The block of the `with` statement then starts the job.
 
-    A block that raises an error has started no job. All files of the directory, requests included,
-    are then restored to their content before the call.
+    If the block raises an error, it has started no job. All files of the directory, requests
+    included, are then restored to their content before the call.
 
     Raises:
         JobError: A job is live in this directory, or the directory belongs to another user.
@@ -134,7 +135,7 @@ def new_folders(*folders: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
-        for path in sorted(new, reverse=True):  # Inner folders before outer folders.
+        for path in sorted(new, reverse=True):  # Inner folders are removed before outer folders.
             with contextlib.suppress(OSError):
                 path.rmdir()
         raise
@@ -159,8 +160,8 @@ def refuse_live(run_dir: Path) -> None:
 
 
 def next_attempt(run_dir: Path, attempt: int, reason: str) -> int:
-    """Begins the next attempt under the supervisor of `attempt`, which has ended. Returns the
-    number of the new attempt.
+    """Begins the next attempt after `attempt` has ended. The calling process, the supervisor of
+    `attempt`, also owns the new attempt. Returns the number of the new attempt.
 
     Raises:
         StaleAttemptError: Another process has begun a newer attempt.
@@ -208,7 +209,7 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
         ours = (
             not (state and known) or known.id == job.id or follows == f"{known.id}/{state.attempt}"
         )
-        # `config` says how the submitter reaches the scheduler. It must not be lost.
+        # The field `config` says how the submitter reaches the scheduler, so the old value is kept.
         job = job.replace(config=known.config) if known and ours else job
         here = {
             "state": JobState.STARTING,
@@ -238,8 +239,8 @@ def take_over(run_dir: Path, job: SchedulerJob) -> int:
 
 
 def record_end(home: RunDirectory, attempt: int, outcome: AttemptOutcome) -> None:
-    """Writes exit.json, then the final state. Retries after errors of the file system, as
-    `retry_disk` does.
+    """Writes exit.json, then the final state of an attempt. After an error of the file system,
+    `retry_disk` repeats the writes for two minutes.
 
     The files of a newer attempt or of another run are not changed. If the end cannot be recorded,
     prints the reason.
@@ -252,7 +253,8 @@ def record_end(home: RunDirectory, attempt: int, outcome: AttemptOutcome) -> Non
 
 
 def write_end(run_dir: Path, attempt: int, outcome: AttemptOutcome) -> None:
-    """Writes exit.json, then the final state, for an attempt that has just ended on this host.
+    """Writes exit.json, then the final state in state.json, for an attempt that has just ended on
+    this host.
 
     The reason ends with the last line of the rank that failed first. If the disk is full, deletes
     the file RESERVE to make room for the record. The reason then also says that the disk is full.
@@ -289,10 +291,10 @@ def _requests(run_dir: Path) -> list[Path]:
 
 
 def _contents(files: list[Path]) -> dict[Path, bytes]:
-    """Returns the content of each file that exists.
+    """Returns a dict from path to content for each file that exists.
 
-    Links are left out. A link that another user made may point to a private file of this user. Its
-    content would be written into the run directory when the files are restored.
+    Links are left out, since a link that another user made may point to a private file of this
+    user. Its content would be written into the run directory when the files are restored.
     """
     found = {}
     for file in files:
@@ -302,8 +304,8 @@ def _contents(files: list[Path]) -> dict[Path, bytes]:
 
 
 def _put_back(run_dir: Path, before: dict[Path, bytes], written: list[Path], attempt: int) -> None:
-    """Restores the files in `before` to their content. Removes the other files in `written`, and
-    the logs of an attempt.
+    """Restores each file in `before` to its old content after a failed start. Removes the other
+    files in `written`, and the logs of the attempt that was not started.
     """
     after = _contents(list(before))
     for file, content in before.items():
@@ -316,7 +318,8 @@ def _put_back(run_dir: Path, before: dict[Path, bytes], written: list[Path], att
 
 
 def _begin(run_dir: Path, **fields: Any) -> int:
-    """Begins the next attempt with `fields` of `RunState`, and returns the number of the attempt.
+    """Writes the files of the next attempt and returns its number. `fields` are values for fields
+    of state.json (`RunState`).
 
     Raises:
         JobError: Another user has put a link in place of a folder of the run.

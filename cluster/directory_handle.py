@@ -24,14 +24,15 @@ Result = TypeVar("Result")
 
 
 class RunDirectory:
-    """The run directory of a process. Its inode number distinguishes it from any other directory
-    that later gets its path.
+    """The run directory of a process. Its inode number distinguishes it from another directory that
+    is created later at the same path.
     """
 
     def __init__(self, run_dir: Path) -> None:
         """Raises OSError if the directory does not exist."""
         self.run_dir = run_dir
-        # The directory stays open, so that the file system does not reuse its inode number.
+        # The open directory prevents the file system from giving its inode number to another
+        # directory.
         self.handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY)
         self.number = os.fstat(self.handle).st_ino
         self.marks = [
@@ -40,7 +41,8 @@ class RunDirectory:
 
     def why_lost(self) -> str | None:
         """Returns a message if the directory was deleted, renamed, replaced or emptied, otherwise
-        None. An error of the file system does not count as a loss of the directory.
+        None. An error of the file system does not count as a loss, since the directory may still
+        exist.
         """
         if _is_gone(self.run_dir):
             return f"{self.run_dir} was deleted or renamed"
@@ -52,15 +54,16 @@ class RunDirectory:
         return None
 
     def check(self) -> None:
-        """Raises JobError if the directory was lost. Files that this process wrote now would be
-        lost, too, or would mislead their readers.
+        """Raises JobError if the directory was deleted, renamed, replaced or emptied. Files that
+        this process wrote after that would be lost, or would mislead readers of the new directory.
         """
         if lost := self.why_lost():
             raise JobError(f"{lost}: nothing can be recorded any more, so this process ends.")
 
 
 def _is_gone(file: Path) -> bool:
-    # Path.exists is not used: since Python 3.14 it returns False after an error of the file system.
+    # Path.exists is not used here. Since Python 3.14 it returns False after an error of the file
+    # system, although the file may exist.
     try:
         file.stat()
     except OSError as error:
@@ -72,7 +75,7 @@ def retry_disk(action: Callable[[], Result], home: RunDirectory | None = None) -
     """Returns the result of `action`. If `action` raises OSError, calls it again after each of
     RETRY_DELAYS_S. A temporary error of the file system must not end a job that has run for days.
 
-    `action` must tolerate that an earlier call has done a part of its work.
+    An earlier call may have done a part of the work before its error, which `action` must tolerate.
 
     Raises:
         OSError: The last call has failed. There is no further call if the disk is full, the run

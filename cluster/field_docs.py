@@ -1,4 +1,4 @@
-"""Descriptions of the fields of records, as `help` and the tables of notebooks show them."""
+"""Formats the descriptions of the fields of records for `help` and for the tables of notebooks."""
 
 import dataclasses
 import html
@@ -24,14 +24,15 @@ class WithFields:
         self.text = text or ""
 
     def __get__(self, record: object, cls: type) -> str:
-        if "__match_args__" not in vars(cls):  # @dataclass reads the docstring before fields exist.
+        # @dataclass reads the docstring before it has made the fields.
+        if "__match_args__" not in vars(cls):
             return self.text
         told = (_told(field) for field in dataclasses.fields(cls))
         return "\n".join([inspect.cleandoc(self.text), "", "Fields:", *told])
 
 
 def _told(field: dataclasses.Field) -> str:
-    """Returns the lines of a docstring that describe a field."""
+    """Returns the docstring lines of one field: its name, type, default and meaning."""
     kind = re.sub(r"\b(?:\w+\.)+(?=\w)", "", inspect.formatannotation(field.type))
     default = "required"
     if field.default is not dataclasses.MISSING:
@@ -48,8 +49,9 @@ def _told(field: dataclasses.Field) -> str:
 
 
 def html_table(title: str, rows: Iterable[tuple[Any, Any]], record: type | None = None) -> str:
-    """Returns an HTML table with two columns, aligned at the left. All text is escaped. A row with
-    the name of a field of `record` has the documentation of the field as its tooltip.
+    """Returns an HTML table with two columns, aligned at the left. All text is escaped. Each row is
+    (name, value). If the name is a field of `record`, the tooltip of the row is the documentation
+    of the field.
     """
     tooltips = {}
     if record is not None:

@@ -1,9 +1,9 @@
 """Opens, appends to and replaces files of a run, finds the owner of a folder, and detects a full
 disk. All other modules open files of a run by functions of this module.
 
-A run may belong to a colleague, or be in a folder in which colleagues may write. In place of a file
-of the run they may have put a link to a private file of the reader, a pipe that blocks forever, or
-a device without end. Standard library only.
+A run may belong to a colleague, or be in a folder in which colleagues may write. A colleague may
+have replaced a file of the run. The file may be a link to a private file of the reader, a pipe that
+blocks forever, or a device that never ends. Standard library only.
 """
 
 import contextlib
@@ -30,17 +30,16 @@ NO_RECORD = (
     errno.ENXIO,
     errno.EFBIG,
 )
-"""Error numbers of `read_small` that mean that there is no record: the file is missing, or a link,
-folder, pipe, device or too large file has its name. Any other error means that the file system
-fails."""
+"""Values of `errno` with which `read_small` fails if a record does not exist: the file is missing,
+is not a plain file, or is too large. Any other value means that the file system fails."""
 RECORD_BYTES = 16 << 20
-"""Maximum bytes of a file that is read as a whole. No record is larger. Files that grow with the
-run are read in pieces."""
+"""Maximum number of bytes of a file that is read as a whole. No record is larger. Files that grow
+with the run are read in pieces."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 RESERVE, RESERVE_BYTES = ".reserve", 128 << 10
-"""Name and bytes of the file by which an attempt reserves disk space for the record of its end. The
-record contains 16 KB of a log, up to six times as many bytes in JSON, and a few sentences. An
-attempt cannot begin on a disk with less free space."""
+"""Name, and size in bytes, of the file by which an attempt reserves disk space for the record of
+its end. The record contains 16 KB of a log, up to six times as many bytes in JSON, and a few
+sentences. An attempt cannot begin on a disk with less free space."""
 
 
 def opened(file: Path, *, follows: bool = False) -> io.BufferedReader:
@@ -81,7 +80,7 @@ def read_small(file: Path, *, limit_bytes: int = RECORD_BYTES, follows: bool = F
                 f"has {size:,} bytes, more than the {limit_bytes:,} that are read of such a file",
                 str(file),
             )
-        return stream.read(size)  # `read` allocates `size` bytes first.
+        return stream.read(size)  # `read` allocates `size` bytes at once.
 
 
 def appending(file: Path, *, mode: int = 0o666) -> io.FileIO:
@@ -111,7 +110,8 @@ def lock_file(file: Path) -> io.FileIO:
         OSError: The file is a link, a pipe or a device, or has further hard links.
     """
     stream = appending(file, mode=0o600)
-    with contextlib.suppress(OSError):  # Older versions of the kit let other users read the file.
+    # Lock files of older versions of the kit can be read by other users.
+    with contextlib.suppress(OSError):
         if stat.S_IMODE(os.fstat(stream.fileno()).st_mode) & 0o077:
             os.fchmod(stream.fileno(), 0o600)
     return stream
@@ -170,7 +170,9 @@ def _regular(file: Path, flags: int, mode: int = 0o666) -> int:
 
 
 def write_atomic(file: Path, content: str | bytes) -> None:
-    """Replaces the content of a file by atomic rename, as `replacement` does."""
+    """Replaces the content of a file by atomic rename. A reader sees the old or the new content,
+    never a part of it.
+    """
     if isinstance(content, str):
         content = content.encode()
     with replacement(file) as stream:
@@ -189,7 +191,8 @@ def replacement(file: Path) -> Iterator[BinaryIO]:
     file.parent.mkdir(exist_ok=True)
     part = file.with_name(f".{file.name}.{os.urandom(4).hex()}")
     try:
-        with part.open("xb") as stream:  # Only the owner can read files of `tempfile`.
+        # Not made by `tempfile`, whose files only their owner can read.
+        with part.open("xb") as stream:
             yield stream
         part.replace(file)
     except BaseException:
@@ -198,8 +201,8 @@ def replacement(file: Path) -> Iterator[BinaryIO]:
 
 
 class Words(io.FileIO):
-    """An open file that discards output which cannot be written, since the disk is full or the file
-    system fails.
+    """An open file for the output of a process. If the disk is full or the file system fails, it
+    discards the output and raises no error.
     """
 
     def write(self, words: Any, /) -> int:
@@ -213,16 +216,16 @@ def outlive_log() -> None:
     written.
     """
     for name, number in (("stdout", 1), ("stderr", 2)):
-        words = Words(number, "w", closefd=False)  # Unbuffered, as with `python -u`.
+        words = Words(number, "w", closefd=False)  # Output is not buffered, as with `python -u`.
         setattr(sys, name, io.TextIOWrapper(words, "utf-8", "backslashreplace", write_through=True))
 
 
 def why_full(folder: Path) -> str | None:
-    """Returns a message if the disk of a folder is full. Returns None if it is not full, or if its
-    free space is unknown.
+    """Returns a message if the disk of a folder is full. Returns None if the disk is not full, or
+    if its free space is unknown.
 
     A disk with less than twice RESERVE_BYTES counts as full. An attempt that has ended on a full
-    disk may have freed RESERVE_BYTES.
+    disk may have freed RESERVE_BYTES by deleting the file RESERVE.
     """
     with contextlib.suppress(OSError):
         if (free := shutil.disk_usage(folder).free) < 2 * RESERVE_BYTES:
@@ -243,7 +246,7 @@ def other_owner(folder: Path) -> str | None:
 
 
 def is_private(folder: Path) -> bool:
-    """Returns whether a path is a folder, not a link, in which only this user may write."""
+    """Returns whether a path is a folder (not a link) to which only this user may write."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     return not other_owner(folder) and not other_writers(folder)
@@ -258,8 +261,8 @@ def user_name(number: int) -> str:
 
 
 def other_writers(folder: Path) -> str | None:
-    """Returns a description of the other users who have write permission for a folder, such as
-    'all users' or 'group NAME'. Returns None if only the owner has it.
+    """Returns a description of the other users who may write to a folder, such as 'all users' or
+    'group NAME'. Returns None if only the owner may write to it.
 
     Many systems give each user a group of the same name. Such a group counts only if it has members
     other than the owner.

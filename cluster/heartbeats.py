@@ -28,34 +28,37 @@ from cluster.record import Record, field_doc
 from cluster.state import JobState, RunState, read_state, update_state
 
 MANY = 64
-"""Largest number of ranks at which each rank has files of its own: its heartbeat and, under Slurm,
-its log."""
+"""Largest number of ranks of a job in which each rank has separate files: its heartbeat and, under
+Slurm, its log."""
 GATHER_EVERY_S = 10.0
 PARTS = ("data_s", "forward_backward_s", "reduction_s", "optimizer_s", "waiting_s")
-"""Columns of the metrics with the seconds of the phases of a step. `waiting_s`, the wait for other
-ranks or the network, is contained in the other phases."""
+"""Columns of metrics.jsonl with the duration of each phase of a step, in seconds. `waiting_s`, the
+wait for other ranks or the network, is also contained in the other phases."""
 START_BEAT_S = 5.0
-"""Seconds between two heartbeats of a supervisor whose ranks have taken no step yet."""
+"""Seconds between two heartbeats that a supervisor writes while its ranks have taken no step
+yet."""
 WATCH_S = 5.0
-"""Minimum time, in seconds, for which a heartbeat that looks old is watched. Runs write a heartbeat
-every second, or every step if steps take longer."""
+"""Minimum time, in seconds, for which a heartbeat that looks old is watched for a change. Runs
+write a heartbeat every second, or every step if steps take longer."""
 WATCH_STEPS = 3.0
-"""Minimum time, in steps of the run, for which a heartbeat that looks old is watched."""
+"""Minimum time for which a heartbeat that looks old is watched, in durations of a step of the
+run."""
 MAX_WATCH_S = 30.0
-"""Upper limit of the minimum time by WATCH_STEPS, in seconds."""
+"""Upper limit, in seconds, of the minimum time that WATCH_STEPS gives. It bounds the wait for runs
+with long steps."""
 WATCH_BEATS = 2.5
-"""Minimum time before the first step for which a heartbeat that looks old is watched, in intervals
-of the supervisor's heartbeats (START_BEAT_S)."""
+"""Minimum time for which a heartbeat that looks old is watched for a change before the first step,
+in multiples of START_BEAT_S."""
 LOOK_EVERY_S = 0.2
-"""Seconds between two readings of a heartbeat that is watched."""
+"""Seconds between two readings of a heartbeat that is watched for a change."""
 MAX_SKEW_S = 86400.0
-"""Largest difference between two clocks that is assumed possible, in seconds. A heartbeat that
-looks older is old by any clock."""
+"""Largest difference between the clocks of two machines that is assumed possible, in seconds. A
+heartbeat that looks older than this counts as old without being watched."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankHeartbeat(Record):
-    """Heartbeat of one rank: its last finished step, with durations in seconds."""
+    """Heartbeat of one rank: the number and the durations of its last finished step."""
 
     rank: int = field_doc("global number of the rank")
     attempt: int = field_doc("number of the attempt that the rank belongs to")
@@ -71,7 +74,8 @@ class RankHeartbeat(Record):
         default=None,
     )
     parts_s: tuple[float | None, ...] = field_doc(
-        "medians of the phases of the last steps, in seconds, in the order of PARTS", default=()
+        "median duration of each phase over the last steps, in seconds, in the order of PARTS",
+        default=(),
     )
     own_s: float | None = field_doc(
         "median of `work_s` over the last steps, in seconds; None: the waits are unknown",
@@ -85,7 +89,7 @@ class RankHeartbeat(Record):
 
 
 def write_rank_heartbeat(run_dir: Path, beat: RankHeartbeat) -> None:
-    """Writes the heartbeat of a rank into the file of this rank."""
+    """Writes the heartbeat of a rank into `ranks/rank_NNNNN.json`, the file of this rank."""
     beat.write(run_dir / "ranks" / f"rank_{beat.rank:05d}.json")
 
 
@@ -104,15 +108,15 @@ def read_rank_heartbeats(run_dir: Path, attempt: int) -> list[RankHeartbeat]:
         lines = read_small(folder / "all.jsonl").splitlines()
     gathered = [RankHeartbeat.parsed(line) for line in lines]
     beats = [beat for beat in gathered if beat and beat.attempt == attempt]
-    if not beats:  # A run of few ranks has one file per rank.
+    if not beats:  # A run of at most MANY ranks has one file per rank.
         written = [RankHeartbeat.read_or_none(file) for file in folder.glob("rank_*.json")]
         beats = [beat for beat in written if beat and beat.attempt == attempt]
     return sorted(beats, key=lambda beat: beat.rank)
 
 
 class StartWatch:
-    """Writes heartbeats of an attempt until its first step, each with the seconds since the reason
-    in state.json has changed.
+    """Writes heartbeats of an attempt into state.json until its first step. Each heartbeat contains
+    the seconds since the last change of `RunState.reason`.
 
     The supervisor calls `beat` in its loop. The seconds are measured by the clock of the
     supervisor, so that readers need not compare two clocks.
@@ -180,8 +184,8 @@ _lock = threading.Lock()
 
 
 def record_sighting(run_dir: Path, state: RunState) -> _Sighting:
-    """Records that this process reads the heartbeat of a run now. Returns the times at which it
-    first and last read this heartbeat.
+    """Records that this process reads the heartbeat of a run now. Returns the record, with the
+    times of the first and the last reading of this heartbeat.
     """
     heartbeat = (state.attempt, state.heartbeat)
     now = time.monotonic()
@@ -208,9 +212,9 @@ def has_changed_since(run_dir: Path, state: RunState, moment: float) -> bool:
 def heartbeat_age_s(run_dir: Path, state: RunState, limit_s: float) -> float | None:
     """Returns the seconds since the last heartbeat, or None if there is no heartbeat.
 
-    Returns more than `limit_s` only if the heartbeat is old even if the clocks differ. Either the
-    heartbeat did not change while this process watched it (see `watch_heartbeats`), or it looks
-    older than MAX_SKEW_S.
+    A result above `limit_s` is reliable even if the clocks of two machines differ. Then either the
+    heartbeat did not change while this process watched it (`watch_heartbeats`), or it looks older
+    than MAX_SKEW_S.
     """
     if state.heartbeat is None:
         return None
@@ -243,16 +247,16 @@ def _is_silent(run_dir: Path, limit_s: float) -> bool:
 
 
 def _is_tracked(sighting: _Sighting, limit_s: float) -> bool:
-    """Returns whether this process knows by its own clock when the heartbeat was written. That is
-    the case if it read the previous heartbeat at most `limit_s` seconds before this heartbeat.
+    """Returns whether this process knows by its own clock when the heartbeat was written. It does
+    if it read the previous heartbeat at most `limit_s` seconds before it read this heartbeat.
     """
     before = sighting.newer_than
     return before is not None and sighting.found_at - before <= limit_s
 
 
 def _must_be_watched(sighting: _Sighting, state: RunState, limit_s: float) -> bool:
-    """Returns whether a heartbeat looks old by a clock that may be wrong, and was not watched for
-    long enough yet.
+    """Returns whether a heartbeat looks old by the clocks of two machines, which may differ, and
+    this process has not watched it for long enough yet.
     """
     if state.heartbeat is None or _is_tracked(sighting, limit_s):
         return False
@@ -262,7 +266,7 @@ def _must_be_watched(sighting: _Sighting, state: RunState, limit_s: float) -> bo
 
 
 def _enough_s(state: RunState) -> float:
-    """Returns the seconds in which a living run writes its next heartbeat, with a margin."""
+    """Returns the seconds in which a running job writes its next heartbeat, with a margin."""
     if state.state is JobState.STARTING:
         return max(WATCH_S, WATCH_BEATS * START_BEAT_S)
     return max(WATCH_S, min(MAX_WATCH_S, WATCH_STEPS * (state.step_time_s or 0.0)))

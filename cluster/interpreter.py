@@ -14,13 +14,13 @@ from pathlib import Path
 PACKAGE_ROOT = Path(__file__).parents[1]
 """Folder that contains the packages `kit` and `cluster`."""
 CONTAINER_PYTHON = "python3"
-"""Command that starts Python in a container. More images have it on PATH than `python`."""
+"""Command that starts Python in a container. More images have `python3` on PATH than `python`."""
 
 
 def module_command(module: str, *words: str) -> tuple[str, ...]:
-    """Returns the command `PYTHON -P -m MODULE WORDS...`. Records contain commands in this form,
-    which works on every machine where the kit is installed. `from_source` returns a command that
-    needs no installation.
+    """Returns the command `PYTHON -P -m MODULE WORDS...`. Records of jobs contain commands in this
+    form, which works on every machine where the kit is installed. `from_source` returns a command
+    that needs no installation.
     """
     return (sys.executable, "-P", "-m", module, *words)
 
@@ -31,8 +31,8 @@ def code_command(code: str, *words: str) -> tuple[str, ...]:
 
 
 def from_source(command: tuple[str, ...], source: Path | str = PACKAGE_ROOT) -> tuple[str, ...]:
-    """Returns a command with each `-P -m MODULE` in it replaced by `-P SOURCE/cluster/start.py
-    MODULE`, which runs the `kit` and `cluster` of a source tree without an installation.
+    """Returns `command` with each `-P -m MODULE` replaced by `-P SOURCE/cluster/start.py MODULE`.
+    The new command runs `kit` and `cluster` from a source tree, without an installation.
     """
     words = list(command)
     for index, pair in enumerate(zip(command, command[1:], strict=False)):
@@ -45,7 +45,7 @@ def source_command(
     module: str, *words: str, python: str = sys.executable, source: Path | str = PACKAGE_ROOT
 ) -> tuple[str, ...]:
     """Returns the command `PYTHON -P SOURCE/cluster/start.py MODULE WORDS...`, which runs a module
-    of a source tree.
+    of the kit from a source tree, without an installation.
     """
     return (python, "-P", f"{source}/cluster/start.py", module, *words)
 

@@ -1,4 +1,5 @@
-"""`JobSpec` and `Job`: the description and the handle of a job, for every scheduler.
+"""`JobSpec`, the description of a job, and `Job`, the handle of a submitted job, for every
+scheduler.
 
 A `Job` keeps no connection and no state in memory. Each call reads the run directory, so any
 process may attach to any job. A job is not affected by the end of a process that has attached to
@@ -51,8 +52,8 @@ from cluster.status import read_status as read_status
 
 CHUNK_BYTES = 2**20
 LOG_BYTES = 64 << 20
-"""Maximum bytes of a log that `Job.logs` returns, counted from its end. `Job.read_logs` returns
-larger logs in pieces."""
+"""Maximum number of bytes of a log that `Job.logs` returns, counted from the end of the log.
+`Job.read_logs` returns larger logs in pieces."""
 SET_BY_THE_LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "KIT_ATTEMPT"}
 
 positive_seconds = must(lambda value: value > 0, "Give seconds above 0.")
@@ -73,8 +74,8 @@ def check_command_line(argv: tuple[str, ...], path: str) -> None:
 
 
 def check_for_ranks(variables: dict[str, str], path: str) -> None:
-    """Raises ConfigError for a variable that `check_environment` refuses, or that the launcher sets
-    for each rank.
+    """Raises ConfigError for a variable that no shell can export, that looks like a secret, or that
+    the launcher sets for each rank.
     """
     check_environment(variables, path)
     if given := variables.keys() & SET_BY_THE_LAUNCHER:
@@ -88,13 +89,13 @@ class JobSpec(Record):
     """
 
     name: str = field_doc("name of the job in queues and titles", one_line)
-    run_dir: str = field_doc("run directory, which is made absolute")
+    run_dir: str = field_doc("run directory; a relative path is made absolute")
     argv: tuple[str, ...] = field_doc("command of one rank, as a list of words", check_command_line)
     num_processes: int = field_doc("number of ranks over all nodes: one per device")
     num_nodes: int = field_doc("number of nodes over which the ranks are spread", default=1)
     forks: bool = field_doc(
-        "whether argv is `python -P -m MODULE ...` and the ranks on this machine may be forked"
-        " from one process that has imported MODULE",
+        "whether ranks on this machine may be forked from one process that has imported MODULE,"
+        " to save import time; argv must be `python -P -m MODULE ...`",
         default=False,
     )
     environment: dict[str, str] = field_doc(
@@ -114,8 +115,8 @@ class JobSpec(Record):
         default=10.0,
     )
     max_restarts: int = field_doc(
-        "maximum number of restarts in a row after crashes without a new step in between; after"
-        " more crashes the job has failed; 0: no restart",
+        "maximum number of restarts in a row without a new optimizer step in between; after one"
+        " more crash the job has failed; 0: no restart",
         must(lambda number: number >= 0, "Give 0 or more."),
         default=2,
     )
@@ -153,7 +154,7 @@ class JobSpec(Record):
                 f"job.working_directory: {self.working_directory!r} is not a directory. Create it"
                 " first."
             )
-        in_directory = "/" in self.argv[0]  # A name without a slash is searched in PATH.
+        in_directory = "/" in self.argv[0]  # A command without a slash is searched in PATH.
         command = (
             os.path.join(self.working_directory, self.argv[0]) if in_directory else self.argv[0]
         )
@@ -216,7 +217,7 @@ def _end_of(file: Path) -> str:
 def log_file(
     run_dir: Path, attempt: int, rank: int, ranks_per_node: int, *, waits: bool = False
 ) -> Path:
-    """Returns the path of the log with the output of a rank.
+    """Returns the path of the file that contains the output of a rank.
 
     A log on another machine is copied to this machine. With `waits`, the function waits until the
     content was copied.
@@ -241,7 +242,8 @@ class Job(Owned):
 
     @classmethod
     def attach(cls, run_dir: str | os.PathLike[str]) -> Self:
-        """Returns the job of a run directory. The job may be running or ended.
+        """Returns the handle of the job in a run directory. The job may still run or may have
+        ended.
 
         Raises:
             JobError: The directory has no job.json, so no job was ever submitted in it.
@@ -265,8 +267,8 @@ class Job(Owned):
 
     @property
     def history(self) -> list[Event]:
-        """All changes of state, over all attempts, oldest first. The last event has the current
-        state.
+        """All changes of the job's state, over all attempts, oldest first. The last event contains
+        the current state, even if the job could not record it.
         """
         events = read_history(self.run_dir)
         status = self.status()
@@ -282,7 +284,7 @@ class Job(Owned):
         beginning of a log larger than LOG_BYTES is left out. `read_logs` returns complete logs.
 
         The text is empty before the first output. If the job has ended and the rank has printed
-        nothing, returns the text of `find_logs`.
+        nothing, returns the output of the batch script, the supervisor or the pods (`find_logs`).
 
         Raises:
             JobError: The rank or the attempt does not exist, or the log cannot be read.
@@ -306,9 +308,9 @@ class Job(Owned):
         return str(where), text
 
     def read_logs(self, rank: int = 0, attempt: int | None = None) -> tuple[str, Iterator[str]]:
-        """Returns (source, pieces): the file or command that `find_logs` finds, and the pieces of
-        its complete text. Each piece has at most CHUNK_BYTES bytes, so that a log may be larger
-        than the memory.
+        """Returns (source, pieces): the file or command from which the output of a rank is, as in
+        `find_logs`, and the complete output in pieces. Each piece has at most CHUNK_BYTES bytes, so
+        that a log may be larger than the memory.
 
         Raises:
             JobError: The rank or the attempt does not exist, or the log cannot be read. The error
@@ -321,9 +323,9 @@ class Job(Owned):
         return str(where), iter(pieces)
 
     def _log_source(self, rank: int, attempt: int | None) -> tuple[Path | str, str | None]:
-        """Returns (source, text) for the output of a rank. Returns (log, None) if a log has output,
-        (command, output) if a command of the scheduler has output, and (log of the rank, "") if
-        there is no output.
+        """Finds the output of a rank and returns (source, text). If a log has output, the source is
+        the log and the text is None. If a command of the scheduler has output, returns the command
+        and its output. If there is no output, returns the log of the rank and an empty text.
         """
         own = self._log(rank, attempt)
         if _size_of(own):
@@ -343,8 +345,8 @@ class Job(Owned):
     def follow(self, rank: int = 0, poll_s: float = 0.2) -> Iterator[str]:
         """Yields the lines of a rank in the newest attempt, from the first line on, until this
         attempt ends. Reads the log every `poll_s` seconds. A line longer than CHUNK_BYTES is
-        yielded in parts. If the rank has printed nothing, yields the lines of `find_logs` at the
-        end.
+        yielded in parts. If the rank has printed nothing, yields at the end the output of the batch
+        script, the supervisor or the pods (`find_logs`).
         """
         attempt = last_attempt(self.run_dir)
         position = 0
@@ -373,8 +375,8 @@ class Job(Owned):
             time.sleep(poll_s)
 
     def wait(self, timeout_s: float | None = None, poll_s: float = 0.2) -> JobStatus:
-        """Waits until the job has ended, and returns its status. Also waits for the end of its
-        supervisor, if this runs on this machine. The call is for scripts, since it blocks a
+        """Waits until the job has ended, and returns its status. If the supervisor of the job runs
+        on this machine, also waits for its end. Meant for scripts, since the call would block a
         notebook.
 
         Raises:
@@ -409,7 +411,7 @@ class Job(Owned):
 
         Raises:
             JobError: This process can send no signal to the job, or its scheduler refuses. Or the
-                process or the scheduler's job that the run directory names belongs to another run.
+                run directory names a process or a scheduler's job that belongs to another run.
         """
         self.check_writable("end it")
         if mirror.forward(self.run_dir, "cancel"):
@@ -449,7 +451,7 @@ class Job(Owned):
             ask(self.run_dir, request)
 
     def requeue(self) -> None:
-        """Starts the next attempt of the job. If the job runs, ends it first, as `cancel` does.
+        """Starts the next attempt of the job. If an attempt is running, ends it first.
 
         Raises:
             ConfigError: The job cannot be started again. A running attempt was not ended.

@@ -1,4 +1,4 @@
-"""Reads the reason why an attempt ended from the logs of its run.
+"""Finds the reason for the end of an attempt in the logs of its run.
 
 Standard library only.
 """
@@ -12,15 +12,16 @@ from cluster.record import shortened
 from cluster.state import find_log, log_path
 
 MESSAGE_MARK = "kit: "
-"""Beginning of each line in which a script of the kit prints why it ends."""
+"""Beginning of each line in which a batch script of the kit prints the reason for its end."""
 SUPERVISOR_LINE = re.compile(r"attempt \d{1,9} of .{1,4300} in job \S{1,99} on ")
 """Pattern of the first line that the supervisor of a Slurm job prints in each attempt."""
 SLURM_REMARK = re.compile(r"(\d{1,9}: )?(srun|slurmstepd\S*): ")
 """Pattern of the beginning of a line that Slurm itself prints, with or without the task number of
-`--label`. Earlier output of the job explains more."""
+`--label`. Such a line is used as reason only if the job has printed nothing, since output of the
+job explains more."""
 EMPTY_REMARK = re.compile(r'Try "\S+ --help"|srun: (launch/\S+|Terminating|Job step aborted|Force)')
-"""Pattern of the beginning of a line that srun prints after its error. Such a line contains no
-reason."""
+"""Pattern of the beginning of a line that srun prints after its error message. Such a line contains
+no reason for the error."""
 ERROR_WORDS = re.compile(
     r"error|not ?found|no such|denied|cannot|can't|could not|unable|unknown|invalid|fail", re.I
 )
@@ -53,8 +54,9 @@ def last_words(text: str) -> str:
     """Returns one line that explains why a program ended, from the end of its log.
 
     The line is the last message of a script of the kit, followed by the error before the message.
-    If there is no message, the line is the last line that Slurm itself did not print. If Slurm
-    printed all lines, the line is the last line that gives a reason, otherwise the last line.
+    Without such a message, the line is the last line that Slurm itself did not print. If Slurm
+    printed all lines, the line is the last line that does not match EMPTY_REMARK, or else the last
+    line.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for index in range(len(lines) - 1, -1, -1):
@@ -83,10 +85,12 @@ def unrecorded_end(log: Path, attempt: int) -> str | None:
 def keep_last_lines(
     run_dir: Path, attempt: int, rank: int, task: int, ranks_per_node: int, script_log: Path
 ) -> None:
-    """Writes the log of a failed rank that has no log, from the last lines of the rank in the log
-    of its node. If the node has no log, uses the log of the batch script.
+    """Writes a log for a failed rank that has no log of its own. Its lines are the last lines of
+    the rank in the log of its node. If the node has no log, they come from `script_log`, the log of
+    the batch script.
 
-    In these logs each line begins with the number of the task that printed it (`srun --label`).
+    In both logs each line begins with the number of the task that printed the line (`srun
+    --label`).
     """
     own = log_path(run_dir, attempt, rank)
     said = find_log(run_dir, attempt, rank, ranks_per_node)
@@ -97,8 +101,9 @@ def keep_last_lines(
     with contextlib.suppress(OSError), opened(said) as stream:
         stream.seek(max(0, said.stat().st_size - NODE_TAIL_BYTES))
         text = stream.read(NODE_TAIL_BYTES)
-        # The pattern begins at the start of a line, with or without the label of srun. A search at
-        # each place of a long line would take time that grows with the square of its length.
+        # The pattern matches only at the start of a line, with or without the label of srun. A
+        # search at each place of a long line would take time that grows with the square of its
+        # length.
         pattern = rf"(?m)^(?:\s*\d{{1,9}}: )?({SUPERVISOR_LINE.pattern})"
         attempts = list(re.finditer(pattern.encode(), text))
         begin = attempts[-1].start(1) if attempts else 0

@@ -15,7 +15,8 @@ def refuse_other_owner(run_dir: Path, what: str) -> None:
     """Raises JobError if a run directory, or a folder of runs, belongs to another user. `what`
     completes "you may not" in the message.
 
-    A folder of another user is only read, whatever its permissions allow.
+    The kit only reads a folder of another user, even if the permissions of the folder allow
+    writing.
     """
     if owner := other_owner(run_dir):
         raise JobError(
@@ -25,11 +26,13 @@ def refuse_other_owner(run_dir: Path, what: str) -> None:
 
 
 class Owned:
-    """Base class of objects that hold a run directory."""
+    """Base class of objects that represent the run in one directory, such as `Job`. Says who owns
+    the run.
+    """
 
     @property
     def owned_folder(self) -> Path:
-        """The run directory."""
+        """Run directory of the object. Its owner is the owner of the run."""
         raise NotImplementedError
 
     @property

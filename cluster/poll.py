@@ -1,8 +1,10 @@
-"""Queries schedulers about jobs, rarely: one query covers all jobs that this process watches.
+"""Queries schedulers about jobs. One query covers all jobs that this process watches, to keep the
+number of queries low.
 
-A scheduler gets at most one query in `interval_s` seconds, however many runs a notebook shows and
-however often. The query runs in the background. Between two queries all callers get the last
-answer. A scheduler that does not answer does not delay the answers of other schedulers.
+A scheduler receives at most one query in `Poller.interval_s` seconds, however many runs a notebook
+shows and however often. The query runs in a background thread. Between two queries all callers
+receive the last answer of the scheduler. A scheduler that does not answer does not delay the
+answers of other schedulers.
 
 All communication with a scheduler uses the commands of the scheduler. Standard library only.
 """
@@ -27,14 +29,14 @@ ANSWER_WAIT_S = 20.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerAnswer(Record):
-    """Answer of a scheduler about one job."""
+    """State of one job, as its scheduler reported it in answer to a query."""
 
     state: JobState | None = field_doc(
-        "state of the job, one of the values of JobState; None: the scheduler could not be asked"
+        "state of the job, one of the values of JobState; None: the scheduler could not be queried"
     )
     reason: str = field_doc("reason for the state, in one line for people")
     exit_code: int | None = field_doc(
-        "exit code of a job that has ended; 128 + n for signal n", default=None
+        "exit code of a job that has ended; 128 + n if signal n ended it", default=None
     )
     time: float = field_doc(
         "time of the query in seconds, by the monotonic clock of this process",
@@ -43,15 +45,15 @@ class SchedulerAnswer(Record):
 
 
 class Poller:
-    """Queries schedulers about many jobs, at most once in `interval_s` seconds each, and stores
-    their answers.
+    """Queries schedulers about many jobs and stores their answers. Queries each scheduler at most
+    once in `interval_s` seconds.
     """
 
     def __init__(
         self, ask: Callable[[list[SchedulerJob]], dict[str, SchedulerAnswer]] | None = None
     ) -> None:
         """`ask` replaces the function `query` of the schedulers' packages. It takes jobs of one
-        scheduler and returns answers by job id.
+        scheduler and returns a dict from job id to SchedulerAnswer.
         """
         self.interval_s = INTERVAL_S
         self._ask = ask
@@ -61,8 +63,9 @@ class Poller:
         self._lock = threading.Lock()
 
     def answer(self, job: SchedulerJob) -> SchedulerAnswer:
-        """Returns the last answer about a job. Waits for a new answer, at most ANSWER_WAIT_S, only
-        if there is no answer or if the last answer is older than three intervals.
+        """Returns the last answer of the scheduler about a job. Waits for a new answer, at most
+        ANSWER_WAIT_S seconds, only if there is no answer or if the last answer is older than `3 *
+        interval_s` seconds.
         """
         key = _key(job)
         with self._lock:
@@ -87,15 +90,15 @@ class Poller:
         )
 
     def forget(self, job: SchedulerJob) -> None:
-        """Deletes the last answer about a job that was just changed, so that the next call of
-        `answer` queries the scheduler.
+        """Deletes the stored answer about a job. A caller that has changed the job uses this, so
+        that the next call of `answer` queries the scheduler.
         """
         with self._lock:
             self._answers.pop(_key(job), None)
 
     def _refresh(self, scheduler: str, config: str | None) -> None:
-        """Queries one scheduler about all of its jobs that were looked up in the last INTEREST_S
-        seconds.
+        """Queries one scheduler about all of its jobs for which `answer` was called in the last
+        INTEREST_S seconds.
         """
         now = time.monotonic()
         with self._lock:
@@ -105,13 +108,15 @@ class Poller:
             jobs = [job for key, (job, _) in self._jobs.items() if key[:2] == (scheduler, config)]
         try:
             answers = self._ask(jobs) if self._ask else backend(scheduler).query(jobs)
-        except Exception as error:  # The run directory contains most of the status even so.
+        # No error is raised: the run directory contains most of the status.
+        except Exception as error:
             answers = {
                 job.id: SchedulerAnswer(state=None, reason=f"{scheduler} does not answer: {error}")
                 for job in jobs
             }
         with self._lock:
-            # Each answer gets the time of the query. The job may have started after the query.
+            # The time of an answer is the time of the query, since the job may have started after
+            # the query.
             for job in jobs:
                 if answer := answers.get(job.id):
                     self._answers[_key(job)] = answer.replace(time=min(answer.time, now))
@@ -156,8 +161,9 @@ def run_command(
 
 
 def _end_of(text: str, length: int) -> str:
-    """Returns a text of at most `length` characters unchanged. Returns the end of a longer text,
-    since banners come first and the reason comes last.
+    """Returns the last `length` characters of an error message, from the beginning of a word.
+    Returns a shorter message unchanged. The end is kept because banners come first and the reason
+    comes last.
     """
     if len(text) <= length:
         return text
@@ -166,12 +172,14 @@ def _end_of(text: str, length: int) -> str:
 
 
 POLLER = Poller()
-"""The poller that all callers in this process share."""
+"""The Poller of this process, which all callers share, so that a scheduler is not queried more
+often than necessary."""
 
 
 def backend(scheduler: str) -> Any:
-    """Returns the package of a scheduler. Each package has the functions `check`, `texts`, `start`
-    and `requeue`. All packages but `cluster.local` also have `query`, `output` and `cancel`.
+    """Returns the package of a scheduler, such as `cluster.slurm` for "slurm". Each package has the
+    functions `check`, `texts`, `start` and `requeue`. All packages but `cluster.local` also have
+    `query`, `output` and `cancel`.
     """
     return import_module(f"cluster.{scheduler}")
 

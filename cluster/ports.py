@@ -1,4 +1,5 @@
-"""Finds a free TCP port at which the ranks of a job meet, and reserves it until rank 0 listens.
+"""Finds a free TCP port for the rendezvous of a job's ranks, and reserves it until rank 0 listens
+at it.
 
 Standard library only.
 """
@@ -12,27 +13,27 @@ from collections.abc import Iterator
 
 FIRST_PORT = 20000
 NUM_PORTS = 10000
-"""Number of the ports, beginning with FIRST_PORT, from which the kit chooses. They are below the
-NodePorts of Kubernetes (30000 to 32767) and below the ports that Linux gives to outgoing
-connections (from 32768)."""
+"""Number of ports, beginning with FIRST_PORT, from which the kit chooses a port for the rendezvous.
+They are below the NodePorts of Kubernetes (30000 to 32767) and below the ports that Linux gives to
+outgoing connections (from 32768)."""
 TRIES = 100
-"""Number of consecutive ports that `reserve_port` tries."""
+"""Maximum number of consecutive ports that `reserve_port` tries."""
 MAX_PORT = 65535
 BACKLOG = 4096
-"""Maximum number of connections that the kernel queues until they are accepted. All nodes of a job
-connect at the same time."""
+"""Maximum number of connections that the kernel queues until they are accepted. It is large because
+all nodes of a job connect at the same time."""
 ANSWERED_AT_ONCE = 256
-"""Number of answered connections that `answering` keeps open, so that the caller closes first. The
-side that closes a connection first blocks its port for a minute."""
+"""Number of answered connections that `answering` keeps open, so that the other side closes them
+first. The side that closes first blocks its port for a minute (TIME_WAIT)."""
 TAKEN_WORDS = ("eaddrinuse", "address already in use")
-"""Error messages, in lower case, of a program whose port is in use."""
+"""Words, in lower case, by which an error message says that a port is in use."""
 
 
 def reserve_port(preferred: int = 0, address: str = "") -> socket.socket:
     """Returns a socket that is bound to a free port and does not listen.
 
-    The search starts at `preferred` and tries the following ports. 0 stands for any free port. An
-    empty address stands for all networks of this machine.
+    The search starts at `preferred` and tries the following ports. If `preferred` is 0, the kernel
+    chooses a free port. An empty `address` means all networks of this machine.
 
     Until the socket is closed, the kernel gives the port to no other program, and another call of
     this function does not return it. A process that sets SO_REUSEADDR, as torch does, can listen on
@@ -47,7 +48,8 @@ def reserve_port(preferred: int = 0, address: str = "") -> socket.socket:
         try:
             return _bound(address, port)
         except OSError as error:
-            # EACCES: the administrator has reserved the port for other programs.
+            # EACCES: the administrator has reserved the port for other programs. The next port is
+            # tried.
             if error.errno not in (errno.EADDRINUSE, errno.EACCES) or port >= last_port:
                 raise
         port += 1
@@ -59,7 +61,8 @@ def _bound(address: str, port: int) -> socket.socket:
     try:
         if dual:
             reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        # Bound without SO_REUSEADDR, so that a port which another job has reserved counts as taken.
+        # The socket is bound without SO_REUSEADDR, so that a port which another job has reserved
+        # counts as taken.
         reserved.bind((address, port))
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     except OSError:
@@ -70,7 +73,8 @@ def _bound(address: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def answering(preferred: int, line: str) -> Iterator[int]:
-    """Yields a free port. During the block, everyone who connects to the port receives `line`.
+    """Yields a free port at or after `preferred`. During the block, every program that connects to
+    the port receives `line`.
 
     Raises:
         OSError: None of the TRIES ports is free.
@@ -93,7 +97,7 @@ def _answer(listening: socket.socket, line: str, over: threading.Event) -> None:
     while not over.is_set():
         try:
             connection, _ = listening.accept()
-        except OSError:  # There is no caller, or the caller has left.
+        except OSError:  # Nobody has connected yet, or the connection was closed already.
             continue
         with contextlib.suppress(OSError):
             connection.sendall(f"{line}\n".encode())

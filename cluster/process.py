@@ -21,10 +21,10 @@ from pathlib import Path
 from cluster.record import Record, field_doc
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # Values in linux/prctl.h.
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # Numbers of prctl options, from linux/prctl.h.
 KILL_WAIT_S = 10.0
 END_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
-"""Signals that end a supervisor."""
+"""Signals after which a supervisor ends its job."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Process(Record):
 
     pid: int = field_doc("process id")
     start_ticks: int = field_doc(
-        "clock ticks from the boot to the start of the process: field 22 of /proc/PID/stat"
+        "start time of the process in clock ticks since the boot: field 22 of /proc/PID/stat"
     )
     boot_id: str = field_doc("boot id of the kernel that runs or ran the process")
     host: str = field_doc("name of the host of the process")
@@ -65,7 +65,7 @@ class Process(Record):
         return stat is not None and int(stat[19]) == self.start_ticks and stat[0] not in "ZX"
 
     def names(self, folder: Path) -> bool:
-        """Returns whether the command line of the process contains a folder. The command line of a
+        """Returns whether an argument of the process is the path of a folder. The command line of a
         supervisor contains its run directory.
         """
         try:

@@ -22,20 +22,21 @@ from cluster.field_docs import WithFields, html_table
 from cluster.files import NO_RECORD, read_small, write_atomic
 
 LARGEST_FLOAT = 2**1023
-"""Limit below which the absolute value of a whole number can be converted to a float."""
+"""Whole numbers with an absolute value below this limit can be converted to float without an
+overflow error."""
 BITS = 63
-"""Maximum number of bits of a whole number in a record. No count needs more, and NumPy accepts no
-more."""
+"""Maximum number of bits of a whole number in a record. No field needs more, and the 64-bit
+integers of NumPy have no more."""
 
 
 class ConfigError(ValueError):
-    """A value that the user has given is wrong. The message names the field, the value, the allowed
-    values and what to do next.
+    """A value from the user is wrong. The message names the field, the value, the allowed values
+    and what to do next.
     """
 
 
 class MissingError(ConfigError):
-    """Fields without a default are missing. `names` are their dotted paths."""
+    """Required fields are missing. `names` are the dotted paths of these fields."""
 
     def __init__(self, names: list[str], advice: str = "") -> None:
         super().__init__(f"{', '.join(names)}: missing. Add a value; there is no default.{advice}")
@@ -68,15 +69,15 @@ ConfigError if the field may not have this value."""
 
 
 def field_doc(text: str, *checks: Check, **kwargs: Any) -> Any:
-    """Returns a dataclass field with its one-line meaning and with checks of its values. `help` of
-    the record and the tables of notebooks show the meaning.
+    """Returns a dataclass field with the text of its meaning and with checks of its values. `help`
+    of the record and the tables of notebooks show the meaning.
     """
     return dataclasses.field(metadata={"doc": text, "checks": checks}, **kwargs)
 
 
 def must(hold: typing.Callable[[Any], object], advice: str) -> Check:
-    """Returns a check that `hold` is true for a value, or for each item of a tuple. `advice` ends
-    the error message.
+    """Returns a check that raises ConfigError unless `hold` is true for a value, or for each item
+    of a tuple. The error message ends with `advice`.
     """
 
     def check(value: Any, path: str) -> None:
@@ -113,7 +114,7 @@ class Record:
         return super().__new__(cls)
 
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
-        """Returns the arguments that `__new__` gets when a record is copied or unpickled."""
+        """Returns the arguments with which `copy` and `pickle` call `__new__`."""
         return (), vars(self)
 
     def __post_init__(self) -> None:
@@ -180,7 +181,7 @@ class Record:
             raise MissingError(missing)
         try:
             return cls(**values)
-        except ConfigError as error:  # The error does not know the path of this record.
+        except ConfigError as error:  # The path in the error begins with the class's name.
             raise ConfigError(
                 re.sub(rf"^{path_name(cls)}\b", lambda _: path, str(error))
             ) from error
@@ -215,8 +216,8 @@ class Record:
 
     @classmethod
     def read_or_none(cls, file: Path) -> Self | None:
-        """Returns the record in a file, read as by `parsed`. Returns None if the file cannot be
-        read, or if it contains no such record.
+        """Returns the record in a JSON file. Unknown keys are ignored. Returns None if the file
+        cannot be read, or if it contains no record of this class.
         """
         try:
             return cls.parsed(read_small(file))
@@ -225,8 +226,8 @@ class Record:
 
     @classmethod
     def read_present(cls, file: Path) -> Self | None:
-        """Returns the record in a file, read as by `parsed`. Returns None if the file is missing or
-        contains no such record.
+        """Returns the record in a JSON file. Unknown keys are ignored. Returns None if the file is
+        missing or contains no record of this class.
 
         A caller that will write the record again must use this method. `read_or_none` also returns
         None for a file that temporarily cannot be read, and the content of the file would be lost.
@@ -244,7 +245,7 @@ class Record:
     @classmethod
     def parsed(cls, text: bytes) -> Self | None:
         """Returns the record that a JSON text describes. Ignores unknown keys. Returns None if the
-        text is torn, or does not describe such a record.
+        text is incomplete (a torn write), or does not describe a record of this class.
         """
         known = {field.name for field in dataclasses.fields(cls)}
         try:
@@ -268,7 +269,7 @@ def _from_json(cls: type[Record], text: str | bytes) -> Any:
     """
     try:
         data = json.loads(text)
-    # The text is not JSON, has a number of thousands of digits, or is nested too deeply.
+    # The text is not JSON, contains a number of thousands of digits, or is nested too deeply.
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path_name(cls)}: not valid JSON ({error}).") from error
     return cls.from_dict(data)
@@ -295,15 +296,16 @@ def _required(cls: type[Record]) -> list[str]:
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    # Cached, because heartbeats are records and a job writes one heartbeat per second.
+    # The result is cached, because heartbeats are records and a job writes one heartbeat per
+    # second.
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
 def _as_they_are(hint: Any) -> frozenset[type]:
-    """Returns the types of values that fit an annotation without a check or a conversion. Most
-    values of most records have such a type.
+    """Returns the types whose values fit an annotation without a check or a conversion. This fast
+    path covers most values of most records.
     """
     if hint in (bool, int, float, str, type(None)):
         return frozenset({hint})
@@ -313,15 +315,17 @@ def _as_they_are(hint: Any) -> frozenset[type]:
 
 
 def path_name(cls: type) -> str:
-    """Returns the first part of a dotted path for a record class: `ModelSpec` -> `spec`,
-    `JobSpec` -> `job`.
+    """Returns the first part of the dotted paths of a record class, such as `spec` for `ModelSpec`
+    and `job` for `JobSpec`.
     """
     name = cls.__name__
     return {"ModelSpec": "spec", "JobSpec": "job"}.get(name, name.lower())
 
 
 def suggestion(name: str, allowed: typing.Iterable[str]) -> str:
-    """Returns the end of an error message: the closest allowed name, then all allowed names."""
+    """Returns the end of an error message about an unknown name: the closest allowed name, then all
+    allowed names.
+    """
     names = sorted(allowed)
     return f"{did_you_mean(name, names)}Allowed: {', '.join(names)}."
 
@@ -340,7 +344,9 @@ def did_you_mean(name: str, allowed: typing.Iterable[str]) -> str:
 
 
 def _numbers(name: str) -> list[str]:
-    """Returns the digits of a name and each single letter before a number, as in `a100`, sorted."""
+    """Returns the numbers in a name, sorted. A number includes the letter before it if this letter
+    stands alone, as in `a100`.
+    """
     return sorted("".join(re.findall(r"(?:(?<![a-z0-9])[a-z])?\d+", name.lower())))
 
 

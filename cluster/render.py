@@ -16,18 +16,17 @@ from cluster.scheduler import EDIT, Slurm
 from cluster.site import Site
 
 MANY_NODES, STORM_NODES = 16, 64
-"""Numbers of nodes above which a start from the shared file system causes a warning, and above
-which it is refused. The imports on 64 nodes of Frontier took 500 s (github.com/glotzerlab/software,
-pull request 335)."""
+"""Numbers of nodes above which the kit warns of a Python environment on the shared file system, and
+above which it refuses to submit the job. The imports on 64 nodes of Frontier took 500 s
+(github.com/glotzerlab/software, pull request 335)."""
 SIGNAL_EARLY_S = 60
-"""Maximum seconds by which Slurm sends the signal before the time limit too early
-(`sbatch --signal`)."""
+"""Maximum number of seconds by which Slurm may send the signal of `sbatch --signal` too early."""
 CONTAINERS = ("apptainer", "singularity", "shifter", "podman-hpc", "enroot")
 
 
 def render(job: JobSpec, site: Site) -> str:
-    """Returns the text that starts `job` on `site`: the last of its `scripts`. The text is a shell
-    script, or consists of manifests for Kubernetes.
+    """Returns the text that starts `job` on `site`: a shell script, or the manifests for
+    Kubernetes. It is the last text that `scripts` returns.
 
     Raises:
         ConfigError: The job does not fit the site, or contains a value that no script may contain,
@@ -37,12 +36,12 @@ def render(job: JobSpec, site: Site) -> str:
 
 
 def scripts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns all scripts of a job by file name, in order of submission. The job of each script
-    waits for the success of the previous job.
+    """Returns all scripts of a job by file name, in order of submission. Under Slurm, the job of
+    each script starts after the job of the previous script has succeeded.
 
-    Most sites need one script. A site that compiles before the run has `compile.sh` before it.
-    Kubernetes has `run.sh`, the script of a pod, before `submit.json`. Only `submit.json`, which
-    contains `run.sh`, is submitted.
+    Most sites need one script, `submit.sh`. For a site that compiles before the run, `compile.sh`
+    comes first. Kubernetes has `run.sh`, the script of a pod, before `submit.json`. Only
+    `submit.json`, which contains `run.sh`, is submitted.
 
     Raises:
         ConfigError: The job does not fit the site, or contains a value that no script may contain.
@@ -54,8 +53,9 @@ def scripts(job: JobSpec, site: Site) -> dict[str, str]:
 
 
 def check_fit(job: JobSpec, site: Site) -> None:
-    """Raises ConfigError if a node gets more ranks than it has devices, or if the job has more
-    nodes than the site allows. Under Slurm also checks the path of the run directory.
+    """Raises ConfigError if a node would have more ranks than devices, or if the job has more nodes
+    than the site allows. Under Slurm, also checks that the path of the run directory has no
+    characters that Slurm replaces.
     """
     if site.scheduler == "local":
         return  # A laptop may run more ranks than it has cores.
@@ -68,7 +68,7 @@ def check_fit(job: JobSpec, site: Site) -> None:
             f" num_nodes={nodes_for(job.num_processes, site)}."
         )
     if site.scheduler == "slurm":
-        # Observed: a job with such a path ends as FAILED 0:53 without a log.
+        # A job with such a path was observed to end as FAILED 0:53 without a log.
         if "%" in job.run_dir or "\\" in job.run_dir:
             raise ConfigError(
                 f"job.run_dir: {job.run_dir!r} holds % or \\, which Slurm reads as patterns in the"
@@ -85,11 +85,11 @@ def check_fit(job: JobSpec, site: Site) -> None:
 
 
 def nodes_for(num_processes: int, site: Site) -> int:
-    """Returns the number of nodes of the site that have one device for each rank.
+    """Returns the smallest number of nodes of the site that have one device for each rank.
 
     Raises:
-        ConfigError: The last node would be used in part. No launcher can then spread the ranks
-            evenly.
+        ConfigError: The ranks would use only a part of the last node, so no launcher could spread
+            them evenly over the nodes.
     """
     devices = site.devices_per_node
     nodes, rest = divmod(num_processes, devices)
@@ -103,8 +103,8 @@ def nodes_for(num_processes: int, site: Site) -> int:
 
 
 def check_submittable(site: Site) -> None:
-    """Raises ConfigError if fields of the site file still contain EDIT, since only the user knows
-    their values. The message names the fields.
+    """Raises ConfigError if fields of the site file still contain the placeholder EDIT, since only
+    the user knows their values. The message names the fields.
     """
     if fields := to_fill_in(site):
         where = "in the site file"
@@ -142,8 +142,8 @@ def import_storm(job: JobSpec, site: Site, python: str | None = None) -> str | N
 
 
 def reads_shared_disk(slurm: Slurm) -> bool:
-    """Returns whether all ranks read one Python environment from the shared file system. False if
-    the environment is packed for each node, or if the ranks run in containers.
+    """Returns whether all ranks read one Python environment from the shared file system. They do
+    not if the environment is packed and copied to each node, or if they run in containers.
     """
     options = (*slurm.srun_options, *slurm.sbatch_options)
     in_container = slurm.is_in_container or any(
@@ -153,8 +153,8 @@ def reads_shared_disk(slurm: Slurm) -> bool:
 
 
 def to_fill_in(site: Site) -> list[str]:
-    """Returns the dotted paths of the fields whose value, or a part of whose path, is still EDIT.
-    Only the user can fill in these fields.
+    """Returns the dotted names of the site's fields whose value still is the placeholder EDIT, or a
+    file path with a folder EDIT. Only the user can fill in these fields.
     """
     unused = {"slurm", "kubernetes"} - {site.scheduler}
     values = {key: value for key, value in site.to_dict().items() if key not in unused}
@@ -180,7 +180,9 @@ def warnings(job: JobSpec, site: Site, python: str | None = None) -> list[str]:
 
 
 def shares_nodes(site: Site) -> bool:
-    """Returns whether other jobs may use the GPUs of a node that a job leaves free."""
+    """Returns whether other jobs may run on a node of a job and use the GPUs that the job has not
+    requested.
+    """
     if site.scheduler != "slurm" or not site.device.is_gpu:
         return False
     table = slurm_table(site)
@@ -192,8 +194,8 @@ def slurm_table(site: Site) -> Slurm:
     """Returns the `[slurm]` table of a site.
 
     Raises:
-        ConfigError: The site has no such table, since a packaged file may serve estimates only. Or
-            the launcher cannot start ranks in the site's container.
+        ConfigError: The site has no such table, since some packaged sites serve only for estimates.
+            Or the launcher cannot start ranks in the site's container.
     """
     if site.slurm is None:
         raise ConfigError(
@@ -219,8 +221,8 @@ def _time_warnings(job: JobSpec, slurm: Slurm, name: str) -> list[str]:
             " in time and comes back."
         )
     limit_s = slurm.limit_s(job.num_nodes, job.time_limit_s)
-    # A signal that Slurm sends while it starts a job may be lost, since the batch shell does not
-    # run yet.
+    # If the time limit is too short, Slurm sends the signal while it starts the job. The signal may
+    # be lost, since the batch shell does not run yet.
     if limit_s is not None and limit_s <= slurm.stop_before_end_s + SIGNAL_EARLY_S:
         found.append(
             f"the limit of {limit_s:g} s is used up by the {slurm.stop_before_end_s} s before the"

@@ -2,7 +2,8 @@
 
 A site file need not repeat the values of `devices_per_node` and `device` under `[slurm]` or
 `[kubernetes]`. This module derives the missing values from the ranks of the job and lists the
-derived values. No script can then request a node without its GPUs. Standard library only.
+derived values for the user. So no script can request a node without its GPUs by mistake. Standard
+library only.
 """
 
 import dataclasses
@@ -20,39 +21,42 @@ GPU_REQUEST = re.compile(r"--(?:gpus(?:-[a-z-]+)?(?:=.*)?|(?:gres|tres-[a-z-]+)=
 CPU_LAYOUT = re.compile(
     r"--(?:hint|threads-per-core|cores-per-socket|cpu-bind|cpus-per-[a-z]+|extra-node-info)\b.*"
 )
-"""Pattern of options that exclude some CPUs that Slurm reports for a node, or bind tasks to
-CPUs."""
+"""Pattern of options that exclude some of a node's CPUs, or bind tasks to CPUs. With such an
+option, the kit does not derive the CPUs of a task."""
 CPUS_VARIABLE = "KIT_CPUS_PER_TASK"
-"""Environment variable of the batch script: CPUs of each task, counted when the job starts."""
+"""Environment variable that the batch script sets to the number of CPUs of each task, counted when
+the job starts."""
 CHIP_CORES = {"trn1": 2}
-"""NeuronCores per Trainium chip, by generation. There is no entry for trn2, whose number depends on
-the settings of the Neuron runtime."""
+"""Number of NeuronCores per Trainium chip, by generation. There is no entry for trn2, whose number
+of cores depends on the settings of the Neuron runtime."""
 KUBERNETES_DEVICES = {
     "NVIDIA": "nvidia.com/gpu",
     "AMD Instinct": "amd.com/gpu",
     "Gaudi": "habana.ai/gaudi",
     "TPU": "google.com/tpu",
 }
-"""Kubernetes resource for one device, by a word of `device.name`. The vendors' device plugins
-define these resources."""
+"""Name of the Kubernetes resource for one device, by a word that `Device.name` contains. The
+vendors' device plugins define these resources."""
 NEURON_DEVICE = "aws.amazon.com/neuron"
-"""Kubernetes resource for one Trainium chip, defined by AWS's device plugin."""
+"""Name of the Kubernetes resource for one Trainium chip, which AWS's device plugin defines."""
 DEVICE_RESOURCE = re.compile(r"gpu|mig-|neuron|gaudi|tpu|/xe$|/i915$")
-"""Pattern of a part of the names of Kubernetes resources that are devices."""
+"""Pattern that finds device resources of Kubernetes by a part of their name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmRequest:
-    """The resources that one job requests from Slurm."""
+    """Resources that one job requests from Slurm: values of the site file, and values that the kit
+    derives.
+    """
 
     table: Slurm
     """The site's `[slurm]` table with the job's values in `gpus_per_node`, `cpus_per_task` and
     `sbatch_options`."""
     counts_cpus: bool
-    """Whether the batch script computes the CPUs of each task: the CPUs of a node divided by its
-    tasks."""
+    """Whether the batch script computes the number of CPUs of each task, as the CPUs of a node
+    divided by its tasks."""
     derived: tuple[str, ...]
-    """Texts about the requested values that the site file does not give, one line each."""
+    """Lines for the user, one about each requested value that the site file does not give."""
 
 
 def slurm_request(job: JobSpec, site: Site) -> SlurmRequest:
@@ -110,11 +114,12 @@ def slurm_request(job: JobSpec, site: Site) -> SlurmRequest:
 
 
 def cpu_request(job: JobSpec, site: Site) -> SlurmRequest:
-    """Returns the resources that one task of a job array requests from Slurm if it uses CPUs only,
-    such as the build of a part of a dataset.
+    """Returns the resources that one task of a job array requests from Slurm if it needs no GPU. An
+    example is a task that builds a part of a dataset.
 
-    Each process of the job gets `cpus_per_task` CPUs if the site gives this value, otherwise the
-    cores of a node divided by its devices, otherwise one. No GPU is requested.
+    For each process of the job, `cpus_per_task` CPUs are requested if the site gives this value.
+    Otherwise the number is the cores of a node divided by its devices, or one if the cores are
+    unknown. No GPU is requested.
 
     Raises:
         ConfigError: The site has no `[slurm]` table.
@@ -123,7 +128,8 @@ def cpu_request(job: JobSpec, site: Site) -> SlurmRequest:
     per_process = table.cpus_per_task or 1
     if table.cpus_per_task is None and site.cores_per_node:
         per_process = max(1, int(site.cores_per_node.value) // site.devices_per_node)
-    # With torchrun, `cpus_per_task` is the number for all ranks of a node.
+    # With torchrun, a task is a whole node, so `cpus_per_task` is the number for all ranks of a
+    # node.
     has_all = table.launcher == "torchrun" and table.cpus_per_task is not None
     cpus = max(per_process, job.num_processes) if has_all else per_process * job.num_processes
     left_out = [
@@ -152,8 +158,8 @@ def cpu_request(job: JobSpec, site: Site) -> SlurmRequest:
 def kubernetes_resources(
     job: JobSpec, table: Kubernetes, site: Site
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Returns (resources of a pod, lines about derived resources). The site file does not give the
-    derived resources. Each has one line.
+    """Returns (resources, lines): the quantity of each resource of a pod, and one line for the user
+    about each resource that the site file does not give.
 
     Raises:
         ConfigError: The ranks of a pod would start without their devices, or the kit does not know
@@ -175,8 +181,8 @@ def kubernetes_resources(
 
 
 def derived(job: JobSpec, site: Site) -> tuple[str, ...]:
-    """Returns one line about each resource that a job requests and that the site file does not
-    give.
+    """Returns one line for the user about each resource that a job requests although the site file
+    does not give it.
 
     Raises:
         ConfigError: The ranks of a node would start without their devices, or the kit does not know
@@ -190,7 +196,9 @@ def derived(job: JobSpec, site: Site) -> tuple[str, ...]:
 
 
 def _check_devices(table: Slurm, site: Site, ranks: int, tasks: int) -> None:
-    """Raises ConfigError if the ranks of a node would start with less than one GPU each."""
+    """Raises ConfigError if the job would have fewer GPUs on a node than ranks, or if the kit does
+    not know how to request the site's devices.
+    """
     device = site.device
     if device.is_cpu or device.trainium:
         return
@@ -209,7 +217,7 @@ def _check_devices(table: Slurm, site: Site, ranks: int, tasks: int) -> None:
             f' gpus_per_node = "{site.devices_per_node}", or remove derive_request.'
         )
     if not device.is_gpu or device.is_part:
-        return  # Slurm may count complete GPUs, each of which has several of the site's devices.
+        return  # Slurm may count complete GPUs, each of which is several devices of the site.
     given = None
     if table.gpus_per_task is not None:
         given = table.gpus_per_task * tasks
@@ -254,8 +262,8 @@ def _split_gpus(text: str) -> tuple[str, int]:
 
 
 def _whole_node(options: list[str]) -> list[str]:
-    """Adds the options of sbatch that give a job all of its nodes to the list `options`. Returns
-    one line on each added option.
+    """Adds to the list `options` the options of sbatch that request whole nodes. Returns one line
+    for the user about each added option.
     """
     lines = []
     if not any(option.startswith(("--exclusive", "--oversubscribe")) for option in options):
@@ -307,7 +315,8 @@ def _check_quantity(resources: dict[str, str], names: list[str], site: Site, ran
 def _kubernetes_device(device: Device, site: Site, ranks: int) -> tuple[str, int]:
     """Returns (name, quantity) of the Kubernetes resource that gives a pod its devices."""
     if device.trainium in CHIP_CORES:
-        # A pod with only some chips of the instance could not use its network adapters.
+        # The pod requests all chips: with only some chips it could not use the network adapters of
+        # the instance.
         return NEURON_DEVICE, math.ceil(site.devices_per_node / CHIP_CORES[device.trainium])
     for word, name in KUBERNETES_DEVICES.items():
         if word in device.name:

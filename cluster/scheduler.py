@@ -1,8 +1,9 @@
-"""The tables `[slurm]` and `[kubernetes]` of a site file, and the checks of their values.
+"""The tables `[slurm]` and `[kubernetes]` of a site file (description of a machine), and the checks
+of their values.
 
-Values for directives of a script may contain only plain words, so that no site file can break a
-script. Values of environment variables may contain any text, since they are quoted. Lines under
-`setup` and `task_setup` are shell code and are used unchanged. Standard library only.
+Values that become directives of a batch script may contain only plain words, so that no site file
+can break a script. Values of environment variables may contain any text, since they are quoted.
+Lines under `setup` and `task_setup` are shell code and are used unchanged. Standard library only.
 """
 
 import dataclasses
@@ -38,11 +39,11 @@ SECRET_VALUE = re.compile(
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)\b"
     # Password in a URL.
     r"|://[^/@:\s]+:[^/@\s]+@"
-    # HTTP header.
+    # Token in an HTTP header.
     r"|\b[Bb]earer\s+[\w.~+/=-]{16,}"
     # `wandb login KEY`. A host name, which may follow `login`, contains dots.
     r"|\blogin\b[^|;&]*?[\s=][\"']?\w{32,}(?![\w./:-])"
-    # Options of programs.
+    # Options of programs that are followed by a secret.
     r"|--(token|password|passwd|api-key|secret|secret-key|access-key|access-token|auth-token)"
     r"[\s=]+[\"']?\w[^\s\"'$`;&|]{7,}"
     r"|\b(mysql|mysqldump|mysqladmin|mariadb)\b[^|;&]*\s-p[^\s\"'$`;&|]+"
@@ -54,15 +55,15 @@ SECRET_VALUE = re.compile(
 variables and commands, such as `--token $TOKEN`, do not match."""
 NODE_VARIABLES = ("USER", "SLURM_JOB_ID", "SLURMD_NODENAME", "TMPDIR")
 ASSIGNMENT = re.compile(r"""(?<![\w-])([A-Za-z_]\w*)=["']?([^\s"'$`;&|)]+)""")
-"""Pattern of NAME=value in a line of shell. It does not match a value that a command or another
-variable gives, since that value is not in the line."""
+"""Pattern of NAME=value in a line of shell. It does not match a value that comes from a command or
+another variable, since the line does not contain this value."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SET_BY_THE_KIT = (
     "array chdir container error export export-file get-user-env gid input job-name no-requeue"
     " nodes ntasks ntasks-per-node open-mode output requeue signal uid wrap"
 ).split()
-"""Options of sbatch that a site file may not give. The script of the kit sets some of them. The
-others would change the user, the command or the output files of the job."""
+"""Options of sbatch that a site file may not contain. The batch script of the kit sets some of
+them. The others would change the user, the command or the output files of the job."""
 
 
 def check_environment(variables: dict[str, str], path: str) -> None:
@@ -106,8 +107,8 @@ def check_lines(lines: tuple[str, ...], path: str) -> None:
 
 
 def check_profiles(profiles: dict[str, dict[str, str]], path: str) -> None:
-    """Raises ConfigError for a variable of a profile that `check_environment` refuses. A profile is
-    a named set of variables.
+    """Raises ConfigError if a variable of a profile cannot be exported or looks like a secret. A
+    profile is a named set of environment variables.
     """
     for name, variables in profiles.items():
         check_environment(variables, f"{path}.{name}")
@@ -124,7 +125,7 @@ def check_references(secrets: dict[str, str], path: str) -> None:
 
 def is_given_to_sbatch(option: str) -> bool:
     """Returns whether a text is one option of sbatch, `--name` or `--name=value`, that the user may
-    set. Options in SET_BY_THE_KIT and their abbreviations are not.
+    set. Options in SET_BY_THE_KIT and their abbreviations are not allowed.
     """
     # sbatch accepts the first letters of an option in place of its name.
     name = option.removeprefix("--").partition("=")[0]
@@ -165,7 +166,7 @@ a_label = must(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Walltime(Record):
-    """Maximum run time of jobs, for a range of numbers of nodes."""
+    """An entry of `[[slurm.walltime]]`: the maximum run time of jobs up to a number of nodes."""
 
     max_nodes: int | None = field_doc(
         "largest number of nodes of a job for which `max_hours` holds; default: `max_hours` holds"
@@ -180,7 +181,7 @@ class Walltime(Record):
 
 
 def check_sizes(walltime: tuple[Walltime, ...], path: str) -> None:
-    """Raises ConfigError unless `max_nodes` rises from each entry to the next."""
+    """Raises ConfigError unless `max_nodes` rises from each entry of `walltime` to the next."""
     sizes = [size.max_nodes or math.inf for size in walltime]
     if sizes != sorted(set(sizes)):
         raise ConfigError(f"{path}: max_nodes must rise from bin to bin, got {sizes}.")
@@ -207,10 +208,14 @@ class Compilation(Record):
     """A separate job that compiles before the run, and the cache that it writes for the run."""
 
     command: tuple[str, ...] = field_doc(
-        "words that are put before the command of the compile job", check_lines
+        "words that are put before the command of each rank in the compile job, such as"
+        " 'neuron_parallel_compile'",
+        check_lines,
     )
     variable: str = field_doc(
-        "environment variable that contains the path of the cache", a_variable
+        "name of the environment variable that contains the path of the cache, such as"
+        " 'NEURON_COMPILE_CACHE_URL'",
+        a_variable,
     )
     shared_cache: str = field_doc(
         "cache folder that the compile job writes and all nodes can read; the path may contain"
@@ -403,7 +408,9 @@ class Slurm(SchedulerTable):
 
     @classmethod
     def unknown_key_advice(cls, key: str, value: Any) -> str:
-        """Returns how to give an option of sbatch that was written as a key of this table."""
+        """Returns advice on a key that is an option of sbatch and not a field of this table, or an
+        empty text for other keys.
+        """
         name = key.replace("-", "_")
         if name in ("time", "time_limit"):
             return (
@@ -428,8 +435,8 @@ class Slurm(SchedulerTable):
         return size.max_hours * 3600 if size else None
 
     def limit_s(self, num_nodes: int, asked_s: float | None) -> float | None:
-        """Returns the time limit to request in seconds: the smaller of `asked_s` and the limit of
-        the site. Returns None if there is neither.
+        """Returns the time limit to request for a job, in seconds: the smaller of `asked_s` and the
+        limit of the site. Returns None if there is neither.
         """
         return min(
             (limit for limit in (asked_s, self.max_seconds(num_nodes)) if limit is not None),
@@ -438,18 +445,22 @@ class Slurm(SchedulerTable):
 
     @property
     def has_tasks_in_container(self) -> bool:
-        """Whether srun starts each task in a container (Pyxis, Container Engine)."""
+        """Whether srun starts each task in a container, by an option of Pyxis or of the Container
+        Engine on Alps.
+        """
         options = ("--container-image", "--environment=")
         return any(option.startswith(options) for option in self.srun_options)
 
     @property
     def is_in_container(self) -> bool:
-        """Whether the command of a rank runs in a container."""
+        """Whether the command of a rank runs in a container, started by the field `container` or by
+        srun.
+        """
         return bool(self.container) or self.has_tasks_in_container
 
     @property
     def has_own_environment(self) -> bool:
-        """Whether each node gets a copy of the Python environment, unpacked from an archive."""
+        """Whether each node receives a copy of the Python environment, unpacked from an archive."""
         return self.broadcast is not None and self.broadcast.archive is not None
 
     @property
@@ -515,10 +526,11 @@ class Kubernetes(SchedulerTable):
 
 def quote(text: str) -> str:
     """Returns a shell word whose value is exactly this text. The word is on one line and contains
-    no characters that could deceive a reader.
+    only printable characters, so that no character can deceive a reader.
 
     Unprintable characters are written as escaped bytes, since bash supports escaped code points
-    only in some locales. They cannot remain in a script: sbatch refuses DOS line ends, for example.
+    only in some locales. Unprintable characters cannot remain in a script, since sbatch refuses DOS
+    line ends, for example.
     """
     if text.isprintable():
         return shlex.quote(text)

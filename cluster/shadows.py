@@ -13,7 +13,7 @@ import sys
 NO_PYTHONPATH = "`unset PYTHONPATH`, or `module unload` what sets it"
 NO_USER_SITE = "`export PYTHONNOUSERSITE=1`"
 SUFFIXES = (".py", ".so", ".pyd")
-"""Suffixes of files that Python imports."""
+"""Suffixes of files that Python imports as modules."""
 SOURCE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 """Folder that contains the packages `kit` and `cluster`."""
 NOT_LOOKED_FOR = {"kit", "cluster", "tests", "setup", "sitecustomize", "usercustomize", "__main__"}
@@ -30,18 +30,21 @@ class Shadow:
         self.name = name
         self.folder = folder
         self.cause = cause
-        """Reason why the folder comes first, such as "set by PYTHONPATH"."""
+        """Reason why Python searches this folder first, such as "set by PYTHONPATH"."""
         self.advice = advice
 
 
 def find_shadows() -> list[Shadow]:
-    """Returns the shadowed modules of this process and of the processes that it starts."""
+    """Returns the modules of the environment that are shadowed in this process, and in the
+    processes that it starts.
+    """
     found = []
     for folder in python_path():
         hidden = {*sys.stdlib_module_names} | modules_in_environment()
         found += _shadows_in(folder, hidden, "set by PYTHONPATH", NO_PYTHONPATH)
     if folder := user_site():
-        # The packages of a virtual environment come before the user site.
+        # Only packages that come after the user site in sys.path are hidden. Those of a virtual
+        # environment come before it.
         place = [os.path.realpath(entry) for entry in sys.path].index(folder)
         hidden = modules_in_environment(sys.path[place:]) - modules_in_environment(sys.path[:place])
         hidden -= sys.stdlib_module_names
@@ -50,9 +53,9 @@ def find_shadows() -> list[Shadow]:
 
 
 def find_in_working_directory() -> list[Shadow]:
-    """Returns the files of the working directory that have the names of modules. Notebooks and
-    programs that are started in this directory import these files. Processes that the kit starts do
-    not import them.
+    """Returns the files of the working directory that have the name of a module. A notebook or
+    program that is started in this directory imports such a file. Processes that the kit starts do
+    not import it.
     """
     folder = os.getcwd()
     hidden = {*sys.stdlib_module_names} | modules_in_environment()
@@ -74,8 +77,8 @@ def summary(shadows: list[Shadow]) -> str:
 
 
 def explain(error: BaseException) -> None:
-    """Adds a note to an error if there are shadowed modules. Python prints the note after the
-    traceback.
+    """Adds a note about shadowed modules to an error, if there are any. Python prints the note
+    after the traceback.
     """
     shadows = find_shadows()
     folder = os.getcwd()
@@ -108,7 +111,7 @@ def user_site() -> str | None:
 
 def modules_in_environment(folders: list[str] | None = None) -> set[str]:
     """Returns the names of the modules of this environment in `folders`, by default in `sys.path`.
-    Folders of the user are ignored.
+    Folders of the user (PYTHONPATH, the user site and the working directory) are ignored.
     """
     of_user = {*python_path(), os.getcwd(), user_site()}
     names = set()
@@ -124,7 +127,7 @@ def _shadows_in(folder: str, hidden: set[str], cause: str, advice: str) -> list[
 
 
 def _modules_in(folder: str) -> set[str]:
-    """Returns the names of the modules and packages in a folder."""
+    """Returns the names of the modules and packages that Python can import from a folder."""
     names = set()
     try:
         entries = list(os.scandir(folder))
@@ -135,7 +138,8 @@ def _modules_in(folder: str) -> set[str]:
         if not name.isidentifier():
             continue
         is_module = entry.name.endswith(SUFFIXES)
-        # A folder without __init__.py does not come before a package of the same name.
+        # A folder without __init__.py shadows no package: Python imports a package of this name
+        # from a later folder instead.
         if is_module or os.path.exists(os.path.join(entry.path, "__init__.py")):
             names.add(name)
     return names

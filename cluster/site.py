@@ -1,8 +1,8 @@
 """`Site`: the hardware and scheduler facts of one machine, each number with its source and its
 error.
 
-The planner, the launcher and the MFU computation read one site file, so that a peak or a memory
-size is given only once. Standard library only.
+The planner, the launcher and the MFU computation read one site file, so that a peak rate or a
+memory size is given in one place only. Standard library only.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ SITES = Path(__file__).parent / "sites"
 DTYPES = ("fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 MAX_PEAK_FLOPS_PER_S = 1e17
 """Upper limit of a believable peak of one device, in FLOP/s. It is fifty times the peak of the
-fastest accelerator sold, so that a larger value has a wrong unit."""
+fastest accelerator sold, so a larger value is in a wrong unit."""
 LEAST_PEAK_FLOPS_PER_S = 1e12
-"""Lower limit of a believable peak of one accelerator, in FLOP/s. A smaller value is in TFLOP/s by
-mistake. For a CPU core the limit is 1e6."""
+"""Lower limit of a believable peak of one accelerator, in FLOP/s. A smaller value was probably
+given in TFLOP/s. For a CPU core the limit is 1e6 FLOP/s."""
 
 
 EXAMPLE_FACT = 'memory_bytes = { value = 85899345920, source = "data sheet, 80 GiB" }'
@@ -43,7 +43,7 @@ class Fact(Record):
     """One number with its source and its relative error."""
 
     value: float = field_doc(
-        "number in the unit that the field's name states",
+        "the number itself; the name of the site's field contains the unit, such as bytes_per_s",
         must(lambda value: 0 < value < math.inf, "Give a finite number above 0."),
     )
     source: str = field_doc(
@@ -51,14 +51,16 @@ class Fact(Record):
         must(str.strip, "Say where the number comes from."),
     )
     error: float | None = field_doc(
-        "relative half-width of the error, 0.05 for +-5 %; left out if the source states no error",
+        "relative half-width of the error, such as 0.05 for +-5 %; None if the source states no"
+        " error",
         must(lambda error: 0 <= error <= 1, "Give a fraction from 0 to 1 (5 % is 0.05)."),
         default=None,
     )
 
     @classmethod
     def from_dict(cls, data: Any, path: str = "") -> Self:
-        """Returns the number that a table of a site file describes.
+        """Returns the number that `data`, a table of a site file with value, source and error,
+        describes.
 
         Raises:
             MissingError: `data` is a number without a source.
@@ -80,8 +82,8 @@ def check_dtype(dtype: str, path: str) -> None:
 
 
 def check_rates(rates: dict[str, Fact], path: str) -> None:
-    """Raises ConfigError for a rate of an unknown dtype, or for a rate above any possible
-    device.
+    """Raises ConfigError if a rate belongs to an unknown dtype, or is above MAX_PEAK_FLOPS_PER_S,
+    which no device can reach.
     """
     for dtype, fact in rates.items():
         check_dtype(dtype, path)
@@ -101,14 +103,15 @@ class Device(Record):
     """The device of one rank: a GPU, a GCD, a NeuronCore or a CPU core."""
 
     name: str = field_doc(
-        "vendor's name of the device, with the part of it that counts as one device"
+        "vendor's name of the device, and the part of it that one rank uses, such as 'AMD"
+        " Instinct MI250X, one GCD'"
     )
     memory_bytes: Fact | None = field_doc("memory of one device, in bytes", default=None)
     memory_bytes_per_s: Fact | None = field_doc(
         "memory bandwidth of one device, in bytes/s", default=None
     )
     watts: Fact | None = field_doc(
-        "power of one device, in watts: measured, or the maximum by its thermal design",
+        "power of one device, in watts: the measured power, or the thermal design power",
         default=None,
     )
     peak_flops_per_s: dict[str, Fact] = field_doc(
@@ -161,10 +164,10 @@ class Device(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IntraNodeLink(Record):
-    """Bandwidth inside a node, for groups of at most `num_devices` devices."""
+    """Bandwidth between devices of one node, for process groups of up to `num_devices` devices."""
 
     num_devices: int = field_doc(
-        "size of the largest group of neighbouring devices that has this bandwidth"
+        "largest number of neighbouring devices that exchange data at this bandwidth"
     )
     bytes_per_s: Fact = field_doc("bandwidth of one device in one direction, in bytes/s")
 
@@ -176,7 +179,8 @@ class Links(Record):
     """
 
     intra_node: tuple[IntraNodeLink, ...] = field_doc(
-        "bandwidths inside a node by size of the group of devices, smallest group first", default=()
+        "bandwidths inside a node, one per size of the group of devices, smallest group first",
+        default=(),
     )
     inter_node_bytes_per_s: Fact | None = field_doc(
         "bandwidth from one node to all other nodes, in one direction, in bytes/s", default=None
@@ -191,7 +195,7 @@ class Links(Record):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Storage(Record):
     """The shared file system of a site. A value is left out if it is unknown, or if it depends on
-    what the customer has ordered.
+    the storage that the customer has ordered.
     """
 
     write_bytes_per_s: Fact | None = field_doc(
@@ -214,7 +218,9 @@ absolute = must(lambda path: path.startswith("/"), "Give an absolute path there.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class There(Record):
-    """Python environment, run folder and source of the kit on the other side of a login node."""
+    """The table `[there]`: Python environment, run folder and source of the kit on the cluster
+    behind a login node.
+    """
 
     python: str = field_doc(
         "absolute path of Python on the cluster, in an environment with the packages that the kit"
@@ -226,12 +232,14 @@ class There(Record):
         absolute,
     )
     source: str | None = field_doc(
-        "folder on the cluster that contains the kit; default: the source that `sync` sends",
+        "folder on the cluster that contains the kit; default: the folder to which `sync` copies"
+        " the kit",
         absolute,
         default=None,
     )
     sync: bool = field_doc(
-        "whether to send the source of this kit into `folder`, once per version and user",
+        "whether to copy the source of this kit from this machine into `folder`, once per version"
+        " and user",
         default=False,
     )
 
@@ -272,7 +280,8 @@ class Site(Record):
         "number of devices of a node, with one process per device", from_one
     )
     engine: Literal["native", "deepspeed", "neuron"] = field_doc(
-        "default engine of the plans for this site", default="native"
+        "engine (implementation of the optimizer step) that plans for this site use by default",
+        default="native",
     )
     device: Device = field_doc("device of one rank, such as a GPU")
     cores_per_node: Fact | None = field_doc(
@@ -282,7 +291,9 @@ class Site(Record):
         "bandwidths of the links between devices, and topology of the network",
         default_factory=Links,
     )
-    storage: Storage = field_doc("file system that all nodes share", default_factory=Storage)
+    storage: Storage = field_doc(
+        "bandwidths and quota of the file system that all nodes share", default_factory=Storage
+    )
     open_files: Fact | None = field_doc(
         "maximum number of files that a process may have open, sockets included", default=None
     )
@@ -290,7 +301,8 @@ class Site(Record):
         "price of one node for one hour, in USD", default=None
     )
     base: str | None = field_doc(
-        "packaged site whose values hold where this file gives none", default=None
+        "name of the packaged site that supplies the values which this file leaves out",
+        default=None,
     )
     login: str | None = field_doc(
         "name of the site's login node in ~/.ssh/config, to submit from another machine; default:"
@@ -321,7 +333,7 @@ class Site(Record):
 
     @classmethod
     def names(cls) -> list[str]:
-        """Returns the names of the sites that come with the package."""
+        """Returns the names of the packaged sites, whose site files come with this package."""
         return sorted(file.name.removesuffix(".toml") for file in SITES.glob("*.toml"))
 
     @classmethod
@@ -359,13 +371,14 @@ class Site(Record):
 
     @property
     def table(self) -> SchedulerTable | None:
-        """The table `[slurm]` or `[kubernetes]` for the scheduler of the site. None if there is no
-        such table.
+        """The table `[slurm]` or `[kubernetes]` for the scheduler of the site. None if the site
+        file has no such table, or if the scheduler is `local`.
         """
         return {"slurm": self.slurm, "kubernetes": self.kubernetes}.get(self.scheduler)
 
     def profile(self, name: str) -> dict[str, str]:
-        """Returns a named set of environment variables of this site, for `JobSpec.environment`.
+        """Returns the environment variables of the profile `name`, a named set of variables in the
+        site file. A caller adds them to `JobSpec.environment`.
 
         Raises:
             ConfigError: The table of the site's scheduler has no profile of this name.
@@ -416,8 +429,8 @@ class Site(Record):
 
 
 def _with_this_machine(data: dict) -> dict:
-    """Returns the `data` of a site. Missing values of a local site, the number of devices and their
-    memory, are taken from this machine.
+    """Returns `data`, the content of a site file. For a local site, a missing number of devices or
+    memory of a device is taken from this machine: one device per CPU core.
     """
     if data.get("scheduler") != "local" or not isinstance(data.get("device"), dict):
         return data
@@ -431,8 +444,8 @@ def _with_this_machine(data: dict) -> dict:
 
 
 def _read_toml(name: str) -> tuple[Path, dict]:
-    """Returns (file, content) of a site. The content has the values of the base for keys that the
-    file does not give.
+    """Returns (file, content) of a site. The content also has the values of the base for keys that
+    the file leaves out.
     """
     import tomllib
 
@@ -463,8 +476,8 @@ def _read_toml(name: str) -> tuple[Path, dict]:
 
 
 def _check_tables_are_used(file: Path, data: dict, scheduler: str) -> None:
-    """Raises ConfigError if a site file names no scheduler but has the table of a scheduler that
-    its base does not use, such as `[slurm]` with the base `laptop`.
+    """Raises ConfigError if a site file has the table of a scheduler that the site does not use. An
+    example is `[slurm]` in a file with the base `laptop` and without the key `scheduler`.
     """
     if "scheduler" in data:
         return

@@ -1,11 +1,11 @@
-"""Turns the shell lines of a site file (`setup`, `task_setup`) into a part of a script. A line that
-fails ends the script. Standard library only.
+"""Turns the shell lines of a site file (`setup`, `task_setup`) into lines of a batch script, which
+ends as soon as one of them fails. Standard library only.
 
 A line fails under the conditions of `set -e`. A command that decides an `if` or a `while`, or that
 comes before `||`, may fail. A single command inside a sourced file or a function may fail, too,
 since only the exit status of the line counts. One condition is stricter than under `set -e`. A line
-with `&&` also fails if the part before `&&` fails, unless the line contains a test, as in
-`[ -d FOLDER ] && ...`.
+with `&&` also fails if the part before `&&` fails, unless the line contains a test, as in `[ -d
+FOLDER ] && ...`.
 """
 
 import functools
@@ -18,7 +18,8 @@ from cluster.record import ConfigError, shortened
 from cluster.scheduler import quote
 
 TEST = re.compile(r"(^|[\s;&|(])(\[{1,2}|\(\(|!|test|grep|command|type|which|hash)\s")
-"""Pattern of a command that tests a condition. A failure of such a command is not an error."""
+"""Pattern of a shell command that tests a condition. Its exit code is a result, so a failure of
+such a command is not an error."""
 
 
 def checked_lines(lines: tuple[str, ...], name: str, exit_code: int = 1) -> list[str]:
@@ -42,7 +43,9 @@ def checked_lines(lines: tuple[str, ...], name: str, exit_code: int = 1) -> list
     ]
     for command in complete_commands(lines, name):
         script.append(f"KIT_LINE=({_quoted(shortened(' '.join(command.split()), 200))})")
-        script.append(command)  # One text, so that callers do not indent a here-document in it.
+        # The command stays one string. Callers indent only the beginning of each string, and so do
+        # not change a here-document.
+        script.append(command)
         if "&&" in command and not TEST.search(command):
             script.append("(exit $?)")
     return [*script, "trap - ERR EXIT"]
@@ -60,8 +63,8 @@ def _quoted(text: str) -> str:
 
 @functools.cache
 def complete_commands(lines: tuple[str, ...], name: str) -> tuple[str, ...]:
-    """Returns the commands in shell lines. Lines that form one command, such as an `if` block, are
-    joined.
+    """Returns the complete commands that shell lines contain. Lines that form one command, such as
+    an `if` block, are joined by line breaks.
 
     Raises:
         ConfigError: Bash cannot parse the lines.
@@ -103,6 +106,7 @@ def _complaint(text: str) -> str:
         )
     except FileNotFoundError:  # This machine has no bash. The bash of the cluster reads the lines.
         return ""
-    # For an open here-document bash prints a warning and exits with code 0.
+    # Standard error decides, not the exit code: for an open here-document bash prints a warning and
+    # exits with code 0.
     said = done.stderr.strip().splitlines()
     return re.sub(r"^bash: (line \d+: )?", "", said[0]) if said else ""

@@ -30,9 +30,9 @@ class FinderInSource:
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        del sys.path[0]  # The folder of this file.
+        del sys.path[0]  # Python put the folder of this file first.
     sys.meta_path.insert(0, FinderInSource)
-    # Processes that multiprocessing spawns get sys.path, but not sys.meta_path.
+    # A process that multiprocessing spawns receives sys.path, but not sys.meta_path.
     sys.path.append(SOURCE)
     del sys.argv[0]
     try:

@@ -17,7 +17,8 @@ write these files.
 
 All files but the logs and the history are replaced by atomic rename. Readers return None for a file
 that is missing, torn, or was written by another program. They ignore keys that a newer version may
-have added. Writers of an older attempt get an error: see `update_state`. Standard library only.
+have added. A process of an older attempt cannot write them: `update_state` raises
+StaleAttemptError. Standard library only.
 """
 
 import contextlib
@@ -57,7 +58,7 @@ FOLDERS = (
     "tensorboard",
     "wandb",
 )
-"""Folders of a run directory in which files are written, replaced and deleted."""
+"""Folders of a run directory in which the kit writes, replaces and deletes files."""
 
 Request = Literal["stop", "checkpoint"]
 
@@ -73,7 +74,9 @@ class StaleAttemptError(JobError):
 
 
 class JobState(enum.StrEnum):
-    """State of a job, in terms that fit every scheduler."""
+    """State of a job. The states are common to all schedulers: each scheduler's own states are
+    mapped to them.
+    """
 
     QUEUED = "queued"
     CONFIGURING = "configuring"
@@ -87,19 +90,19 @@ class JobState(enum.StrEnum):
     FAILED = "failed"
     LOST = "lost"
     IMPORTED = "imported"
-    """The run was imported from the log of another trainer. It never has a job of the kit."""
+    """The run was imported from the log of another trainer, so the kit never runs a job for it."""
 
     @property
     def is_final(self) -> bool:
-        """Whether this attempt will never run again."""
+        """Whether an attempt in this state will never run again."""
         return self in (JobState.DONE, JobState.FAILED, JobState.LOST, JobState.IMPORTED)
 
 
 GIVEN_UP = (JobState.PREEMPTED, JobState.REQUEUED)
 """States of an attempt that has ended and that another attempt will follow."""
 ENDED = (JobState.DONE, JobState.FAILED)
-"""Final states that a supervisor records. LOST is not among them: it means that nothing is known of
-the attempt, whose processes may still report."""
+"""Final states that a supervisor records. LOST is not among them: it means that the fate of the
+attempt is unknown, and its processes may still report."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,8 @@ class SchedulerJob(Record):
     """Identification of a job in its scheduler."""
 
     scheduler: Literal["slurm", "kubernetes"] = field_doc("scheduler that runs the job")
-    # The id becomes an argument of commands, which must not read it as an option.
+    # The id becomes an argument of commands. A command would read an id that begins with - as an
+    # option.
     id: str = field_doc(
         "number or name of the job in its scheduler",
         must(
@@ -116,19 +120,21 @@ class SchedulerJob(Record):
         ),
     )
     config: str | None = field_doc(
-        "access to the scheduler: path of slurm.conf (SLURM_CONF), or a context of kubectl;"
-        " default: the default of the scheduler's commands",
+        "path of slurm.conf (SLURM_CONF) or context of kubectl, by which commands reach the"
+        " scheduler; default: the commands use their own default",
         default=None,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttemptState(Record):
-    """State of an attempt."""
+    """State of an attempt: base class of the records of state.json, history.jsonl and the
+    status.
+    """
 
     state: JobState = field_doc("state of the job, one of the values of JobState")
     attempt: int = field_doc(
-        "number of the attempt: the starts of this run directory, counted from 1"
+        "number of the attempt, counted from 1; each start of the run's ranks is one attempt"
     )
     step: int | None = field_doc("number of the last finished optimizer step", default=None)
     reason: str = field_doc("reason for the state, in one line for people", default="")
@@ -136,15 +142,15 @@ class AttemptState(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunState(AttemptState):
-    """Content of state.json: the state that the job has last reported. `read_status` returns
-    whether the report is still true.
+    """Content of state.json: the state that the job has last reported. `read_status` checks whether
+    the report still holds.
     """
 
     heartbeat: float | None = field_doc("Unix time of the last heartbeat, in seconds", default=None)
-    step_time_s: float | None = field_doc("recent duration of a step, in seconds", default=None)
+    step_time_s: float | None = field_doc("duration of a recent step, in seconds", default=None)
     starting_s: float | None = field_doc(
-        "seconds since the last change of `reason`, while no step is finished yet, by the clock"
-        " of the supervisor",
+        "seconds from the last change of `reason` to the last heartbeat before the first step, by"
+        " the clock of the supervisor",
         default=None,
     )
     has_joined: bool = field_doc(
@@ -154,9 +160,10 @@ class RunState(AttemptState):
         "process that is responsible for the job: its supervisor", default=None
     )
     scheduler_job: SchedulerJob | None = field_doc(
-        "job of the scheduler that runs this attempt; None: no scheduler runs it", default=None
+        "job of Slurm or Kubernetes that runs this attempt; None: no scheduler runs it",
+        default=None,
     )
-    notice: str = field_doc("message of the ranks to people while training continues", default="")
+    notice: str = field_doc("message of the ranks to the user while training continues", default="")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +172,8 @@ class Event(AttemptState):
 
     time: float = field_doc("Unix time of the change, in seconds")
     job_id: str | None = field_doc(
-        "number or name of the job in its scheduler; None: no scheduler runs the job", default=None
+        "number or name of the job in Slurm or Kubernetes; None: no scheduler runs the job",
+        default=None,
     )
     lost_node: str | None = field_doc(
         "name of the node that no longer answered when the attempt ended, or several names with"
@@ -224,8 +232,8 @@ def read_state(run_dir: Path) -> RunState | None:
 
 
 def state_to_change(run_dir: Path) -> RunState | None:
-    """Returns the content of state.json for a caller that will write the file again. Returns None
-    if the file is missing or damaged.
+    """Returns the content of state.json for a caller that will change the file. Returns None if the
+    file is missing or damaged.
 
     Raises:
         OSError: The file system fails. The file may contain fields that must not be lost.
@@ -304,8 +312,8 @@ def record_event(run_dir: Path, state: RunState, lost_node: str | None = None) -
 
 
 def read_history(run_dir: Path) -> list[Event]:
-    """Returns all changes of state, oldest first, without torn lines. Returns an empty list if the
-    file is missing or cannot be read.
+    """Returns all changes of state in history.jsonl, oldest first. Torn lines are left out. Returns
+    an empty list if the file is missing or cannot be read.
     """
     try:
         return history_to_judge(run_dir)
@@ -314,7 +322,8 @@ def read_history(run_dir: Path) -> list[Event]:
 
 
 def history_to_judge(run_dir: Path) -> list[Event]:
-    """Returns all changes of state, oldest first, for a decision about the job.
+    """Returns all changes of state in history.jsonl, oldest first, for a decision about the job.
+    Unlike `read_history`, raises an error if events may be missing.
 
     Raises:
         OSError: The file system fails, so the file may contain more events.
@@ -361,13 +370,15 @@ def log_path(run_dir: Path, attempt: int, rank: int) -> Path:
 
 
 def rank_logs(run_dir: Path, attempt: int, rank: int, ranks_per_node: int) -> tuple[Path, Path]:
-    """Returns (log of the rank, log of its node). Either may contain the output of the rank."""
+    """Returns (log of the rank, log of its node). The output of the rank is in the first of the two
+    that is not empty.
+    """
     own = log_path(run_dir, attempt, rank)
     return own, own.with_name(f"node_{rank // ranks_per_node}.log")
 
 
 def script_logs(run_dir: Path, state: RunState) -> list[Path]:
-    """Returns the logs of the processes that start the ranks of an attempt.
+    """Returns the paths of the logs of the processes that start the ranks of an attempt.
 
     Under Slurm these are the log of the batch script, which also runs the supervisor, and the log
     of the script that compiles before the run. On this machine it is the log of the supervisor.
@@ -383,7 +394,8 @@ def script_logs(run_dir: Path, state: RunState) -> list[Path]:
             if file.name <= f"attempt_{state.attempt:02d}_supervisor.log"
         ]
         return started[-1:]
-    if job.scheduler == "slurm" and job.id.isdigit():  # An id from another user may be a path.
+    # The state.json of another user may have a path as id.
+    if job.scheduler == "slurm" and job.id.isdigit():
         return [logs / f"slurm-{job.id}.log", compile_log(run_dir, state.attempt)]
     return []
 
@@ -428,8 +440,8 @@ def read_asked(run_dir: Path, request: Request) -> AskedRequest | None:
 
 
 def take_request(run_dir: Path, request: Request, *, step: int | None = None) -> bool:
-    """Takes a waiting request: writes taken_REQUEST and removes the request. Returns whether there
-    was a request. Only rank 0 of the trainer calls this function.
+    """Takes a waiting request: writes control/taken_REQUEST and removes the file of the request.
+    Returns whether there was a request. Only rank 0 of the trainer calls this function.
 
     Raises:
         OSError: The disk is full or the file system fails. The request is still waiting.
@@ -446,7 +458,7 @@ def take_request(run_dir: Path, request: Request, *, step: int | None = None) ->
 
 
 def note_step(run_dir: Path, request: Request, step: int) -> None:
-    """Records in taken_REQUEST after which optimizer step the trainer acts on the request.
+    """Records in control/taken_REQUEST after which optimizer step the trainer acts on the request.
 
     Raises:
         OSError: The file could not be read or written.
@@ -458,7 +470,9 @@ def note_step(run_dir: Path, request: Request, step: int) -> None:
 
 
 def read_taken(run_dir: Path, request: Request) -> TakenRequest | None:
-    """Returns the last request of this kind that the trainer of this attempt has taken, or None."""
+    """Returns the last request of the kind `request` that the trainer of this attempt has taken, or
+    None.
+    """
     return TakenRequest.read_or_none(run_dir / "control" / f"taken_{request}")
 
 
@@ -472,8 +486,8 @@ def is_stop_requested(run_dir: Path) -> bool:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Locks a run directory during the block, so that one writer at a time changes state.json,
-    exit.json or the attempt number.
+    """Locks a run directory during the `with` block, so that only one process at a time changes
+    state.json, exit.json or the attempt number.
 
     If the lock is not free after LOCK_WAIT_S seconds, or if the file system supports no locks, the
     block runs without the lock. Each file is still replaced atomically, and a frozen process must
@@ -501,7 +515,8 @@ def refuse_planted_links(run_dir: Path) -> None:
         except OSError:
             continue
         for entry in entries:
-            # A link in the place of a file is replaced, not followed.
+            # A link to a file needs no check, since an atomic rename replaces the link and does not
+            # follow it.
             if entry.is_symlink() and os.path.isdir(entry.path):
                 refuse_planted_link(Path(entry.path))
 

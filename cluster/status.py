@@ -51,14 +51,15 @@ class JobStatus(AttemptState):
     heartbeat_age_s: float | None = field_doc("seconds since the last heartbeat", default=None)
     exit_code: int | None = field_doc("exit code of a job that has ended", default=None)
     starting_s: float | None = field_doc(
-        "seconds since the last change of `reason`, while no step is finished yet", default=None
+        "seconds since the last change of `reason`, while the job is starting; otherwise None",
+        default=None,
     )
     has_joined: bool = field_doc(
         "whether all ranks of this attempt have passed the rendezvous", default=False
     )
     heard_at: float | None = field_doc(
-        "Unix time of this report of the machine that runs the job, in seconds; None: the job"
-        " runs on this machine, or there is no report yet",
+        "Unix time at which the machine that runs the job reported this status, in seconds; None:"
+        " the job runs on this machine, or there is no report yet",
         default=None,
     )
 
@@ -71,19 +72,21 @@ class JobStatus(AttemptState):
 
     @property
     def age(self) -> str | None:
-        """Age of this status as a text for people. None if the job runs on this machine."""
+        """Age of this status as a text such as `3 min`. None if the job runs on this machine."""
         return None if self.age_s is None else mirror.age_text(self.age_s)
 
     @property
     def late_age(self) -> str | None:
-        """Age of this status as a text for people, if a newer report of the machine that runs the
-        job is overdue. None if the status is fresh.
+        """Age of this status as a text such as `3 min`, if the machine that runs the job should
+        have sent a newer report. None if the status is fresh.
         """
         return self.age if self.age_s is not None and self.age_s > mirror.LATE_S else None
 
 
 class _Verdict(NamedTuple):
-    """State of a job, with the reason and the exit code of a job that has ended."""
+    """State of a job as one source decides it, with the reason. `exit_code` is None unless the job
+    has ended.
+    """
 
     state: JobState
     reason: str
@@ -91,20 +94,20 @@ class _Verdict(NamedTuple):
 
 
 def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
-    """Returns the status of a job as far as this host can determine it. The field `reason` says so
-    if this host cannot.
+    """Returns the status of a job as far as this host can determine it. If this host cannot
+    determine it, the field `reason` says so.
 
-    The first call of a process for a job whose heartbeat looks old takes some seconds: the
-    heartbeat is watched, since the clock of this host may be wrong. If `waits` is false, such a job
-    is not yet reported as stalled.
+    If the heartbeat of a job looks old, the first call in a process takes some seconds. It watches
+    whether the heartbeat changes, since the clock of this host may be wrong. If `waits` is false,
+    the call does not wait, and such a job is not yet reported as stalled.
     """
     if run := mirror.mirror_of(run_dir):
         return _mirrored_status(run)
     state, answer = _read_sources(run_dir, waits)
     alive = is_alive(state)
     attempt = state.attempt if state else last_attempt(run_dir)
-    # The report is read after the queries about the process and to the scheduler, since a process
-    # writes its report before it ends.
+    # The exit report is read last. A process writes it before it ends, so the report of a process
+    # that was found dead above is there now.
     report = _exit_report(run_dir, attempt)
     age_s = None
     if state is not None and state.state is not JobState.IMPORTED:
@@ -136,8 +139,8 @@ def read_status(run_dir: Path, *, waits: bool = True) -> JobStatus:
 
 
 def _mirrored_status(run: mirror.MirroredRun) -> JobStatus:
-    """Returns the status that the other machine has reported last. The reason contains the age of
-    the report unless the report is fresh.
+    """Returns the status that the cluster behind the login node has reported last. The reason
+    contains the age of the report, unless the report is fresh.
     """
     seen = run.refresh()
     if not seen.time:
@@ -160,7 +163,7 @@ def _read_sources(
     run_dir: Path, waits: bool
 ) -> tuple[RunState | None, poll.SchedulerAnswer | None]:
     """Returns (content of state.json, answer of the scheduler). The answer is None if no scheduler
-    runs the job, or if the job has left a report.
+    runs the job, or if the attempt has written an exit report.
     """
     state = read_state(run_dir)
     answer = None
@@ -169,7 +172,7 @@ def _read_sources(
     if state.scheduler_job and not _exit_report(run_dir, state.attempt):
         heartbeats.record_sighting(run_dir, state)
         answer = poll.POLLER.answer(state.scheduler_job)
-        state = read_state(run_dir) or state  # The poller may have waited for an answer.
+        state = read_state(run_dir) or state  # The call may have waited, so the state may be newer.
     is_over = _exit_report(run_dir, state.attempt) is not None
     if waits and not is_over and _depends_on_heartbeat(state, is_alive(state), answer):
         heartbeats.watch_heartbeats({run_dir: _stalled_after_s(state)})
@@ -178,7 +181,7 @@ def _read_sources(
 
 
 def watch_silent(run_dirs: Iterable[Path]) -> None:
-    """Watches, all at the same time, the heartbeats of those jobs that look stalled. Later calls of
+    """Watches the heartbeats of all jobs that look stalled, at the same time. Later calls of
     `read_status` for these jobs do not wait.
     """
     limits_s = {}
@@ -194,8 +197,8 @@ def watch_silent(run_dirs: Iterable[Path]) -> None:
 def _depends_on_heartbeat(
     state: RunState, alive: bool | None, answer: poll.SchedulerAnswer | None
 ) -> bool:
-    """Returns whether the status of a job without exit report depends on the age of its
-    heartbeat.
+    """Returns whether the age of its heartbeat decides on the status of a job that has no exit
+    report.
     """
     if state.state.is_final or state.state in (JobState.STOPPING, *WAITING):
         return False
@@ -214,8 +217,8 @@ def _exit_report(run_dir: Path, attempt: int) -> ExitReport | None:
 
 
 def is_alive(state: RunState | None) -> bool | None:
-    """Returns whether the process that is responsible for the job runs. Returns None if this host
-    cannot know that.
+    """Returns whether the process that is responsible for the job runs. Returns None if the process
+    was started on another host or is unknown.
     """
     if state is None or state.process is None or not state.process.is_here:
         return None
@@ -237,9 +240,12 @@ def _by_report(report: ExitReport) -> _Verdict:
 def _by_scheduler(
     run_dir: Path, state: RunState, answer: poll.SchedulerAnswer, age_s: float | None
 ) -> _Verdict:
-    """Returns the verdict on a job that a scheduler runs and that has left no exit report."""
+    """Returns the state, with its reason, of a job that a scheduler runs and that has written no
+    exit report. `answer` is the scheduler's report, `age_s` the age of the heartbeat.
+    """
     by_heartbeat = _by_heartbeat(run_dir, state, age_s)
-    # After a crash, the controller of Slurm may not know a job that still runs.
+    # After a crash of slurmctld, Slurm may not know a job that still runs. A recent heartbeat then
+    # decides.
     has_recent_heartbeat = (age_s or 0.0) <= _stalled_after_s(state)
     is_forgotten = answer.state is JobState.LOST and state.state is JobState.RUNNING
     if answer.state is None or (is_forgotten and has_recent_heartbeat):
@@ -251,11 +257,12 @@ def _by_scheduler(
         return _Verdict(answer.state, reason, answer.exit_code)
 
     if answer.state in WAITING:
-        # The job has started after the query to the scheduler.
+        # A new heartbeat shows that the job has started after the query to the scheduler.
         if heartbeats.has_changed_since(run_dir, state, answer.time):
             return by_heartbeat
         return _while_waiting(state, answer)
-    # Slurm ends a job with a delay, which is long if a node does not answer.
+    # The attempt has ended, but Slurm still reports its job. Slurm takes long to end a job if a
+    # node does not answer.
     if state.state in GIVEN_UP:
         return _Verdict(state.state, _between_attempts(state, answer))
     if answer.state in (JobState.STOPPING, JobState.STALLED):
@@ -267,7 +274,7 @@ def _by_scheduler(
 
 
 def _while_waiting(state: RunState, answer: poll.SchedulerAnswer) -> _Verdict:
-    """Returns the verdict on a job that waits in the queue of its scheduler."""
+    """Returns the state, with its reason, of a job that waits in the queue of its scheduler."""
     assert answer.state is not None
     if state.state is JobState.QUEUED:
         return _Verdict(answer.state, answer.reason)
@@ -283,7 +290,9 @@ def _between_attempts(state: RunState, answer: poll.SchedulerAnswer) -> str:
 def _by_process(
     run_dir: Path, state: RunState, alive: bool | None, age_s: float | None
 ) -> _Verdict:
-    """Returns the verdict on a job without scheduler that has left no exit report."""
+    """Returns the state, with its reason, of a job that no scheduler runs and that has written no
+    exit report. `alive` is the result of `is_alive` for its process.
+    """
     if alive is False:
         return _Verdict(JobState.LOST, _why_lost(run_dir, state))
     by_heartbeat = _by_heartbeat(run_dir, state, age_s)
@@ -293,8 +302,8 @@ def _by_process(
 
 
 def _with_full_disk(run_dir: Path, verdict: _Verdict) -> str:
-    """Returns the reason of a verdict, followed by a note if the disk of an unfinished, lost or
-    failed run is full.
+    """Returns the reason in `verdict`, the state that was found for a job. If the job is
+    unfinished, lost or failed and its disk is full, a note about the disk follows.
     """
     if verdict.state in (JobState.DONE, JobState.IMPORTED):
         return verdict.reason
@@ -320,10 +329,13 @@ def _why_lost(run_dir: Path, state: RunState) -> str:
 
 
 def _with_last_words(run_dir: Path, state: RunState, reason: str) -> str:
-    """Returns a reason, followed by the explanation in the log of the script or the supervisor."""
+    """Returns `reason`, followed by the line that explains the end in the log of the batch script
+    or the supervisor.
+    """
     for file in script_logs(run_dir, state):
         said = last_words(log_tail(file))
-        # The log of a compile job names the failed task. Each task has its own log.
+        # The log of a compile job names only the task that failed. The reason is in the log of this
+        # task.
         task = re.search(r"tasks? (\d+)\S*: (Exited|Out Of|Killed|Segm)", said)
         if task and file == compile_log(run_dir, state.attempt):
             own = run_dir / "logs" / f"compile_rank_{int(task[1]):05d}.log"
@@ -334,19 +346,20 @@ def _with_last_words(run_dir: Path, state: RunState, reason: str) -> str:
 
 
 def _by_heartbeat(run_dir: Path, state: RunState, age_s: float | None) -> _Verdict:
-    """Returns the verdict on a job that has probably not ended, from its state.json, its heartbeat
-    and its requests.
+    """Returns the state, with its reason, of a job that has probably not ended. It is derived from
+    the job's state.json, heartbeat and requests.
     """
     seen = "no heartbeat yet"
     if age_s is not None:
         seen = f"last heartbeat {age_s:.0f} s ago"
     stop_asked = read_asked(run_dir, "stop")
     if stop_asked is not None:
-        # The text has the time of day, not an age, since another machine may have set this time.
+        # The text has the time of day, not an age, since the time may come from the clock of
+        # another machine.
         asked_at = time.strftime("%H:%M:%S", time.localtime(stop_asked.asked_at))
         return _Verdict(JobState.STOPPING, f"asked to stop at {asked_at}; {seen}")
     limit_s = _stalled_after_s(state)
-    is_saving = state.state is JobState.STOPPING  # The last checkpoint may take long.
+    is_saving = state.state is JobState.STOPPING  # The last save may take long.
     if age_s is not None and not is_saving and age_s > limit_s:
         reason = f"{seen} while {state.state}; stalled after {limit_s:.0f} s"
         return _Verdict(JobState.STALLED, reason)
@@ -362,7 +375,8 @@ def _by_heartbeat(run_dir: Path, state: RunState, age_s: float | None) -> _Verdi
 
 def _stalled_after_s(state: RunState) -> float:
     """Returns the age of a heartbeat, in seconds, from which a job counts as stalled."""
-    # A supervisor that waits for the first step writes `starting_s`, and a heartbeat with it.
+    # If `starting_s` is set, the supervisor writes heartbeats before the first step, so the shorter
+    # limit applies.
     if state.state is JobState.STARTING and state.starting_s is not None:
         return STALLED_AFTER_S
     if state.state in (JobState.QUEUED, JobState.CONFIGURING, JobState.STARTING):

@@ -27,16 +27,17 @@ class PreparedJob:
     job: JobSpec
     site: Site
     scripts: Mapping[str, str]
-    """Scripts by file name, in order of submission. Empty for a job behind a login node, since the
-    kit on the other side writes the scripts."""
+    """Scripts by file name, in order of submission. Empty for a site with a login node, since the
+    kit on the cluster writes the scripts."""
     files: Files
-    """Files of the caller, which are written before job.json, site.json and the scripts."""
+    """Texts by file name that the caller of `prepare_job` adds to the run directory. They are
+    written before job.json, site.json and the scripts."""
 
 
 def prepare_job(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob:
     """Returns a checked job with all files that its submission needs. Writes nothing.
 
-    A job behind a login node is checked on the other side, as part of its submission.
+    A job for a site with a login node is checked on the cluster, as part of its submission.
 
     Raises:
         ConfigError: The job cannot run on the site.
@@ -64,8 +65,8 @@ def check_startable(job: JobSpec, site: Site) -> None:
 
 def draft_job(job: JobSpec, site: Site, files: Files | None = None) -> PreparedJob:
     """Returns a job with all files that its submission would need, although it may not be ready for
-    submission. Fields of its site may still be EDIT, and its scheduler may be missing on this
-    machine.
+    submission. Fields of its site may still have the placeholder EDIT as value, and the commands of
+    its scheduler may be missing on this machine.
 
     Raises:
         ConfigError: The job does not fit the site.
@@ -83,14 +84,14 @@ def submit_prepared(prepared: PreparedJob) -> Job:
     1. The folders `logs`, `control` and `logs/attempt_NN`, and `.reserve`, which reserves disk
        space for the record of the job's end. Requests to earlier attempts are deleted.
     2. `state.json` of the next attempt, with the state `queued`, and its line in `history.jsonl`.
-       From now on no other job can start in the directory.
+       From this step on, no other job can start in the directory.
     3. The files of the caller. Files with the value None are removed.
     4. `job.json`, `site.json` if it was not among the files of the caller, and the scripts.
 
-    Then the job is submitted to the scheduler, and its number is written into `state.json`.
+    Then the job is submitted to the scheduler, and its job id is written into `state.json`.
 
-    For a job behind a login node, the kit on the other side does all this. The local run directory
-    becomes a mirror.
+    For a site with a login node, the kit on the cluster takes all these steps. The local run
+    directory becomes a mirror, a copy of the run directory on the cluster.
 
     Raises:
         JobError: A job is live in this run directory, or the scheduler refuses the job. The message
@@ -132,8 +133,8 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delays Ctrl-C until the end of the block. After an interrupted submission it would be unknown
-    whether the job runs.
+    """Delays Ctrl-C until the end of the `with` block, since after an interrupted submission it
+    would be unknown whether the job runs.
     """
     # Python handles signals only in the main thread.
     if threading.current_thread() is not threading.main_thread():

@@ -3,7 +3,7 @@ attempt, and records the end of the job.
 
 `Supervisor.run` is the loop for every launcher. The subclasses in `cluster.local.supervisor` and
 `cluster.slurm.supervisor` implement the differences: how ranks are started, observed and ended,
-whether their nodes still answer, and how the job gets other nodes.
+whether their nodes still answer, and how the job obtains other nodes.
 
 Causes of the end of an attempt, each with the decision that follows (`AttemptOutcome.fate`):
 
@@ -53,14 +53,14 @@ CRASHES = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.
 
 
 def become_supervisor(signals: Iterable[signal.Signals]) -> None:
-    """Prepares this process for the work of a supervisor. Orphans of its ranks become its children,
-    and it continues if its log cannot be written. `signals` are blocked, so that they stay pending
-    until `Supervisor.watch` receives them.
+    """Prepares this process for the work of a supervisor. Orphans of ranks become children of this
+    process. The process continues if its log cannot be written. `signals` are blocked, so that they
+    stay pending until `Supervisor.watch` receives them.
     """
     become_subreaper()
     outlive_log()
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    # While SIGCHLD is ignored, as a caller may have set it, no exit code of a rank can be read.
+    # A caller may have set SIGCHLD to be ignored. Then no exit code of a rank could be read.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
@@ -70,10 +70,11 @@ class Supervisor(abc.ABC):
     """
 
     signals: frozenset[signal.Signals]
-    """Signals for which `watch` waits. They are blocked: see `become_supervisor`."""
+    """Signals for which `watch` waits. `become_supervisor` blocks them, so that they stay pending
+    until then."""
     fate_after_disk_error: Literal["restart", "requeue"]
-    """Fate of a job that has taken steps, after an error of the file system that may be
-    temporary."""
+    """Value of `AttemptOutcome.fate` after an error of the file system that may be temporary, if
+    the job has already taken a step."""
 
     def __init__(self, home: RunDirectory, spec: JobSpec, attempt: int) -> None:
         self.home = home
@@ -81,10 +82,10 @@ class Supervisor(abc.ABC):
         self.spec = spec
         self.attempt = attempt
         self.stop_reason: str | None = None
-        """Reason for which this supervisor has asked the trainer to save and stop. None if it has
-        not asked."""
+        """Reason for which this supervisor has asked the trainer to save and stop. None if this
+        supervisor has not asked."""
         self.deadline = float("inf")
-        """Time of the monotonic clock, in seconds, at which the attempt is ended."""
+        """Time of the monotonic clock, in seconds, at which this process ends the attempt."""
 
     def run(self) -> int:
         """Runs attempts until the job has ended or continues in another allocation. Returns the
@@ -124,8 +125,9 @@ class Supervisor(abc.ABC):
         return outcome
 
     def watch(self) -> AttemptOutcome:
-        """Waits until the attempt ends, and returns its outcome. The attempt ends if `look` returns
-        an outcome, if the time limit is reached, or if the run directory is lost.
+        """Waits until the attempt ends, and returns its outcome. The attempt ends if the check of
+        the ranks (`look`) returns an outcome, if the time limit is reached, or if the run directory
+        is lost.
         """
         start = StartWatch(self.run_dir, self.attempt)
         while True:
@@ -144,8 +146,8 @@ class Supervisor(abc.ABC):
                 return AttemptOutcome(1, lost)
 
     def decide(self, outcome: AttemptOutcome) -> AttemptOutcome:
-        """Returns an outcome with the final fate of the job: where the next attempt starts, or that
-        the job ends because another start would be useless.
+        """Returns `outcome` with the final value of its field `fate`. `choose_nodes` may move the
+        next attempt to other nodes. `limit_retries` ends the job if another start would be useless.
         """
         try:
             outcome = self.choose_nodes(outcome)
@@ -158,7 +160,8 @@ class Supervisor(abc.ABC):
         return f"attempt {self.attempt}: {outcome.reason}: {outcome.fate}"
 
     def after_error(self, error: Exception) -> AttemptOutcome:
-        """Returns the outcome of an attempt that an error in this process has ended.
+        """Returns the outcome of an attempt that ended because of `error`, an error in this
+        process.
 
         An error of the file system may be temporary, so the job continues. It ends if it has taken
         no step yet, since its configuration may be wrong.
@@ -172,8 +175,8 @@ class Supervisor(abc.ABC):
         return outcome
 
     def after_failed_begin(self, outcome: AttemptOutcome, error: Exception) -> AttemptOutcome:
-        """Returns the outcome of an attempt if `error` has prevented the next attempt in this
-        allocation.
+        """Returns the outcome of the ended attempt if the next attempt could not begin in this
+        allocation because of `error`.
         """
         fate = self.after_error(error).fate
         if fate == "restart":
@@ -226,15 +229,15 @@ class Supervisor(abc.ABC):
         """
 
     def choose_nodes(self, outcome: AttemptOutcome) -> AttemptOutcome:
-        """Returns the outcome, with a changed fate if the next attempt must start on other nodes. A
-        subclass does this if a node does not answer or if the job must leave its nodes. On one
-        machine there are no other nodes.
+        """Returns `outcome`, with another `fate` if the next attempt must start on other nodes. A
+        subclass changes it if a node does not answer or if the job must leave its nodes. This
+        method changes nothing, since one machine has no other nodes.
         """
         return outcome
 
     def leave(self, outcome: AttemptOutcome) -> int:
-        """Leaves the run directory to the next job, or to a newer attempt. Returns the exit code
-        of this job.
+        """Hands the run directory over to the next job, or leaves it to a newer attempt. Returns
+        the exit code of this job.
 
         Raises:
             StaleAttemptError: A newer attempt owns the directory. No job was requeued or submitted.
@@ -256,7 +259,7 @@ def rank_failure(
     home: RunDirectory, attempt: int, rank: int, code: int, who: str
 ) -> AttemptOutcome:
     """Returns the outcome of an attempt in which a rank has failed. `code` is the return code of
-    the rank, and `who` its name in the reason.
+    the rank. `who` names the rank in the reason.
 
     The ranks are started again if the rank was killed, if the job has already taken a step, or if
     another program used the rendezvous port. The next start uses another port.
@@ -273,7 +276,9 @@ def rank_failure(
 
 
 def has_taken_steps(home: RunDirectory) -> bool:
-    """Returns whether any attempt of a run has taken a step, as far as its files can be read."""
+    """Returns whether any attempt of a run has taken a step. Returns False if the files of the run
+    cannot be read.
+    """
     try:
         return any(retry_disk(lambda: furthest_steps(home.run_dir), home).values())
     except OSError as error:
@@ -282,11 +287,11 @@ def has_taken_steps(home: RunDirectory) -> bool:
 
 
 def limit_retries(outcome: AttemptOutcome, home: RunDirectory, max_restarts: int) -> AttemptOutcome:
-    """Returns the outcome, with the fate `end` instead of a start that would be useless.
+    """Returns `outcome`, with its `fate` changed to `end` if another start would be useless.
 
     A start is useless if the run directory was lost, if a stop was requested, or if too many starts
-    in a row have taken no new step. The starts are not counted after the loss of a node. If
-    `max_restarts` is 0, the fate `restart` also becomes `end`.
+    in a row have taken no new step. After the loss of a node, the number of starts is not limited.
+    If `max_restarts` is 0, `restart` also becomes `end`.
     """
     run_dir = home.run_dir
     reason = outcome.reason
@@ -306,8 +311,8 @@ def limit_retries(outcome: AttemptOutcome, home: RunDirectory, max_restarts: int
 
 
 def furthest_steps(run_dir: Path) -> dict[int, int]:
-    """Returns the last step of each attempt of a run by attempt number, 0 for an attempt that took
-    no step.
+    """Returns a dict from attempt number to the last step of the attempt, 0 for an attempt that
+    took no step.
 
     Raises:
         OSError: The file system fails.
@@ -320,9 +325,9 @@ def furthest_steps(run_dir: Path) -> dict[int, int]:
 
 
 def fruitless_starts(run_dir: Path) -> int:
-    """Returns the number of attempts, since the last attempt with a new step, that took no new
-    step. Attempts that a lost node or a preemption ended are not counted, since no program of the
-    job is at fault.
+    """Returns the number of attempts without a new step since the last attempt with a new step. A
+    step is new if its number is higher than in all earlier attempts. Attempts that a lost node or a
+    preemption ended are not counted, since no program of the job is at fault.
     """
     excused = {
         event.attempt
@@ -340,7 +345,9 @@ def fruitless_starts(run_dir: Path) -> int:
 
 
 def _fruitless_starts(home: RunDirectory) -> int:
-    """Returns the result of `fruitless_starts`, or 0 if the files of the run cannot be read."""
+    """Returns the number of attempts without a new step (`fruitless_starts`), or 0 if the files of
+    the run cannot be read.
+    """
     try:
         return retry_disk(lambda: fruitless_starts(home.run_dir), home)
     except OSError as error:
@@ -350,7 +357,7 @@ def _fruitless_starts(home: RunDirectory) -> int:
 
 def end_of(code: int) -> tuple[str, int]:
     """Returns (text, exit code) for the return code of a process. The text says how the process
-    ended. The exit code is as in a shell: 128 + n for signal n.
+    ended. As in a shell, the exit code is 128 + n if signal n ended the process.
     """
     if code >= 0:
         return f"ended with code {code}", code

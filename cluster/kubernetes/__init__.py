@@ -1,7 +1,7 @@
 """Submits jobs to Kubernetes with kubectl and queries them.
 
-`cluster.kubernetes.manifest` writes the manifests, which also say when Kubernetes restarts pods.
-Standard library only.
+`cluster.kubernetes.manifest` writes the manifests. The manifests also contain the rules by which
+Kubernetes restarts pods. Standard library only.
 """
 
 import contextlib
@@ -30,23 +30,26 @@ from cluster.submission import prepare_job, submit_prepared
 TIMEOUT_S = 20.0
 GONE_WAIT_S = 900.0
 OUTPUT_LINES, OUTPUT_BYTES = 100_000, 64 << 20
-"""Largest part of a container's output that is fetched, in lines and in bytes."""
+"""Maximum output of a container that is fetched, counted from its end, in lines and in bytes."""
 
 
 def check(job: JobSpec, site: Site) -> None:
-    """Accepts every job, since only the cluster knows which jobs it would refuse."""
+    """Accepts every job. Only the cluster can tell which jobs it refuses, so `start` reports a
+    refusal.
+    """
 
 
 def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> SchedulerJob:
-    """Creates the objects of `submit.json` in the cluster of the current context. Returns the job
-    with its name in the cluster.
+    """Creates the objects of `submit.json` in the cluster of the current kubectl context. Returns
+    the job, whose id is its name in the cluster.
 
     Raises:
         JobError: The cluster refuses or does not answer. Objects that were created are deleted.
     """
     table = kubernetes_table(site)
     context = ""
-    with contextlib.suppress(JobError):  # In a pod there is no context, but a service account.
+    # Inside a pod, kubectl has no context. It uses a service account.
+    with contextlib.suppress(JobError):
         context = _kubectl("config", "current-context").strip()
     name = id_of(table.kind, job_name(job, attempt))
     made = SchedulerJob(scheduler="kubernetes", id=name, config=f"{context}/{table.namespace}")
@@ -60,8 +63,8 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> S
 
 
 def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
-    """Returns the cluster's report on each of `jobs`, by job id. All jobs must be of one context
-    and namespace.
+    """Returns the state of each of `jobs` as the cluster reports it, by job id. All jobs must be of
+    one kubectl context and namespace.
 
     Raises:
         JobError: The cluster does not answer.
@@ -93,9 +96,11 @@ def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
 
 
 def output(job: SchedulerJob) -> tuple[str, str]:
-    """Returns (kubectl command, output of a job's pods by this command).
+    """Returns (command, output): the kubectl command that prints the output of a job's pods, and
+    this output.
 
-    The output has the last OUTPUT_LINES lines of each container. It is empty if the command fails.
+    The output contains the last OUTPUT_LINES lines of each container. It is empty if the command
+    fails.
     """
     words = ("logs", f"--selector={INSTANCE}={job.id.split('/')[1]}", "--prefix")
     words += (f"--tail={OUTPUT_LINES}", f"--limit-bytes={OUTPUT_BYTES}")
@@ -109,12 +114,13 @@ def why_not_running(name: str, pods: list[dict], events: list[dict]) -> str:
     """Returns one line that explains why the pods of a job do not run, or an empty text if neither
     pods nor events explain it.
 
-    `pods` and `events` are API objects: all pods of the kit and all warning events in a namespace.
+    `pods` and `events` are objects of the Kubernetes API: all pods of the kit and all warning
+    events in a namespace.
     """
     for pod in pods:
         if pod["metadata"].get("labels", {}).get(INSTANCE) == name and (why := _trouble_of(pod)):
             return why
-    # Only events explain a job without pods, or a pod without containers.
+    # A job without pods, or a pod without containers, is explained only by events.
     for event in sorted(events, key=lambda each: each.get("lastTimestamp") or "", reverse=True):
         about = event.get("involvedObject") or {}
         subject = about.get("name", "")
@@ -137,13 +143,14 @@ def _trouble_of(pod: dict) -> str:
         if waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             return _sentence(where, waiting["reason"], waiting.get("message"))
         if ended.get("exitCode"):
-            # By the terminationMessagePolicy of the manifest, the message is the end of the log.
+            # The message is the end of the container's log, since the manifest sets
+            # terminationMessagePolicy.
             said = last_words(ended.get("message") or "")
             return _sentence(where, f"{ended.get('reason')}, code {ended['exitCode']}", said)
     for condition in status.get("conditions") or []:
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return _sentence(where, condition.get("reason"), condition.get("message"))
-    # An evicted pod has a reason and no container.
+    # The status of an evicted pod has a reason and no containers.
     if status.get("reason"):
         return _sentence(where, status["reason"], status.get("message"))
     return ""
@@ -154,18 +161,18 @@ def _sentence(*parts: str | None) -> str:
 
 
 def _items(*words: str, place: str | None) -> list[dict]:
-    """Returns the objects that `kubectl get` finds. Returns none if kubectl fails, for example
-    because the user lacks the permission.
+    """Returns the objects that `kubectl get` finds. Returns an empty list if kubectl fails, for
+    example because the user lacks the permission.
     """
     try:
         return json.loads(_kubectl("get", *words, "--output=json", place=place))["items"]
-    except (JobError, ValueError, KeyError):  # The job's state is known without these objects.
+    except (JobError, ValueError, KeyError):  # The caller knows the job's state even without them.
         return []
 
 
 def cancel(job: SchedulerJob, run_dir: Path, *, waits: bool = False) -> None:
-    """Deletes a job of a run with its pods. Kubernetes first sends the pods a signal to end. A job
-    that is already deleted is no error.
+    """Deletes a job of a run with its pods. Kubernetes first sends the pods a signal to end. Does
+    nothing if the job is already deleted.
 
     Raises:
         JobError: The cluster refuses or does not answer, or the job belongs to another run. With
@@ -176,7 +183,7 @@ def cancel(job: SchedulerJob, run_dir: Path, *, waits: bool = False) -> None:
             f"{run_dir}: {job.id} does not belong to this run, by its name. It was left running."
         )
     kind, name = job.id.split("/")
-    # The operator of a JobSet makes and deletes the service.
+    # The service of a JobSet is made and deleted by the operator, not by the kit.
     parts = "configmap" if kind == "jobset" else "configmap,service"
     words = ("delete", f"{kind},{parts}", name, "--ignore-not-found")
     if waits:
@@ -189,8 +196,8 @@ def cancel(job: SchedulerJob, run_dir: Path, *, waits: bool = False) -> None:
 
 
 def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
-    """Starts the next attempt. The pods of a running attempt are ended first, after their ranks
-    could save and stop.
+    """Starts the next attempt of a job. If an attempt is running, its pods are ended first, after
+    their ranks could save and stop.
 
     Raises:
         ConfigError: The job cannot run on its site. No pod was ended.
@@ -203,8 +210,8 @@ def requeue(job: Job, scheduler_job: SchedulerJob) -> None:
 
 
 def answer_from(item: dict | None) -> SchedulerAnswer:
-    """Returns the state of a Job or JobSet as a SchedulerAnswer. `item` is the object of the
-    Kubernetes API, or None if the cluster no longer has the object.
+    """Returns the state of a Job or JobSet. `item` is the object of the Kubernetes API, or None if
+    the cluster no longer has the object.
     """
     if item is None:
         return SchedulerAnswer(
@@ -226,7 +233,8 @@ def answer_from(item: dict | None) -> SchedulerAnswer:
         return SchedulerAnswer(state=JobState.STOPPING, reason="Kubernetes: being deleted")
     if item["spec"].get("suspend"):
         return SchedulerAnswer(state=JobState.QUEUED, reason="waits to be admitted by its queue")
-    # A Job counts its pods. A JobSet counts its Jobs, of which it has one.
+    # The status of a Job counts pods. The status of a JobSet counts Jobs, of which the kit makes
+    # one.
     parts = status.get("replicatedJobsStatus") or [status]
     active = sum(part.get("active") or 0 for part in parts)
     ready = sum(part.get("ready") or 0 for part in parts)
@@ -244,7 +252,8 @@ def _kubectl(
     *words: str, place: str | None = None, text: str = "", limit_s: float | None = None
 ) -> str:
     """Returns the output of a kubectl command. `place` is `context/namespace`, and `text` is the
-    standard input. Raises JobError as `run_command` does.
+    standard input. Raises JobError if kubectl is not installed, fails or takes longer than
+    `limit_s` seconds.
     """
     context, _, namespace = (place or "").rpartition("/")
     options = {"--context": context, "--namespace": namespace}

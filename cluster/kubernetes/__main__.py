@@ -28,7 +28,9 @@ from cluster.state import JobError, SchedulerJob, ask, read_asked
 
 
 def main(words: list[str]) -> int:
-    """Runs one command and returns its exit code, 0 if the progress was written."""
+    """Runs one of the commands above. Returns the exit code of this process: 0 if the progress was
+    written.
+    """
     try:
         match words:
             case ["begin", run_dir, namespace, job_id]:
@@ -60,7 +62,9 @@ def main(words: list[str]) -> int:
 
 
 def _request_stop(run_dir: Path) -> None:
-    """Requests that all ranks save and stop, after which the job may continue."""
+    """Requests that all ranks save and stop. The request does not count as a user's, so the job may
+    continue afterwards.
+    """
     (run_dir / "control" / "stopped").touch()
     if read_asked(run_dir, "stop") is None:
         ask(run_dir, "stop", by_person=False)
@@ -69,7 +73,9 @@ def _request_stop(run_dir: Path) -> None:
 def _meet(
     run_dir: Path, place: tuple[str, int], num_pods: int, index: int, attempt: list[str]
 ) -> int:
-    """Waits until all pods have found each other. Returns exit code 0 if they have, 1 otherwise."""
+    """Waits until all pods of the job have connected to the first pod. Returns exit code 0 if all
+    have connected, 1 otherwise.
+    """
     if index:
         problem = meeting.join(place, index)
     else:

@@ -42,27 +42,30 @@ QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 SCRIPT = "run.sh"
 CONTAINER = "node"
 STOPPED_CODE = 143
-"""Exit code of pods that have saved and stopped because Kubernetes ends one of them."""
+"""Exit code of all pods of a job that have saved and stopped because Kubernetes ends one of the
+pods."""
 FAILS = {
     "action": "FailJob",
     "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [USELESS_TO_RETRY]},
 }
 IGNORED = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
 """Rule for pods that the cluster has disrupted: their node was removed, or they were evicted for
-other pods. The rule does not count them as failed."""
+other pods. By this rule such a pod does not count as failed."""
 USELESS = {"name": "useless", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-"""Rule that ends a JobSet whose Job has failed by the rule FAILS."""
+"""Rule that ends a JobSet, without a restart, if its Job has failed by the rule FAILS."""
 
 
 def texts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns the files of a job's next attempt: texts by file name in the run directory.
+    """Returns the files for the next attempt of a job: the text of each file, by its name in the
+    run directory.
 
-    `submit.json` has all manifests, with the script of a pod. It is the only file that is sent. To
-    send it by hand, use `kubectl create --filename=submit.json`. `run.sh` has the script again, for
-    readers.
+    `submit.json` has all manifests, with the script of a pod. It is the only file that is sent to
+    the cluster. To send it by hand, use `kubectl create --filename=submit.json`. `run.sh` is a copy
+    of the script for people to read.
 
     Raises:
-        ConfigError: The job does not fit the site, see `manifests`.
+        ConfigError: The site has no [kubernetes] table, a path of the job is not on the shared file
+            system, or the pods would start without their devices.
     """
     items = manifests(job, site, last_attempt(Path(job.run_dir)) + 1)
     whole = {"apiVersion": "v1", "kind": "List", "items": items}
@@ -118,7 +121,7 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": named,
-        # Pods resolve the name of the first pod before all pods are ready.
+        # Pods must be able to resolve the name of the first pod before all pods are ready.
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -134,20 +137,24 @@ def manifests(job: JobSpec, site: Site, attempt: int = 1) -> list[dict[str, Any]
 
 
 def job_name(job: JobSpec, attempt: int) -> str:
-    """Returns the name of an attempt in the cluster. The name is a DNS label that contains the
-    job's name, the mark of the run directory and the attempt number.
+    """Returns the name of an attempt's objects in the cluster. The name is a DNS label of the job's
+    name, a hash of the run directory's path (`mark`) and the attempt number.
     """
     words = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")[:24].strip("-")
     return f"{words or 'run'}-{mark(job.run_dir)}-{attempt}"
 
 
 def id_of(kind: str, name: str) -> str:
-    """Returns kubectl's name for a Job or JobSet, such as `job/NAME`. It is used as job id."""
+    """Returns kubectl's name for a Job or JobSet, such as `job/NAME`. The kit uses this name as job
+    id.
+    """
     return f"{kind.lower()}/{name}"
 
 
 def mark(run_dir: str) -> str:
-    """Returns the part of a job's name that identifies the run directory: eight hex digits."""
+    """Returns the part of a job's name that identifies its run directory: the first eight hex
+    digits of the SHA-256 hash of the path.
+    """
     return hashlib.sha256(run_dir.encode()).hexdigest()[:8]
 
 
@@ -168,7 +175,8 @@ def _job_spec(job: JobSpec, table: Kubernetes, name: str, labels: dict[str, str]
     backoff_limit = 0
     rules = [FAILS]
     if table.kind == "Job" and job.num_nodes == 1:
-        # Only the single pod of a Job can be replaced. A new pod could not join other pods.
+        # Kubernetes may replace a failed pod only in a Job of one pod, since a new pod could not
+        # join other pods that still run.
         backoff_limit = table.max_restarts
         rules.append(IGNORED)
     spec: dict[str, Any] = {
@@ -211,7 +219,7 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
         "env": secrets,
         "resources": {"requests": dict(table.resources), "limits": dict(table.resources)},
         "volumeMounts": mounts,
-        # The status of a failed pod then contains the last lines of its log.
+        # With this policy, the status of a failed pod contains the last lines of its log.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     spec: dict[str, Any] = {
@@ -232,7 +240,7 @@ def _pod_spec(job: JobSpec, table: Kubernetes, name: str) -> dict[str, Any]:
 
 def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, ...] = ()) -> str:
     """Returns the script that each pod runs. `derived` has one line for each requested resource
-    that the site file does not give. The lines become comments at the top of the script.
+    that the site file does not give. These lines become comments at the top of the script.
     """
     host = f"{name}-0.{name}" if table.kind == "Job" else f"{name}-{REPLICATED_JOB}-0-0.{name}"
     variables = {
@@ -242,7 +250,7 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, .
     }
     program, *words = job.argv
     if re.fullmatch(r"python[0-9.]*", PurePosixPath(program).name):
-        program = "python"  # The Python of the image.
+        program = "python"  # The image has its own Python.
     command = [program, *words]
     lines = [
         *(f"# Asked of Kubernetes where the site file says nothing: {line}" for line in derived),
@@ -310,8 +318,8 @@ def pod_script(job: JobSpec, table: Kubernetes, name: str, derived: tuple[str, .
 
 
 def _meeting_lines(num_pods: int) -> list[str]:
-    """Returns the lines of the pod script between the start of an attempt and the start of the
-    agent.
+    """Returns lines of the pod script that run after an attempt has begun and before the agent
+    (torchrun) starts.
     """
     lines = []
     if num_pods > 1:

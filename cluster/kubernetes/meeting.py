@@ -1,10 +1,10 @@
 """Makes the pods of a job find each other before their agents start.
 
-An agent of torch waits for missing pods for minutes. Its error then names neither the pods nor the
-address. Errors of this module name a missing pod, or a host name that cannot be resolved. The first
-pod listens at the rendezvous port of the ranks. Each other pod looks up the name of the first pod,
-connects and sends its index. When all pods have connected, the first pod sends GO_ON to each of
-them. Standard library only.
+The agent of torch (torchrun), which starts the ranks of a pod, waits for missing pods for minutes.
+Its error message then names neither the pods nor the address. Errors of this module name a missing
+pod, or a host name that cannot be resolved. The first pod listens at the rendezvous port of the
+ranks. Each other pod looks up the name of the first pod, connects and sends its index. When all
+pods have connected, the first pod sends GO_ON to each of them. Standard library only.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from cluster.record import counted
 from cluster.state import read_state, update_state
 
 LIMIT_S = 900.0
-"""Seconds for which pods wait for each other. Meanwhile Kubernetes may have to start nodes and load
-images."""
+"""Maximum number of seconds for which pods wait for each other. It is long because Kubernetes may
+have to start nodes and load images first."""
 EVERY_S = 1.0
 """Seconds between two attempts to connect, and between two records of the missing pods."""
 GO_ON = b"go\n"
-"""Message of the first pod to each other pod when all have connected."""
+"""Message that the first pod sends to each other pod when all pods have connected."""
 
 
 def host(
     run_dir: Path, attempt: int, place: tuple[str, int], num_pods: int, limit_s: float = LIMIT_S
 ) -> str | None:
-    """Waits, in the first pod, until all other pods have connected. Returns an error message if the
-    time limit is reached, None otherwise.
+    """Waits in the first pod until all other pods have connected. Returns an error message if
+    `limit_s` seconds have passed, otherwise None. `place` is (host name, port) of the first pod.
 
-    While it waits, the reason in state.json names the missing pods.
+    During the wait, the field `reason` in state.json names the missing pods.
 
     Raises:
         OSError: Another program uses the port in this pod.
@@ -51,7 +51,8 @@ def host(
                 )
             _record(run_dir, attempt, waits_for)
             start.beat()
-            # OSError: no pod has connected. ValueError: a program that is no pod has connected.
+            # OSError: no pod has connected yet. ValueError: a program has connected that is not a
+            # pod of this job and sent no index.
             with contextlib.suppress(OSError, ValueError):
                 connection = until_the_end.enter_context(listening.accept()[0])
                 connection.settimeout(EVERY_S)
@@ -59,15 +60,17 @@ def host(
         for connection in others.values():
             with contextlib.suppress(OSError):
                 connection.sendall(GO_ON)
-                # The side that closes first blocks its port, so the other pod closes first.
+                # The side that closes a connection first blocks its port for a minute. This wait
+                # lets the other pod close first.
                 connection.recv(1)
     _record(run_dir, attempt, f"{counted(num_pods, 'pod')} found each other; ranks start")
     return None
 
 
 def join(place: tuple[str, int], index: int, limit_s: float = LIMIT_S) -> str | None:
-    """Waits, in each pod except the first pod, until all pods have connected to the first pod.
-    Returns an error message if the time limit is reached, None otherwise.
+    """Waits in each pod except the first pod, until all pods have connected to the first pod.
+    Returns an error message if `limit_s` seconds have passed, otherwise None. `place` is (host
+    name, port) of the first pod.
     """
     deadline = time.monotonic() + limit_s
     who = f"pod {index} on {socket.gethostname()}"

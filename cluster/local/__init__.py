@@ -20,12 +20,14 @@ from cluster.submission import prepare_job, submit_prepared
 MAX_PROCESSES = 256
 END_WAIT_S = 60.0
 STARTED = b"started\n"
-"""Message of a supervisor to the process that submitted its job, on standard output."""
+"""Message that a supervisor writes to its standard output, a pipe to the process that submitted the
+job, when the ranks are started."""
 
 
 def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> None:
-    """Starts all ranks under a supervisor that does not depend on the caller, and returns as soon
-    as they are started. `cluster.local.supervisor` lists the environment variables of the ranks.
+    """Starts a supervisor that does not depend on the caller and that starts all ranks. Returns as
+    soon as the ranks are started. `cluster.local.supervisor` lists the environment variables of the
+    ranks.
 
     Raises:
         JobError: Some rank could not be started. The ranks that were started have been ended.
@@ -45,7 +47,7 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> N
         ) as child,
     ):
         assert child.stdout is not None
-        # The pipe has no message if guard and supervisor have ended before all ranks started.
+        # Without a message, guard and supervisor have ended before all ranks were started.
         if child.stdout.read(len(STARTED)) == STARTED:
             return
     report = read_exit(run_dir)
@@ -54,7 +56,7 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> N
 
 
 def check(job: JobSpec, site: Site) -> None:
-    """Checks that this machine can run a job.
+    """Raises an error if this machine cannot run a job.
 
     Raises:
         ConfigError: The job has more than one node or more than MAX_PROCESSES processes, or its
@@ -79,7 +81,7 @@ def check_count(num_processes: int) -> None:
 
 
 def requeue(job: Job, scheduled: None) -> None:
-    """Ends a running attempt, and starts the next attempt.
+    """Ends the running attempt of a job, if there is one, and starts the next attempt.
 
     Raises:
         ConfigError: The job cannot be started again. The running attempt was not ended.
@@ -95,8 +97,8 @@ def requeue(job: Job, scheduled: None) -> None:
 
 
 def texts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns the text of submit.sh, by file name. Its comments describe the job. Its command
-    starts the next attempt by hand.
+    """Returns a dict with the text of one file, submit.sh. A user can run this script to start the
+    next attempt by hand. Its comments describe the job.
     """
     supervisor = shlex.join(source_command("cluster.local.supervisor", job.run_dir))
     script = (

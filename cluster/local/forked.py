@@ -25,7 +25,9 @@ PR_SET_NAME = 15  # Sets the process name that ps and top show. Source: linux/pr
 
 @dataclasses.dataclass
 class ForkedRank:
-    """A forked child process, with the attributes of `Popen` that the supervisor reads."""
+    """A forked child process. It has the attributes of `subprocess.Popen` that the supervisor
+    reads.
+    """
 
     pid: int
     returncode: int | None = None
@@ -38,11 +40,13 @@ def import_once(module: str, environment: Mapping[str, str]) -> None:
     Errors of the import are ignored: each rank repeats the import and reports the error in its log.
     """
     os.environ.update(environment)
-    # An import leaves no garbage. The collector would take a quarter of the time of the import.
+    # An import leaves no garbage, but the garbage collector would take a quarter of the time of the
+    # import.
     gc.disable()
     with contextlib.suppress(Exception):
         importlib.import_module(module)
-    gc.freeze()  # Otherwise the collector of a rank would write to, and so copy, shared pages.
+    # The garbage collector of a rank then does not write to, and so copy, shared memory pages.
+    gc.freeze()
     gc.enable()
 
 
@@ -61,8 +65,8 @@ def fork_rank(
     parent_pid = os.getpid()
     pid = os.fork()
     if pid:
-        # Parent and child both make the process group. It exists when this function returns,
-        # whichever process is faster.
+        # Parent and child both make the process group, so that it exists when this function
+        # returns, whichever process is faster.
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         return ForkedRank(pid)
@@ -74,7 +78,7 @@ def fork_rank(
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (log.fileno(), 1), (log.fileno(), 2)):
             os.dup2(source, target)
-        # Closes the parent's open files, such as its port and its run directory.
+        # The child closes the open files of its parent, such as the port and the run directory.
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]

@@ -5,10 +5,10 @@
 
 The program has two processes, the supervisor and its parent, the guard. The supervisor owns the
 attempt: it starts the ranks, ends all ranks when one fails, restarts them after a crash
-(`JobSpec.max_restarts`), and writes exit.json. See `cluster.supervisor`. The guard waits until the
-supervisor has ended, even by SIGKILL, and then kills all remaining processes. Descendants whose
-parents have died become children of the guard, so the guard finds all of them. Standard library and
-Linux only.
+(`JobSpec.max_restarts`), and writes exit.json. The loop is in `cluster.supervisor`. The guard waits
+until the supervisor has ended, even by SIGKILL, and then kills all remaining processes. Descendants
+whose parents have died become children of the guard, so the guard finds all of them. Standard
+library and Linux only.
 
 Each rank finds RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and
 KIT_ATTEMPT in its environment.
@@ -50,7 +50,9 @@ Ranks = dict[int, subprocess.Popen | ForkedRank]
 
 
 def main() -> int:
-    """Runs an attempt and returns the exit code, 0 if all ranks succeeded."""
+    """Runs a job, beginning with the attempt in the arguments or with the next attempt. Returns the
+    exit code of the job, 0 if all ranks succeeded.
+    """
     run_dir = Path(sys.argv[1]).absolute()
     try:
         job = JobSpec.read(run_dir / "job.json")
@@ -58,7 +60,8 @@ def main() -> int:
     except (ConfigError, JobError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    # The process that submitted the job reads only the message STARTED from standard output.
+    # The process that submitted the job must read only the message STARTED from standard output, so
+    # all other output goes to standard error.
     submitter = os.dup(1)
     os.dup2(2, 1)
 
@@ -79,7 +82,8 @@ def guard(supervisor: Callable[[], int]) -> int:
     if pid == 0:
         exit_with(supervisor)
     signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, signal.SIGTERM))
-    # A terminal sends these signals to the guard and to the supervisor, which handles them.
+    # The guard ignores these signals. A terminal sends them to the supervisor, too, which handles
+    # them.
     for ignored in (signal.SIGINT, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
@@ -92,7 +96,9 @@ def guard(supervisor: Callable[[], int]) -> int:
 
 
 def supervise(run_dir: Path, job: JobSpec, attempt: int, started: Callable[[], object]) -> int:
-    """Runs a job to its end and returns its exit code."""
+    """Runs a job to its end in the process of the supervisor. Returns the exit code of the job.
+    `started` is called when the ranks are started.
+    """
     become_supervisor(WATCHED)
     return LocalSupervisor(RunDirectory(run_dir), job, attempt, started).run()
 
@@ -106,7 +112,9 @@ class LocalSupervisor(Supervisor):
     def __init__(
         self, home: RunDirectory, spec: JobSpec, attempt: int, started: Callable[[], object]
     ) -> None:
-        """`started` is called after all ranks were started, or before ranks are forked."""
+        """`started` is called after all ranks were started. If ranks are forked, it is called
+        earlier, before the import of their module.
+        """
         super().__init__(home, spec, attempt)
         self.started = started
         self.ranks = Ranks()
@@ -157,13 +165,13 @@ class LocalSupervisor(Supervisor):
             "MASTER_PORT": str(port.getsockname()[1]),
             "KIT_ATTEMPT": str(self.attempt),
             "PYTHONUNBUFFERED": "1",
-            # With gloo, restarted ranks would otherwise read stale addresses.
+            # Without this variable, restarted ranks that use gloo would read stale addresses.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
 
     def _record_starting(self, reason: str) -> None:
-        """Records in state.json that the attempt starts. `reason` says how far the start is. If the
-        file system fails, prints the attempt and the reason instead.
+        """Records in state.json that the attempt starts. `reason` describes the current phase of
+        the start. If the file system fails, prints the attempt and the reason instead.
 
         Raises:
             OSError: The disk is full.
@@ -231,7 +239,7 @@ class LocalSupervisor(Supervisor):
         def begin() -> int:
             state = read_state(self.run_dir)
             if state and state.attempt > self.attempt and state.process == Process.current():
-                return state.attempt  # An earlier call wrote the state before it failed.
+                return state.attempt  # An earlier try has begun this attempt.
             return next_attempt(self.run_dir, self.attempt, reason)
 
         return retry_disk(begin, self.home)
@@ -262,8 +270,8 @@ def start_rank(
 
 
 def reap(ranks: Ranks) -> None:
-    """Reaps every child of this process that has ended. Records the exit codes of ranks in `ranks`.
-    Exit codes of adopted orphans are ignored.
+    """Reaps every child of this process that has ended, and stores the exit codes of ranks in
+    `ranks`. The exit codes of orphans that became children of this process are ignored.
     """
     by_pid = {process.pid: process for process in ranks.values()}
     with contextlib.suppress(ChildProcessError):

@@ -1,5 +1,5 @@
-"""Answers one request on a login node: `python -m cluster.login.answer` reads the request from
-standard input and prints the answer on one line.
+"""Answers one request of a mirror, on the login node. `python -m cluster.login.answer` reads the
+request as JSON from standard input and prints the answer as one line of JSON.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ from cluster.submission import submit
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the answer to one request about the run directory `request["run"]`.
+    """Returns the answer to one request about the run directory `request["run"]` on the cluster.
+    `request["do"]` names the action, such as submit, status or stop.
 
     Raises:
         ConfigError, JobError: The request is refused.
@@ -53,21 +54,25 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_missing(path: str) -> bool:
-    """Returns whether no file or folder exists whose path begins with `path`."""
+    """Returns whether there is no file or folder whose path begins with `path`, such as the files
+    of a dataset with this prefix.
+    """
     file = Path(path).expanduser()
     return not any(file.parent.glob(f"{file.name}*"))
 
 
 def _status(job: Job, request: dict[str, Any]) -> dict[str, Any]:
-    """Returns the status of a job, and the alerts that the mirror does not have yet."""
+    """Returns the status of a job, and the lines of alerts.jsonl that the mirror on the user's
+    machine does not have yet.
+    """
     history = read_history(job.run_dir)
     began = history[0].time if history else None
     alerts = b""
     with contextlib.suppress(OSError):
         alerts = read_small(job.run_dir / "alerts.jsonl")
     status = job.status().to_dict()
-    del status["heard_at"]  # An older kit on the other side refuses keys that it does not know.
-    end = alerts.rfind(b"\n") + 1  # The last line may be torn.
+    del status["heard_at"]  # An older kit that reads the answer would refuse this key.
+    end = alerts.rfind(b"\n") + 1  # An incomplete last line is left out.
     known = 0
     if request["began"] == began:
         known = request["alerts"]
@@ -80,7 +85,7 @@ def _status(job: Job, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the answer to the request on standard input."""
+    """Reads a request from standard input and prints the answer to it."""
     try:
         found = answer(json.loads(sys.stdin.buffer.read()))
     except (ConfigError, JobError, OSError) as error:

@@ -1,9 +1,9 @@
-"""Runs one command on a login node with the system's own OpenSSH and rsync. All commands share one
-connection.
+"""Runs commands on a login node, and copies files from it, with the system's own OpenSSH and rsync.
+All commands share one connection.
 
-This module never asks for a password or a second factor (BatchMode). A user who must type one opens
-the connection with one command, which every error message names. The environment variable
-KIT_SSH_CONFIG names an ssh configuration to use instead of ~/.ssh/config.
+This module never asks for a password or a second factor (BatchMode). If the login node needs a
+password, the user opens the connection once with the command that every error message contains. The
+environment variable KIT_SSH_CONFIG names an ssh configuration to use instead of ~/.ssh/config.
 
 Source: https://man.openbsd.org/ssh_config (ControlMaster, ControlPath, BatchMode),
 https://man.openbsd.org/ssh (exit status 255) and https://download.samba.org/pub/rsync/rsync.1
@@ -24,8 +24,8 @@ CONNECT_S = 10
 TIMEOUT_S = 60.0
 OWN_PATH = "ControlPath=~/.ssh/kit-%C"
 NOT_CONNECTED = 255
-# Exit codes of rsync. CUT: the connection broke or timed out. SOME_FILES: files are missing or
-# unreadable.
+# Exit codes of rsync. CUT: the connection broke or timed out. SOME_FILES: some files are missing or
+# unreadable, which is no error here.
 CUT = (10, 12, 30)
 SOME_FILES = (23, 24)
 FIRST = {
@@ -36,13 +36,13 @@ FIRST = {
         "The machine takes no ssh now: wait until it does, or mend its Port in ~/.ssh/config. "
     ),
 }
-"""First advice to the user, by words of ssh's error message. After these errors, the command that
-opens a connection would fail as well."""
+"""Advice that an error message gives first, by words in the error message of ssh. After these
+errors, the command that opens a connection would fail as well."""
 
 
 class NoConnectionError(JobError):
-    """The login node cannot be reached now, or asks its user for a password or second factor. Jobs
-    on the cluster continue.
+    """The login node cannot be reached now, or asks for a password or a second factor. Jobs on the
+    cluster continue.
     """
 
 
@@ -51,8 +51,8 @@ def ssh(login: str, command: str, data: bytes = b"", timeout_s: float = TIMEOUT_
     standard input.
 
     Raises:
-        NoConnectionError: There is no connection. The message has the command that opens one.
-        JobError: The command fails. The message has the last line of its standard error.
+        NoConnectionError: There is no connection. The message contains the command that opens one.
+        JobError: The command fails. The message contains the last line of its standard error.
     """
     return _answer(login, [*_words(login), "--", login, command], data, timeout_s)
 
@@ -60,11 +60,11 @@ def ssh(login: str, command: str, data: bytes = b"", timeout_s: float = TIMEOUT_
 def copy(login: str, folder: str, here: Path, *options: str, names: str = "") -> None:
     """Copies files of a folder on a login node into the local folder `here`.
 
-    rsync's `options` select the files. `names`, one name per line, are rsync's standard input, for
-    its option `--files-from=-`.
+    rsync's `options` select the files. `names` is the standard input of rsync, one file name per
+    line, for rsync's option `--files-from=-`.
 
     Raises:
-        NoConnectionError: There is no connection. The message has the command that opens one.
+        NoConnectionError: There is no connection. The message contains the command that opens one.
         JobError: The command rsync fails. The message has the first line of its standard error.
     """
     words = ["rsync", "-rtz", "--no-links", "--secluded-args", *options]
@@ -88,8 +88,8 @@ def pass_through(login: str, command: str) -> int:
 
 
 def ssh_line(login: str, command: str) -> str:
-    """Returns the command line with which `ssh` runs a shell command, for display. Connection
-    options are left out, because finding them would need a call of the system's ssh.
+    """Returns the command line with which `ssh` runs a shell command, for display. Options of the
+    connection are left out, because this function would have to run ssh to find them.
     """
     return shlex.join(["ssh", *_config(), "--", login, command])
 
@@ -102,7 +102,8 @@ def open_command(login: str) -> str:
 
 
 def _answer(login: str, words: list[str], data: bytes, timeout_s: float = TIMEOUT_S) -> bytes:
-    # Standard error goes to a file: a shared connection that stays open would keep a pipe open.
+    # Standard error goes to a file, since a shared connection that stays open would keep a pipe
+    # open and `run` would not return.
     with tempfile.TemporaryFile() as said:
         try:
             done = subprocess.run(

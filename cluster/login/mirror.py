@@ -1,15 +1,15 @@
 """Keeps a mirror of a run directory on a cluster. The mirror is itself a run directory, which every
 view can read, also offline. It has three files of its own:
 
-    login.json         place of the run: login node, directory on the other side, and the Python and
-                       source that answer requests
+    login.json         place of the run: login node, directory on the cluster, and the Python and
+                       the kit's source there that answer requests
     login_seen.json    last report: the job's status, the time of the report, and the error that has
                        prevented later reports
     .login.lock        lock of a request. Its modification time is the beginning or end of the last
                        request.
 
 rsync copies small files when they have changed. Of metrics and requested logs it copies only what
-the mirror does not have yet. Data and weights stay on the other side. The job is not affected.
+the mirror does not have yet. Data and weights stay on the cluster. The job is not affected.
 """
 
 import dataclasses
@@ -43,16 +43,19 @@ LOCK = ".login.lock"
 INTERVAL_S = 5.0
 LATE_S = 12.0
 FIRST_WAIT_S = 20.0
-# Longer than the other side's scheduler may take for two jobs, one that compiles and one that runs.
+# Longer than the cluster's scheduler may take to accept two jobs, one that compiles and one that
+# runs.
 SUBMIT_WAIT_S = 300.0
 SYNCED = "/kit-source-"
-"""Part of the path of source that this kit has sent to the other side. Such source must belong to
-its user. Source that a site file names need not."""
+"""Part of the path of each folder into which this kit has copied its source on the cluster. Such a
+folder must belong to the user (IS_OWN). A folder that a site file names may belong to another
+user."""
 IS_OWN = """\
 { [ "$(find . -prune -user "$(id -u)" ! -perm -020 ! -perm -002)" = . ] || { echo "$PWD is no folder that you alone \
 can write to, and what it holds would be run. Remove it, or give another there.folder." >&2; exit 1; }; }"""  # noqa: E501
 """Shell command that exits with code 1 unless the current folder belongs to the user and nobody
-else can write to it. It tests the open folder, even if the folder's path now names another one."""
+else can write to it. It tests the working directory of the shell itself, even if another folder now
+has its path."""
 SMALL = (
     "--max-size=16m",
     "--delete",
@@ -77,15 +80,16 @@ SMALL = (
     "--exclude=*",
 )
 """Options of rsync for files that are replaced as a whole. 16 MiB is the largest size of a record.
-The mirror's own login.json, and site.json as the other side has it, are not copied. Files that the
-other side deletes are deleted here too, except at the top level, which has files of the user."""
+login.json and site.json are not copied, since the mirror has its own. Files that were deleted on
+the cluster are also deleted in the mirror. Files at the top level are not deleted, since the user
+may have put files there."""
 GROWING = ("--max-size=1g", "--append", "--files-from=-", "--ignore-missing-args")
-"""Options of rsync for files that only grow. Only new bytes are copied."""
+"""Options of rsync for files that only grow, such as logs. Only new bytes are copied."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mirror(Record):
-    """login.json: place of the run that this directory mirrors."""
+    """Content of login.json: where the run is that this directory mirrors."""
 
     login: str = field_doc("name of the login node in ~/.ssh/config")
     python: str = field_doc("path of Python on the cluster")
@@ -94,30 +98,34 @@ class Mirror(Record):
 
     @property
     def note(self) -> Path:
-        """File whose existence shows that this user has made the mirror. Users pass run directories
-        to others, and login.json names programs that are run on a login node.
+        """File in the user's configuration folder that exists if this user has made the mirror. The
+        check is needed because users pass run directories to others, and login.json names programs
+        that are run on a login node.
         """
         return config_folder() / "mirrors" / hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def own(self) -> Self:
-        """Records that this user has made the mirror, and returns the mirror."""
+        """Records that this user has made the mirror, so that its programs may be run. Returns this
+        object.
+        """
         self.note.parent.mkdir(parents=True, exist_ok=True)
         self.note.touch()
         return self
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """Returns the answer of the other side to a request.
+        """Sends a request to the kit on the cluster (`cluster.login.answer`), and returns the
+        answer.
 
         Raises:
             NoConnectionError: The login node cannot be reached.
-            JobError: The other side refuses the request, or another user made the mirror.
+            JobError: The cluster refuses the request, or another user made the mirror.
         """
         data = json.dumps({"run": self.directory, **request}).encode()
         timeout_s = SUBMIT_WAIT_S if request["do"] in ("submit", "requeue") else TIMEOUT_S
         answer = ssh(self.login, self.command("cluster.login.answer"), data, timeout_s)
-        try:  # A login shell may print other lines before the answer.
+        try:  # The login shell may have printed other lines first.
             found = json.loads(answer[answer.rstrip().rfind(b"\n") + 1 :])
-        except ValueError as error:  # The connection broke within the answer.
+        except ValueError as error:  # The answer is incomplete.
             raise NoConnectionError(
                 f"{self.login}: the answer was cut short ({len(answer):,} bytes)"
             ) from error
@@ -144,13 +152,14 @@ def command(source: str, python: str, module: str, *words: str) -> str:
     own = f" && {IS_OWN}" if SYNCED in source else ""
     answer = source_command(module, *words, python=python, source=source)
     inner = f"cd {shlex.quote(source)}{own} && exec {shlex.join(answer)}"
-    # Only a login shell may have the commands of the scheduler, and modules, on its path.
+    # A login shell is used, since other shells may not find the commands of the scheduler and of
+    # modules.
     return f"exec bash -lc {shlex.quote(inner)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen(Record):
-    """login_seen.json: the last report from the other side."""
+    """Content of login_seen.json: the last report from the cluster about a mirrored run."""
 
     time: float = field_doc(
         "Unix time of the last answer of the cluster by the clock of this machine, in seconds; 0:"
@@ -158,12 +167,15 @@ class Seen(Record):
         default=0.0,
     )
     status: dict[str, Any] = field_doc(
-        "JobStatus that the cluster has last reported", default_factory=dict
+        "last status that the cluster has reported: the fields of JobStatus by name",
+        default_factory=dict,
     )
     began: float | None = field_doc(
         "Unix time at which the run began by the clock of the cluster, in seconds", default=None
     )
-    alerts: int = field_doc("bytes of the cluster's alerts.jsonl that were copied", default=0)
+    alerts: int = field_doc(
+        "number of bytes of the cluster's alerts.jsonl that were copied to this machine", default=0
+    )
     trouble: str = field_doc(
         "reason why the last query of the cluster failed; empty: it succeeded", default=""
     )
@@ -180,7 +192,9 @@ class Seen(Record):
 
 
 def age_text(seconds: float) -> str:
-    """Returns an age as a text in the largest unit of which it has at least two, such as `90 s`."""
+    """Returns an age as a text such as `90 s` or `3 min`. The unit is the largest one (d, h, min,
+    s) in which the age is at least 2.
+    """
     for unit, size, least in (("d", 86400, 2), ("h", 3600, 2), ("min", 60, 2)):
         if seconds >= least * size:
             return f"{seconds / size:.0f} {unit}"
@@ -188,7 +202,9 @@ def age_text(seconds: float) -> str:
 
 
 class MirroredRun(Owned):
-    """A run behind a login node: its mirror on this machine, and requests to the other side."""
+    """A run on a cluster behind a login node: reads its mirror on this machine, and sends requests
+    to the cluster.
+    """
 
     def __init__(self, run_dir: Path, mirror: Mirror) -> None:
         self.run_dir = run_dir
@@ -199,15 +215,17 @@ class MirroredRun(Owned):
         return self.run_dir
 
     def seen(self) -> Seen:
-        """Returns the last report on the run."""
+        """Returns the last report from the cluster about the run."""
         return seen_of(self.run_dir)
 
     def refresh(self, now: bool = False) -> Seen:
-        """Returns the last report on the run, with the error that prevents a newer report.
+        """Returns the last report from the cluster about the run. Its field `trouble` is the error
+        that prevents a newer report.
 
-        Requests a new report in a background thread, at most every INTERVAL_S seconds, or at once
-        with `now`. Waits for the new report, at most FIRST_WAIT_S seconds, with `now` or if the
-        last request is more than LATE_S seconds old. A mirror of another user is not changed.
+        A background thread requests a new report, at most every INTERVAL_S seconds, or at once if
+        `now` is true. If `now` is true, or if the last request is more than LATE_S seconds old,
+        waits for the new report for at most FIRST_WAIT_S seconds. A mirror of another user is not
+        changed.
         """
         if owner := self.other_owner:
             return self.seen().replace(
@@ -224,19 +242,19 @@ class MirroredRun(Owned):
         return self.seen()
 
     def forward(self, request: str) -> None:
-        """Sends a request to the other side: `stop`, `checkpoint`, `cancel` or `requeue`.
+        """Sends a request of the user to the cluster: `stop`, `checkpoint`, `cancel` or `requeue`.
 
         Raises:
             NoConnectionError: The login node cannot be reached. The job continues.
-            JobError: The other side refuses the request.
+            JobError: The cluster refuses the request.
         """
         self.mirror.ask(do=request)
         self.refresh(now=True)
 
     def fetch_logs(self, logs: Iterable[Path], waits: bool) -> None:
-        """Creates missing logs as empty files, since a fetch updates only logs that the mirror
-        already has. With `waits`, also fetches their content. Does nothing in a mirror of another
-        user.
+        """Creates missing logs as empty files, since `fetch` updates only logs that the mirror
+        already has. If `waits` is true, also fetches their content. Does nothing in a mirror of
+        another user.
         """
         if not self.is_writable:
             return
@@ -247,7 +265,7 @@ class MirroredRun(Owned):
             self.refresh(now=True)
 
     def run_command(self, words: list[str]) -> int:
-        """Runs a `kit` command on the other side and returns its exit status. The command writes to
+        """Runs a `kit` command on the login node and returns its exit status. The command writes to
         the standard output and standard error of this process.
 
         Raises:
@@ -258,10 +276,11 @@ class MirroredRun(Owned):
         return pass_through(self.mirror.login, self.mirror.command("kit", *words))
 
     def _ask_now(self, now: bool) -> None:
-        """Updates the mirror, unless another process is updating it. Records an error in
-        login_seen.json.
+        """Updates the mirror, unless another process is updating it. If the update fails, records
+        the error in login_seen.json.
         """
-        # One file per login node: a list of many runs waits only once for an unreachable node.
+        # There is one such file per login node, so that a list of many runs waits only once for an
+        # unreachable node.
         lost = config_folder() / f"unreachable_{Path(self.mirror.login).name}"
         wait_s = FIRST_WAIT_S if now else 0.0
         try:
@@ -275,7 +294,7 @@ class MirroredRun(Owned):
                     fetch(self.run_dir, self.mirror)
                 finally:
                     _mark_now(lock.fileno())
-        except Exception as error:  # Views then show the mirror as it is, with this error.
+        except Exception as error:  # Views show the old report and this error.
             if isinstance(error, NoConnectionError):
                 write_atomic(lost, str(error))
                 _mark_now(lost)
@@ -283,27 +302,31 @@ class MirroredRun(Owned):
 
 
 def mirror_of(run_dir: Path) -> MirroredRun | None:
-    """Returns the run that a run directory mirrors, or None if the directory is no mirror."""
+    """Returns the run on a cluster whose mirror is `run_dir`, or None if the directory is no
+    mirror.
+    """
     mirror = Mirror.read_or_none(run_dir / MIRROR)
     return None if mirror is None else MirroredRun(run_dir, mirror)
 
 
 def seen_of(run_dir: Path) -> Seen:
-    """Returns the last report on a mirrored run. The report is empty if there is none yet, or if
-    the directory is no mirror.
+    """Returns the last report from the cluster about a mirrored run. The fields of the report have
+    their defaults if there is none yet, or if the directory is no mirror.
     """
     return Seen.read_or_none(run_dir / SEEN) or Seen()
 
 
 def refresh(run_dir: Path) -> None:
-    """Updates a mirror with `MirroredRun.refresh`. Does nothing if the directory is no mirror."""
+    """Requests a new report for a mirror, as `MirroredRun.refresh` describes. Does nothing if the
+    directory is no mirror.
+    """
     if run := mirror_of(run_dir):
         run.refresh()
 
 
 def forward(run_dir: Path, request: str) -> bool:
-    """Sends a request to the other side with `MirroredRun.forward`, and returns True. Returns False
-    if the directory is no mirror.
+    """Sends a request of the user, such as `stop`, to the cluster, and returns True. Returns False
+    if the directory is no mirror, so that the caller acts itself.
     """
     run = mirror_of(run_dir)
     if run is None:
@@ -315,10 +338,12 @@ def forward(run_dir: Path, request: str) -> bool:
 def fetch_log(
     run_dir: Path, attempt: int, rank: int, ranks_per_node: int, waits: bool = False
 ) -> Path:
-    """Returns the log file with the output of a rank, as `find_log` does.
+    """Returns the log file that contains the output of a rank: the log of the rank or the log of
+    its node.
 
-    A mirror fetches only logs that it already has. In a mirror, a missing log is therefore created
-    as an empty file. With `waits`, its content is fetched before the function returns.
+    A mirror is updated only with logs that it already has. In a mirror, a missing log is therefore
+    created as an empty file. If `waits` is true, its content is fetched before the function
+    returns.
     """
     logs = rank_logs(run_dir, attempt, rank, ranks_per_node)
     if not logs[0].exists() and (run := mirror_of(run_dir)):
@@ -327,7 +352,9 @@ def fetch_log(
 
 
 def fetch_script_logs(run_dir: Path, state: RunState) -> list[Path]:
-    """Returns the files of `script_logs`. In a mirror, the files are fetched first."""
+    """Returns the logs of the processes that start the ranks of an attempt (`script_logs`). In a
+    mirror, the logs are fetched first.
+    """
     logs = script_logs(run_dir, state)
     if run := mirror_of(run_dir):
         run.fetch_logs(logs, waits=True)
@@ -338,12 +365,14 @@ def fetch(run_dir: Path, mirror: Mirror) -> None:
     """Updates a mirror: the report, small files, and new lines of metrics, logs and alerts.
 
     Raises:
-        NoConnectionError, JobError: The other side cannot be asked or refuses, see `Mirror.ask`.
-        OSError: A local file is not safe to append to, see `cluster.files.appending`.
+        NoConnectionError: The login node cannot be reached.
+        JobError: The cluster refuses the request, or another user made the mirror.
+        OSError: A local file to which lines would be appended is a link, a pipe or a device, or has
+            further hard links.
     """
     old = seen_of(run_dir)
     heard = mirror.ask(do="status", began=old.began, alerts=old.alerts)
-    if heard["began"] != old.began:  # The directory on the other side now has another run.
+    if heard["began"] != old.began:  # The directory on the cluster now contains another run.
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         shutil.rmtree(run_dir / "logs", ignore_errors=True)
     copy(mirror.login, mirror.directory, run_dir, *SMALL)
@@ -356,7 +385,7 @@ def fetch(run_dir: Path, mirror: Mirror) -> None:
         appending(file).close()
     names = "\n".join(str(file.relative_to(run_dir)) for file in growing)
     copy(mirror.login, mirror.directory, run_dir, *GROWING, names=names)
-    if heard["alerts"]:  # The local file may also have alerts of monitors on this machine.
+    if heard["alerts"]:  # The local file may contain more alerts, by monitors on this machine.
         append_lines(run_dir / "alerts.jsonl", heard["alerts"].encode())
     Seen(
         time=time.time(), status=heard["status"], began=heard["began"], alerts=heard["alerts_end"]
@@ -364,14 +393,16 @@ def fetch(run_dir: Path, mirror: Mirror) -> None:
 
 
 def _mark_now(file: Path | int) -> None:
-    """Sets the times of a file by this machine's clock. A file server's clock may differ."""
+    """Sets the times of a file to the present time by this machine's clock, since a file server's
+    clock may differ.
+    """
     now = time.time()
     os.utime(file, (now, now))
 
 
 def _age_s(file: Path) -> float:
     """Returns the seconds since `_mark_now` was called for a file. Returns infinity if the file is
-    missing, or if its time is in the future and so comes from another clock.
+    missing, or if its time is in the future, which means that another clock has set it.
     """
     try:
         age_s = time.time() - file.stat().st_mtime

@@ -1,5 +1,5 @@
-"""Submits a job to a cluster behind a login node: the records of the job are sent, and
-`cluster.submission.submit` runs on the login node.
+"""Submits a job to a cluster behind a login node. The records of job and site are sent, and the kit
+on the login node submits the job (`cluster.submission.submit`).
 """
 
 import gzip
@@ -36,14 +36,15 @@ from cluster.state import JobError
 
 
 def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
-    """Submits a job through its site's login node. Returns the job of the mirror, which is the run
-    directory on this machine.
+    """Submits a job through its site's login node. Returns the handle of the job. Its run directory
+    on this machine becomes a mirror of the run directory on the cluster.
 
     Raises:
-        ConfigError, JobError: The job cannot run on the cluster, or the other side refuses the job.
+        ConfigError, JobError: The job cannot run on the cluster, or the cluster refuses the job.
             Nothing was started.
-        NoConnectionError: There is no connection. If it was lost after the job was sent, the mirror
-            is kept. Its status says whether the job runs as soon as there is a connection.
+        NoConnectionError: There is no connection. If the connection was lost after the job was
+            sent, the mirror is kept. As soon as there is a connection again, the status of the
+            mirror says whether the job runs.
     """
     run_dir = Path(job.run_dir)
     known = mirror_of(run_dir)
@@ -52,7 +53,8 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
     else:
         directory = f"{_there(site).folder}/{run_dir.name}"
     mirror = _mirror(site, directory)
-    mirror.ask(do="lacking", paths=[])  # Fails without a connection, before files are written.
+    # Raises an error if there is no connection, before files are written.
+    mirror.ask(do="lacking", paths=[])
     there = _translated(job, mirror.python, mirror.source, mirror.directory)
     theirs = site.replace(login=None, there=None)
     asked = {"job.json": there.to_json(), **(files or {})}
@@ -76,8 +78,8 @@ def submit(job: JobSpec, site: Site, files: Files | None = None) -> Job:
 
 
 def texts(job: JobSpec, site: Site) -> dict[str, str]:
-    """Returns the scripts of a job by file name, with the paths of the other side. The kit on this
-    machine writes them, without a request to the other side.
+    """Returns the scripts of a job by file name, with paths on the cluster. The scripts are for
+    display: they are written on this machine, without a request to the cluster.
     """
     there = _there(site)
     theirs = site.replace(login=None, there=None)
@@ -88,7 +90,9 @@ def texts(job: JobSpec, site: Site) -> dict[str, str]:
 
 
 def first_commands(site: Site) -> list[str]:
-    """Returns the first commands of a launch through a login node, for display. Runs nothing."""
+    """Returns the first ssh commands by which a launch reaches the login node, for display. Runs
+    none of them.
+    """
     there = _there(site)
     source = str(there.source)
     commands = [] if there is site.there else [_is_there(source)]
@@ -99,18 +103,18 @@ def first_commands(site: Site) -> list[str]:
 
 
 def attach(run_dir: Path, site: Site, directory: str) -> Job:
-    """Makes a mirror of a run that is already on the other side, and returns the run's job. The run
-    may have been launched from any machine.
+    """Makes a mirror of a run that already is on the cluster, and returns the handle of its job.
+    The run may have been launched from any machine.
 
     Args:
         run_dir: new folder of the mirror on this machine.
         site: site with a login node.
-        directory: absolute path of the run directory on the other side.
+        directory: absolute path of the run directory on the cluster.
 
     Raises:
         ConfigError: The site has no login node, `run_dir` is not empty, or `directory` is relative.
         NoConnectionError: The login node cannot be reached.
-        JobError: The directory on the other side is no run directory.
+        JobError: The directory on the cluster is no run directory.
     """
     if site.login is None:
         raise ConfigError(
@@ -135,8 +139,8 @@ def attach(run_dir: Path, site: Site, directory: str) -> Job:
 
 
 def refuse_lacking(site: Site, paths: list[str], module: str) -> None:
-    """Raises ConfigError unless all paths are absolute and exist on the login node, and the Python
-    of its jobs can import `module`.
+    """Raises ConfigError unless all of `paths` are absolute and exist on the login node, and the
+    Python of the site's jobs finds `module`.
 
     Also raises ConfigError, without a request to the login node, if the site file is incomplete.
     """
@@ -167,7 +171,8 @@ def refuse_lacking(site: Site, paths: list[str], module: str) -> None:
 
 def _look_for(module: str, python: str, slurm: Slurm) -> str:
     """Returns a shell script that prints `lacks MODULE` if the Python of a job does not find the
-    module. The script tests nothing if lines of the site file may provide the module.
+    module. The script tests nothing if lines of the site file, such as a PYTHONPATH, may provide
+    the module.
     """
     if slurm.has_tasks_in_container:
         return "exit"
@@ -178,7 +183,8 @@ def _look_for(module: str, python: str, slurm: Slurm) -> str:
     loads = [f"module load {shlex.quote(name)} || exit 0" for name in slurm.modules]
     code = f"import importlib.util as u; print(u.find_spec({module!r}) or 'lacks {module}')"
     if slurm.container:
-        # If the login node cannot start the container, only the compute nodes test it.
+        # The login node may be unable to start the container. The script then exits with code 0,
+        # and the container is tested only on the compute nodes.
         words = [*slurm.container, CONTAINER_PYTHON, "-P", "-c", code]
         setup = ["fail() { exit 0; }", *loads, *slurm.setup]
         return "\n".join([*setup, f"{shlex.join(words)} || exit 0"])
@@ -186,19 +192,21 @@ def _look_for(module: str, python: str, slurm: Slurm) -> str:
 
 
 def _translated(job: JobSpec, python: str, source: str, directory: str) -> JobSpec:
-    """Returns a job with the Python and the paths of the other side."""
+    """Returns `job` for the cluster: its Python and run directory are replaced by `python` and
+    `directory`, and the working directory is `source`.
+    """
     words = {sys.executable: python, job.run_dir: directory}
     argv = tuple(words.get(word, word) for word in job.argv)
     return job.replace(run_dir=directory, working_directory=source, argv=argv)
 
 
 def _mirror(site: Site, directory: str) -> Mirror:
-    """Returns the mirror record of a run directory on the other side. If the site file sets `sync`,
-    this kit's source is sent first.
+    """Returns the content of login.json for the run directory `directory` on the cluster. If the
+    site file sets `sync`, first copies this kit's source to the cluster.
     """
     assert site.login is not None
     there = _there(site)
-    check_submittable(site.replace(slurm=None))  # A user who only attaches needs no account.
+    check_submittable(site.replace(slurm=None))  # A mirror needs no account under [slurm].
     source = str(there.source)
     if there is not site.there:  # The site file sets `sync`.
         _sync(site.login, source)
@@ -206,9 +214,9 @@ def _mirror(site: Site, directory: str) -> Mirror:
 
 
 def _there(site: Site) -> There:
-    """Returns a site's table [there] with its field `source`. If the site file sets `sync`, the
-    source is the folder for this kit's source on the other side. The folder is named by the hash of
-    the source.
+    """Returns a site's table [there] with its field `source` filled in. If the site file sets
+    `sync`, `source` is the folder on the cluster for a copy of this kit. The name of the folder is
+    the hash of the source.
     """
     if site.there is None:
         raise ConfigError(
@@ -217,8 +225,8 @@ def _there(site: Site) -> There:
         )
     if site.there.source:
         return site.there
-    # Each user has a separate copy of the source in a common folder, since source of another user
-    # is never run.
+    # Several users may share `folder`. Each user has a separate copy of the source in it, since
+    # source of another user is never run.
     parent = f"{site.there.folder}{SYNCED}{os.environ.get('USER', os.getuid())}"
     source = f"{parent}/{hashlib.sha256(source_archive()).hexdigest()[:16]}"
     return site.there.replace(source=source, sync=False)
@@ -229,8 +237,8 @@ def _is_there(source: str) -> str:
 
 
 def _sync(login: str, source: str) -> None:
-    """Sends this kit's source unless the folder `source` exists on the login node. The owner of the
-    folder is tested at every use.
+    """Copies this kit's source to the folder `source` on the login node, unless the folder exists.
+    Each command that later uses the folder first tests who owns it (IS_OWN).
     """
     if b"yes" in ssh(login, _is_there(source)):
         return
@@ -243,7 +251,8 @@ def _sync(login: str, source: str) -> None:
 
 
 def source_archive() -> bytes:
-    """Returns `kit` and `cluster` as one .tar.gz archive. Equal source gives equal bytes.
+    """Returns the packages `kit` and `cluster` as one .tar.gz archive. Equal source gives equal
+    bytes, so that a hash of the archive identifies the version.
 
     Raises:
         JobError: The command tar fails. The message contains the output of tar.

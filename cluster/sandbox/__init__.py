@@ -1,4 +1,4 @@
-"""A real Slurm on one machine, for tutorials and tests.
+"""A sandbox: a real Slurm with several simulated nodes on one machine, for tutorials and tests.
 
 `python -m cluster.sandbox start | stop | status`. As root, every node has its own network, host
 name, processes and mounts, so that tests can switch nodes off and disconnect them. Without root all
@@ -37,7 +37,8 @@ SYSTEM_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 
 
 def why_not(accounting: bool = False) -> str | None:
-    """Returns why no sandbox can run on this machine and what to do, or None if one can run.
+    """Returns a message if no sandbox can run on this machine: the reason, and what to do. Returns
+    None if a sandbox can run.
 
     `accounting` is whether the sandbox needs slurmdbd and MariaDB.
     """
@@ -58,7 +59,9 @@ def why_not(accounting: bool = False) -> str | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sandbox(Record):
-    """sandbox.json: the settings of a sandbox. The methods start, query and stop the sandbox."""
+    """Content of sandbox.json: the settings of a sandbox, which is a Slurm cluster simulated on one
+    machine. The methods start, query and stop the sandbox.
+    """
 
     root: str = field_doc("folder of the sandbox with its configuration, state, sockets and logs")
     num_nodes: int = field_doc("number of simulated nodes", default=4)
@@ -70,11 +73,13 @@ class Sandbox(Record):
         "whether slurmdbd and MariaDB run, so that sacct works", default=False
     )
     shift: int = field_doc(
-        "number of networks that were skipped because other sandboxes use them", default=0
+        "number of IP networks that were skipped because other sandboxes use them; chooses the"
+        " network of this sandbox",
+        default=0,
     )
     was_running: bool = field_doc(
-        "whether the sandbox was already running; then only the program that started it should"
-        " stop it",
+        "whether `start` has found the sandbox already running; only the program that started it"
+        " should stop it",
         default=False,
     )
 
@@ -121,7 +126,8 @@ class Sandbox(Record):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         is_own(directory)
         write_configuration(sandbox)
-        # The keeper closes its standard output when `find` can find the sandbox, and keeps running.
+        # `run` returns when the keeper has written keeper.json, by which `find` finds the sandbox,
+        # and closes its standard output. The keeper continues to run.
         keeper = ["setsid", "--fork", *source_command("cluster.sandbox.keeper", sandbox.root)]
         with sandbox.path("log", "keeper.log").open("ab") as log:
             subprocess.run(
@@ -154,14 +160,16 @@ class Sandbox(Record):
 
     @property
     def daemons(self) -> list[str]:
-        """Names of all daemons in order of their start. daemon.sh starts a daemon by its name."""
+        """Names of all daemons in order of their start. The script daemon.sh starts the daemon
+        whose name is its argument.
+        """
         databases = ["mariadbd", "slurmdbd"] if self.accounting else []
         return ["munged", *databases, "controller", *self.nodes]
 
     @property
     def tag(self) -> str:
-        """Prefix of the names of network interfaces and namespaces (see daemon.sh). It depends on
-        the directory, so that two sandboxes have different names.
+        """Prefix of the names of the sandbox's network interfaces and namespaces. The prefix is
+        made from a hash of the directory, so that two sandboxes use different names.
         """
         return f"k{hashlib.sha256(self.root.encode()).hexdigest()[:5]}"
 
@@ -174,7 +182,8 @@ class Sandbox(Record):
 
     def daemon(self, name: str, **how: Any) -> subprocess.Popen:
         """Starts daemon.sh and returns its process. `name` is one of `daemons`, or `network_up` or
-        `network_down`, which makes or removes the network. `how` are arguments of Popen.
+        `network_down`, which makes or removes the network. `how` are further arguments of
+        `subprocess.Popen`.
         """
         return subprocess.Popen(
             ["bash", Path(__file__).with_name("daemon.sh"), name],
@@ -199,7 +208,9 @@ class Sandbox(Record):
         return slurm_command([*command], self.environment["SLURM_CONF"])
 
     def node_states(self) -> dict[str, str]:
-        """Returns the state of each node in Slurm's word, such as `idle`, by node name."""
+        """Returns the state of each node by node name. The state is Slurm's word, such as
+        `idle`.
+        """
         lines = self.run(
             "sinfo", "--noheader", "--Node", "--partition=batch", "--format=%N %t"
         ).splitlines()
@@ -226,12 +237,13 @@ class Sandbox(Record):
         host = socket.gethostname().split(".")[0]
         number = int(self.tag[1:], 16) + self.shift
         count = self.num_nodes
-        # Network prefix of three bytes: a /24 of 198.18.0.0/15, which RFC 2544 reserves for
+        # The first three bytes of a /24 network in 198.18.0.0/15, which RFC 2544 reserves for
         # benchmarks.
         network = f"198.{18 + number // 250 % 2}.{1 + number % 250}"
         port = 10000 + number % 4000 * 5
         first = 30000 + number % 200 * 10
-        # Device files that represent accelerators. Slurm accepts character devices only.
+        # These terminals represent accelerators, since Slurm accepts only character devices as
+        # GPUs.
         has_devices = all(Path(f"/dev/tty{number}").is_char_device() for number in range(8))
         values = {
             "root": self.root,
@@ -263,7 +275,7 @@ class Sandbox(Record):
         if self.isolated:
             values["isolated"] = "yes"
         else:
-            here = "127.0.0.1"  # Node names cannot be resolved if all nodes share one host.
+            here = "127.0.0.1"  # All nodes share one host, so their names cannot be resolved.
             values |= {"controller_address": here, "node_addresses": here, "node_hosts": host}
             values["task_setup"] = f'"export MASTER_ADDR={here} GLOO_SOCKET_IFNAME=lo"'
         return values
@@ -271,7 +283,7 @@ class Sandbox(Record):
     def _wait_until_idle(self) -> None:
         deadline = time.monotonic() + START_WAIT_S
         while self.find(self.root) and time.monotonic() < deadline:
-            with contextlib.suppress(JobError):  # The controller may not answer yet.
+            with contextlib.suppress(JobError):  # slurmctld may not answer yet.
                 if set(self.node_states().values()) == {"idle"}:
                     return
             time.sleep(0.05)
@@ -285,8 +297,8 @@ class Sandbox(Record):
 
 
 def _is_of_this_machine(address: str) -> bool:
-    """Returns whether this machine has an IP address, for example as the switch of another
-    sandbox.
+    """Returns whether an IP address belongs to this machine, for example to the network switch of
+    another sandbox.
     """
     with socket.socket() as probe, contextlib.suppress(OSError):
         probe.bind((address, 0))
@@ -321,7 +333,7 @@ def is_own(directory: Path) -> bool:
 
 def left_in(directory: Path) -> tuple[Sandbox, Process] | None:
     """Returns (sandbox of a directory, process of its keeper), or None if the directory has no
-    sandbox. The keeper may have ended.
+    sandbox. The keeper, which runs the daemons, may have ended.
 
     Raises:
         JobError: Another user may have written to the directory, see `is_own`.
@@ -345,7 +357,8 @@ def stop_sandbox(root: str | os.PathLike[str] | None = None, keep_files: bool = 
     """Ends a sandbox or its remaining parts, and removes its files. Returns whether the sandbox
     ran.
 
-    Jobs of a sandbox without namespaces whose keeper was killed by SIGKILL must be ended by hand.
+    If the nodes have no namespaces of their own and the keeper was killed by SIGKILL, the jobs of
+    the sandbox must be ended by hand.
     """
     directory = Path(root or default_root()).absolute()
     if (found := left_in(directory)) is None:
@@ -363,10 +376,10 @@ def stop_sandbox(root: str | os.PathLike[str] | None = None, keep_files: bool = 
 
 
 def write_configuration(sandbox: Sandbox) -> None:
-    """Writes all configuration files of the daemons and sandbox.json. Only this user may be able to
-    write to the sandbox's directory.
+    """Writes sandbox.json and all configuration files of the daemons. The sandbox's directory must
+    be writable for this user only, since its files are run.
     """
-    # `scratch` is the mount point of a different file system on each node.
+    # In the folder `scratch`, each node mounts its own file system.
     for folder in ("etc", "state", "log", "run", "scratch"):
         sandbox.path(folder).mkdir(parents=True, exist_ok=True)
     values = sandbox.values()
@@ -377,6 +390,6 @@ def write_configuration(sandbox: Sandbox) -> None:
     for name, content in (files | {"munge.key": os.urandom(128)}).items():
         file = sandbox.path("etc", name)
         file.unlink(missing_ok=True)
-        file.touch(0o600, exist_ok=False)  # Makes a new file, and never follows a link.
+        file.touch(0o600, exist_ok=False)  # Raises an error instead of following a link.
         file.write_bytes(content)
     sandbox.write(sandbox.path("sandbox.json"))

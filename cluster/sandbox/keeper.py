@@ -2,10 +2,10 @@
 
     python -m cluster.sandbox.keeper ROOT
 
-Every daemon runs in the foreground as a child of the keeper. The keeper therefore reaps each
-daemon, and no daemon outlives the keeper. A daemon that ends is restarted, unless the file
-ROOT/run/NAME.off exists. A SIGTERM ends the sandbox. ROOT/keeper.json identifies the process of the
-keeper.
+Every daemon runs in the foreground as a child of the keeper. The keeper can therefore notice and
+reap a daemon that has ended. No daemon outlives the keeper, since the kernel kills the daemons when
+the keeper ends. A daemon that ends is restarted, unless the file ROOT/run/NAME.off exists. A
+SIGTERM ends the sandbox. ROOT/keeper.json identifies the process of the keeper.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     become_subreaper()
     Process.current().write(sandbox.path("keeper.json"))
-    os.dup2(2, 1)  # Closes standard output, for whose end `Sandbox.start` waits.
+    os.dup2(2, 1)  # Closes standard output, which `Sandbox.start` awaits.
     try:
         if sandbox.isolated and sandbox.daemon("network_up").wait():
             sys.exit("the network of the nodes could not be made")

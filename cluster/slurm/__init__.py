@@ -1,7 +1,7 @@
 """Submits jobs to Slurm, cancels them and requeues them.
 
-`cluster.slurm.queries` asks Slurm about jobs. `cluster.slurm.script` writes their batch scripts.
-`cluster.slurm.supervisor` runs inside the allocation.
+`cluster.slurm.queries` queries Slurm about jobs. `cluster.slurm.script` writes the batch scripts of
+jobs. `cluster.slurm.supervisor` runs inside the allocation of a job.
 """
 
 import contextlib
@@ -44,27 +44,30 @@ from cluster.state import (
 from cluster.submission import check_startable, submit
 
 EXCLUDED_AFTER = 2
-"""Number of losses of a node in one run after which the next jobs of the run exclude the node."""
+"""Number of times that a node must be lost in one run before the next jobs of the run exclude the
+node."""
 ARRAY_SCRIPT = "array.sh"
 GRES_ADVICE = (
     "`sinfo --format='%P %c %m %G'` shows the CPUs, the memory and the GPUs of a node. Under"
     ' [slurm] in the site file, gpus_per_node = "TYPE:8" asks for a type of GPU, and'
     ' sbatch_options = ["--gres=gpu:TYPE:8"] serves a cluster without --gpus-per-node.'
 )
-"""Advice to the user when Slurm refuses the nodes that a job requests."""
+"""Advice to the user if Slurm refuses the GPUs or nodes that a job requests."""
 SUBMIT_TIMEOUT_S = 120.0
-"""Longest time, in seconds, that sbatch may take. It is long because a busy controller answers
-late, and may accept a job after sbatch has timed out."""
+"""Maximum time, in seconds, that sbatch may take. It is long because a busy slurmctld answers late,
+and may accept a job even after sbatch has timed out."""
 
 
 def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> SchedulerJob:
-    """Submits the scripts of a job from its run directory and returns the last one's Slurm job.
+    """Submits the scripts of a job from its run directory. Returns the Slurm job of the last
+    script, which runs the ranks.
 
     `texts` has the scripts by file name, in order of submission. Each script starts after the
     previous script has succeeded.
 
     Raises:
-        JobError: The command sbatch fails, see `_sbatch`. Jobs of earlier scripts are cancelled.
+        JobError: Slurm refuses a script or does not answer. The job of an earlier script is
+            cancelled.
     """
     run_dir = Path(job.run_dir)
     job_id = ""
@@ -73,11 +76,11 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> S
             options = (
                 [f"--dependency=afterok:{job_id}", "--kill-on-invalid-dep=yes"] if job_id else []
             )
-            if name == "compile.sh":  # Status finds this log by the number of the attempt.
+            if name == "compile.sh":  # `script_logs` finds this log by the attempt.
                 options.append(f"--output={compile_log(run_dir, attempt).relative_to(run_dir)}")
             job_id = _sbatch(run_dir, name, *options)
     except (JobError, OSError):
-        if job_id:  # Cancels the job that would compile for the refused job.
+        if job_id:  # The job that compiles would be useless.
             with contextlib.suppress(JobError):
                 slurm_command(["scancel", job_id])
         raise
@@ -87,9 +90,9 @@ def start(job: JobSpec, site: Site, attempt: int, texts: Mapping[str, str]) -> S
 def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> str:
     """Submits tasks of a job array and returns the job id of the array.
 
-    The array has `count` tasks, numbered from 1, of which `tasks` are submitted. `array_script`
-    describes their commands. The script and its logs are in the folder `job.run_dir`, which is
-    created.
+    The array has `count` tasks, numbered from 1. `tasks` are the numbers of the tasks to submit.
+    Each task runs the command of `job` with the argument I/N (see `array_script`). The script and
+    its logs are in the folder `job.run_dir`, which is created.
 
     Raises:
         ConfigError: The job cannot run on the site.
@@ -114,8 +117,8 @@ def submit_array(job: JobSpec, site: Site, tasks: Sequence[int], count: int) -> 
 def array_script(job: JobSpec, site: Site, tasks: int) -> str:
     """Returns the batch script of a job array whose tasks are independent jobs of one node each.
 
-    The command of a task is the command of `job` with one more argument, I/N: number of the task
-    and number of all tasks.
+    The command of a task is the command of `job` with one more argument, I/N: the number I of the
+    task and the number N of all tasks.
     """
     request = cpu_request(job, site)
     slurm = request.table
@@ -165,8 +168,8 @@ def requeue(job: Job, slurm_job: SchedulerJob) -> None:
 
 
 def _refuse_another(job: SchedulerJob, run_dir: Path) -> None:
-    """Raises JobError if a job was submitted from another directory than this run directory. The
-    kit submits every job of a run from the run directory.
+    """Raises JobError if a job belongs to another run: it was submitted from another directory than
+    `run_dir`. The kit submits every job of a run from the run directory.
     """
     words = ["squeue", "--noheader", "--states=all", f"--jobs={job.id}", "--format=%F %Z"]
     text = slurm_command(words, job.config)
@@ -180,8 +183,8 @@ def _refuse_another(job: SchedulerJob, run_dir: Path) -> None:
 
 
 def _folders_of_jobs(text: str) -> list[tuple[str, str]]:
-    """Returns (job id, folder from which the job was submitted) for each line of squeue's format
-    `%F %Z`.
+    """Returns (job id, folder) for each job in squeue's output with the format `%F %Z`. The job was
+    submitted from this folder.
     """
     found = matching_lines(text, re.compile(r"(\d+) (/.*)"))
     return [(match[1], match[2]) for match in found]
@@ -196,18 +199,18 @@ def requeue_this(job: SchedulerJob) -> None:
     try:
         slurm_command(["scontrol", "requeue", job.id], job.config)
     except JobError as error:
-        if "pending" not in str(error):  # A pending job was requeued already.
+        if "pending" not in str(error):  # The job was requeued already.
             raise
 
 
 def begin_elsewhere(job: SchedulerJob, run_dir: Path, attempt: int) -> bool:
     """Submits a new job of the run, which replaces `job` after `attempt` has lost a node. Returns
-    False if Slurm refuses the new job.
+    whether Slurm has accepted the new job.
 
-    A requeued `job` would wait until Slurm marks the lost node as down. Until then `job` also keeps
-    the node, so the new job starts on other nodes. The environment variable FOLLOWS tells the new
-    job which attempt it replaces. The new job therefore starts even if this process dies before it
-    has recorded the new job id.
+    A requeue of `job` would wait until Slurm marks the lost node as down. Until then the node also
+    stays allocated to `job`, so the new job starts on other nodes. The environment variable FOLLOWS
+    tells the new job which attempt it replaces. The new job therefore starts even if this process
+    dies before it has recorded the new job id.
 
     Raises:
         StaleAttemptError: The new job has taken over the run directory already.
@@ -256,7 +259,7 @@ def _sbatch(run_dir: Path, script: str, *options: str) -> str:
     except JobError as error:
         if re.search(r"node configuration|generic resource|gres", str(error), re.IGNORECASE):
             raise JobError(f"{error} {GRES_ADVICE}") from error
-        if "timed out" not in str(error):  # Both `run_command` and sbatch write "timed out".
+        if "timed out" not in str(error):  # `run_command` or sbatch has timed out.
             raise
         raise JobError(
             f"{error}. The job may have been accepted all the same: look with `squeue --me"

@@ -1,8 +1,8 @@
 """Tests the container of a site from inside: `python3 -P -m cluster.slurm.container FOLDER`.
 
-Exits with a message on standard error unless the container's Python finds torch and may write into
-FOLDER. If Python can import this module, it also finds the kit and is recent enough.
-Standard library only.
+Exits with a message on standard error if the container's Python does not find torch or may not
+write into FOLDER. The import of this module tests that Python finds the kit and is a recent enough
+version. Standard library only.
 """
 
 import os
@@ -11,7 +11,9 @@ from importlib.util import find_spec
 
 
 def problem(folder: str) -> str | None:
-    """Returns an error message about the container in which this process runs, or None."""
+    """Returns an error message if ranks could not run in the container of this process, otherwise
+    None.
+    """
     if find_spec("torch") is None:
         return f"{sys.executable} has no torch. Use an image with PyTorch"
     if not os.access(folder, os.W_OK):

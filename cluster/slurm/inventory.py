@@ -1,7 +1,8 @@
 """Writes a first site file from Slurm's report on its nodes.
 
-Numbers that Slurm does not know come from the packaged site with the same GPU or instance type. If
-no packaged site has them, they become lines marked EDIT.
+Slurm does not know numbers such as the peak FLOP/s. They come from the packaged site (a site file
+of the kit) with the same GPU or instance type. If no packaged site has a number, its line in the
+new file is marked EDIT.
 
 Source of the formats: https://slurm.schedmd.com/sinfo.html, https://slurm.schedmd.com/gres.html and
 https://slurm.schedmd.com/slurm.conf.html (Gres).
@@ -24,12 +25,15 @@ LINE = re.compile(
     r"(?:\|(?P<features>[^|]*)\|(?P<names>.*))?"
 )
 LEAST_SEPARATORS = 6
-"""Number of `|` up to the GRES in a line of SINFO's output. Lines with fewer come from wrappers."""
+"""Minimum number of `|` in a line that sinfo prints in the format of SINFO. Lines with fewer come
+from wrapper scripts and are ignored."""
 GRES_COUNT = re.compile(r"(\d+)([KMGTP]?)", re.IGNORECASE)
 COUNT_UNITS = " KMGTP"
-"""Suffixes of a GRES count, in ascending powers of 1,024: none, K, M, G, T and P."""
+"""Suffixes of the count of a GRES (generic resource), in ascending powers of 1,024: none, K, M, G,
+T and P."""
 MAX_GPUS = 128
-"""Largest plausible number of GPUs of a node. Eight GPUs with seven MIG slices each count as 56."""
+"""Largest plausible number of GPUs of a node. It allows for MIG: eight GPUs with seven MIG slices
+each count as 56."""
 TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)")
 """Regular expression for a time limit as sinfo prints it: [[days-]hours:]minutes:seconds."""
 SITES_OF_CHIPS = {
@@ -47,7 +51,8 @@ SITES_OF_CHIPS = {
     "mi350x": {288: "mi350x"},
     "mi355x": {288: "mi355x"},
 }
-"""Packaged site that has the numbers of a GPU, by chip name and then by GB of memory per GPU."""
+"""Name of the packaged site with the data of a GPU, by chip name and then by GB of memory per
+GPU."""
 MEMORY_SIZES = {size for sites in SITES_OF_CHIPS.values() for size in sites}
 CHIP = re.compile(
     rf"(?<![a-z0-9])({'|'.join(sorted(SITES_OF_CHIPS, key=len, reverse=True))})"
@@ -59,15 +64,15 @@ OTHER_VARIANT = re.compile(r"pcie|nvl(?!72|ink)|\d+g[._]\d+gb|mig")
 """Regular expression for GPU variants that no packaged site describes: PCIe cards, H100 NVL and MIG
 slices."""
 MEMORY = re.compile(r"(?<!\d)(\d{2,3})(?=g|[_-]|$)")
-"""Regular expression for GB of memory in a GRES type or a node feature: 80 in `a100_80`, `hbm80g`
-and `h100-80gb`."""
+"""Regular expression for the memory size of a GPU, in GB, in a GRES type or a node feature. It
+finds 80 in `a100_80`, `hbm80g` and `h100-80gb`."""
 TRAINIUM = re.compile(r"(?<![a-z0-9])trn(\d)(n?)(?:[.-]?(\d*xlarge))?(?![a-z0-9])")
 """Regular expression for a Trainium instance type. A feature has the form `trn1.32xlarge`, a node
 name of AWS ParallelCluster has the form `compute-dy-trn132xlarge-1`."""
 TRAINIUM_CORES = {"trn1.2xlarge": 2, "trn2.3xlarge": 4, "trn2.48xlarge": 64}
-"""Number of logical NeuronCores per instance, for instance types that no packaged site describes. A
-trn2 chip has four logical NeuronCores by the runtime's default (AWS Neuron documentation, Logical
-NeuronCore configuration)."""
+"""Number of logical NeuronCores per instance, for instance types that no packaged site describes.
+By default, the Neuron runtime divides a trn2 chip into four logical NeuronCores (AWS Neuron
+documentation, Logical NeuronCore configuration)."""
 NEURON_GRES = ("neuron", "neuroncore", "neurondevice")
 TRN1 = "trn1.32xlarge"
 FULL_TRN1_CPUS = (64, 128)
@@ -79,7 +84,7 @@ EDIT_FACT = "# EDIT: {} = {{ value = 0, source = {} }}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gres:
-    """One generic resource of a node."""
+    """One generic resource (GRES) of a node, such as its GPUs of one type."""
 
     name: str
     kind: str
@@ -91,8 +96,8 @@ class Gres:
 
     @property
     def words(self) -> set[str]:
-        """Names of this resource that `--node-type` accepts, in lower case: h100, h100:8,
-        gpu:h100:8.
+        """Names of this resource that the option `--node-type` accepts, in lower case, such as
+        h100, h100:8 and gpu:h100:8.
         """
         return {self.kind.lower(), f"{self.kind}:{self.count}".lower(), str(self).lower()}
 
@@ -117,7 +122,8 @@ class NodeType:
     names: str = ""
     """Node names in sinfo's short form, such as `node[1-8]`."""
     chosen_gpu: Gres | None = None
-    """GPU type that `--node-type` names. If None, jobs request the first type of `gpus`."""
+    """GPU type that the user named by `--node-type`. If None, jobs request the first type in
+    `gpus`."""
 
     @property
     def gres(self) -> list[Gres]:
@@ -175,7 +181,9 @@ class NodeType:
 
     @property
     def telling_features(self) -> tuple[str, ...]:
-        """Features of the nodes that name a GPU, its memory or an instance type."""
+        """Features of these nodes, set by the administrators in Slurm, that name a GPU, its memory
+        size or an instance type.
+        """
         return tuple(feature for feature in self.features if _names_device(feature))
 
     def is_called(self, text: str) -> bool:
@@ -213,14 +221,16 @@ def parse_gres(text: str) -> list[Gres]:
 
 
 def nodes_of(text: str) -> list[NodeType]:
-    """Returns the node types in `text`, the output of the command `SINFO`.
+    """Returns the node types in `text`, the output of the command SINFO. A node type is a set of
+    equal nodes of one partition.
 
-    Nodes of one partition become one type if they have equal CPUs, memory, generic resources,
-    device features and instance type. Lines without the columns of `SINFO` are ignored, because
-    wrappers of sites print such lines.
+    Nodes are equal if they have equal CPUs, memory, generic resources, device features and instance
+    type. Lines without the columns of SINFO are ignored, because wrapper scripts of sites print
+    such lines.
 
     Raises:
-        JobError: A line has the columns with other values, or no line has the columns.
+        JobError: A line has the columns of SINFO but unexpected values, or no line has these
+            columns.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     rows = [line for line in lines if line.count("|") >= LEAST_SEPARATORS]
@@ -275,7 +285,7 @@ def parse_time_limit(limit: str) -> float | None:
 def choose(
     found: Sequence[NodeType], partition: str | None = None, node_type: str | None = None
 ) -> NodeType:
-    """Returns the node type that the site file describes.
+    """Returns the node type for which the site file is written.
 
     If several node types match `partition` and `node_type`, the order of preference is: nodes with
     accelerators, nodes of the default partition, and the largest number of nodes.
@@ -318,19 +328,19 @@ def choose(
 
 
 def others(found: Sequence[NodeType], chosen: NodeType) -> list[NodeType]:
-    """Returns the other node types in the partition of the chosen nodes."""
+    """Returns the node types in the partition of `chosen` other than `chosen` itself."""
     described = dataclasses.replace(chosen, chosen_gpu=None)
     return [nodes for nodes in found if nodes.partition == chosen.partition and nodes != described]
 
 
 def other_gpus(nodes: NodeType) -> list[Gres]:
-    """Returns the GPU types of the nodes that jobs do not request."""
+    """Returns the GPU types of a node other than the type that jobs request."""
     return [gpu for gpu in nodes.gpus if gpu != nodes.gpu]
 
 
 def name_of(nodes: NodeType, found: Iterable[NodeType]) -> str | None:
-    """Returns a word for `--node-type` that names only these nodes in their partition, or None if
-    no word does.
+    """Returns a word for `--node-type` that names only the node type `nodes` in its partition, or
+    None if no word does.
     """
     kind = nodes.gpu.kind if nodes.gpu else ""
     words = [kind, str(nodes.gpu or ""), nodes.trainium or ""]
@@ -343,7 +353,9 @@ def name_of(nodes: NodeType, found: Iterable[NodeType]) -> str | None:
 
 
 def settings_of(text: str) -> dict[str, str]:
-    """Returns the values in the lines `Key = value` of `scontrol show config`, by key."""
+    """Returns Slurm's settings by name. `text` is the output of `scontrol show config`, with lines
+    `Key = value`.
+    """
     pairs = (line.partition("=") for line in text.splitlines())
     return {key.strip(): value.strip() for key, equals, value in pairs if equals}
 
@@ -359,10 +371,11 @@ def _names_device(feature: str) -> bool:
 
 
 def packaged_site(nodes: NodeType) -> tuple[str | None, str]:
-    """Returns (name of a packaged site, assumption).
+    """Returns (name, assumption): the packaged site that describes the devices of `nodes`, and what
+    was assumed to find it.
 
-    The packaged site has the numbers of these nodes' devices. The name is None if no packaged site
-    has them. The assumption is a text for the user, empty if nothing is assumed.
+    The name is None if no packaged site describes these devices. The assumption is a text for the
+    user. It is empty if nothing was assumed.
     """
     features = [feature.lower() for feature in nodes.features]
     if instance := _instance_site(nodes):
@@ -377,7 +390,8 @@ def packaged_site(nodes: NodeType) -> tuple[str | None, str]:
         return None, ""
     (chip,) = chips
     sites = SITES_OF_CHIPS[chip]
-    # A feature may also name the speed of a network, such as 100g.
+    # Only memory sizes of this chip count, since a feature such as 100g may name the speed of a
+    # network.
     sizes = {int(size) for text in features for size in MEMORY.findall(text)} & set(sites)
     sizes |= {int(size) for size in MEMORY.findall(kind.replace(chip, "").replace("nvl72", ""))}
     if len(sizes) == 1:
@@ -403,8 +417,8 @@ def site_text(
 ) -> str:
     """Returns the text of a site file that describes `nodes`. `Site.load` can read the text.
 
-    `settings` is the result of `settings_of`. `beside` has the other node types of the partition,
-    which a job must not get.
+    `settings` is the result of `settings_of`. `beside` contains the other node types of the
+    partition, on which a job must not run.
     """
     cluster = re.sub(r"[^\w.-]", "-", settings.get("ClusterName", "")) or nodes.partition
     size = f"{counted(nodes.count, 'node')} with {nodes.what}"
@@ -447,8 +461,10 @@ def site_text(
 
 
 def _instance_site(nodes: NodeType) -> str | None:
-    """Returns the name of the packaged site for the cloud instance type of these nodes, or None.
-    The features of the nodes name the instance type.
+    """Returns the name of the packaged site that describes the cloud instance type of `nodes`, such
+    as trn1.32xlarge. Returns None if Slurm names no instance type of these nodes, or if no packaged
+    site describes it. Slurm names it in a feature of the nodes (for Trainium, see
+    `NodeType.trainium`).
     """
     if nodes.trainium:
         return TRN1 if nodes.trainium in (TRN1, "trn1n.32xlarge") else None
@@ -518,7 +534,8 @@ def _device(nodes: NodeType) -> list[str]:
     lines += ["", "[links]", network]
     intra_node = site.links.intra_node if count > 1 else ()
     for link in intra_node:
-        # A domain of several nodes (NVL72) keeps its size.
+        # A link domain of several nodes (NVL72) keeps its number of devices. A link inside a node
+        # connects at most the devices of the node.
         spans_nodes = link.num_devices > site.devices_per_node
         num_devices = link.num_devices if spans_nodes else min(link.num_devices, count)
         lines += [
@@ -545,8 +562,8 @@ def _known_device(device: Device) -> list[str]:
 
 
 def _unknown_device(nodes: NodeType) -> list[str]:
-    """Returns the table [device] and the beginning of [links], with one line to edit for each
-    number that a plan needs.
+    """Returns the lines of the table [device] and the first lines of [links] for an unknown device.
+    Each number that a plan needs has one line that the user must edit.
     """
     if nodes.trainium:
         generation = nodes.trainium.removeprefix("trn")[:1]
@@ -578,7 +595,9 @@ def _unknown_device(nodes: NodeType) -> list[str]:
 
 
 def _fact(fact: Fact | None) -> str:
-    """Returns a number with its source as a TOML table, or `{}` for None."""
+    """Returns a TOML table with the value, the source and the error of a number, or `{}` for
+    None.
+    """
     if fact is None:
         return "{}"
     error = "" if fact.error is None else f", error = {fact.error:g}"
@@ -595,8 +614,8 @@ def _account(settings: dict[str, str], account: str | None) -> str:
 
 
 def _request(nodes: NodeType, settings: dict[str, str], beside: Iterable[NodeType]) -> list[str]:
-    """Returns the lines of [slurm] by which a job gets these nodes with their devices, CPUs and
-    memory.
+    """Returns the lines of [slurm] by which a job requests the node type `nodes` with its devices,
+    CPUs and memory.
     """
     beside = list(beside)
     lines = []
@@ -636,7 +655,9 @@ def _request(nodes: NodeType, settings: dict[str, str], beside: Iterable[NodeTyp
 
 
 def _constraint(nodes: NodeType, beside: list[NodeType]) -> str:
-    """Returns the line of [slurm] that keeps a job off the other node types of the partition."""
+    """Returns the line of [slurm] by which a job does not run on `beside`, the other node types of
+    the partition.
+    """
     elsewhere = {feature for other in beside for feature in other.features}
     own = [
         feature

@@ -3,8 +3,8 @@
 `check` runs on the login node. It makes cheap tests of the command, of paths, and of the limits of
 site and partition. `check_allocation` runs inside the allocation and tests two conditions:
 
-- Every node sees the same run directory. On a node's own disk, all shards of a checkpoint would be
-  written without an error, but a later job could not read them.
+- Every node sees the same run directory. If it were on each node's own disk, all shards of a
+  checkpoint would be written without an error. But a later job could not read them.
 - Every node reaches the first node at the address and port of the rendezvous. Without this test,
   torch waits for minutes before it fails.
 """
@@ -92,12 +92,15 @@ esac
 echo "$node cannot reach the first node at MASTER_ADDR=$MASTER_ADDR, port $port ($why). $advice. \
 Where several networks exist, name one in site.slurm.network_interfaces"
 """  # noqa: E501
-"""Script that bash runs on each node. Python instead of bash would read a thousand files on every
-node at the same moment. A bash without /dev/tcp skips the test of the connection."""
+"""Script that bash runs on each node, and that prints what is wrong with the node. It is not a
+Python program, since Python would read a thousand files on every node at the same moment. If bash
+has no /dev/tcp, the connection to the first node is not tested."""
 
 
 def check(job: JobSpec, site: Site) -> None:
-    """Raises ConfigError if `job` is known to fail on `site`. The message says what to change."""
+    """Raises ConfigError if `job` would certainly fail on `site`. The message says what to change.
+    Runs on the login node, before submission.
+    """
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "site.scheduler: 'slurm', but sbatch is not found here. Submit from a login node of the"
@@ -141,7 +144,7 @@ def check_allocation(job: JobSpec, num_nodes: int, port: int) -> str | None:
     try:
         with contextlib.ExitStack() as during:
             open_port = 0
-            if job.num_processes > 1:  # A single rank needs no rendezvous.
+            if job.num_processes > 1:  # A single rank has no rendezvous to test.
                 open_port = during.enter_context(answering(port, token))
             words = ["bash", "-c", ASKED, "preflight", token, str(open_port)]
             done = _once_a_node(
@@ -166,7 +169,7 @@ def check_allocation(job: JobSpec, num_nodes: int, port: int) -> str | None:
 def answering_nodes(num_nodes: int) -> set[str]:
     """Returns the names of the nodes of this allocation that can still start a process.
 
-    Each node answers independently, so a lost node does not hide the answers of the other nodes.
+    The answers of the other nodes are read even if a lost node does not answer in time.
     """
     try:
         words = ["bash", "-c", "echo $SLURMD_NODENAME"]
@@ -206,7 +209,7 @@ def _check_partition(job: JobSpec, wanted: str | None) -> None:
     """
     try:
         text = slurm_command(["sinfo", "--noheader", "--format=%P|%a|%l|%D"])
-    except JobError:  # sbatch will report what is wrong.
+    except JobError:  # If sinfo fails, sbatch will report the cause.
         return
     rows = [match.groups() for match in matching_lines(text, SINFO_LINE)]
     default = [row for row in rows if row[0].endswith("*")]

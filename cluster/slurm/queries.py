@@ -1,8 +1,8 @@
 """Queries Slurm about jobs with squeue, scontrol and sacct, always in explicit formats.
 
-Only columns that were requested by name are parsed. The JSON of these commands changes from version
-to version, and users change the default columns by environment variables. sacct is optional: it is
-used only on clusters with accounting.
+Only columns that were requested by name are parsed. The JSON output of these commands differs
+between versions of Slurm, and users change the default columns by environment variables. sacct is
+optional: it is used only on clusters with accounting.
 
 Source of states and reasons: https://slurm.schedmd.com/squeue.html
 """
@@ -49,11 +49,13 @@ SQUEUE_LINE = re.compile(r"(\d[\w+\[\]-]*)\|([A-Z_]+)\|([^|]*)\|(.*)")
 """Regular expression for a line of squeue's format `%i|%T|%N|%r`: job id, state, nodes, reason.
 Site wrappers and plugins print further lines to standard output, which do not have this form."""
 SACCT_LINE = re.compile(r"([A-Z_]+\+?(?: by \d+)?)\|(\d+:\d+)\|([^|]+)\|?")
-"""Regular expression for a line of sacct's format `State,ExitCode,End`."""
+"""Regular expression for a line of sacct's format `State,ExitCode,End`: state, exit code and
+signal, end time."""
 
 
 def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
-    """Returns Slurm's report on each of `jobs`, by job id. All jobs must be of one cluster.
+    """Returns the state of each of `jobs` as Slurm reports it, by job id. All jobs must be of one
+    cluster.
 
     Raises:
         JobError: Slurm does not answer.
@@ -78,15 +80,15 @@ def query(jobs: list[SchedulerJob]) -> dict[str, SchedulerAnswer]:
 
 
 def output(job: SchedulerJob) -> tuple[str, str]:
-    """Returns (place of the output, output) for output that is in no file. Both texts are empty,
-    since all output of a Slurm job is in log files.
+    """Returns (source, text) of the output of a job that is in no file. Both texts are empty, since
+    all output of a Slurm job is in log files.
     """
     return "", ""
 
 
 def native_state(job: SchedulerJob) -> str:
-    """Returns Slurm's word for the state of the job that runs this process, or '' if Slurm gives
-    none.
+    """Returns Slurm's own name of the state of the job that runs this process, such as RUNNING, or
+    '' if Slurm gives none.
 
     Slurm reports COMPLETING for every job that it is ending. This function then returns the state
     that follows: CANCELLED, TIMEOUT, or PENDING for a job that was requeued. For a job that was
@@ -101,15 +103,15 @@ def native_state(job: SchedulerJob) -> str:
         if int(found.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0)):
             return "PENDING"
         return "TIMEOUT" if found["Reason"] == "TimeLimit" else "CANCELLED"
-    # A job is in state SIGNALING while Slurm sends it the warning.
+    # While Slurm sends a job the warning of its preemption, the state of the job is SIGNALING.
     if state in ("RUNNING", "SIGNALING") and found.get("PreemptTime", "None") != "None":
         return "PREEMPTED"
     return state
 
 
 def matching_lines(text: str, form: re.Pattern[str]) -> list[re.Match[str]]:
-    """Returns the matches of all lines of a command's output that have the form `form`. Other lines
-    are ignored.
+    """Returns the matches of the pattern `form`, one for each line of a command's output that
+    matches as a whole. Other lines are ignored.
     """
     matches = (form.fullmatch(line.strip()) for line in text.splitlines())
     return [match for match in matches if match]
@@ -126,9 +128,10 @@ def not_understood(command: str, text: str) -> JobError:
 
 
 def _squeue(job_ids: list[str], config: str | None) -> tuple[dict[str, SchedulerAnswer], str]:
-    """Returns (reports of squeue by job id, unparsed output).
+    """Returns (answers, unparsed): a dict from job id to the job's state, and the output of squeue
+    if no line of it could be parsed.
 
-    The unparsed output is empty if at least one line could be parsed.
+    If at least one line could be parsed, `unparsed` is empty.
     """
     words = [
         "squeue",
@@ -156,11 +159,11 @@ def _words(native: str, nodes: str, reason: str, job_id: str) -> str:
 
 
 def _ended(job_id: str, config: str | None) -> SchedulerAnswer | None:
-    """Returns how a job has ended, or None if Slurm does not know. scontrol knows the end of a job
-    for some minutes. sacct knows the end for longer, on clusters with accounting.
+    """Returns how a job has ended, or None if Slurm does not know. scontrol reports the end of a
+    job for some minutes. On clusters with accounting, sacct reports it for longer.
 
     Raises:
-        JobError: Slurm does not answer. A job counts as lost only after an answer.
+        JobError: Slurm does not answer. Without an answer, the job must not be reported as lost.
     """
     if found := _show(job_id, config):
         return _final(found["JobState"], found.get("ExitCode", "0:0"), found.get("Reason", ""))
@@ -179,8 +182,9 @@ def _ended(job_id: str, config: str | None) -> SchedulerAnswer | None:
     if not lines:
         return None
     native, exit_code, end = lines[-1].groups()
-    # The accounting record of a job's start may arrive late, with the job's present state. The exit
-    # code arrives only with the record of the end.
+    # The record of a job's start may reach the accounting late, and then contains the job's present
+    # state. Only the record of its end contains the exit code. Until then the job counts as
+    # COMPLETING.
     state = STATES.get(native.split()[0].rstrip("+"), JobState.LOST)
     if state.is_final and end == "Unknown":
         native = "COMPLETING"
@@ -224,8 +228,8 @@ def _show(job_id: str, config: str | None) -> dict[str, str]:
     """Returns some fields of `scontrol show job` by name, or an empty dict if Slurm no longer knows
     the job.
 
-    Only fields at fixed places are parsed. The output also has the job's name and paths, which may
-    contain any text.
+    Only fields at fixed places of a line are parsed, since the output also contains the job's name
+    and paths, which may be any text.
 
     Raises:
         JobError: Slurm does not answer, or its output has another form.
@@ -252,8 +256,8 @@ def slurm_command(
     cwd: Path | None = None,
     timeout_s: float = COMMAND_TIMEOUT_S,
 ) -> str:
-    """Returns the output of a Slurm command. `config` is the path of the slurm.conf, if the cluster
-    is not the cluster of the environment.
+    """Returns the output of a Slurm command. `config` is the path of the cluster's slurm.conf. If
+    None, the environment of this process decides which cluster is used.
 
     Raises:
         JobError: The command fails as in `run_command`, or another user may have written `config`.
@@ -276,8 +280,8 @@ def client_environment(config: str | None = None) -> dict[str, str]:
 
 
 def _refuse_strange_config(config: Path) -> None:
-    """Raises JobError for a slurm.conf that another user may have written. Slurm loads the
-    libraries that a slurm.conf names.
+    """Raises JobError if another user may have written a slurm.conf, since Slurm's commands load
+    the libraries that the slurm.conf names.
 
     A run directory names the slurm.conf of its scheduler, and users pass run directories to others.
     """

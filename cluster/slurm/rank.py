@@ -1,5 +1,5 @@
-"""Runs one rank and its keeper: Slurm starts `python -m cluster.slurm.rank COMMAND...` for each
-task.
+"""Runs one task of a job: Slurm starts `python -m cluster.slurm.rank COMMAND...` for each task.
+This process, the keeper, runs the command of the rank as its child.
 
 - SIGTERM, which Slurm sends to every process at preemption and at the time limit, does not reach
   the command. The first task forwards it to the supervisor, which asks the trainer to save and stop
@@ -28,17 +28,17 @@ from cluster.record import Record, field_doc
 from cluster.state import JobError, state_to_change
 
 STATE_TRIES = 10
-"""Number of tries to read state.json, one second apart, after errors of the file system. More tries
-are useless, since Slurm kills the job soon after the signal."""
+"""Maximum number of tries to read state.json, one second apart, while the file system fails. More
+tries are useless, since Slurm kills the job soon after the signal."""
 NOT_FOR_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure(Record):
-    """ranks/failed_attempt_NN/rank_NNNNN.json: a rank that failed."""
+    """Content of ranks/failed_attempt_NN/rank_NNNNN.json: which rank failed, and how."""
 
     rank: int = field_doc("global number of the rank")
-    code: int = field_doc("exit code of the rank; -n for signal n")
+    code: int = field_doc("return code of the rank; -n if signal n ended it")
     node: str = field_doc("name of the node on which the rank ran")
     time: float = field_doc("Unix time of the end of the rank, in seconds")
 
@@ -51,7 +51,7 @@ def failures_of(run_dir: Path, attempt: int) -> Path:
 
 
 def run_rank(home: RunDirectory, command: list[str]) -> int:
-    """Runs a rank's command and records a failure. Returns the command's exit code, 128 + n if
+    """Runs a rank's command and records its failure. Returns the command's exit code, or 128 + n if
     signal n ended the command.
     """
     keeper = os.getpid()
@@ -93,7 +93,7 @@ def _tell_supervisor(home: RunDirectory) -> None:
     for _ in range(STATE_TRIES):
         try:
             state = state_to_change(home.run_dir)
-        except OSError:  # The error of the file system may pass.
+        except OSError:  # The error may be temporary.
             time.sleep(1.0)
             continue
         if state and state.process:
@@ -111,8 +111,8 @@ def _record(home: RunDirectory, folder: Path, code: int) -> None:
 
 
 def _become_deaf_rank(keeper_pid: int) -> None:
-    """Prepares the child process before the command runs. The rank dies if its keeper dies, and
-    ignores the signals NOT_FOR_RANKS.
+    """Prepares a child process that will execute the command of a rank. The kernel kills the rank
+    if its keeper dies. The rank ignores the signals NOT_FOR_RANKS.
     """
     become_rank(keeper_pid)
     for number in NOT_FOR_RANKS:

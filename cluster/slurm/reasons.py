@@ -1,7 +1,8 @@
 """Explains the reasons for which a Slurm job waits, and what its user can do.
 
-Slurm has more than 200 reasons. Nearly all limits are named by one scheme, so the families below
-are patterns over the names. The first family that matches a reason applies.
+Slurm has more than 200 reasons. Nearly all reasons about limits are named by one scheme. A `Family`
+therefore groups reasons by a pattern of their names. The first family in FAMILIES that matches a
+reason applies.
 
 Sources: https://slurm.schedmd.com/job_reason_codes.html, and in Slurm's source the names
 (src/common/job_state_reason.c) and the comparisons that set them (src/slurmctld/acct_policy.c).
@@ -17,23 +18,24 @@ PREFIXES: dict[Verdict, str] = {
     "waits for a grant": "waits, and will not start before more is granted",
     "never starts": "waits, and will not start",
 }
-"""Beginning of the line that a user reads about a waiting job, by verdict."""
+"""Beginning of the line that a user reads about a waiting job, by `Family.verdict`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Reasons with one meaning for the user."""
+    """A group of Slurm's reasons that mean the same for the user."""
 
     verdict: Verdict
-    """`waits`: the job starts when other jobs end or nodes become free. `waits for a grant`: a
-    budget is used up. `never starts`: somebody must change the job or the cluster first."""
+    """`waits`: the job starts when other jobs end or nodes become free. `waits for a grant`: the
+    budget of the account is used up. `never starts`: the job or the cluster must be changed
+    first."""
     pattern: str
     """Regular expression that matches the whole reason code."""
     meaning: str
-    """Clause for the user: why the job waits."""
+    """Clause for the user that says why the job waits."""
     remedy: str = ""
-    """Sentence for the user: what to do. Empty if the user can only wait. `{job}` stands for the
-    job id."""
+    """Sentence that says what the user can do. Empty if the user can only wait. `{job}` is replaced
+    by the job id."""
 
 
 ASK_FOR_LESS = "Cancel it, ask for fewer nodes, GPUs or less time, submit again."
@@ -99,7 +101,7 @@ FAMILIES = (
         "it asks for less than a job of its qos must have",
         "Cancel it, ask for more or give another qos in the site file, submit again.",
     ),
-    # Limits on the jobs of a user or of a group.
+    # Limits on all jobs of a user or of a group together.
     Family(
         "waits",
         "(Assoc|QOS)Grp.*RunMin(ute)?s.*",
@@ -181,7 +183,7 @@ FAMILIES = (
         "it cannot end before its deadline",
         "Cancel it, ask for less time or a later deadline, submit again.",
     ),
-    # Held jobs.
+    # Reasons of held jobs.
     Family("never starts", "JobHeldUser|job requeued in held state", "it is held", RELEASE),
     Family(
         "never starts",

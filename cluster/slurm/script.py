@@ -1,11 +1,11 @@
-"""Writes the batch script of a Slurm job: directives, environment, the shell function of each rank,
-and the launch.
+"""Writes the batch script of a Slurm job: directives, environment, the shell function that each
+rank runs, and the command that starts the ranks.
 
 The script starts `python -m cluster.slurm.supervisor RUN_DIR -- COMMAND`. The supervisor starts
-COMMAND (srun) with KIT_ATTEMPT in its environment, and records its end. Each task runs under
-`python -m cluster.slurm.rank`. Paths in directives are relative to the run directory, from which
-the script must be submitted. The functions only return text, and look up nothing on this machine.
-Standard library only.
+COMMAND, which is srun, with KIT_ATTEMPT in its environment, and records the end of the attempt.
+Each task runs under `python -m cluster.slurm.rank`. Paths in directives are relative to the run
+directory, from which the script must be submitted. The functions of this module only return text,
+and look up nothing on this machine. Standard library only.
 """
 
 import json
@@ -34,8 +34,8 @@ from cluster.site import Site, There
 from cluster.site_lines import checked_lines, complete_commands
 
 ADDRESS_VARIABLES = ("MASTER_ADDR", "GLOO_SOCKET_IFNAME")
-"""Environment variables that choose the network of the rendezvous. A site may set them for each
-task."""
+"""Environment variables that choose the address and the network of the rendezvous. The field
+`task_setup` of a site may set them for each task."""
 SUPERVISOR = "cluster.slurm.supervisor"
 KEEPER = "cluster.slurm.rank"
 RULER = "# " + "-" * 100
@@ -70,7 +70,8 @@ def texts(job: JobSpec, site: Site, there: There | None = None) -> dict[str, str
             *_ranks(job, slurm, python, source, compiling=True),
             *_compile(job, request, slurm.compilation),
         ]
-    # `B:` sends the signal to the supervisor only. The signal would kill ranks without a handler.
+    # With `B:`, only the supervisor receives the signal, which would kill ranks that have no
+    # handler for it.
     comes_back = ("--requeue", f"--signal=B:USR1@{slurm.stop_before_end_s}")
     scripts["submit.sh"] = [
         *_header(job, site, slurm, "runs"),
@@ -102,8 +103,8 @@ def _header(job: JobSpec, site: Site, slurm: Slurm, what: str) -> list[str]:
 
 
 def derived_lines(request: SlurmRequest) -> list[str]:
-    """Returns comment lines that list the resources that the job requests although the site file
-    does not give them.
+    """Returns comment lines for the batch script. They list the resources that the job requests
+    although the site file does not give them.
     """
     if not request.derived:
         return []
@@ -153,7 +154,7 @@ def environment(job: JobSpec, slurm: Slurm, python: str, *, counts_cpus: bool = 
             counted_cpus.append(f"export OMP_NUM_THREADS=${CPUS_VARIABLE}")
     variables |= {
         "PYTHONUNBUFFERED": "1",
-        # With gloo, restarted ranks would otherwise read stale addresses.
+        # Without this variable, restarted ranks that use gloo would read stale addresses.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **of_site,
     }
@@ -197,15 +198,16 @@ def _modules(slurm: Slurm) -> list[str]:
 
 
 def _meeting_point(slurm: Slurm) -> list[str]:
-    # Other jobs and earlier starts of this job use other ports. If this port is in use on the first
-    # node, the supervisor takes the next free port.
+    # The port depends on the job id and the number of restarts, so that other jobs and earlier
+    # starts of this job use other ports. If this port is in use on the first node, the supervisor
+    # takes the next free port.
     port = (
         slurm.master_port
         or f"$(({FIRST_PORT} + (SLURM_JOB_ID + 97 * ${{SLURM_RESTART_COUNT:-0}}) % {NUM_PORTS}))"
     )
     return [
         "# Where the ranks meet: the first node of the job.",
-        # Lines of another form come from a site's wrapper of scontrol.
+        # grep skips lines that a site's wrapper script of scontrol may print.
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" |'
         " grep -xm 1 '[[:alnum:]._-]\\+')",
         '[ -n "$MASTER_ADDR" ] || fail "scontrol names no host in $SLURM_JOB_NODELIST"',
@@ -215,9 +217,9 @@ def _meeting_point(slurm: Slurm) -> list[str]:
 
 
 def _task_addresses(slurm: Slurm) -> list[str]:
-    """Returns the lines of a shell function that sets the addresses of a task as `task_setup` does.
-    The preflight check of the nodes calls this function. Returns no lines if `task_setup` sets no
-    address.
+    """Returns the lines of a shell function that sets ADDRESS_VARIABLES as the site's `task_setup`
+    does. The preflight check of the nodes calls this shell function. Returns no lines if
+    `task_setup` sets none of these variables.
 
     Commands of `task_setup` after the last command that sets an address are left out, since they
     may be expensive.
@@ -263,8 +265,9 @@ def _broadcast(job: JobSpec, slurm: Slurm) -> list[str]:
 def _ranks(
     job: JobSpec, slurm: Slurm, python: str, source: str, compiling: bool = False
 ) -> list[str]:
-    """Returns the lines of the shell functions that tasks run: `run_rank`, and also `run_node` if
-    an agent (torchrun) starts the ranks of a node.
+    """Returns the lines of the shell functions that Slurm's tasks run: `run_rank`, and also
+    `run_node` if an agent (torchrun) starts the ranks of a node. If `compiling`, the functions
+    belong to the compile job.
     """
     direct = slurm.launcher == "srun"
     per_node = job.num_processes // job.num_nodes
@@ -284,13 +287,16 @@ def _ranks(
     task_setup = checked_lines(slurm.task_setup, "site.slurm.task_setup")
     folder = quote(job.working_directory)
     if slurm.has_tasks_in_container:
-        # A container sees few folders of the host. The run directory is one of these folders.
+        # The working directory may be missing in the container. The run directory must be mounted
+        # in it.
         folder = '"$KIT_RUN_DIR"'
     body = [log, f'{own_log}exec >>"$log" 2>&1 || exit']
     if direct:
         command = rank_command(job, slurm, python, source, prefix=prefix)
         body = [*identity, *body, *task_setup]
-    else:  # The node's agent runs prefix and task_setup, and sets RANK and WORLD_SIZE.
+    # The function run_node contains prefix and task_setup. The agent (torchrun) sets RANK and
+    # WORLD_SIZE.
+    else:
         command = rank_command(job, slurm, python, source)
     body += [
         *_exports(job.environment),
@@ -309,8 +315,8 @@ def _ranks(
     agent = [*prefix, _interpreter(job, slurm, python), "-P", "-m", "torch.distributed.run"]
     body = [
         *task_setup,
-        # Slurm sends SIGTERM to every process at preemption. The agent must not forward it: the
-        # ranks must run until their checkpoint is written.
+        # Slurm sends SIGTERM to every process at preemption. The agent must not forward the signal,
+        # since the ranks must run until their checkpoint is written.
         "export PET_SIGNALS_TO_HANDLE=SIGINT,SIGHUP,SIGQUIT",
         f"exec {' '.join(map(quote, agent))} \\",
         f'    --nnodes={job.num_nodes} --node-rank="$SLURM_NODEID" --nproc-per-node={per_node} \\',
@@ -401,8 +407,8 @@ def _srun(job: JobSpec, request: SlurmRequest, keeper: str = "") -> list[str]:
         f"srun --nodes={job.num_nodes} --ntasks={tasks} --ntasks-per-node={tasks // job.num_nodes}",
         cpus,
         " ".join(map(quote, [*options, *slurm.srun_options])),
-        # A failed rank ends all ranks. Ranks that run 60 s after the first rank has ended are
-        # killed.
+        # A failed rank ends all ranks. srun kills ranks that still run 60 s after the first rank
+        # has ended.
         "--kill-on-bad-exit=1 --wait=60 --label",
         f"{keeper}bash -c {function}",
     ]
@@ -435,7 +441,8 @@ def rank_command(
     """
     command = [*job.argv]
     if _is_python(command[0]):
-        # With `container`, PYTHONPATH names the source, or the image has its own copy of the kit.
+        # In a `container` the command stays unchanged: PYTHONPATH contains the source of the kit,
+        # or the image contains the kit.
         inside = job.argv if slurm.container else from_source(job.argv, source)
         command = [_interpreter(job, slurm, python), *inside[1:]]
     return [*slurm.container, *prefix, *command]
@@ -446,7 +453,8 @@ def container_environment(job: JobSpec, slurm: Slurm, source: str) -> list[str]:
     container's environment. The container has another Python and other packages. Without a
     container, returns no lines.
 
-    PYTHONPATH then has the source of the kit, and the PYTHONPATH of the site file and of the job.
+    The lines also set PYTHONPATH to the source of the kit, followed by the PYTHONPATH of the site
+    file and of the job.
     """
     if not slurm.is_in_container:
         return []
@@ -490,13 +498,15 @@ def container_trial(slurm: Slurm, folder: str) -> str:
 
 
 def container_check(folder: str) -> tuple[str, ...]:
-    """Returns the command that runs inside a container and reports errors of the container."""
+    """Returns the command that tests a container from inside: it fails with a message if ranks
+    could not run there. `folder` must be writable in the container.
+    """
     return (CONTAINER_PYTHON, *module_command("cluster.slurm.container", folder)[1:])
 
 
 def _interpreter(job: JobSpec, slurm: Slurm, python: str) -> str:
     """Returns the Python executable of the ranks: the executable in the job's command, unless the
-    site has a container or its own environment.
+    ranks run in a container or in an environment that is copied to each node.
     """
     if slurm.has_own_environment or slurm.is_in_container:
         return CONTAINER_PYTHON if slurm.is_in_container else "python"
@@ -505,7 +515,8 @@ def _interpreter(job: JobSpec, slurm: Slurm, python: str) -> str:
 
 def _rank_python(slurm: Slurm, python: str) -> str:
     """Returns the Python executable of a rank's keeper (`cluster.slurm.rank`). The keeper runs
-    outside of `container`. It runs inside a container if srun itself starts tasks in containers.
+    outside of the container that the field `container` starts. It runs inside a container that srun
+    starts for each task.
     """
     if slurm.has_tasks_in_container:
         return CONTAINER_PYTHON
@@ -513,7 +524,9 @@ def _rank_python(slurm: Slurm, python: str) -> str:
 
 
 def _words(command: Sequence[str], *flags: str) -> str:
-    """Returns a command of `source_command` as shell text, with `flags` in place of its -P."""
+    """Returns `command`, which is a result of `source_command`, as shell text. Its option -P is
+    replaced by `flags`.
+    """
     return " ".join(map(quote, [command[0], *flags, *command[2:]]))
 
 
@@ -534,5 +547,5 @@ def _path(text: str) -> str:
 
 
 def _clock(seconds: float) -> str:
-    minutes = math.ceil(seconds / 60)  # The resolution of Slurm's time limits is a minute.
+    minutes = math.ceil(seconds / 60)  # Slurm's time limits have a resolution of one minute.
     return f"{minutes // 60:02d}:{minutes % 60:02d}:00"

@@ -4,8 +4,8 @@ what follows when they end.
     python -m cluster.slurm.supervisor RUN_DIR -- srun OPTIONS... python -m cluster.slurm.rank
     COMMAND...
 
-`cluster.supervisor` has the loop, and the reactions that are common to all schedulers. Slurm has
-these reactions in addition:
+`cluster.supervisor` contains the loop, and the reactions that are common to all schedulers. Under
+Slurm, the supervisor also reacts to these events:
 
     a rank crashed, and a node no longer answers     a new job on other nodes, or a requeue if
                                                      Slurm accepts no new job
@@ -63,7 +63,7 @@ from cluster.supervisor import (
 )
 
 LIMIT_SIGNALS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
-"""Signals that Slurm sends before the time limit."""
+"""Signals by which Slurm warns the supervisor before the time limit (`sbatch --signal`)."""
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 END_WAIT_S = 15.0
 REQUEUE_PATIENCE_S = 120.0
@@ -78,14 +78,17 @@ WHY_TERMINATED = {
     ),
     "NODE_FAIL": AttemptOutcome(1, "a node failed", fate="taken"),
 }
-"""Outcome of an attempt whose job Slurm ends, by Slurm's word for the state of the job."""
+"""Outcome of an attempt whose job Slurm ends, by Slurm's own name of the job's state (see
+`native_state`)."""
 
 
 class SlurmSupervisor(Supervisor):
-    """Runs the ranks of a job in one allocation."""
+    """Supervisor of a Slurm job: runs the ranks in one allocation, and requeues or resubmits the
+    job.
+    """
 
-    # Commands such as `scontrol requeue` inherit the blocked signals. They must: Slurm sends
-    # SIGTERM to all processes of a requeued job, including the command that requeues it.
+    # Commands such as `scontrol requeue` inherit the blocked signals. Otherwise the SIGTERM that
+    # Slurm sends to all processes of a requeued job would end the command that requeues it.
     signals = frozenset({signal.SIGCHLD, *END_SIGNALS, *LIMIT_SIGNALS})
     fate_after_disk_error = "requeue"
 
@@ -107,14 +110,15 @@ class SlurmSupervisor(Supervisor):
         """Process of srun, which starts the ranks. None before the first start."""
         self.port: socket.socket | None = None
         """Network socket that reserves the rendezvous port until the ranks have ended, so that
-        other jobs on this node take other ports. None before the first start."""
+        other jobs on this node take other ports. None before the first start of the ranks."""
         self.failed_at: float | None = None
         """Time of the monotonic clock, in seconds, at which this process first saw a failed rank.
         None while no rank has failed."""
         self.must_ask = False
         """Whether the request to stop, with the reason `stop_reason`, still has to be written."""
         self.next_state = JobState.REQUEUED
-        """State in state.json between this attempt and the start of the next attempt."""
+        """State that state.json has between the end of this attempt and the start of the next
+        attempt, REQUEUED or PREEMPTED."""
 
     def start_ranks(self) -> AttemptOutcome | None:
         if not self.starts:
@@ -131,7 +135,8 @@ class SlurmSupervisor(Supervisor):
         environment = {key: value for key, value in os.environ.items() if key != "SLURM_EXPORT_ENV"}
         environment |= {"KIT_ATTEMPT": str(self.attempt), "MASTER_PORT": str(port)}
         if self.spec.num_processes > MANY:
-            # Sets srun's --output: one file per node, with the task number before each line.
+            # The variable is srun's option --output: one file per node, with the task number before
+            # each line.
             logs = f"{self.run_dir}/logs/attempt_{self.attempt:02d}"
             environment["SLURM_STDOUTMODE"] = f"{logs}/node_%n.log"
         ranks = counted(self.spec.num_processes, "rank")
@@ -161,7 +166,8 @@ class SlurmSupervisor(Supervisor):
             return dataclasses.replace(outcome, fate="requeue")
         if problem is None:
             return None
-        # A job that has taken steps can run: its new nodes may be at fault.
+        # If the job has taken steps before, its configuration is right, and its new nodes may be at
+        # fault.
         fate = "requeue" if has_taken_steps(self.home) else "end"
         return AttemptOutcome(USELESS_TO_RETRY, problem, fate=fate)
 
@@ -169,8 +175,9 @@ class SlurmSupervisor(Supervisor):
         return int(os.environ.get("MASTER_PORT", FIRST_PORT))
 
     def look(self, signal_number: int | None) -> AttemptOutcome | None:
-        """Returns the outcome if srun has ended or should have ended, or if Slurm ends the job.
-        Returns None while the ranks run. Asks the ranks to save and stop if Slurm leaves them time.
+        """Returns the outcome if srun has ended, if srun still runs END_WAIT_S seconds after a rank
+        has failed, or if Slurm ends the job. Returns None while the ranks run. Asks the ranks to
+        save and stop if Slurm leaves them time.
         """
         assert self.step is not None
         if self.step.poll() is not None:
@@ -185,12 +192,12 @@ class SlurmSupervisor(Supervisor):
         if self.failed_at is None and self._failures():
             self.failed_at = time.monotonic()
         if self.failed_at is not None and time.monotonic() - self.failed_at > END_WAIT_S:
-            return self._after(1)  # srun waits for a node that does not answer its kill request.
+            return self._after(1)  # srun waits for a node that does not answer.
         return None
 
     def _after(self, code: int) -> AttemptOutcome:
-        """Returns the outcome after srun has ended, or should have ended. `code` is srun's exit
-        code.
+        """Returns the outcome of the attempt. `code` is srun's exit code, or 1 if srun still waits
+        for a node that does not answer.
         """
         if failures := self._failures():
             return self._failure(min(failures, key=lambda failure: cause_order(failure.code)))
@@ -220,8 +227,9 @@ class SlurmSupervisor(Supervisor):
         return self.run_dir / "logs" / f"slurm-{self.job.id}.log"
 
     def _told_to_end(self) -> AttemptOutcome | None:
-        """Returns the outcome after a SIGTERM if Slurm will kill this process soon, or None. Asks
-        the ranks to save and stop if Slurm leaves them time and no rank has failed.
+        """Returns the outcome of the attempt after a SIGTERM if Slurm will soon kill this process,
+        otherwise None. Asks the ranks to save and stop if Slurm leaves them time and no rank has
+        failed.
         """
         outcome = self._why_terminated()
         # After a failure, the SIGTERM may come from srun, which ends the other ranks.
@@ -258,7 +266,7 @@ class SlurmSupervisor(Supervisor):
         if not self.must_ask:
             return
         if is_stop_requested(self.run_dir):
-            self.must_ask = False  # A person's request must not be replaced.
+            self.must_ask = False  # A user's own request must not be replaced.
             return
         try:
             ask(self.run_dir, "stop", by_person=False)
@@ -284,9 +292,9 @@ class SlurmSupervisor(Supervisor):
         kill_descendants()
 
     def choose_nodes(self, outcome: AttemptOutcome) -> AttemptOutcome:
-        """Returns the outcome with its final fate. The fate becomes `requeue` if a node no longer
+        """Returns `outcome` with its final `fate`. The fate becomes `requeue` if a node no longer
         answers, or if the ranks were asked to leave this allocation. If all ranks have saved and
-        stopped, the outcome is that of `stopped`.
+        stopped, returns the outcome of `stopped` instead.
         """
         outcome = self._without_lost(outcome)
         if outcome.fate not in ("restart", "requeue") or self.home.why_lost():
@@ -295,13 +303,14 @@ class SlurmSupervisor(Supervisor):
             # After all ranks have saved and stopped, the loss of a rank or node changes nothing.
             outcome = self.stopped() or outcome
         if outcome.fate == "restart" and self.stop_reason is not None and self.spec.max_restarts:
-            # Little time is left in this allocation. A requeued job has its full time limit.
+            # The job is requeued, since little time is left in this allocation. A requeued job has
+            # its full time limit.
             return dataclasses.replace(outcome, fate="requeue")
         return outcome
 
     def _without_lost(self, outcome: AttemptOutcome) -> AttemptOutcome:
-        """Returns the outcome with fate `requeue` instead of `restart` if nodes of this allocation
-        no longer answer. Returns other outcomes unchanged.
+        """Returns `outcome` with the fate `requeue` instead of `restart` if nodes of this
+        allocation no longer answer. Returns outcomes with another fate unchanged.
         """
         while outcome.fate == "restart":
             names = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
@@ -331,7 +340,8 @@ class SlurmSupervisor(Supervisor):
         """
         note = functools.partial(self._note, self.next_state, outcome.reason, outcome.lost_node)
         with contextlib.suppress(OSError):
-            # Raises StaleAttemptError, so that a stale attempt requeues and submits nothing.
+            # In a stale attempt, this raises StaleAttemptError, so that the job requeues and
+            # submits nothing.
             retry_disk(note, self.home)
         if outcome.lost_node and begin_elsewhere(self.job, self.run_dir, self.attempt):
             return outcome.rc
@@ -345,7 +355,7 @@ class SlurmSupervisor(Supervisor):
             try:
                 requeue_this(self.job)
                 return outcome.rc
-            except JobError as error:  # Slurm's controller may be restarting.
+            except JobError as error:  # Slurm may be restarting.
                 say(f"not requeued: {error}")
                 if time.monotonic() > deadline:
                     tried = f"and it could not be requeued: {error}. `kit resume` starts it again"
@@ -365,7 +375,7 @@ def _end_step(step: subprocess.Popen) -> None:
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
         if step.poll() is None:
             step.send_signal(number)
-            # srun would wait forever for a node that does not answer.
+            # The wait has a limit, since srun waits forever for a node that does not answer.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 step.wait(3.0)
     step.wait()
@@ -375,8 +385,8 @@ def begin_attempt(home: RunDirectory, spec: JobSpec, job: SchedulerJob) -> int:
     """Makes this process the owner of the next attempt, and returns the number of the attempt.
 
     Raises:
-        JobError: The attempt cannot be taken over, see `take_over`.
-        OSError: The run directory cannot be written, see `retry_disk`.
+        JobError: The run directory belongs to another job, which has not ended.
+        OSError: The run directory still cannot be written after the tries of `retry_disk`.
     """
     attempt = retry_disk(lambda: take_over(home.run_dir, job), home)
     nodes = os.environ["SLURM_JOB_NODELIST"]
@@ -385,7 +395,9 @@ def begin_attempt(home: RunDirectory, spec: JobSpec, job: SchedulerJob) -> int:
 
 
 def main() -> int:
-    """Runs the job to its end and returns the exit code of the job."""
+    """Runs the job to its end. Returns the exit code of the job, or 2 if the job could not be
+    started.
+    """
     if "SLURM_JOB_ID" not in os.environ or len(sys.argv) < 4:
         print("run this inside a Slurm job, as submit.sh does", file=sys.stderr)
         return 2
