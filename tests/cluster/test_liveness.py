@@ -90,7 +90,7 @@ def look(offset: str, *run_dirs: Path) -> tuple[list[dict], float]:
     if shutil.which("faketime") is None:
         pytest.skip("faketime is not installed: apt-get install faketime")
     words = ["faketime", "-f", offset, sys.executable, "-c", LOOK, *map(str, run_dirs)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     return answer["found"], answer["took_s"]

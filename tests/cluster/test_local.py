@@ -255,7 +255,7 @@ def test_failing_disk_delays_next_attempt(tmp_path, failures, attempts):
     job.write(tmp_path / "job.json")
     code = FAILING_DISK.replace("FAILURES", str(failures))
     words = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert last_attempt(tmp_path) == attempts, done.stderr
     assert (done.returncode == 0) == (attempts == 2), done.stderr
     assert "Input/output error" in done.stderr

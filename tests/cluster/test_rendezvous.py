@@ -114,6 +114,6 @@ def test_hostname_with_loopback_address_is_reported(tmp_path):
     words = ["bash", "-c", ASKED, "preflight", "token", "23456", str(tmp_path)]
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURMD_NODENAME": "node2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "SLURM_NNODES": "2"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=280)
     assert done.stdout.startswith("node node2 gives its own name ")
     assert "the address 127.0.1.1" in done.stdout and "network_interfaces" in done.stdout

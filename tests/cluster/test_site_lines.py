@@ -28,7 +28,7 @@ def run(folder, lines, in_function):
         body = ["run_rank() {", *(f"    {line}" for line in body), "}", "export -f run_rank"]
         body.append("bash -c run_rank")
     done = subprocess.run(
-        ["bash", "-c", "\n".join(body)], cwd=folder, capture_output=True, text=True, timeout=20
+        ["bash", "-c", "\n".join(body)], cwd=folder, capture_output=True, text=True, timeout=120
     )
     return done.returncode, done.stdout, (done.stderr.splitlines() or [""])[-1]
 

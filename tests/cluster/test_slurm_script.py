@@ -392,7 +392,7 @@ def test_master_address_is_read_from_task_setup_block(portable):
     text = scripts(training_job("run", 16, 2), site)["submit.sh"]
     body = text[text.index("set_task_addresses() {") : text.index("export -f set_task_addresses")]
     script = f'{body}\nset_task_addresses; echo "$MASTER_ADDR"'
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.stdout, done.stderr) == ("node1\n", "")
 
 
