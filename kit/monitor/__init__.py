@@ -1,10 +1,11 @@
 """Views of a run: the live dashboard, text in the terminal, a figure of loss and MFU, and the
 scores of checkpoints.
 
-The trainer appends each row of metrics to `metrics.jsonl` (`kit.run.metrics.MetricsWriter`). In the
-kernel of the notebook, `Monitor` (`widget.py`) reads new rows through `Dashboard` (`dashboard.py`).
-`Dashboard` adds derived quantities (`curves.py`) and reduces them to the pixels of the charts.
-`Monitor` sends the result to the browser, where `static/dashboard.js` draws it.
+After each training step, the trainer appends a row of numbers to `metrics.jsonl`
+(`kit.run.metrics.MetricsWriter`). In the kernel of the notebook, `Monitor` (`widget.py`) reads new
+rows through `Dashboard` (`dashboard.py`). `Dashboard` adds derived quantities (`curves.py`) and
+reduces them to a few numbers per pixel of the charts. `Monitor` sends the result to the browser,
+where `static/dashboard.js` draws it.
 """
 
 from importlib import import_module
@@ -28,10 +29,10 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the module of a view at the first access to the view, and returns the view.
+    """Returns a view of this package. Its module is imported at the first access to the view.
 
-    Views need different packages. Some machines, such as Trainium nodes, have neither anywidget nor
-    matplotlib, since nobody opens notebooks on them.
+    The views need different third-party packages. Some machines, such as Trainium nodes, have
+    neither anywidget nor matplotlib, since nobody opens notebooks on them.
     """
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

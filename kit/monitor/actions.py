@@ -1,7 +1,8 @@
-"""Actions: the operations behind the dashboard's buttons, and the progress of each request.
+"""Actions: what the buttons of the dashboard do (checkpoint, stop, cancel, resume), and the
+progress of each request.
 
-Each action is also a command: `kit checkpoint DIR`, `kit stop DIR`, `kit stop --now DIR`, `kit
-resume DIR`.
+Each action is also a command: `kit checkpoint DIR`, `kit stop DIR`, `kit stop --now DIR` (cancel),
+`kit resume DIR`.
 """
 
 import dataclasses
@@ -28,32 +29,34 @@ ACTION_NAMES: tuple[ActionName, ...] = get_args(ActionName)
 
 @dataclasses.dataclass
 class ActionProgress:
-    """Progress and result of one request. Times are unix times in seconds."""
+    """Progress and result of one request for an action. All times are unix times in seconds."""
 
     asked_at: float
-    """Time of the request."""
+    """Unix time at which the user made the request."""
     attempt: int
-    """Attempt of the run at the time of the request."""
+    """Number of the run's attempt when the request was made."""
     taken_at: float | None = None
-    """Time at which the trainer accepted the request. None before that."""
+    """Unix time at which the trainer accepted the request. None if the trainer has not accepted it
+    yet."""
     step: int | None = None
-    """Step after which the trainer carries out the request. None if it is unknown."""
+    """Training step after which the trainer carries out the request. None if it is unknown."""
     done_at: float | None = None
-    """Time at which the request was finished or refused. None before that."""
+    """Unix time at which the request was finished or refused. None while it is in progress."""
     note: str = ""
-    """Result in words."""
+    """Result of the request in words, or the reason why it was refused. Empty while it is in
+    progress."""
 
 
 class Actions:
-    """Carries out requests in threads, and tracks each request until its end.
+    """Carries out the requests of one viewer in threads, and tracks each request until its end.
 
-    The run directory records all requests for a checkpoint or a stop, also those of other viewers.
-    Other requests are known only to the viewer that made them.
+    All requests for a checkpoint or a stop are recorded in the run directory, so requests of other
+    viewers are shown too. Requests to cancel or resume are known only to the viewer that made them.
 
     Args:
         run: the run.
-        earlier: actions of this viewer on the same run before the run changed. Their requests are
-            taken over.
+        earlier: `Actions` of this viewer before the plan or site of the run changed. Its requests
+            are taken over.
     """
 
     def __init__(self, run: Run, *, earlier: "Actions | None" = None) -> None:
@@ -62,13 +65,13 @@ class Actions:
         self._taken_before: dict[ActionName, TakenRequest | None] = (
             earlier._taken_before if earlier else {}
         )
-        """Last request that the trainer had accepted when this viewer sent a request, by name. A
-        newer request of the trainer differs in content. Times are not compared with the clock of
-        this machine, since the trainer's clock may differ."""
+        """For each action name, the last request that the trainer had accepted when this viewer
+        sent its own. An accepted request with other content is newer. Times are not compared, since
+        the clock of the trainer's machine may differ from the clock of this machine."""
 
     def start(self, name: str, status: JobStatus) -> None:
-        """Starts one of ACTION_NAMES in a thread, and returns at once. If the action is refused,
-        `report` says why. `status` is the present status of the job.
+        """Starts an action, one of ACTION_NAMES, in a thread, and returns at once. If the action is
+        refused, `report` gives the reason. `status` is the present status of the job.
         """
         if name not in ACTION_NAMES:
             return
@@ -76,17 +79,17 @@ class Actions:
         self._requests[name] = progress
         if name in ("checkpoint", "stop"):
             self._taken_before[name] = read_taken(self.run.directory, name)
-        # A resume reads the data set, and a scheduler may need seconds to answer. The kernel must
-        # not wait for either.
+        # A resume reads the data set, and the scheduler may need seconds to answer. The notebook
+        # kernel must not wait for either.
         threading.Thread(
             target=self._carry_out, args=(name, progress), name=f"kit-{name}", daemon=True
         ).start()
 
     def allowed(self, status: JobStatus) -> list[str]:
-        """Returns the names of the actions that are possible for a job with this status. Empty for
-        an imported run and for another user's run.
+        """Returns the names of the actions that are possible for a job with this status. Returns []
+        for an imported run and for another user's run.
         """
-        # Only its owner may act on a run, and an imported run has no job.
+        # Only the owner of a run may act on it, and an imported run has no job.
         if self.run.is_imported or not self.run.is_writable:
             return []
         if not status.state.is_final:
@@ -96,7 +99,7 @@ class Actions:
 
     def report(self, status: JobStatus) -> dict[str, dict[str, Any]]:
         """Returns the progress of all requests as dictionaries, by name of the action. Requests of
-        other viewers are included if the run directory records them.
+        other viewers are included if they are recorded in the run directory.
         """
         requests = dict(self._requests)
         for name in ("checkpoint", "stop"):
@@ -112,8 +115,8 @@ class Actions:
         return {name: dataclasses.asdict(progress) for name, progress in requests.items()}
 
     def _is_newer(self, name: Request, found: ActionProgress) -> bool:
-        """Returns whether the trainer has accepted the request `found` after this viewer sent its
-        last request.
+        """Returns whether `found`, a request that the run directory records, is newer than the last
+        request of this viewer.
         """
         before = self._taken_before.get(name)
         return before is None or (found.asked_at, found.taken_at) != (
@@ -122,7 +125,9 @@ class Actions:
         )
 
     def _recorded_request(self, name: Request, attempt: int) -> ActionProgress | None:
-        """Returns the newest request of a name that the run directory records, or None."""
+        """Returns the newest request for an action that is recorded in the run directory,
+        or None.
+        """
         folder = self.run.directory
         if waiting := read_asked(folder, name):
             return ActionProgress(asked_at=waiting.asked_at, attempt=attempt)
@@ -133,7 +138,7 @@ class Actions:
         return None
 
     def _carry_out(self, name: ActionName, progress: ActionProgress) -> None:
-        """Carries out an action. If it is refused, the reason becomes the note of its progress."""
+        """Carries out an action. If it is refused, stores the reason in `progress.note`."""
         try:
             if name == "resume":
                 from kit.launcher import resume
@@ -148,8 +153,8 @@ class Actions:
     def _outcome_of(
         self, name: ActionName, progress: ActionProgress, status: JobStatus
     ) -> tuple[float, str] | None:
-        """Returns (unix time of the end of an action, result in words), or None while the action is
-        in progress.
+        """Returns (unix time at which an action ended, result in words). Returns None while the
+        action is in progress.
         """
         if name == "resume":
             if status.attempt <= progress.attempt:
@@ -158,7 +163,8 @@ class Actions:
         steps = self.run.checkpoints.steps()
         due = progress.step
         if name == "checkpoint" and due is not None and steps and steps[-1] >= due:
-            # A removed checkpoint has no time. A newer checkpoint has taken its place.
+            # The checkpoint of the request may have been removed after a newer one was saved. Its
+            # time is then unknown.
             when = self.run.checkpoints.saved_at(due) if due in steps else 0.0
             return when, f"saved at step {due:,}"
         if status.state.is_final or status.attempt > progress.attempt:
@@ -168,7 +174,7 @@ class Actions:
 
     def _attempt_end(self, progress: ActionProgress) -> float:
         """Returns the unix time at which the attempt of a request ended or the next attempt began.
-        If neither time is recorded, returns the time of the last heartbeat, or 0.
+        If neither is recorded, returns the time of the last heartbeat, or 0 without a heartbeat.
         """
         for event in read_history(self.run.directory):
             if event.attempt > progress.attempt or (

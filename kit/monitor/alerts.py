@@ -1,7 +1,7 @@
 """Alerts: a table of rules that find problems of a run.
 
-`AlertMonitor` evaluates ALERT_RULES, reports each new alert once, and writes it to `alerts.jsonl`
-in the run directory.
+`AlertMonitor` evaluates the rules in ALERT_RULES, reports each new alert once, and writes it to
+`alerts.jsonl` in the run directory.
 """
 
 import dataclasses
@@ -34,93 +34,99 @@ from kit.run.metrics import median
 from kit.trainer.spikes import bad_start, spikes
 
 STALL_S = 15.0
-"""Least time without a step that counts as a stall, in seconds."""
+"""Least time without a new training step that counts as a stall, in seconds."""
 STALL_STEPS = 5.0
-"""Least time without a step that counts as a stall, in median step times."""
+"""Least time without a new training step that counts as a stall, in median step times."""
 JOIN_S = 180.0
-"""Seconds after the start of a job at which a warning says that not all ranks have joined. It is
-not an error, since imports from a slow file system may take longer."""
+"""Seconds after the start of a job at which a warning says that not all ranks have joined yet. The
+alert is not an error, since imports from a slow file system may take longer."""
 FIRST_STEP_S = 300.0
-"""Seconds after all ranks have joined at which a warning says that no step is finished. Loading of
-a large checkpoint and compilation take minutes."""
+"""Seconds after all ranks have joined at which a warning says that no training step is finished.
+Loading a large checkpoint and compilation take minutes."""
 LOGS_READ = 8
-"""Largest number of ranks whose logs are searched for a line to quote."""
+"""Largest number of ranks whose logs are searched for a line that an alert quotes."""
 MFU_STEPS = 50
-"""Number of the newest steps whose median MFU is compared with the limits."""
+"""Number of newest steps over which the present MFU is the median. The present MFU is compared with
+the limits."""
 MFU_HISTORY_STEPS = 20_000
-"""Number of the newest steps whose median MFU is the history with which the newest MFU is compared.
-Only steps with the layout of the last step count."""
+"""Number of newest steps over which the usual MFU is the median. The present MFU is compared with
+the usual MFU. Only steps with the layout of the last step are used."""
 MFU_FALL = 0.75
-"""Fraction of the history's median below which MFU counts as fallen."""
+"""Ratio of the present to the usual MFU below which the MFU counts as fallen."""
 MFU_LOW = 0.30
-"""MFU below which a cluster counts as badly used."""
+"""MFU below which an alert says that the devices of a cluster are badly used."""
 MFU_DOUBTFUL = 0.75
-"""MFU above which the peak is probably wrong, since real runs reach less."""
+"""MFU above which the peak FLOP/s of the site is probably wrong, since real runs do not reach so
+much."""
 MEMORY_FULL = 0.92
-"""Fraction of the device memory above which the memory counts as almost full."""
+"""Fraction of the device memory in use above which an alert says that the memory is almost full."""
 CHECKPOINT_LATE = 1.5
-"""Age above which the last checkpoint counts as overdue, in checkpoint intervals."""
+"""Age of the last checkpoint above which a checkpoint counts as overdue, in checkpoint
+intervals."""
 ROWS_PER_LOOK = 20_000
-"""Largest number of rows that are examined at one look. A long history is examined in several
-looks, so that each look is short."""
+"""Largest number of rows of the metrics that are examined at one look. A long history is examined
+in several looks, so that each look is short."""
 
 
 class Finding(NamedTuple):
-    """Problem that a rule has found."""
+    """Problem of a run that an alert rule has found."""
 
     message: str
     row: int | None = None
-    """Row of the metrics at which the problem occurred. None for a problem of the present."""
+    """Row of the metrics at which the problem occurred. None if the problem exists now and belongs
+    to no row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Look:
-    """Input of the rules at one look at a run."""
+    """Input of the alert rules at one look, which is one evaluation of all rules."""
 
     run: Run
     curves: Curves
     ranks: RankTimes
     status: JobStatus
     first: int
-    """First row that no earlier look has examined."""
+    """First row of the metrics that no earlier look has examined."""
     end: int
-    """Row after the last row that this look examines."""
+    """Row after the last row of the metrics that this look examines."""
     rises: list[Rise]
-    """Rises of the loss in the rows of this look."""
+    """Rises of the loss in the rows from `first` to `end`."""
     silent_s: float
-    """Seconds, by the clock of this machine, for which a running job has recorded no step. Zero
-    while the newest report from the machine of the job is too old."""
+    """Seconds for which a running job has recorded no training step, by the clock of this machine.
+    Zero if the newest report from the job's machine is too old to say so."""
     starting_s: float
     """Seconds since the start of the job or, if all ranks have joined, since they joined. Zero if
-    the job is not starting."""
+    the job is not in the state of starting."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlertRule:
-    """One rule for alerts: its input, its level, its function and the source of its threshold."""
+    """One alert rule: its input, the level of its alerts, its function, and the source of its
+    threshold.
+    """
 
     kind: str
-    """Kind of the alert. Several rules may have the same kind."""
+    """Kind of the rule's alerts, such as `nan`. Several rules may have one kind."""
     level: Level
     judges: Literal["new rows", "record", "job", "running job"]
-    """Input of the rule. `new rows`: rows that no earlier look has examined. `record`: all recorded
-    data, also of a run that has ended. `job`: the present state of the job. `running job`: the
-    present state of the job, while the job runs."""
+    """Input of the rule. `new rows`: rows of the metrics that no earlier look has examined.
+    `record`: all recorded data, also of a run that has ended. `job`: the present state of the job.
+    `running job`: the present state of the job, only while the job runs."""
     find: Callable[[Look], Iterable[Finding]]
-    """Function that returns the problems at one look."""
+    """Function that returns the problems that it finds at one look."""
     threshold: str
-    """Threshold of the rule and its source."""
+    """Threshold of the rule and its source, in words."""
 
 
 class AlertMonitor:
     """Evaluates the alert rules of a run at each look, and reports new alerts.
 
-    Each view has one monitor. It writes only to the alert log.
+    Each view of a run has one monitor. The monitor writes only to the alert log.
 
     Args:
         run: the run.
-        earlier: monitor of the same run before the run changed. The state of the rules is taken
-            over, so that rows are not examined again.
+        earlier: monitor of this run before its plan or site changed. The state of the rules is
+            taken over, so that rows are not examined again.
     """
 
     def __init__(self, run: Run, *, earlier: "AlertMonitor | None" = None) -> None:
@@ -130,12 +136,13 @@ class AlertMonitor:
             self._rises = RiseDetector()
             self._judged_rows = 0
             self._revision = -1
-            """Revision of the columns to which `_judged_rows` refers."""
+            """Revision of the metrics to which `_judged_rows` refers. A new revision means that
+            older rows have changed."""
             self._steps_timer = ChangeTimer()
-            """Timer of the seconds since the last new row."""
+            """Timer that measures the seconds since the last new row of the metrics."""
             self._start_timer = ChangeTimer()
-            """Timer of the seconds for which a starting job has waited for its ranks or its first
-            step."""
+            """Timer that measures for how many seconds a starting job has waited for its ranks or
+            its first step."""
         else:
             self.log = earlier.log
             self._rises = earlier._rises
@@ -145,7 +152,9 @@ class AlertMonitor:
             self._start_timer = earlier._start_timer
 
     def look(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> list[Alert]:
-        """Evaluates all rules. Writes the new alerts to the run directory and returns them."""
+        """Evaluates all alert rules. Writes the new alerts to the run directory and
+        returns them.
+        """
         look = self._prepare(curves, status, ranks)
         alerts: list[Alert] = []
         for rule in ALERT_RULES:
@@ -157,7 +166,7 @@ class AlertMonitor:
         return self.log.add(alerts)
 
     def _prepare(self, curves: Curves, status: JobStatus, ranks: RankTimes) -> Look:
-        """Returns the input of the rules at this look. The rows of the look then count as
+        """Returns the input of the alert rules at this look. The rows of this look then count as
         examined.
         """
         columns = curves.columns
@@ -180,7 +189,8 @@ class AlertMonitor:
         start = (status.attempt, status.has_joined)
         starting_s = self._start_timer.unchanged_s(start, counts=is_starting)
         if is_starting:
-            # The supervisor has measured the time since the job began to start.
+            # The supervisor measures the time since the job began to start, which may be before
+            # this view was opened.
             starting_s = max(starting_s, status.starting_s or 0.0)
         return Look(
             run=self.run,
@@ -196,15 +206,15 @@ class AlertMonitor:
 
 
 class ChangeTimer:
-    """Measures the time since a value last changed, by the clock of this machine."""
+    """Measures the seconds since a value last changed, by the clock of this machine."""
 
     def __init__(self) -> None:
         self._value: Any = None
         self._since = time.monotonic()
 
     def unchanged_s(self, value: Any, *, counts: bool) -> float:
-        """Returns the seconds for which the value has been equal to `value`. If `counts` is False,
-        the measurement starts again, and the result is zero.
+        """Returns the seconds for which the measured value has been equal to `value`. If `counts`
+        is False, the measurement starts again and the result is zero.
         """
         now = time.monotonic()
         if value != self._value or not counts:
@@ -214,8 +224,9 @@ class ChangeTimer:
 
 
 def _alert(rule: AlertRule, finding: Finding, look: Look) -> Alert:
-    """Returns the alert for a finding. Attempt, step and time come from the row of the finding. For
-    a finding without a row, they are the present attempt, its last step and the present time.
+    """Returns the alert for a problem that a rule has found. Attempt, step and time come from the
+    row of the problem. For a problem without a row, they are the present attempt, its last step and
+    the present time.
     """
     columns = look.curves.columns
     row = finding.row
@@ -240,7 +251,9 @@ def _alert(rule: AlertRule, finding: Finding, look: Look) -> Alert:
 
 
 def _lines_with_nan(look: Look) -> Iterator[Finding]:
-    """Finds lines of a log that count steps with a loss that was not finite."""
+    """Finds log lines of another trainer that report a number of steps with a loss that was not
+    finite.
+    """
     columns = look.curves.columns
     since = max(0, look.first - 1)
     losses = columns["loss"][: look.end]
@@ -252,7 +265,7 @@ def _lines_with_nan(look: Look) -> Iterator[Finding]:
 
 
 def _collapsed_loss_scale(look: Look) -> Iterator[Finding]:
-    """Finds rows at which a loss scale that was above 1 has fallen to 1 or below."""
+    """Finds rows at which the fp16 loss scale has fallen to 1 or below, after it was above 1."""
     scales = look.curves.columns["loss_scale"][: look.end]
     since = max(0, look.first - 1)
     for row in first_rows(scales[since:] <= 1, look.first).tolist():
@@ -267,13 +280,15 @@ def _collapsed_loss_scale(look: Look) -> Iterator[Finding]:
 
 
 def _loss_not_finite(look: Look) -> Iterator[Finding]:
-    """Finds the first row of each stretch of losses that are not finite."""
+    """Finds the first row of each stretch of neighbouring rows whose loss is not finite."""
     for row in rows_not_finite(look.curves.columns, "loss", look.first, look.end).tolist():
         yield Finding("loss is not finite", row)
 
 
 def _gradient_not_finite(look: Look) -> Iterator[Finding]:
-    """Finds the first row of each stretch of gradient norms that are not finite."""
+    """Finds the first row of each stretch of neighbouring rows whose gradient norm is not
+    finite.
+    """
     for row in rows_not_finite(look.curves.columns, "grad_norm", look.first, look.end).tolist():
         yield Finding("gradient norm is not finite", row)
 
@@ -292,14 +307,14 @@ def _bad_start(look: Look) -> Iterator[Finding]:
 
 
 def _loss_spikes(look: Look) -> Iterator[Finding]:
-    """Finds spikes of the loss."""
+    """Finds loss spikes (`kit.trainer.spikes`)."""
     losses = look.curves.columns["loss"][: look.end]
     for row, before in spikes(losses, look.first):
         yield Finding(f"loss spike {losses[row]:.3g} (median before {before:.3g})", row)
 
 
 def _loss_rises(look: Look) -> Iterator[Finding]:
-    """Finds losses that have risen and stay high."""
+    """Finds rises of the loss after which it has stayed high (`RiseDetector`)."""
     steps = look.curves.columns["step"]
     for rise in look.rises:
         yield Finding(
@@ -311,7 +326,7 @@ def _loss_rises(look: Look) -> Iterator[Finding]:
 
 
 def _refuted_peak(look: Look) -> Iterator[Finding]:
-    """Finds a peak that cannot be true, since too many steps are faster than the peak."""
+    """Finds a peak FLOP/s that cannot be true, since too many steps are faster than the peak."""
     times_peak = look.curves.times_peak
     if times_peak is not None and (peak := _peak_words(look)):
         yield Finding(
@@ -322,7 +337,9 @@ def _refuted_peak(look: Look) -> Iterator[Finding]:
 
 
 def _doubtful_peak(look: Look) -> Iterator[Finding]:
-    """Finds an MFU above MFU_DOUBTFUL, which means that the peak is probably wrong."""
+    """Finds an MFU above MFU_DOUBTFUL, which means that the peak FLOP/s of the site is probably
+    wrong.
+    """
     mfu = median(look.curves["mfu"][-MFU_STEPS:])
     is_high = mfu is not None and mfu > MFU_DOUBTFUL
     if is_high and (peak := _peak_words(look)):
@@ -334,8 +351,8 @@ def _doubtful_peak(look: Look) -> Iterator[Finding]:
 
 
 def _peak_words(look: Look) -> str:
-    """Returns the peak of a run's devices in words. Empty if the peak is unknown or the run has no
-    step.
+    """Returns the peak FLOP/s of a run's devices in words. Returns "" if the peak is unknown or the
+    run has no step.
     """
     dtype = look.run.plan.precision
     peak = look.run.site.peak_flops_per_s(dtype)
@@ -345,7 +362,7 @@ def _peak_words(look: Look) -> str:
 
 
 def peak_advice(run: Run) -> str:
-    """Returns a sentence that says how to correct a peak that is unknown or doubtful."""
+    """Returns a sentence that says how to correct a peak FLOP/s that is unknown or doubtful."""
     if run.site.scheduler == "local":
         return (
             f"Measure it again on an idle machine: {kit_command('bench', '--apply', run.directory)}"
@@ -357,8 +374,8 @@ def peak_advice(run: Run) -> str:
 
 
 def _damaged_records(look: Look) -> Iterator[Finding]:
-    """Finds attempts whose plan or site file cannot be read. The row is the last row of the
-    attempt.
+    """Finds attempts whose plan or site file cannot be read. The alert belongs to the last row of
+    the attempt.
     """
     attempts = look.curves.columns["attempt"]
     for attempt, reason in look.curves.damaged.items():
@@ -369,17 +386,19 @@ def _damaged_records(look: Look) -> Iterator[Finding]:
 
 
 def _bad_job_state(look: Look) -> Iterator[Finding]:
-    """Finds a job that has failed, is lost or is stalled."""
+    """Finds a job in a bad state: failed, lost or stalled."""
     state = look.status.state
     is_bad = state in (JobState.FAILED, JobState.LOST, JobState.STALLED)
-    # A run directory without state.json was removed, or is being removed. An alert would write to
-    # it.
+    # If state.json is missing, the run directory was removed or is being removed. An alert would
+    # write a file into it.
     if is_bad and (look.run.directory / "state.json").exists():
         yield Finding(f"job {state}: {look.status.reason}")
 
 
 def _slow_start(look: Look) -> Iterator[Finding]:
-    """Finds a start that takes too long. The message quotes the last line of a rank's log."""
+    """Finds a start of the job that takes too long. The message quotes the last line of a rank's
+    log.
+    """
     limit_s = FIRST_STEP_S if look.status.has_joined else JOIN_S
     if look.starting_s > limit_s:
         line = _last_log_line(look)
@@ -388,8 +407,8 @@ def _slow_start(look: Look) -> Iterator[Finding]:
 
 
 def _last_log_line(look: Look) -> str:
-    """Returns "FILE: LINE" with the last line of the first rank's log that is not empty. Empty if
-    all logs are empty.
+    """Returns "FILE: LINE" with the last line of a rank's log, from the first rank whose log is not
+    empty. Returns "" if all logs are empty.
     """
     directory = look.run.directory
     per_node = look.run.site.devices_per_node
@@ -401,8 +420,8 @@ def _last_log_line(look: Look) -> str:
 
 
 def _no_step(look: Look) -> Iterator[Finding]:
-    """Finds a running job that has stopped recording steps. At least five steps must be recorded,
-    since the first steps include compilation.
+    """Finds a running job that has stopped recording training steps. At least five steps must be
+    recorded, since the first steps include compilation.
     """
     columns = look.curves.columns
     usual_s = median(columns["step_time_s"][-50:]) or 0
@@ -411,7 +430,7 @@ def _no_step(look: Look) -> Iterator[Finding]:
 
 
 def _mfu_falls(look: Look) -> Iterator[Finding]:
-    """Finds an MFU that has fallen below MFU_FALL times its history."""
+    """Finds a present MFU that has fallen below MFU_FALL times the usual MFU."""
     if (medians := _mfu_medians(look)) is None:
         return
     now, before = medians
@@ -420,7 +439,7 @@ def _mfu_falls(look: Look) -> Iterator[Finding]:
 
 
 def _mfu_low(look: Look) -> Iterator[Finding]:
-    """Finds an MFU below MFU_LOW on a cluster, unless the rule of a fallen MFU applies."""
+    """Finds a present MFU below MFU_LOW on a cluster, unless `_mfu_falls` already reports it."""
     if look.run.site.scheduler == "local" or (medians := _mfu_medians(look)) is None:
         return
     now, before = medians
@@ -429,13 +448,13 @@ def _mfu_low(look: Look) -> Iterator[Finding]:
 
 
 def _mfu_medians(look: Look) -> tuple[float, float] | None:
-    """Returns (median MFU of the newest steps, median MFU of the history), both over steps with the
-    layout of the last step. Returns None while fewer than twice MFU_STEPS of these steps have an
-    MFU.
+    """Returns (present MFU, usual MFU). These are the medians over the last MFU_STEPS and the last
+    MFU_HISTORY_STEPS steps. Only steps with the layout of the last step are used. Returns None
+    while fewer than twice MFU_STEPS of these steps have an MFU.
     """
     history = look.curves["mfu"][-MFU_HISTORY_STEPS:]
     layouts = look.curves["layout"][-MFU_HISTORY_STEPS:]
-    # MFUs of different layouts cannot be compared.
+    # MFUs of steps with different layouts cannot be compared.
     history = history[layouts == layouts[-1:]]
     now = median(history[-MFU_STEPS:])
     before = median(history)
@@ -445,7 +464,7 @@ def _mfu_medians(look: Look) -> tuple[float, float] | None:
 
 
 def _slow_rank(look: Look) -> Iterator[Finding]:
-    """Finds a rank that is slower than the other ranks, with a probability of a false alert below
+    """Finds a rank that is slower than the other ranks. The probability of a false alert is below
     `kit.monitor.ranks.BY_CHANCE`.
     """
     slowest = look.ranks.slowest
@@ -454,7 +473,7 @@ def _slow_rank(look: Look) -> Iterator[Finding]:
 
 
 def _memory_full(look: Look) -> Iterator[Finding]:
-    """Finds device memory that is almost full at the last step."""
+    """Finds a device memory that is almost full at the last training step."""
     memory = look.run.site.device.memory_bytes
     columns = look.curves.columns
     if not memory or not len(columns):
@@ -465,22 +484,26 @@ def _memory_full(look: Look) -> Iterator[Finding]:
 
 
 def _disk_full(look: Look) -> Iterator[Finding]:
-    """Finds a file system with too little space for one more checkpoint."""
+    """Finds a file system of the run directory with too little free space for one more
+    checkpoint.
+    """
     free, checkpoint = _disk_room(look)
     if free < 1.05 * checkpoint:
         yield Finding(_disk_words(free, checkpoint))
 
 
 def _disk_short(look: Look) -> Iterator[Finding]:
-    """Finds a file system with space for one more checkpoint but not for two."""
+    """Finds a file system of the run directory with free space for one more checkpoint but not for
+    two.
+    """
     free, checkpoint = _disk_room(look)
     if 1.05 * checkpoint <= free <= 2.1 * checkpoint:
         yield Finding(_disk_words(free, checkpoint))
 
 
 def _disk_room(look: Look) -> tuple[float, float]:
-    """Returns (free bytes, bytes of a checkpoint). The free bytes are infinite if checkpoints are
-    on another machine, or if the file system reports an error.
+    """Returns (free bytes on the file system, bytes of one checkpoint). The free bytes are infinite
+    if the checkpoints are on another machine, or if the file system reports an error.
     """
     checkpoint = BYTES_PER_PARAM * look.run.spec.num_params
     if look.run.is_elsewhere:
@@ -492,12 +515,14 @@ def _disk_room(look: Look) -> tuple[float, float]:
 
 
 def _disk_words(free: float, checkpoint: float) -> str:
-    """Returns the message of an alert on disk space. Both arguments are in bytes."""
+    """Returns the message of an alert about disk space. Both arguments are in bytes."""
     return f"{free / 2**30:.1f} GiB free, a checkpoint takes {checkpoint / 2**30:.1f} GiB"
 
 
 def _late_checkpoint(look: Look) -> Iterator[Finding]:
-    """Finds a checkpoint that is overdue. Returns nothing if checkpoints are on another machine."""
+    """Finds a job whose next checkpoint is overdue. Finds nothing if the checkpoints are on another
+    machine.
+    """
     run = look.run
     every = run.recipe.checkpoint_every
     columns = look.curves.columns
@@ -652,6 +677,6 @@ ALERT_RULES = (
         threshold="CHECKPOINT_LATE, chosen",
     ),
 )
-"""All alert rules of a view. At each look they are evaluated in this order, which is also the order
-of their alerts in the log. In addition, the trainer writes alerts of the kinds `guard` and `hook`,
-and `kit watch` writes alerts of the kind `on_alert`."""
+"""All alert rules that a view evaluates. At each look they are evaluated in this order, which is
+also the order of their alerts in the log. In addition, the trainer writes alerts of the kinds
+`guard` and `hook`, and `kit watch` writes alerts of the kind `on_alert`."""

@@ -1,8 +1,9 @@
-"""Curves: the series that a run's dashboard draws, derived from the columns of metrics.jsonl. Each
-series has an exact moving average, and its least and largest value for each pixel.
+"""Curves: the series (loss, MFU and others) that the dashboard of a run draws, derived from the
+columns of metrics.jsonl. Each series has an exact moving average, and its least and largest value
+in each pixel of a chart.
 
-Only new rows are processed, so an update has the same cost after a thousand and after a million
-steps.
+Only new rows are processed. So an update has the same cost after a thousand steps and after a
+million steps.
 """
 
 import dataclasses
@@ -19,39 +20,42 @@ from kit.run.metrics import Metrics, refutes_peak
 from kit.run.tail import CHUNK_BYTES
 
 SERIES = ("loss", "mfu", "tokens_per_s", "grad_norm", "learning_rate", "memory_bytes")
-"""Series that the dashboard draws, in the order of its charts."""
+"""Names of the series that the dashboard draws, in the order of its charts."""
 UNSMOOTHED = ("learning_rate", "memory_bytes")
-"""Series without noise, which are drawn without an average. An average would only lag behind."""
+"""Series that are drawn without a moving average. They have no noise, so an average would only lag
+behind them."""
 DERIVED = ("tokens_per_s", "mfu", "hfu", "tokens", "time", "layout")
-"""Series that are computed from the columns of the file. The other series are columns."""
+"""Series that are computed from columns of metrics.jsonl. All other series are columns of the
+file."""
 UTILISATIONS = ("mfu", "hfu")
 SPEEDS = ("tokens_per_s", *UTILISATIONS)
-"""Series that jump where the layout changes. Their average starts anew at such a change, unlike the
-average of the loss."""
+"""Series whose values jump when the layout of the run changes. Their moving averages start again at
+such a change, unlike the average of the loss."""
 SOURCE_COLUMNS = ("step", "tokens", "step_time_s", "attempt", "consumed_tokens", "time")
 DRAWABLE = 1e30
-"""Absolute value from which on a number cannot be drawn on an axis. Such a number is treated as not
-finite."""
+"""Absolute value from which on a number is too large to be drawn on an axis. Such a number is
+treated as not finite."""
 SUM_BLOCK = 32
-"""Number of values that `discounted_sum` adds by one matrix product."""
+"""Number of values in a block of `discounted_sum`. One matrix product computes the sums within all
+blocks."""
 BLOCK_ROWS = 64
-"""Number of rows of a block. The least and the largest value of each block are stored, and the
-extremes of a pixel of a long run are computed from blocks."""
+"""Number of rows in a block. The least and the largest value of each block are stored. In a long
+run, the extremes of a pixel are computed from its blocks instead of its rows."""
 WIDE_PIXEL_ROWS = 4 * BLOCK_ROWS
-"""Number of rows of a pixel from which on the pixel is aligned to blocks. An aligned pixel begins
-too early by at most a quarter of its width."""
+"""Number of rows from which on a pixel is aligned to blocks. An aligned pixel begins at a block
+border, which is too early by at most a quarter of the pixel's width."""
 MAX_WIDTH = 2400
-"""Largest number of pixels of a chart."""
+"""Largest width of a chart in pixels."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlotRange:
-    """The part of an axis that a chart shows, from `start` to `end`, on `width` pixels. With
+    """The range of the x axis that a chart shows: from `start` to `end`, on `width` pixels. With
     `log_x`, the axis is logarithmic.
     """
 
     axis: str = "step"
-    """Quantity of the axis: `step`, `tokens` or `time` (elapsed seconds)."""
+    """Quantity on the x axis: `step`, `tokens` or `time` (elapsed seconds)."""
     start: float = -math.inf
     end: float = math.inf
     width: int = 600
@@ -59,8 +63,8 @@ class PlotRange:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> "PlotRange":
-        """Returns the range that a message of the front end requests. A missing start or end stands
-        for the start or end of the run. The width is limited to 100 to MAX_WIDTH pixels.
+        """Returns the range that a message of the front end requests. If start or end is missing,
+        it is the start or end of the run. The width is limited to 100 to MAX_WIDTH pixels.
         """
         start = message["start"]
         if start is None:
@@ -78,14 +82,14 @@ class PlotRange:
 
 
 class Curves:
-    """The series of a run over step, tokens seen and elapsed seconds, with exponential moving
-    averages. `curves["loss"]` is one series as an array.
+    """The series of a run over training step, tokens seen and elapsed seconds, with exponential
+    moving averages. `curves["loss"]` is one series as an array.
 
     Args:
         run: the run, as its files describe it now.
-        smoothing: weight of the past in the average, from 0 (no smoothing) to below 1.
-        earlier: curves of the same run before its plan or site changed. Their parsed rows and their
-            smoothing are taken over. Everything else is derived again.
+        smoothing: weight of past values in the moving average, from 0 (no smoothing) to below 1.
+        earlier: curves of this run before its plan or site changed. Their parsed rows and their
+            smoothing are taken over. All derived series are computed again.
     """
 
     def __init__(
@@ -95,17 +99,20 @@ class Curves:
         self.smoothing = earlier.smoothing if earlier else smoothing
         self.columns = earlier.columns if earlier else Columns(run.directory / "metrics.jsonl")
         self.damaged: Mapping[int, str] = {}
-        """Reason why the plan or site of an attempt cannot be read, by attempt."""
+        """For each attempt whose plan or site file cannot be read, the reason, by number of the
+        attempt."""
         self._revision = self.columns.revision
-        """Revision of the columns from which the following attributes are derived."""
+        """Revision of `columns` from which the following attributes were derived. A new revision
+        means that older rows have changed."""
         self._values = Growing(len(DERIVED))
         self._above_peak = Growing(1)
-        """HFU of the steps whose HFU is above 1."""
+        """HFU of each step whose HFU is above 1, as a growing array."""
         self._known_peak = 0
-        """Number of steps that have an HFU."""
+        """Number of training steps whose HFU is known."""
         self._averages: dict[str, Average] = {}
         self._blocks: dict[str, Growing] = {}
-        """Least and largest value of each whole block, by name of the series."""
+        """Least and largest value in each complete block of BLOCK_ROWS rows, by name of the
+        series."""
         if len(self.columns):
             self._extend()
 
@@ -121,10 +128,10 @@ class Curves:
 
     @property
     def times_peak(self) -> float | None:
-        """Median HFU of the steps with an HFU above 1, if there are so many of them that the peak
-        must be wrong. None for a believable peak.
+        """Median HFU of the steps whose HFU is above 1, if there are so many of these steps that
+        the peak must be wrong. None for a believable peak.
 
-        A run with a wrong peak has no MFU and no HFU, by the rule of `kit.run.metrics.Metrics`.
+        With a wrong peak, the run has neither MFU nor HFU (`kit.run.metrics.Metrics` has the rule).
         """
         above = self._above_peak.values[0]
         if not refutes_peak(len(above), self._known_peak):
@@ -133,8 +140,8 @@ class Curves:
 
     @property
     def why_no_mfu(self) -> str | None:
-        """Reason why no step has an MFU, as in `kit.run.metrics.Metrics`: `peak unknown`, `above
-        the peak`, or None.
+        """Reason why no step of the run has an MFU: `peak unknown` or `above the peak`. None if
+        steps can have an MFU.
         """
         if self.times_peak is not None:
             return "above the peak"
@@ -142,18 +149,20 @@ class Curves:
         return "peak unknown" if peak is None else None
 
     def shown_speed(self) -> str:
-        """Returns the series that views with a single chart of speed show: `mfu` if any step has an
-        MFU, else `tokens_per_s`.
+        """Returns the name of the speed that views with only one speed chart show: `mfu` if any
+        step has an MFU, else `tokens_per_s`.
         """
         return "mfu" if np.isfinite(self["mfu"]).any() else "tokens_per_s"
 
     def set_smoothing(self, smoothing: float) -> None:
-        """Sets the weight of the past in the averages, from 0 (no smoothing) to below 1."""
+        """Sets the weight of past values in the moving averages, from 0 (no smoothing) to
+        below 1.
+        """
         self.smoothing = smoothing
 
     def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
-        """Reads new steps, at most `limit_bytes` of the file. If older steps have changed, all
-        series are derived again. Returns whether there is more to read.
+        """Reads new training steps, at most `limit_bytes` of metrics.jsonl. If older steps have
+        changed, all series are derived again. Returns whether there is more to read.
         """
         more = self.columns.poll(limit_bytes)
         if self.columns.revision != self._revision:
@@ -168,22 +177,24 @@ class Curves:
         return more
 
     def read_all(self) -> "Curves":
-        """Reads all new steps. Returns the curves themselves."""
+        """Reads all new training steps. Returns the curves themselves."""
         while self.read():
             pass
         return self
 
     def metrics(self) -> Metrics:
-        """Returns the steps that were read so far."""
+        """Returns the training steps that were read so far."""
         return Metrics.of(self.columns, **self.run.facts())
 
     def _forget(self) -> None:
-        """Drops the averages and blocks, since the values of their series have changed."""
+        """Drops all moving averages and blocks. It is called when the values of their series have
+        changed.
+        """
         self._averages.clear()
         self._blocks.clear()
 
     def _extend(self) -> None:
-        """Computes the derived series for the new rows of the columns."""
+        """Computes the derived series for new rows of the metrics."""
         first = len(self)
         new = {name: self.columns[name][first:] for name in SOURCE_COLUMNS}
         metrics = Metrics(columns=new, skipped_lines=0, **self.run.facts())
@@ -191,15 +202,16 @@ class Curves:
         speed = np.where(np.isfinite(metrics.tokens_per_s), metrics.tokens_per_s, np.nan)
         seen = self["tokens"][-1] if first else None
         tokens = tokens_seen(new["tokens"], new["consumed_tokens"], seen)
-        # The elapsed time must not decrease, even if the clock was set back.
+        # The elapsed time must not decrease, even if the clock of the trainer's machine was set
+        # back.
         elapsed = np.append(self["time"][-1:], new["time"] - self.columns["time"][0])
         time = np.fmax.accumulate(np.append(0.0, elapsed))[-len(speed) :]
         rates = self._believable_rates(metrics.utilisations, len(speed))
         self._values.extend(np.vstack([speed, rates, tokens, time, metrics.layouts]))
 
     def average(self, name: str) -> np.ndarray:
-        """Returns the moving average of a series at each step, with the present smoothing. The
-        average is taken over all steps, not over the pixels of a chart.
+        """Returns the moving average of a series at each training step, with the present smoothing.
+        The average is taken over all steps, not over the pixels of a chart.
         """
         if name not in self._averages or self._averages[name].smoothing != self.smoothing:
             self._averages[name] = Average(self.smoothing)
@@ -209,8 +221,9 @@ class Curves:
     def window(
         self, names: tuple[str, ...], plot_range: PlotRange
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (x, rows) for the pixels that have data. `x`, [n], are the positions of the
-        pixels. The rows, [3 x names, n], are minimum, maximum and average of each series.
+        """Returns (x, rows) for those pixels of a chart that have data. `x`, [n], are the positions
+        of the pixels. `rows`, [3 x names, n], are minimum, maximum and moving average of each
+        series in `names`.
         """
         x = self[plot_range.axis]
         edges = pixel_edges(x, plot_range)
@@ -223,14 +236,15 @@ class Curves:
             rows += [*self.envelope(name, edges), centre[last]]
         at = x[last]
         if len(at) > 1:
-            # A pixel has the x of its last step. Only the first pixel has the x of its first step,
-            # so that the curve begins where the run begins.
+            # The x of a pixel is the x of its last step. Only for the first pixel it is the x of
+            # its first step, so that the curve begins where the run begins.
             at[0] = x[edges[0]]
         return at, np.stack(rows)
 
     def envelope(self, name: str, edges: np.ndarray) -> np.ndarray:
         """Returns the least and the largest finite value of a series in each pixel, [2, pixels].
-        NaN for a pixel without a finite value. `edges` are as in `pixel_edges`.
+        NaN for a pixel without a finite value. `edges` is a result of `pixel_edges`: the first row
+        of each pixel.
         """
         values = self[name]
         inner = edges[1:-1]
@@ -243,8 +257,8 @@ class Curves:
         return np.hstack([first, middle, last])
 
     def _extremes_of_blocks(self, name: str) -> np.ndarray:
-        """Returns the least and the largest finite value in each whole block of a series,
-        [2, blocks].
+        """Returns the least and the largest finite value in each complete block of BLOCK_ROWS rows
+        of a series, [2, blocks].
         """
         known = self._blocks.setdefault(name, Growing(2))
         values = self[name]
@@ -254,7 +268,9 @@ class Curves:
         return known.values
 
     def _believable_rates(self, rates: np.ndarray | None, count: int) -> np.ndarray:
-        """Returns MFU and HFU of `count` new steps, [2, count], with NaN for values above 1."""
+        """Returns MFU and HFU of `count` new steps, [2, count]. Values above 1 become NaN, since
+        they are impossible.
+        """
         if rates is None:
             return np.full((2, count), np.nan)
         was_refuted = self.times_peak is not None
@@ -267,10 +283,11 @@ class Curves:
 
 
 class Average:
-    """Exponential moving average without bias at its start: sum(w**age y) / sum(w**age) over all
-    finite values y so far.
+    """Exponential moving average without bias at its start. With weight w (the smoothing), it is
+    sum(w**age y) / sum(w**age) over all finite values y so far. The age of a value is the number of
+    finite values after it.
 
-    A value that is not finite does not change the average. Before the first finite value the
+    A value that is not finite does not change the average. Before the first finite value, the
     average is NaN.
     """
 
@@ -282,14 +299,15 @@ class Average:
         self.smoothing = smoothing
         self._result = Growing(1)
         self._group = 0.0
-        """Number of the group of the last value."""
+        """Group number (layout) of the last value."""
         self._group_average = GroupAverage(smoothing)
 
     def update(self, values: np.ndarray, groups: np.ndarray | None = None) -> np.ndarray:
-        """Returns the average at each of `values`. The values of the last call must be the
-        beginning of `values`.
+        """Returns the moving average at each of `values`. The array must begin with the values of
+        the last call.
 
-        `groups` has a number for each value. Where the number changes, the average starts anew.
+        `groups` has a group number for each value, such as the number of the layout. Where the
+        group changes, the average starts again.
         """
         known = self._result.length
         new = values[known:]
@@ -307,27 +325,29 @@ class Average:
 
 
 class GroupAverage:
-    """Exponential moving average of the values of one group, as in `Average`."""
+    """Exponential moving average of one group, which is a sequence of values over which an
+    `Average` does not start again.
+    """
 
     def __init__(self, smoothing: float) -> None:
         self._smoothing = smoothing
         self._last = math.nan
-        """Average at the last value."""
+        """Moving average at the last value."""
         self._total = 0.0
-        """Discounted sum of all finite values."""
+        """Sum of all finite values, each multiplied by w**age, where w is the smoothing."""
         self._count = 0
-        """Number of finite values."""
+        """Number of finite values so far."""
 
     def extend(self, values: np.ndarray) -> np.ndarray:
-        """Returns the averages at the next values of the group."""
+        """Returns the moving averages at the next values of the group."""
         finite = np.isfinite(values)
-        # Only finite values change the average.
+        # The average stays constant at values that are not finite.
         averages = np.append(self._last, self._extend_finite(values[finite]))
         self._last = float(averages[-1])
         return averages[np.cumsum(finite)]
 
     def _extend_finite(self, values: np.ndarray) -> np.ndarray:
-        """Returns the averages at the next values, all of which must be finite.
+        """Returns the moving averages at the next values of the group. All values must be finite.
 
         The weights of n values sum to (1 - w**n) / (1 - w), where w is the smoothing.
         """
@@ -340,16 +360,18 @@ class GroupAverage:
 
 
 def drawable(values: np.ndarray) -> np.ndarray:
-    """Returns values with NaN in place of values that cannot be drawn on an axis."""
+    """Returns `values` with NaN in place of each value that cannot be drawn on an axis (not finite,
+    or from DRAWABLE on).
+    """
     return np.where(np.abs(values) < DRAWABLE, values, np.nan)
 
 
 def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.ndarray:
-    """Returns the discounted sums s with s[i] = decay * s[i-1] + values[i], where the sum before
-    s[0] is `start`. The result is exact, and there is no loop over values.
+    """Returns the discounted sums s, with s[i] = decay * s[i-1] + values[i]. The sum before s[0] is
+    `start`. The result is exact, and no Python loop runs over the values.
 
     One matrix product computes the sums within all blocks of SUM_BLOCK values. The sums at the ends
-    of blocks obey the same recurrence with fewer values, so they are computed recursively.
+    of the blocks follow the same recurrence with fewer values, so they are computed recursively.
     """
     powers = decay ** np.arange(SUM_BLOCK + 1)
     lags = np.subtract.outer(np.arange(SUM_BLOCK), np.arange(SUM_BLOCK))
@@ -371,14 +393,14 @@ def discounted_sum(values: np.ndarray, decay: float, start: float = 0.0) -> np.n
 
 def pixel_edges(x: np.ndarray, plot_range: PlotRange) -> np.ndarray:
     """Returns the first row of each pixel that has rows, followed by the row after the last pixel.
-    Pixel i consists of the rows from e[i] to e[i+1] - 1, where e is the result.
+    With e as the result, pixel i consists of the rows from e[i] to e[i+1] - 1.
 
-    One row on each side of the shown range is included, so that lines reach the border of the
-    chart.
+    One row before and one row after the shown range are included, so that lines reach the border of
+    the chart.
     """
     first = max(0, int(np.searchsorted(x, plot_range.start)) - 1)
     if plot_range.log_x:
-        # A logarithmic axis can only show positive x.
+        # A logarithmic axis can show only positive x.
         first = max(first, int(np.searchsorted(x, 0, side="right")))
     last = min(len(x), int(np.searchsorted(x, plot_range.end, side="right")) + 1)
     if first >= last:
@@ -397,9 +419,10 @@ def extremes_between(least: np.ndarray, largest: np.ndarray, edges: np.ndarray) 
     without a finite value.
 
     Args:
-        least: least value of each row or block.
-        largest: largest value of each row or block.
-        edges: first row or block of each pixel, followed by the end of the last pixel.
+        least: least value of each row, or of each block of rows.
+        largest: largest value of each row, or of each block of rows.
+        edges: index of the first row (or block) of each pixel, followed by the end of the last
+            pixel.
     """
     low = np.fmin.reduceat(least[: edges[-1]], edges[:-1])
     return np.stack([low, np.fmax.reduceat(largest[: edges[-1]], edges[:-1])])

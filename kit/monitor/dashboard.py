@@ -1,8 +1,9 @@
-"""Dashboard: the content of all views of a run, computed from the run directory, without widgets.
+"""Dashboard: computes the content of all views of a run from its run directory. It does not use
+widgets.
 
-`read` and `frame` follow the metrics and are quick. `look` reads state, ranks and alerts. It is
-called about once per second and may wait for a scheduler. All methods may be called from several
-threads.
+`read` and `frame` read and reduce the metrics, which is quick. `look` reads the state of the job,
+the heartbeats of ranks and the alerts. It is called about once per second and may wait for a
+scheduler. All methods may be called from several threads.
 """
 
 import threading
@@ -25,26 +26,26 @@ from kit.run.metrics import Metrics, last_step_values, time_left_s
 from kit.run.tail import CHUNK_BYTES, last_lines
 
 ALERTS_SHOWN = 50
-"""Largest number of alerts that are sent to the front end."""
+"""Largest number of alerts that are sent to the dashboard's front end in the browser."""
 HEAT_ROWS = 512
-"""Largest number of rows in the heat map of ranks. No screen shows more rows, and a browser's
-canvas cannot have 100,000."""
+"""Largest number of rows in the heat map of step times by rank. No screen shows more rows, and a
+browser's canvas cannot have 100,000 rows."""
 TAIL_BYTES = 32 * 2**10
-"""Bytes at the end of a log from which lines are shown."""
+"""Number of bytes at the end of a log file from which lines are shown."""
 SEARCH_BYTES = 16 * 2**20
-"""Bytes at the end of a log in which a text is searched."""
+"""Number of bytes at the end of a log file in which a text is searched."""
 MAX_LINES = 200
-"""Largest number of lines of a log that are shown."""
+"""Largest number of lines of a log file that are shown."""
 
 
 class Dashboard:
-    """The content of the views of one run, which follows the files of the run.
+    """Content of the views of one run, which is updated while the files of the run grow.
 
     Args:
         run: run before, during or after training.
-        baselines: other runs, drawn as dashed curves, or losses in nats per token, drawn as dashed
-            horizontal lines, by name.
-        smoothing: weight of the past in the averages, from 0 to below 1.
+        baselines: comparisons by name: other runs, which are drawn as dashed curves, or losses in
+            nats per token, which are drawn as dashed horizontal lines.
+        smoothing: weight of past values in the moving averages, from 0 to below 1.
     """
 
     def __init__(
@@ -72,22 +73,22 @@ class Dashboard:
 
     @property
     def run(self) -> Run:
-        """The run, as it was read after the last change of its files."""
+        """The run, as it was opened after the last new attempt or change of its site.json."""
         return self.run_view.run
 
     @property
     def curves(self) -> Curves:
-        """The series of the run."""
+        """The series of the run (loss, MFU and others) with their moving averages."""
         return self.run_view.curves
 
     @property
     def columns(self) -> Columns:
-        """The recorded steps of the run."""
+        """The recorded training steps of the run, as columns."""
         return self.run_view.curves.columns
 
     def read(self, limit_bytes: int = CHUNK_BYTES) -> bool:
-        """Reads new steps, at most `limit_bytes` of the file. Returns whether there is more to
-        read.
+        """Reads new training steps, at most `limit_bytes` of the file metrics.jsonl. Returns
+        whether there is more to read.
         """
         with self.lock:
             for other in self.baseline_curves.values():
@@ -96,7 +97,7 @@ class Dashboard:
             return self.curves.read(limit_bytes)
 
     def look(self) -> None:
-        """Updates the status of the job, the step times of its ranks and its alerts."""
+        """Updates the status of the job, the step times of its ranks, and its alerts."""
         # The call may wait for a scheduler, so it is made without the lock.
         status = read_status(self.run.directory)
         self._replace_if_changed(status.attempt)
@@ -107,54 +108,55 @@ class Dashboard:
             view.alert_monitor.look(view.curves, status, view.ranks)
 
     def refresh_speed(self, *, wait: bool = False) -> None:
-        """Starts a new comparison of the run's speed with the estimate, if the last comparison is
-        too old. The comparison runs in a thread. With `wait`, the method waits for the result.
+        """Starts a new comparison of the measured and the predicted speed of the run, if the last
+        comparison is too old. The comparison runs in a thread. With `wait`, the method waits for
+        the result.
         """
         self.run_view.speed_monitor.refresh(wait=wait)
 
     def start_action(self, name: str) -> None:
-        """Starts the action of a button in a thread. `name` is one of
-        `kit.monitor.actions.ACTION_NAMES`.
+        """Starts the action of a button, such as a checkpoint or a stop, in a thread. `name` is one
+        of `kit.monitor.actions.ACTION_NAMES`.
         """
         self.run_view.actions.start(name, self.status)
 
     def set_smoothing(self, smoothing: float) -> None:
-        """Sets the weight of the past in the averages of the run and of its baselines."""
+        """Sets the weight of past values in the moving averages of the run and of its baselines."""
         with self.lock:
             for curves in (self.curves, *self.baseline_curves.values()):
                 curves.set_smoothing(smoothing)
 
     def select_log(self, rank: int = 0, search: str = "") -> None:
-        """Selects the text that `log` returns: the end of the log of a rank or, if `search` is
-        given, the lines of this log that contain `search`.
+        """Selects the text that the method `log` returns: the end of a rank's log. If `search` is
+        given, it is the lines of this log that contain `search`.
         """
         self.log_rank = max(0, rank)
         self.log_search = search
 
     def read_all(self) -> "Dashboard":
-        """Reads all new steps. Returns the dashboard itself."""
+        """Reads all new training steps. Returns the dashboard itself."""
         while self.read():
             pass
         return self
 
     def catch_up(self) -> None:
-        """Reads all new steps, and then calls `look`."""
+        """Reads all new training steps, and then calls `look`."""
         self.read_all().look()
 
     def metrics(self) -> Metrics:
-        """Returns the steps that were read so far."""
+        """Returns the training steps that were read so far."""
         return self.run_view.metrics()
 
     def frame(self, plot_range: PlotRange) -> tuple[dict[str, Any], bytes]:
-        """Returns (description, numbers) of the charts for one range. The numbers are the bytes of
-        x (float64, [n]), followed by the bytes of the rows (float32, [rows, n]).
+        """Returns (description, numbers) of all charts for one range of the x axis. The numbers are
+        bytes: x (float64, [n]), followed by the rows (float32, [rows, n]).
 
-        The rows have one value per pixel, in this order:
+        Each row has one value per pixel. The rows are, in this order:
 
-        - minimum, maximum and average of each of SERIES;
+        - minimum, maximum and moving average of each series in SERIES;
         - largest validation loss;
-        - average loss of each baseline run;
-        - loss of each baseline run at its last step that is not beyond x.
+        - moving average of the loss of each baseline run;
+        - loss of each baseline run, at its last step up to this x.
         """
         with self.lock:
             x, rows = self.curves.window((*SERIES, "validation_loss"), plot_range)
@@ -180,8 +182,8 @@ class Dashboard:
     def row(self) -> dict[str, Any]:
         """Returns the state of the job with its reason, and the numbers of the last step, by name.
 
-        A recorded number that is not finite is NaN or infinity. A number is None if it was never
-        recorded or is unknown.
+        A number that was recorded as not finite is NaN or infinity. A number that was never
+        recorded or is unknown is None.
         """
         with self.lock:
             run = self.run
@@ -202,8 +204,8 @@ class Dashboard:
             }
 
     def facts(self) -> dict[str, Any]:
-        """Returns the items of `row` and further items for the dashboard, as plain values for JSON.
-        A number that is not finite is None.
+        """Returns the items of `row` and further information for the front end, as plain values for
+        JSON. A number that is not finite is None.
         """
         with self.lock:
             view = self.run_view
@@ -252,16 +254,19 @@ class Dashboard:
             }
 
     def alerts(self) -> list[dict[str, Any]]:
-        """Returns the newest alerts as dictionaries, at most ALERTS_SHOWN, newest first."""
+        """Returns the newest alerts of the run as dictionaries, newest first, at most
+        ALERTS_SHOWN.
+        """
         with self.lock:
             newest = self.run_view.alert_monitor.log.alerts[-ALERTS_SHOWN:]
             return [alert.to_dict() for alert in reversed(newest)]
 
     def heat(self) -> bytes:
-        """Returns the bytes of the heat map of ranks: uint8, [row, sample]. A value stands for the
-        ratio of a step time to the median: 0 for 0.8, 254 for 1.4, 255 for an unknown ratio.
+        """Returns the heat map of step times by rank, as the bytes of an array uint8 [row, sample].
+        A value encodes a step time divided by the median of all ranks: 0 for 0.8, 254 for 1.4, 255
+        for an unknown step time.
 
-        A row is a rank. If there are more than HEAT_ROWS ranks, a row is the slowest of several
+        Each row is one rank. With more than HEAT_ROWS ranks, a row is the slowest of several
         neighbouring ranks.
         """
         relative = self.run_view.ranks.relative_times(HEAT_ROWS)
@@ -270,8 +275,8 @@ class Dashboard:
         return np.where(np.isfinite(scaled), scaled, 255).astype(np.uint8).tobytes()
 
     def log(self) -> str:
-        """Returns the text that `select_log` has selected, at most MAX_LINES lines. If the log of a
-        failed job is empty, returns the end of the log in the exit report.
+        """Returns the part of a rank's log that `select_log` has selected, at most MAX_LINES lines.
+        If the log of a failed job is empty, returns the end of the log that the exit report quotes.
         """
         directory = self.run.directory
         per_node = self.run.site.devices_per_node
@@ -279,20 +284,21 @@ class Dashboard:
         text = log_lines(file, self.log_search)
         if text or self.log_search or not self.status.exit_code:
             return text
-        # The log is empty, or was deleted. The exit report of a failed job quotes its end.
+        # The log file is empty, or was deleted. The exit report of a failed job quotes the end of
+        # the log.
         report = read_exit(directory)
         return report.log_tail if report else ""
 
     def _share_read(self) -> float:
-        """Returns the fraction of the metrics file that is read, from 0 to 1."""
+        """Returns the fraction of metrics.jsonl that was read, from 0 to 1."""
         left = self.columns.unread_bytes
         if left < CHUNK_BYTES:
             return 1.0
         return self.columns.position / (self.columns.position + left)
 
     def _last_step(self) -> dict[str, Any]:
-        """Returns the numbers of the last step by name. Speeds are medians, as in
-        `kit.run.metrics.last_step_values`.
+        """Returns the numbers of the last training step by name. Speeds are medians over several
+        steps, as in `kit.run.metrics.last_step_values`.
         """
         columns = self.columns
         curves = self.curves
@@ -312,7 +318,7 @@ class Dashboard:
         }
 
     def _formula(self) -> str:
-        """Returns a sentence that says how MFU is computed, or why it is unknown."""
+        """Returns a text that says how MFU is computed, or why it is unknown."""
         spec = self.run.spec
         plan = self.run.plan
         site = self.run.site
@@ -331,8 +337,8 @@ class Dashboard:
         )
 
     def _attempts(self, axis: str) -> list[dict[str, float]]:
-        """Returns one dictionary per attempt: its number `attempt`, and the position `x` on the
-        axis at which it begins.
+        """Returns one dictionary per attempt of the run. `attempt` is its number, and `x` the
+        position on the axis at which the attempt begins.
         """
         x = self.curves[axis]
         steps = self.curves["step"]
@@ -345,10 +351,10 @@ class Dashboard:
         return attempts
 
     def _replace_if_changed(self, attempt: int) -> None:
-        """Replaces the view of the run if there is a new attempt or another site.json.
+        """Replaces the `RunView` if there is a new attempt or a changed site.json.
 
-        A run that is being written or was removed cannot be opened. Then the present view stays,
-        and the next look tries again.
+        A run that is being written or was removed cannot be opened. In this case the present
+        `RunView` stays, and the next call of `look` tries again.
         """
         view = self.run_view
         written_at = site_written_at(view.run.directory)
@@ -364,11 +370,11 @@ class Dashboard:
 
 
 def log_lines(file: Path, search: str = "") -> str:
-    """Returns the last lines of a log, at most MAX_LINES. With `search`, returns only lines that
-    contain this text, without regard to case.
+    """Returns the last lines of a log file, at most MAX_LINES. With `search`, returns only lines
+    that contain this text, without regard to case.
 
-    The last TAIL_BYTES of the log are read, or the last SEARCH_BYTES for a search, so the cost does
-    not depend on the size of the log.
+    Only the last TAIL_BYTES of the file are read, or the last SEARCH_BYTES for a search, so the
+    cost does not depend on the size of the file.
     """
     read_bytes = SEARCH_BYTES if search else TAIL_BYTES
     wanted = search.casefold()
@@ -382,8 +388,8 @@ def log_lines(file: Path, search: str = "") -> str:
 
 
 def _unreadable_note(run: Run) -> str:
-    """Returns a sentence with the folders of checkpoints that this user may not enter. Empty if
-    there are none.
+    """Returns a sentence that names the checkpoint folders that this user has no permission to
+    enter. Returns "" if there are none.
     """
     folders = run.checkpoints.unreadable()
     if not folders:
@@ -392,7 +398,9 @@ def _unreadable_note(run: Run) -> str:
 
 
 def hook_words(run: Run) -> str:
-    """Returns the newest numbers of a run's hook in one line. Empty for a run without a hook."""
+    """Returns the newest numbers that the user's hook of a run has recorded, in one line. Returns
+    "" for a run without a hook.
+    """
     if run.recipe.hook is None:
         return ""
     lines = last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)
@@ -406,8 +414,8 @@ def hook_words(run: Run) -> str:
 
 
 def _average_loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
-    """Returns the average loss of another run at each position of `x`. NaN outside the range of
-    that run. `axis` is "step", "tokens" or "time".
+    """Returns the moving average of another run's loss at each position in `x`. NaN outside the
+    range of that run. `axis` is "step", "tokens" or "time".
     """
     average = other.average("loss")
     known = np.isfinite(average)
@@ -417,9 +425,9 @@ def _average_loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
 
 
 def _loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
-    """Returns the loss of another run at each position of `x`, which is the loss of its last step
-    that is not beyond the position. NaN before its first and after its last step. `axis` is
-    "step", "tokens" or "time".
+    """Returns the loss of another run at each position in `x`: the loss of its last step up to this
+    position. NaN before the first and after the last step of that run. `axis` is "step", "tokens"
+    or "time".
     """
     places = other[axis]
     if not len(places):
@@ -429,15 +437,18 @@ def _loss_at(other: Curves, axis: str, x: np.ndarray) -> np.ndarray:
 
 
 def _last(values: np.ndarray) -> float | None:
-    """Returns the last value of a series, which may be NaN. None if no value was ever recorded."""
-    # The last value is checked first. In most cases it is known, and a long series is not read.
+    """Returns the last value of a series, which may be NaN. Returns None if the series has no
+    recorded value at all.
+    """
+    # The last value is tested first. In most cases it is known, so that a long series is not
+    # searched.
     if np.isnan(values[-1:]).all() and np.isnan(values).all():
         return None
     return float(values[-1])
 
 
 def _json_value(value: Any) -> Any:
-    """Returns a value for JSON. NaN and infinity become None, since JSON has neither."""
+    """Returns a value in a form for JSON. NaN and infinity become None, since JSON has neither."""
     return _finite_or_none(value) if isinstance(value, float) else value
 
 

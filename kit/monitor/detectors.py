@@ -1,8 +1,9 @@
-"""Detectors: the statistics behind the alert rules. Their inputs are arrays. They need no torch.
+"""Detectors: the statistics behind the alert rules. Their inputs are NumPy arrays, so they need no
+torch.
 
-`RiseDetector` finds a loss that rises and stays high. `slowest_rank` tests whether a rank is slower
-than the other ranks. `rows_not_finite` and `first_rows` find the first row of each stretch of bad
-rows.
+`RiseDetector` finds a loss that rises and stays high. `slowest_rank` tests whether one rank is
+slower than the other ranks. `rows_not_finite` and `first_rows` find the first row of each stretch
+of neighbouring bad rows. A row is a training step in metrics.jsonl.
 """
 
 import math
@@ -18,69 +19,76 @@ from kit.run.columns import Columns
 from kit.trainer.spikes import lines
 
 LEVEL_STEPS = 50
-"""Number of steps whose median loss is one level of `RiseDetector`."""
+"""Number of training steps in a block. The median loss of a block is one level of
+`RiseDetector`."""
 RISE_LEVELS = 8
-"""Number of levels above the lowest level that suffice for a rise of any height."""
+"""Number of levels in a row above the lowest level that suffice for a rise of any height. A higher
+rise needs fewer levels."""
 RISE_STEPS = LEVEL_STEPS * RISE_LEVELS
-"""Number of steps for which a loss must have been above its lowest level."""
+"""Number of training steps for which the loss must have stayed above its lowest level to count as a
+rise."""
 LAG = 2
-"""Distance between the levels of a second difference, as a number of levels. If a line of the
-log stands for more steps than a level, the distance is 1."""
+"""Distance between the three levels of a second difference, as a number of levels. The distance is
+1 if one line of the log represents more steps than a level has."""
 NOISES = 7.0
-"""Least height of a rise, in standard deviations of a level. Results with smaller values are in
-`docs/decisions/024-spikes-and-rises-of-the-loss.md`."""
+"""Least height of a rise above the lowest level, in standard deviations of the noise of a level.
+Results with smaller values are in `docs/decisions/024-spikes-and-rises-of-the-loss.md`."""
 LEAST_RISE = 0.015
-"""Least height of a rise, as a fraction of the lowest level. Results with smaller values are in
-`docs/decisions/024-spikes-and-rises-of-the-loss.md`."""
+"""Least height of a rise above the lowest level, as a fraction of that level. Results with smaller
+values are in `docs/decisions/024-spikes-and-rises-of-the-loss.md`."""
 LONGEST_LINE = 10_000
-"""Largest number of steps for which one line of a log may stand."""
+"""Largest number of training steps that one line of another trainer's log may represent."""
 RATE_RISE = 1.01
-"""Factor by which a learning rate that had begun to fall must rise to count as a second warm-up."""
+"""Factor by which a learning rate must rise again, after it had begun to fall, to count as a second
+warm-up."""
 
 SLOW = 1.15
-"""Step time of a rank divided by the step time of the other ranks. A rank gets an alert only if
-this ratio is above the value with high probability."""
+"""Threshold for the step time of a rank divided by the step time of the other ranks. A rank gets an
+alert only if its ratio is above this threshold with high probability."""
 TEST_MEDIANS = 12
-"""Number of medians over neighbouring samples that the t-test of a rank compares."""
+"""Number of blocks of neighbouring samples. The t-test of a rank uses the median of each block."""
 MIN_SAMPLES = 2 * TEST_MEDIANS
-"""Least number of samples for the t-test."""
+"""Least number of samples of step times for the t-test of a rank: two per block."""
 
 
 class Rise(NamedTuple):
-    """A loss that has risen, with the levels before and after the rise."""
+    """A rise of the loss, with the levels before and after it."""
 
     row: int
-    """Row at which the rise was found."""
+    """Row of the metrics at which the rise was detected."""
     level: float
-    """Median loss of the block that ends at `row`, in nats per token."""
+    """Level after the rise: median loss of the block that ends at `row`, in nats per token."""
     low_row: int
-    """Last row of the lowest level."""
+    """Last row of the block with the lowest level before the rise."""
     low: float
     """Lowest level before the rise, in nats per token."""
 
 
 class RiseDetector:
-    """Finds rises in the loss of one run. It reports a rise once, until the loss has come back.
+    """Finds rises in the loss of one run. Each rise is reported once. The next rise can be reported
+    after the loss has come back.
 
-    The median loss of each block of LEVEL_STEPS steps is a level. If a line of the log stands for
-    more steps, each line is a level. The bar is the lowest level so far plus the least
-    height of a rise, which LEAST_RISE and NOISES define. The loss has risen if all levels of the
-    last RISE_STEPS steps are above the bar, and if these are RISE_LEVELS levels. Fewer levels, at
-    least two, suffice if their number times their height is as large. A loss that has come half the
-    way back is no rise. The noise is estimated from second differences of levels 100 steps apart.
-    These are about zero for a steady fall or rise.
+    The median loss of each block of LEVEL_STEPS training steps is a level. If one line of a log
+    represents more steps than a block, each line gives a level. The bar is the lowest level so far
+    plus the least height of a rise, which LEAST_RISE and NOISES define.
 
-    The comparison starts anew where another mix of data begins. It also starts anew where the
-    learning rate rises again, since the loss then rises for a while.
+    The loss has risen if all levels of the last RISE_STEPS steps are above the bar, and if these
+    are at least RISE_LEVELS levels. A higher rise needs fewer levels, at least two: their number
+    times their height must be as large as for the smallest rise. A loss that has come half the way
+    back is no rise. The noise of the levels is estimated from second differences of levels 100
+    steps apart, which are about zero if the loss falls or rises steadily.
+
+    The comparison starts again where another data mix begins, or where the learning rate rises
+    again, since the loss then rises for a while.
     `docs/decisions/024-spikes-and-rises-of-the-loss.md` lists the rises that are found, the delay,
     and the healthy runs on which the detector was tested.
     """
 
     def __init__(self) -> None:
         self._row = 0
-        """Number of rows that were examined."""
+        """Number of rows of the metrics that were examined."""
         self._before = np.empty(0)
-        """Last finite loss before `_row`, if there is one."""
+        """Array with the last finite loss before the row `_row`. Empty if there is none."""
         self._highest_rate = 0.0
         self._rate = 0.0
         self._comparison = LevelComparison()
@@ -88,12 +96,12 @@ class RiseDetector:
     def find(
         self, losses: np.ndarray, rates: np.ndarray, new_data: Collection[int] = ()
     ) -> list[Rise]:
-        """Returns the rises in the rows since the last call.
+        """Returns the rises of the loss in the rows that were added since the last call.
 
         Args:
-            losses: all losses so far. The losses of the last call must be the beginning.
-            rates: learning rate of each row, NaN where it is unknown.
-            new_data: rows at which another mix of data begins.
+            losses: losses of all rows so far. They must begin with the losses of the last call.
+            rates: learning rate at each row, NaN if it is unknown.
+            new_data: rows at which another data mix begins.
         """
         start = self._row
         before = self._before
@@ -106,7 +114,7 @@ class RiseDetector:
             end = first + LEVEL_STEPS
             rows = line_rows[slice(*np.searchsorted(line_rows, (first, end)))]
             if len(rows):
-                # The median of NumPy takes ten times as long for so few values.
+                # NumPy's median takes ten times as long for so few values.
                 level = statistics.median(losses[rows].tolist())
                 rise = self._comparison.add_level(level, end_of_line(losses, int(rows[-1])))
                 if rise is not None:
@@ -117,8 +125,8 @@ class RiseDetector:
         return found
 
     def _warms_again(self, rate: float) -> bool:
-        """Returns whether the learning rate `rate` rises again after it had begun to fall. Returns
-        False if the rate is unknown (NaN).
+        """Returns whether the learning rate has begun to rise again after a fall. `rate` is its
+        newest value. Returns False if `rate` is NaN (unknown).
         """
         warms = RATE_RISE * self._rate < min(rate, self._highest_rate)
         if warms or rate >= self._highest_rate:
@@ -130,23 +138,26 @@ class RiseDetector:
 
 
 class LevelComparison:
-    """The lowest level and the newest levels of `RiseDetector` since its comparison began."""
+    """State of one comparison of `RiseDetector`: the lowest level, and the newest levels. A level
+    is the median loss of a block of steps.
+    """
 
     def __init__(self) -> None:
         self._low = float("inf")
         self._low_row = 0
         self._back_row = 0
-        """Last row at which the level was not above the bar."""
+        """Last row of the newest block whose level was not above the bar."""
         self._is_reported = False
         self._levels: deque[tuple[int, float]] = deque(maxlen=2 * LAG + 1)
         self._bends: deque[float] = deque(maxlen=100)
-        """Absolute values of the newest second differences of the levels."""
+        """Absolute values of the newest second differences between levels, from which the noise is
+        estimated."""
         self._above: deque[float] = deque(maxlen=RISE_LEVELS)
-        """Levels above the bar since `_back_row`."""
+        """Newest levels since `_back_row`, all of which are above the bar."""
 
     def add_level(self, level: float, row: int) -> Rise | None:
-        """Adds a level whose last line ends at `row`. Returns the rise that this level completes,
-        or None.
+        """Adds a level, the median loss of a block of steps whose last log line ends at `row`.
+        Returns the rise that this level completes, or None.
         """
         self._levels.append((row, level))
         bar = LEAST_RISE * abs(self._low)
@@ -173,15 +184,17 @@ class LevelComparison:
         return Rise(row, level, self._low_row, self._low)
 
     def _noise(self) -> float:
-        """Returns the standard deviation of a level, in nats per token. Returns infinity while too
-        few levels are known.
+        """Returns the standard deviation of a level's noise, in nats per token. Returns infinity
+        while too few levels are known.
         """
         if len(self._bends) < 3:
             return float("inf")
         return float(np.median(self._bends)) / (0.6745 * 6**0.5)
 
     def _add_bend(self) -> None:
-        """Computes the second difference of the newest levels and stores its absolute value."""
+        """Stores the absolute second difference of the newest levels, if there are enough
+        levels.
+        """
         rows, levels = zip(*self._levels, strict=True)
         is_dense = rows[-1] - rows[0] < 2 * LEVEL_STEPS * len(rows)
         lag = LAG if is_dense else 1
@@ -190,8 +203,9 @@ class LevelComparison:
 
 
 def end_of_line(losses: np.ndarray, row: int) -> int:
-    """Returns the last recorded row of the log line that begins at `row`. All rows of a line have
-    one loss. At most LONGEST_LINE rows are searched.
+    """Returns the last recorded row of the log line that begins at row `row`. A log line of another
+    trainer may represent many steps, and their rows repeat one loss. At most LONGEST_LINE rows are
+    searched.
     """
     ahead = losses[row : row + LONGEST_LINE]
     others = np.flatnonzero(ahead != losses[row])
@@ -200,12 +214,12 @@ def end_of_line(losses: np.ndarray, row: int) -> int:
 
 
 def rows_not_finite(columns: Columns, name: str, start: int, end: int) -> np.ndarray:
-    """Returns the rows from `start` to `end` at which a stretch of non-finite losses or gradient
-    norms begins. `name` is "loss" or "grad_norm".
+    """Returns the first row of each stretch of non-finite losses or gradient norms, among the rows
+    from `start` to `end`. `name` is "loss" or "grad_norm".
 
-    A gradient norm that has never been finite counts as not logged. Only rows with a duration are
-    examined. A non-finite value is no fault in a step that fp16 skips to find its loss scale. The
-    gradient of such a step has overflowed. Megatron prints no loss for a line whose steps were all
+    Gradient norms before the first finite one count as not logged. Only rows with a step time are
+    examined. Steps that fp16 training skips to find its loss scale are no problem, since their
+    gradients are expected to overflow. Megatron prints no loss for a log line whose steps were all
     skipped.
     """
     since = max(0, start - 1)
@@ -215,7 +229,8 @@ def rows_not_finite(columns: Columns, name: str, start: int, end: int) -> np.nda
         first_logged = int(known.argmax()) if known.any() else end
         bad[: max(0, first_logged - since)] = False
     counts = np.nan_to_num(columns["skipped_steps"][since:end])
-    # The row before `start` was examined already, so it does not count as skipped in this call.
+    # The row before `start` was examined in an earlier call, so it does not count as skipped in
+    # this call.
     count_before = 0 if start == 0 else np.inf
     skipped = np.diff(counts, prepend=count_before) > 0
     if name == "loss":
@@ -225,8 +240,8 @@ def rows_not_finite(columns: Columns, name: str, start: int, end: int) -> np.nda
 
 
 def first_rows(bad: np.ndarray, start: int) -> np.ndarray:
-    """Returns the rows from `start` on at which a stretch of bad rows begins. `bad` begins with the
-    row before `start`, if there is one.
+    """Returns the first row of each stretch of neighbouring bad rows, from row `start` on. `bad` is
+    a mask whose first element is the row before `start`, if there is one.
     """
     rows = max(0, start - 1) + np.flatnonzero(bad & ~np.append(False, bad[:-1]))
     return rows[rows >= start]
@@ -234,28 +249,29 @@ def first_rows(bad: np.ndarray, start: int) -> np.ndarray:
 
 def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
     """Returns (slowest rank, its step time divided by that of the other ranks, p-value). Returns
-    None if a block has no sample of the slowest rank.
+    None if one of the rank's blocks of samples is empty.
 
-    The p-value is the probability that noise alone makes any rank look at least as slow, if no rank
-    is slower than SLOW times the other ranks.
+    The p-value is the probability that noise alone makes any rank look at least as slow, if in
+    truth no rank is slower than SLOW times the other ranks.
 
-    Neighbouring samples are correlated on a busy machine. So they are grouped into TEST_MEDIANS
-    blocks. The medians of the blocks are compared by a one-sided t-test of their logarithms against
-    ln SLOW. The probability is multiplied by the number of ranks, since the slowest of all ranks is
+    On a busy machine, neighbouring samples are correlated. So the samples are grouped into
+    TEST_MEDIANS blocks. A one-sided t-test compares the logarithms of the blocks' medians with ln
+    SLOW. Its probability is multiplied by the number of ranks, since the slowest of all ranks is
     tested (Bonferroni).
 
     Args:
-        relative: step time divided by the median of all ranks, [rank, sample]. The number of
-            samples is a multiple of TEST_MEDIANS.
+        relative: step times divided by the median of all ranks, [rank, sample]. NaN for a missing
+            sample. The number of samples is a multiple of TEST_MEDIANS.
     """
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # A rank may have no sample.
+        warnings.simplefilter("ignore", RuntimeWarning)  # NumPy warns about a rank without samples.
         means = np.nanmean(relative, axis=1)
         if not np.isfinite(means).any():
             return None
         rank = int(np.nanargmax(means))
         ratios = relative[rank].astype(float)
-        if len(relative) == 2:  # The median of two ranks is their mean, which includes the rank.
+        # With two ranks, the median is their mean, which includes the rank itself.
+        if len(relative) == 2:
             ratios = ratios / (2 - ratios)
         medians = np.nanmedian(np.log(ratios).reshape(TEST_MEDIANS, -1), axis=1)
     if not np.isfinite(medians).all():
@@ -269,8 +285,8 @@ def slowest_rank(relative: np.ndarray) -> tuple[int, float, float] | None:
 
 
 def _t_tail(t: float) -> float:
-    """Returns the probability that Student's t with TEST_MEDIANS - 1 degrees of freedom is above t.
-    The formula needs an odd number of degrees of freedom.
+    """Returns the probability that a Student's t variable with TEST_MEDIANS - 1 degrees of freedom
+    is above `t`. The formula needs an odd number of degrees of freedom.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, equation 26.7.3.
     """

@@ -1,12 +1,13 @@
-"""Export: copies of the steps of a run, as a table in a file or in a tracker of experiments.
+"""Copies the training steps of a run into a table file, or into an experiment tracker.
 
-`export` writes a CSV or Parquet file. `copy_metrics` copies steps and scores to a sink: Weights &
-Biases or TensorBoard. TARGETS lists all formats and sinks.
+`export` writes a CSV or Parquet file. `copy_metrics` copies steps and scores to a sink: the tracker
+Weights & Biases or TensorBoard. TARGETS lists all formats and sinks.
 
-A sink only reads the run directory, in a separate process, so its failure does not affect the
-training job. Each attempt becomes a separate run in the tracker. A resumed run repeats steps. If
-attempts shared a curve, wandb would drop repeated steps, and TensorBoard would draw a zigzag. The
-progress of a sink is stored beside its files, so a sink may be stopped and started again.
+A sink runs in a separate process and only reads the run's records, so its failure does not affect
+the training job. Each attempt becomes a separate run in the tracker, since a resumed run repeats
+steps. If attempts shared a curve, wandb would drop the repeated steps, and TensorBoard would draw a
+zigzag. The progress of a sink is stored beside its files, so a sink may be stopped and started
+again.
 """
 
 import contextlib
@@ -35,18 +36,20 @@ from kit.show.terminal import plain
 
 WANDB_MODES = ("offline", "online")
 NOT_SCALARS = ("step", "attempt", "time")
-"""Columns that identify a row. They are not copied as numbers of the step."""
+"""Columns that identify a row of metrics.jsonl. They are not copied to a sink as numbers of the
+step."""
 FIRST_EXTRA_COLUMN = "consumed_tokens"
-"""First of the columns that not every run records, in the order of the exported table."""
+"""Name of the column that comes first, in an exported table, among the columns that not every run
+records. The other ones follow in alphabetical order."""
 
 
 def export_table(run: Run) -> Any:
-    """Returns the steps of a run as a pyarrow table in ascending order, each step once. If several
-    attempts have done a step, the row is that of the newest attempt.
+    """Returns the training steps of a run as a pyarrow table in ascending order, each step once. If
+    several attempts have done a step, the newest attempt counts.
 
-    Recorded columns are those of `metrics.jsonl`. Derived columns are tokens_per_s, total_tokens at
-    the end of the step, and, if the run has them, mfu and hfu as fractions. A value is null only if
-    it was not recorded. NaN and infinity are kept.
+    The table has the columns of `metrics.jsonl` and derived columns. Derived are tokens_per_s,
+    total_tokens at the end of the step and, if the run has them, mfu and hfu as fractions. A value
+    is null only if it was not recorded. NaN and infinity are kept.
     """
     import pyarrow
 
@@ -104,16 +107,17 @@ def export(run: Run, file: Path, *, format: str, overwrite: bool = False) -> int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SinkReport(Record):
-    """Result of one start of a sink."""
+    """Result of one copy of training steps to a sink (Weights & Biases or TensorBoard)."""
 
     to: str = field_doc("name of the sink to which steps are copied: wandb or tensorboard")
-    folder: str = field_doc("folder of the sink's files")
-    rows: int = field_doc("number of steps that this start of the sink has copied")
+    folder: str = field_doc("folder into which the sink writes its files")
+    rows: int = field_doc("number of training steps that were copied")
     attempts: tuple[int, ...] = field_doc("numbers of the attempts whose steps were copied")
     skipped_lines: int = field_doc(
-        "number of lines of metrics.jsonl that are torn or not from the kit"
+        "number of lines of metrics.jsonl that were skipped, since they are torn or not"
+        " written by the kit"
     )
-    end: str = field_doc("reason why the sink has ended")
+    end: str = field_doc("reason why the copying has ended")
 
 
 def copy_metrics(
@@ -124,22 +128,24 @@ def copy_metrics(
     poll_s: float = 2.0,
     idle: Callable[[float], None] = time.sleep,
 ) -> SinkReport:
-    """Copies the steps and scores of a run that a sink does not have yet, until the job of the run
-    has ended.
+    """Copies those steps and scores of a run that a sink does not have yet. Continues until the job
+    of the run has ended.
 
     Args:
-        run: run before, during or after training. Only the sink's folder, `RUN/wandb` or
-            `RUN/tensorboard`, is written.
+        run: run before, during or after training. The function writes only to the sink's folder,
+            `RUN/wandb` or `RUN/tensorboard`.
         to: `wandb` or `tensorboard`.
-        follow: if False, copies the present steps and returns.
+        follow: whether to wait for new steps until the job ends. If False, copies the present steps
+            and returns.
         poll_s: seconds between two reads of the run.
-        idle: function that waits for a number of seconds. If it raises KeyboardInterrupt, the copy
-            ends normally.
+        idle: function that waits for a number of seconds. A KeyboardInterrupt from it ends the copy
+            normally.
 
     Raises:
         ConfigError: The sink is unknown, or WANDB_MODE is neither `offline` nor `online`.
         MissingPackageError: The package of the sink is not installed.
-        JobError: The run belongs to another user, or one of its folders is another user's link.
+        JobError: The run belongs to another user, or one of its folders is a symbolic link of
+            another user.
     """
     target = TARGETS.get(to)
     if not isinstance(target, SinkTarget):
@@ -158,7 +164,8 @@ def copy_metrics(
     end = "everything is copied"
     try:
         while True:
-            # The end is checked before the rows are read, so that the last rows are not missed.
+            # Whether the job has ended is checked before the rows are read. In the other order,
+            # rows that are written in between would be missed.
             is_last = not follow or _is_over(run)
             for text in iter(tail.new_lines, b""):
                 rows, torn = parse_rows(text)
@@ -175,7 +182,7 @@ def copy_metrics(
         end = "interrupted; start it again to go on"
     finally:
         sink.close()
-    if run.directory.is_dir():  # The state is written last, once all data are in files.
+    if run.directory.is_dir():  # The progress is stored last, after all copied data are in files.
         state.replace(offset=tail.position, scores=scores.seen).write(folder / "sink.json")
     else:
         end = f"{run.directory} was deleted"
@@ -190,8 +197,8 @@ def copy_metrics(
 
 
 def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Returns one dictionary of numbers for each row, by name. It includes tokens_per_s and, if the
-    peak is known and believable, mfu and hfu.
+    """Returns one dictionary for each row of metrics.jsonl, from name to number. It includes
+    tokens_per_s and, if the peak is known and believable, mfu and hfu.
     """
     speeds = run.metrics(rows).speeds()
     scalars_of_rows: list[dict[str, float]] = []
@@ -211,13 +218,14 @@ def scalars(run: Run, rows: list[dict[str, Any]]) -> list[dict[str, float]]:
 
 
 def _column(values: list[Any]) -> Any:
-    """Returns recorded values as an Arrow array. If all values are numbers, the elements are
-    numbers. Otherwise they are JSON texts.
+    """Returns one column of recorded values as an Arrow array. The elements are numbers if all
+    values are numbers. Otherwise they are JSON texts.
     """
     import pyarrow
 
     known = [value for value in values if value is not None]
-    with contextlib.suppress(OverflowError, pyarrow.ArrowInvalid):  # An integer above 64 bits.
+    # An integer may need more than 64 bits. The values then become JSON texts.
+    with contextlib.suppress(OverflowError, pyarrow.ArrowInvalid):
         if all(isinstance(value, int) and is_number(value) for value in known):
             return pyarrow.array(values, pyarrow.int64())
         if all(map(is_number, known)):
@@ -226,7 +234,9 @@ def _column(values: list[Any]) -> Any:
 
 
 def _converted(values: list[Any], convert: Callable[[Any], Any]) -> list[Any]:
-    """Returns the results of `convert` for all values. None stays None."""
+    """Returns a list with `convert(value)` for each value that is not None, and None for
+    each None.
+    """
     converted = []
     for value in values:
         converted.append(None if value is None else convert(value))
@@ -236,7 +246,8 @@ def _converted(values: list[Any], convert: Callable[[Any], Any]) -> list[Any]:
 def _write_csv(table: Any, stream: BinaryIO) -> None:
     from pyarrow import csv
 
-    # Text cells are JSON in quotes, so no cell is a formula. Names of columns need `plain_cell`.
+    # Text cells are quoted JSON, so no spreadsheet takes a cell for a formula. The names of columns
+    # are made safe by `plain_cell`.
     names = [plain_cell(name) for name in table.column_names]
     csv.write_csv(table.rename_columns(names), stream)
 
@@ -249,65 +260,73 @@ def _write_parquet(table: Any, stream: BinaryIO) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SinkState(Record):
-    """Content of sink.json: the progress of a sink up to its last normal end."""
+    """Content of sink.json: how far a sink had copied the run when it last ended normally."""
 
-    offset: int = field_doc("number of bytes of metrics.jsonl that have been copied", default=0)
-    scores: dict[str, float] = field_doc(
-        "scores of checkpoints that have been copied already", default_factory=dict
+    offset: int = field_doc(
+        "number of bytes at the beginning of metrics.jsonl whose rows have been copied", default=0
     )
-    starts: int = field_doc("number of times that the sink was started", default=0)
+    scores: dict[str, float] = field_doc(
+        "scores of checkpoints that have been copied already, by `STEP NAME`", default_factory=dict
+    )
+    starts: int = field_doc("number of times that the copying was started", default=0)
     identity: str = field_doc(
-        "random text that distinguishes this run from other runs with an equal name", default=""
+        "random text that distinguishes this run, in the tracker, from other runs with an"
+        " equal name",
+        default="",
     )
 
 
 def _next_start(folder: Path) -> SinkState:
-    """Returns the state with which a sink starts now. It has the progress of the last start that
-    ended normally.
+    """Returns the stored progress of a sink with the number of this start. Starts that were killed
+    have stored no progress.
     """
     try:
         last = SinkState.read(folder / "sink.json")
-    except ConfigError:  # First start, or damaged file. All steps are copied again.
+    # This is the first start, or the file is damaged. All steps are copied, again if necessary.
+    except ConfigError:
         last = SinkState(identity=secrets.token_hex(4))
     return last.replace(starts=last.starts + 1)
 
 
 def _is_over(run: Run) -> bool:
-    """Returns whether the job of a run has ended, or the run was deleted."""
+    """Returns whether the job of a run has ended, or the run directory was deleted."""
     try:
         return run.job.status().state.is_final
-    except (JobError, ConfigError):  # The run was deleted, or was never submitted.
+    # The run directory was deleted, or no job was ever submitted for the run.
+    except (JobError, ConfigError):
         return not run.directory.is_dir()
 
 
 def _time(row: dict[str, Any]) -> float | None:
-    """Returns the unix time of a step, None if it is unknown."""
+    """Returns the unix time of the end of a step, or None if its row has no valid time."""
     value = float_or_nan(row.get("time"))
     return value if math.isfinite(value) else None
 
 
 class Sink(Protocol):
-    """Writer of the steps of a run to a tracker of experiments."""
+    """Interface of a writer that copies the steps of a run to an experiment tracker."""
 
     def write(
         self, attempt: int, step: int, time_s: float | None, values: dict[str, float]
     ) -> None:
-        """Writes the numbers of one step of one attempt. `time_s` is the unix time of the step, or
-        None if it is unknown.
+        """Writes the numbers of one training step of one attempt. `time_s` is the unix time of the
+        step, or None if it is unknown.
         """
         ...
 
     def close(self) -> None:
-        """Closes the sink. Returns once all numbers are in files."""
+        """Closes the sink. Returns after all numbers are in files."""
         ...
 
 
 class TensorBoardSink:
-    """Event files in `RUN/tensorboard/attempt_NN/`, for `tensorboard --logdir RUN/tensorboard`."""
+    """Sink that writes TensorBoard event files in `RUN/tensorboard/attempt_NN/`. `tensorboard
+    --logdir RUN/tensorboard` shows them.
+    """
 
     def __init__(self, run: Run, folder: Path, state: SinkState) -> None:
         with needed("tensorboard", "tensorboard", "The TensorBoard sink"):
-            # The modules are imported by name: a type checker cannot read code that protobuf
+            # The modules are imported by name, since a type checker cannot read code that protobuf
             # generates.
             self.event = import_module("tensorboard.compat.proto.event_pb2").Event
             self.summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
@@ -333,12 +352,12 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One wandb run per attempt, in a group with the name of the kit's run. wandb is offline unless
-    WANDB_MODE is `online`.
+    """Sink that opens one wandb run per attempt, in a wandb group for the kit's run. wandb is
+    offline unless WANDB_MODE is `online`.
 
-    Each line has its own number `step`, which is the x axis. wandb's internal step only counts
-    lines, so wandb drops no line. A sink that is started again opens new wandb runs in the same
-    group (`attempt 1, part 2`), since wandb cannot continue an offline run.
+    Each logged line contains the number `step`, which is used as the x axis. wandb's internal step
+    only counts lines, so wandb drops no repeated step. A sink that is started again opens new wandb
+    runs in the same group (`attempt 1, part 2`), since wandb cannot continue an offline run.
     """
 
     def __init__(self, run: Run, folder: Path, state: SinkState) -> None:
@@ -349,7 +368,7 @@ class WandbSink:
             )
         _refuse_planted_settings()
         if self.mode == "offline":
-            # wandb reads this variable at its import. In offline mode nothing may be sent.
+            # wandb reads this variable at its import. In offline mode, no error report may be sent.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         with needed("wandb", "wandb", "The wandb sink"):
             import wandb
@@ -372,7 +391,7 @@ class WandbSink:
             attempt.finish()
 
     def _open(self, attempt: int) -> Any:
-        """Returns a new wandb run for an attempt."""
+        """Opens a new wandb run for an attempt and returns it."""
         run = self.run
         part = self.state.starts
         plan = run.plans().get(attempt, run.plan)
@@ -410,10 +429,11 @@ class WandbSink:
 
 
 def _refuse_planted_settings() -> None:
-    """Raises ConfigError if the working directory has wandb settings that belong to another user.
+    """Raises ConfigError if the working directory contains wandb settings that belong to another
+    user.
 
-    wandb reads these settings at its import. They may name the server to which the user's key is
-    sent.
+    wandb reads these settings at its import. They may name a server to which wandb then sends the
+    user's key.
     """
     for name in ("wandb/settings", ".wandb/settings"):
         file = Path.cwd() / name
@@ -426,18 +446,19 @@ def _refuse_planted_settings() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileTarget:
-    """File format of an exported table."""
+    """File format in which the table of training steps can be exported."""
 
     write: Callable[[Any, BinaryIO], None]
-    """Function that writes a pyarrow table to an open file."""
+    """Function `write(table, stream)` that writes a pyarrow table to an open file."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SinkTarget:
-    """Tracker of experiments to which steps are copied."""
+    """Experiment tracker to which the training steps of a run can be copied."""
 
     open: Callable[[Run, Path, SinkState], Sink]
-    """Function that opens the sink of a run. The path is the folder of the sink's files."""
+    """Function `open(run, folder, state)` that opens a sink. `folder` is the folder of the sink's
+    files, and `state` its stored progress."""
 
 
 TARGETS: dict[str, FileTarget | SinkTarget] = {
@@ -446,5 +467,5 @@ TARGETS: dict[str, FileTarget | SinkTarget] = {
     "wandb": SinkTarget(open=WandbSink),
     "tensorboard": SinkTarget(open=TensorBoardSink),
 }
-"""File formats and sinks for the steps of a run, by the name that a user gives. `kit export` also
-has the format `hf`, which exports a checkpoint."""
+"""File formats and sinks for the training steps of a run, by the name that a user gives. `kit
+export` also has the format `hf`, which exports a checkpoint and is not listed."""

@@ -1,5 +1,5 @@
-"""Static figures of a run: the figure of loss, MFU and scores, and the picture of a dashboard in a
-saved notebook.
+"""Static figures of a run: the figure of loss, MFU and scores, and the picture of a dashboard that
+is saved in a notebook.
 """
 
 import math
@@ -22,25 +22,26 @@ from kit.show.style import legend_under_title, new_figure, short
 from kit.show.theme import BLUE, GREEN, GREY, GRID, INK, SLATE, TEXT, VERMILION, WIDTH
 
 EMA_STEPS = 5
-"""Window of the exponential moving average in a figure, in steps."""
+"""Window of the exponential moving average in a static figure, in training steps."""
 MAX_BAND_RATIO = 4
-"""Largest factor by which the axis of speeds is extended to show the expected speed. With a larger
-factor the curve would look flat."""
+"""Largest factor by which the axis of a speed chart is extended so that the predicted speed is
+visible. With a larger factor, the measured curve would look flat."""
 OFFSET = {"textcoords": "offset points", "color": GREY}
 LOG_AXIS_RATIO = 100
-"""Ratio of the largest to the least loss above which a chart of losses is logarithmic."""
+"""Ratio of the largest to the least loss above which the axis of losses is logarithmic."""
 AT_STEP = {"xycoords": ("data", "axes fraction")}
 
 
 def run_figure(
     run: Run, *, baselines: dict[str, float] | None = None
 ) -> tuple[Any, dict[str, np.ndarray]]:
-    """Returns (matplotlib figure of a run, table of its data). For a run without steps the figure
-    is empty.
+    """Returns (matplotlib figure, table of its data) with the loss, speed and scores of a run. For
+    a run without steps the figure is empty.
 
-    The columns of the table are step, attempt, loss, loss_ema, validation_loss (NaN between
-    validations) and tokens_per_s. If the peak of the site is known and believable, mfu is a column
-    too. `baselines` are losses in nats per token by name, drawn as dashed lines.
+    The columns of the table are step, attempt, loss, loss_ema (moving average), validation_loss
+    (NaN between validations) and tokens_per_s. If the peak of the site is known and believable, mfu
+    is a column too. `baselines` are losses in nats per token by name, which are drawn as dashed
+    lines.
     """
     metrics = run.metrics()
     table = _table(metrics)
@@ -68,10 +69,11 @@ def run_figure(
 
 
 def snapshot(dashboard: Dashboard) -> Any:
-    """Returns a static figure of a dashboard: loss and MFU with their averages. If no step has an
-    MFU, it shows tokens/s.
+    """Returns a static figure of what a dashboard shows: loss and MFU with their moving averages.
+    If no step has an MFU, tokens per second are shown instead.
     """
-    # The function runs in a thread. Styles of matplotlib are global, so no style is set.
+    # This function runs in a thread. Matplotlib's styles are global to the process, so no style is
+    # set.
     from kit.show.themed_figure import ThemedFigure
 
     with dashboard.lock:
@@ -112,8 +114,8 @@ def snapshot(dashboard: Dashboard) -> Any:
 
 
 def smoothing_words(smoothing: float) -> str:
-    """Returns a phrase with the number of steps over which an average is smoothed. `smoothing` is
-    the weight of the past.
+    """Returns a phrase such as `smoothed over about 10 steps`, for a moving average. `smoothing` is
+    the weight of past values.
     """
     if not smoothing:
         return "each step"
@@ -121,7 +123,7 @@ def smoothing_words(smoothing: float) -> str:
 
 
 def draw_levels(axis: Any, levels: Mapping[str, float]) -> None:
-    """Draws losses in nats per token as dashed horizontal lines, with their names."""
+    """Draws losses, in nats per token, as dashed horizontal lines with their names."""
     for name, loss in levels.items():
         axis.axhline(loss, color=GREY, linestyle=(0, (4, 3)), linewidth=1)
         axis.annotate(
@@ -138,14 +140,15 @@ def draw_levels(axis: Any, levels: Mapping[str, float]) -> None:
 def draw_band(
     axis: Any, band: Band | None, first_steps: Mapping[int, float], last: float, name: str
 ) -> None:
-    """Draws the 90 % interval of the expected speed into a chart of speed over steps.
+    """Draws the 90 % interval of the predicted speed into a chart of speed over training steps.
 
     Args:
-        axis: chart of `mfu` in per cent, or of `tokens_per_s`.
-        band: expected speed of one attempt. If None, nothing is drawn.
-        first_steps: first step of each attempt. The interval begins at that of its attempt.
-        last: last step of the chart.
-        name: quantity of the chart, `mfu` or `tokens_per_s`.
+        axis: matplotlib axis of the chart, which shows `mfu` in per cent or `tokens_per_s`.
+        band: predicted intervals for one attempt. If None, nothing is drawn.
+        first_steps: first step of each attempt, by its number. The interval is drawn from the first
+            step of the attempt that it is predicted for.
+        last: last training step in the chart.
+        name: quantity that the chart shows, `mfu` or `tokens_per_s`.
     """
     if band is None or band[name] is None:
         return
@@ -160,17 +163,18 @@ def draw_band(
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Returns the exponential moving average of values with a window of about EMA_STEPS. The
-    average has no bias at its start.
+    """Returns the exponential moving average of `values` with a window of about EMA_STEPS values.
+    The average has no bias at its start.
 
-    Values that cannot be drawn are left out of the average. The result is NaN at these values.
+    Values that cannot be drawn (`drawable`) are left out of the average. The result is NaN at these
+    values.
     """
     known = drawable(values)
     return np.where(np.isfinite(known), Average(1 - 1 / EMA_STEPS).update(known), np.nan)
 
 
 def _table(metrics: Metrics) -> dict[str, np.ndarray]:
-    """Returns the table of `run_figure`."""
+    """Returns the table of data that belongs to `run_figure`."""
     speeds = metrics.speeds()
     table = {
         "step": metrics["step"],
@@ -188,8 +192,8 @@ def _table(metrics: Metrics) -> dict[str, np.ndarray]:
 def _draw_loss(
     axis: Any, table: dict[str, np.ndarray], lost: np.ndarray, baselines: dict[str, float]
 ) -> None:
-    """Draws losses, their average, validation losses and baselines. `lost` is a mask of the steps
-    with a value that is not finite.
+    """Draws losses, their moving average, validation losses and baselines. `lost` is a mask of the
+    steps whose loss or gradient norm is not finite.
     """
     axis.set_title(QUANTITIES["loss"].title)
     step = table["step"]
@@ -210,7 +214,7 @@ def _draw_loss(
 
 def _steps_not_finite(columns: Columns | Metrics) -> np.ndarray:
     """Returns a mask of the steps whose loss cannot be drawn or whose gradient norm is not finite.
-    Gradient norms before the first finite norm count as not logged.
+    Gradient norms before the first finite one count as not logged.
     """
     is_finite = np.isfinite(columns["grad_norm"])
     is_logged = np.maximum.accumulate(is_finite)
@@ -218,8 +222,8 @@ def _steps_not_finite(columns: Columns | Metrics) -> np.ndarray:
 
 
 def _mark_not_finite(axis: Any, steps: np.ndarray) -> None:
-    """Marks steps with a cross at the top of the chart of losses, since a loss that is not finite
-    cannot be drawn on the axis.
+    """Marks steps with a cross at the top of the chart of losses. A loss that is not finite cannot
+    be drawn at its own height.
     """
     if len(steps):
         axis.plot(
@@ -234,7 +238,7 @@ def _mark_not_finite(axis: Any, steps: np.ndarray) -> None:
 
 
 def _use_log_axis_if_wide(axis: Any, losses: np.ndarray) -> None:
-    """Makes the axis logarithmic if the ratio of the largest to the least loss is above
+    """Makes the loss axis logarithmic if the ratio of the largest to the least loss is above
     LOG_AXIS_RATIO. On a linear axis, the curve before a jump of the loss would look flat.
     """
     known = losses[np.isfinite(losses)]
@@ -243,8 +247,8 @@ def _use_log_axis_if_wide(axis: Any, losses: np.ndarray) -> None:
 
 
 def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metrics) -> None:
-    """Draws MFU, or tokens/s if the run has no MFU, with the median and the layout of each
-    attempt.
+    """Draws the MFU of each step, or tokens/s if the run has no MFU. For each attempt, adds the
+    median and the layout.
     """
     name = "mfu" if "mfu" in table else "tokens_per_s"
     values = QUANTITIES[name].chart_factor * drawable(table[name])
@@ -270,8 +274,8 @@ def _draw_speed(axis: Any, table: dict[str, np.ndarray], run: Run, metrics: Metr
 
 
 def _layout(plan: Plan) -> str:
-    """Returns the degrees of parallelism above 1, such as `TP2 PP2`. Returns `1 device` if all
-    degrees are 1.
+    """Returns the degrees of parallelism of a plan that are above 1, such as `TP2 PP2`. Returns `1
+    device` if there are none.
     """
     degrees = {"TP": plan.tensor_parallel, "PP": plan.pipeline_parallel, "DP": plan.data_parallel}
     words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
@@ -279,13 +283,13 @@ def _layout(plan: Plan) -> str:
 
 
 def _first_steps(table: dict[str, np.ndarray]) -> dict[int, float]:
-    """Returns the first step of each attempt in the table, by attempt."""
+    """Returns the first step of each attempt in the table, by the number of the attempt."""
     attempts, rows = np.unique(table["attempt"], return_index=True)
     return dict(zip(attempts.tolist(), table["step"][rows].tolist(), strict=True))
 
 
 def _draw_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
-    """Labels the axis of steps, and marks the first step of each attempt after the first."""
+    """Labels the x axis, and marks the first step of each attempt except the first attempt."""
     axis.set_xlabel("optimizer step")
     for attempt, first in list(_first_steps(table).items())[1:]:
         axis.axvline(first - 0.5, color=GREY, linewidth=0.8, linestyle=":")
@@ -297,8 +301,8 @@ def _draw_attempts(axis: Any, table: dict[str, np.ndarray]) -> None:
 
 
 def _draw_pane(pane: Any, title: str, x: np.ndarray, rows: np.ndarray, colour: str) -> None:
-    """Draws one panel of `snapshot`. `rows` are least value, largest value and average in each
-    pixel, [3, pixels].
+    """Draws one panel of the figure of `snapshot`. `rows`, [3, pixels], are the least value, the
+    largest value and the moving average in each pixel.
     """
     low, high, average = drawable(rows)
     pane.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)

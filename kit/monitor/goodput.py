@@ -1,9 +1,11 @@
-"""Goodput: the time of a job's nodes by its use, computed from the files of the run directory.
+"""Goodput: how the time of a job's nodes was used, computed from the files of the run directory.
 
-Every second from the first submission to the last event, heartbeat or step belongs to one part, so
-the parts add up to the wall time. Events of `history.jsonl` give the start and the end of attempts.
-Rows of `metrics.jsonl` give the start and the end of steps. Goodput is the fraction of the nodes'
-time in steps that count, as in "ML productivity goodput" of Google's and MLPerf's reports.
+Every second from the first submission to the last event, heartbeat or step is assigned to one
+category of PARTS, so the categories add up to the wall time. Events in `history.jsonl` give the
+start and the end of attempts. Rows of `metrics.jsonl` give the start and the end of training steps.
+Goodput is the fraction of the nodes' time that was spent in steps that count, as in "ML
+productivity goodput" of Google's and MLPerf's reports. Steps that a later attempt repeated do not
+count.
 """
 
 import dataclasses
@@ -39,7 +41,7 @@ PARTS = {
     ),
     "waiting": "in the queue, before the first attempt and for other nodes",
 }
-"""Meaning of each part of the wall time of a job, by name. In the part `waiting` the job holds no
+"""Categories of the wall time of a job, with the meaning of each. During `waiting` the job holds no
 nodes."""
 COLUMNS_READ = (
     "step",
@@ -50,51 +52,57 @@ COLUMNS_READ = (
     "validation_loss",
     "validation_s",
 )
-"""Columns of the metrics from which the ledger is computed."""
+"""Columns of metrics.jsonl from which the ledger is computed."""
 USUAL_STEPS = 20
-"""Number of steps after the first step of an attempt. Their median is the usual step time."""
+"""Number of steps after the first step of an attempt. Their median is the usual step time, with
+which the first step is compared."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttemptLedger(Record):
-    """Time of one attempt by its use."""
+    """Seconds of one attempt, split into the categories of PARTS."""
 
     attempt: int = field_doc("number of the attempt, from 1")
-    devices: int = field_doc("number of devices that the attempt held")
+    devices: int = field_doc("number of devices that the plan of the attempt uses")
     usd_per_hour: float | None = field_doc(
         "price of all nodes of the attempt for one hour, in USD; None: the site has no price"
     )
-    seconds: dict[str, float] = field_doc("time of the attempt by part of PARTS, in seconds")
-    end: str = field_doc("last state of the attempt and its reason, in one line")
+    seconds: dict[str, float] = field_doc(
+        "seconds of the attempt in each category of PARTS, by the name of the category"
+    )
+    end: str = field_doc("last state of the attempt, with its reason, in one line")
 
     @property
     def held_s(self) -> float:
-        """Seconds for which the attempt held its devices: the sum of all parts except `waiting`."""
+        """Seconds for which the attempt held its devices: the sum of all categories except
+        `waiting`.
+        """
         return sum(seconds for part, seconds in self.seconds.items() if part != "waiting")
 
     @property
     def goodput(self) -> float:
-        """Fraction of the attempt's device-hours in steps that count. NaN if the attempt held no
-        device.
+        """Fraction of the attempt's device-hours that was spent in steps that count. NaN if the
+        attempt held no device.
         """
         return self.seconds["productive"] / self.held_s if self.held_s else np.nan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ledger(Record):
-    """Time of a run by its use, over all attempts."""
+    """Seconds of a run, split into the categories of PARTS, for each attempt and in total."""
 
     run: str = field_doc("name of the run")
     attempts: tuple[AttemptLedger, ...] = field_doc(
-        "ledgers of the attempts, in the order of the attempts"
+        "time of each attempt by category, in the order of the attempts"
     )
     idle_s: float = field_doc(
-        "seconds between attempts in which no attempt was requested; no part contains them"
+        "seconds between attempts in which no attempt was requested; no category contains"
+        " these seconds"
     )
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds by part, summed over all attempts."""
+        """Seconds in each category of PARTS, summed over all attempts."""
         total_s = dict.fromkeys(PARTS, 0.0)
         for share in self.attempts:
             for part in PARTS:
@@ -103,14 +111,16 @@ class Ledger(Record):
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first submission to the last event, heartbeat or step, without
-        `idle_s`.
+        """Seconds from the first submission to the last event, heartbeat or step. The seconds
+        `idle_s` between attempts are not included.
         """
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float:
-        """Fraction of the run's device-hours in steps that count. NaN if the run held no device."""
+        """Fraction of the run's device-hours that was spent in steps that count. NaN if the run
+        held no device.
+        """
         held = sum(share.devices * share.held_s for share in self.attempts)
         productive = sum(share.devices * share.seconds["productive"] for share in self.attempts)
         return productive / held if held else np.nan
@@ -122,8 +132,8 @@ class Ledger(Record):
         return None if None in spent else sum(spent)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns one row per part: name, seconds, fraction of the wall time, device-hours, cost in
-        US dollars (None if it is unknown), and meaning.
+        """Returns one row per category of PARTS: name, seconds, fraction of the wall time,
+        device-hours, cost in US dollars (None if the price is unknown), and meaning.
         """
         # An unknown price, None, becomes NaN.
         prices = np.array([share.usd_per_hour for share in self.attempts], float)
@@ -152,8 +162,8 @@ class Ledger(Record):
 
 
 def usd_per_hour(plan: Plan, site: Site) -> float | None:
-    """Returns the price of all nodes of a plan, in US dollars per hour. None if the site has no
-    price.
+    """Returns the price of all nodes of a plan, in US dollars per hour. Returns None if the site
+    has no price.
 
     A node costs the full price even if only some of its devices are used.
     """
@@ -164,8 +174,8 @@ def usd_per_hour(plan: Plan, site: Site) -> float | None:
 
 
 def ledger(run: Run) -> Ledger:
-    """Returns the time of a run so far by its use. An imported run ends at the last line of its log
-    that has a time.
+    """Returns the time of a run so far, split into the categories of PARTS. An imported run ends at
+    the last line of its log that has a time.
 
     Raises:
         RunError: The run has no attempt yet.
@@ -173,7 +183,8 @@ def ledger(run: Run) -> Ledger:
     steps = _steps(run)
     history: list[Event] = []
     state = None
-    if not run.is_imported:  # The files of an imported run describe the import, not the training.
+    # The state files of an imported run describe the import, not the training.
+    if not run.is_imported:
         history = read_history(run.directory)
         state = read_state(run.directory)
     numbers = {*steps["attempt"].astype(int).tolist(), *(event.attempt for event in history)}
@@ -196,13 +207,14 @@ def ledger(run: Run) -> Ledger:
         if end_before is not None:
             gap_s = max(0.0, spent.begin - end_before)
         if not events or events[0].state is JobState.QUEUED:
-            # A user has started this attempt. Other attempts are started by the job itself.
+            # A user has started this attempt, so the time before it is idle time. All other
+            # attempts are started by the job itself.
             idle_s += gap_s
         elif was_over:
             spent.seconds["waiting"] += gap_s
         elif shares:
-            # The previous attempt was killed together with its supervisor, so it has no final
-            # event.
+            # The previous attempt has no event that ends it, since it was killed together with its
+            # supervisor.
             shares[-1].seconds["lost"] += gap_s
         end_before = spent.end
         was_over = any(map(_is_over, events))
@@ -221,17 +233,17 @@ def ledger(run: Run) -> Ledger:
 
 
 def _event_text(event: Event) -> str:
-    """Returns the state of an event, with its reason if it has one."""
+    """Returns the state that an event reports, followed by its reason if there is one."""
     if not event.reason:
         return str(event.state)
     return f"{event.state}: {event.reason}"
 
 
 class _AttemptTimes(NamedTuple):
-    """Time of one attempt by its use."""
+    """Seconds of one attempt, split into the categories of PARTS."""
 
     seconds: dict[str, float]
-    """Seconds by part."""
+    """Seconds in each category of PARTS."""
     begin: float
     """Unix time at which the attempt began."""
     end: float
@@ -245,7 +257,7 @@ def _attempt_times(
     heartbeat: float,
     end_before: float | None,
 ) -> _AttemptTimes:
-    """Returns the time of one attempt by its use.
+    """Returns the seconds of one attempt in each category of PARTS, with its begin and end.
 
     Args:
         events: events of the attempt.
@@ -257,9 +269,10 @@ def _attempt_times(
     previous_ends = np.append(-np.inf, step_ends[:-1])
     step_starts = np.maximum(step_ends - steps["step_time_s"], previous_ends)
     event_times = [event.time for event in events]
-    # The earliest event may not be the first: the clock of the submitting machine may be ahead.
+    # The first event may not be the earliest, since the clock of the submitting machine may be
+    # ahead.
     begin = max(min([*event_times, *step_starts[:1]]), end_before or -np.inf)
-    # The job holds its nodes from the first event after the queue on.
+    # The job holds its nodes from the first event that is not about the queue.
     held_times = [
         event.time for event in events if event.state not in (JobState.QUEUED, JobState.CONFIGURING)
     ]
@@ -282,9 +295,10 @@ def _attempt_times(
     steps_s[:1] -= first_step_extra_s
 
     gaps_s = step_starts[1:] - step_ends[:-1]
-    # `checkpoint_s` of a step is the time of the save before it.
+    # The `checkpoint_s` of a step is the duration of the checkpoint save before that step.
     saves_s = np.minimum(gaps_s, np.nan_to_num(steps["checkpoint_s"][1:]))
-    # Without `validation_s`, the whole gap after a validation, except a save, counts as validation.
+    # If `validation_s` was not recorded, the whole gap after a validation counts as validation,
+    # except the time of a save.
     validation_s = np.where(np.isfinite(steps["validation_loss"]), np.inf, 0.0)
     is_recorded = np.isfinite(steps["validation_s"])
     validation_s[is_recorded] = steps["validation_s"][is_recorded]
@@ -323,10 +337,11 @@ def _attempt_times(
 
 
 def _steps(run: Run) -> dict[str, np.ndarray]:
-    """Returns COLUMNS_READ of all recorded rows, in the order of the file, and the column `counts`.
+    """Returns the columns COLUMNS_READ of all recorded rows in the order of the file, and a further
+    column `counts`.
 
-    `counts` is whether the row is valid, see `kit.run.columns.that_count`. Rows without a time or a
-    duration are left out.
+    `counts` is False for a row that a newer attempt has replaced (`kit.run.columns.that_count`).
+    Rows without a time or a step time are left out.
     """
     tail = Tail(run.directory / "metrics.jsonl")
     indices = [NAMES.index(name) for name in COLUMNS_READ]
@@ -343,5 +358,5 @@ def _steps(run: Run) -> dict[str, np.ndarray]:
 
 
 def _is_over(event: Event) -> bool:
-    """Returns whether an event ends its attempt."""
+    """Returns whether an event says that its attempt has ended."""
     return event.state.is_final or event.state in GIVEN_UP

@@ -1,16 +1,16 @@
 """on_alert: the user's command that `kit watch RUN` runs for each alert of the run.
 
-The command is one line in `~/.config/kit/config.toml` (or below XDG_CONFIG_HOME):
+The command is one line of sh in `~/.config/kit/config.toml` (or below XDG_CONFIG_HOME):
 
     on_alert = 'echo "$KIT_ALERT" | mail -s "$KIT_MESSAGE" me@example.com'
 
-The command is a line of sh. The environment variable KIT_MESSAGE has the alert in one line, and
-KIT_ALERT has the whole alert as JSON. The text of an alert is never part of the command itself,
-since the run may belong to another user. To be alerted at any time, start
+The environment variable KIT_MESSAGE contains the alert in one line, and KIT_ALERT contains the
+whole alert as JSON. The text of an alert is never part of the command itself, since the run may
+belong to another user, whose text could contain shell commands. To be alerted at any time, start
 `nohup kit watch RUN >/dev/null &` on a login node.
 
-The trainer and all views of a run write alerts. Only `kit watch` runs the command, for the alerts
-of all writers, so that each alert is reported once, however many views are open.
+Alerts are written by the trainer and by all views of a run. Only `kit watch` runs the command, for
+the alerts of all these writers. So each alert is reported once, however many views are open.
 """
 
 import dataclasses
@@ -32,25 +32,26 @@ from kit.run.tail import last_lines
 from kit.show.terminal import plain
 
 LIMIT_S = 10.0
-"""Time limit of a call of the command, in seconds. The view waits for the call."""
+"""Time limit of one call of the command, in seconds. The view waits for the end of the call."""
 PERIOD_S = 60.0
-"""Length of the period in which calls are counted, in seconds."""
+"""Length of the period in which at most MAX_CALLS calls of the command are made, in seconds."""
 MAX_CALLS = 10
-"""Largest number of calls in a period. The last of them is for all further alerts together. Alerts
-after it wait for the next period, since a file of another user may have thousands of alerts."""
+"""Largest number of calls of the command in a period. The last of them reports all further alerts
+together. Later alerts wait for the next period. The limit is needed since the alert file of another
+user may contain thousands of alerts."""
 
 FOUND_IN_ROWS = frozenset(
     rule.kind for rule in ALERT_RULES if rule.judges in ("new rows", "record")
 )
-"""Kinds of alerts that a view finds in recorded steps. Their time is the time of the step, which
-may be long ago."""
+"""Kinds of alerts that a view finds in recorded training steps. The time of such an alert is the
+time of its step, which may be long ago."""
 TAIL_BYTES = 16 << 10
-"""Bytes at the end of metrics.jsonl in which the last recorded step is searched."""
+"""Number of bytes at the end of metrics.jsonl in which the last recorded step is searched."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Record):
-    """Content of config.toml: settings of the user for all runs."""
+    """Content of config.toml, the settings of the user for all runs."""
 
     on_alert: str | None = field_doc(
         "shell command (one line of sh) that is run for each alert; default: none", default=None
@@ -58,11 +59,11 @@ class Settings(Record):
 
 
 class AlertCommand:
-    """Runs the user's command once for each alert of a run that occurs after the creation of this
-    object.
+    """Runs the user's command once for each alert of a run that occurs after this object was
+    created.
 
-    If the command fails, an alert of kind `on_alert` is added to the log. The command is not run
-    for alerts of this kind.
+    If the command fails, an alert of the kind `on_alert` is added to the log. The command is not
+    run for alerts of this kind, which would repeat the failure.
 
     Raises:
         ConfigError: The file config.toml cannot be read.
@@ -72,19 +73,20 @@ class AlertCommand:
         self.run = run
         self.log = log
         self.command = on_alert_command()
-        # Alerts and steps that are recorded already are old. Times are hardly used, since the
-        # trainer's clock may differ from the clock of this machine. They only exclude very old
-        # alerts, which a mirror may copy late.
+        # Alerts and steps that are recorded already are old, so no command is run for them. Times
+        # are hardly used to decide this, since the trainer's clock may differ from the clock of
+        # this machine. They only exclude very old alerts, which a mirror of a remote run may copy
+        # late.
         self.oldest = time.time() - MAX_SKEW_S
         self.known = set(log.read())
         self.newest_row = _newest_row(run)
         self.calls = list[float]()
-        """Monotonic times of the calls of the last period, in seconds."""
+        """Monotonic times, in seconds, of the calls of the command in the last PERIOD_S."""
         self.waiting = list[Alert]()
-        """New alerts for which the command was not run yet."""
+        """New alerts for which the command was not run yet, oldest first."""
 
     def run_for_new_alerts(self) -> None:
-        """Runs the command for the new alerts in the log, at most MAX_CALLS times per period."""
+        """Runs the command for the new alerts in the log, at most MAX_CALLS times per PERIOD_S."""
         if self.command is None:
             return
         for alert in list(self.log.read()):
@@ -100,12 +102,13 @@ class AlertCommand:
         self.calls = [call for call in self.calls if now - call < PERIOD_S]
         while self.waiting and len(self.calls) < MAX_CALLS - 1:
             self._run_for(self.waiting.pop(0))
-        if len(self.calls) < MAX_CALLS:  # The last call of a period is for all waiting alerts.
+        # The last call of a period reports all waiting alerts together.
+        if len(self.calls) < MAX_CALLS:
             self.run_for_waiting_alerts()
 
     def run_for_waiting_alerts(self) -> None:
-        """Runs the command once for all waiting alerts. Its message is that of the newest alert,
-        after the number of the others.
+        """Runs the command once for all waiting alerts together. Its message is the message of the
+        newest alert, preceded by the number of the other alerts.
         """
         if not self.waiting:
             return
@@ -118,7 +121,9 @@ class AlertCommand:
         self._run_for(last.replace(message=message))
 
     def _run_for(self, alert: Alert) -> None:
-        """Runs the command for an alert. If the command fails, adds an alert to the log."""
+        """Runs the command for one alert. If the command fails, adds an alert of the kind
+        `on_alert` to the log.
+        """
         self.calls.append(time.monotonic())
         if why := _run_command(str(self.command), self.run, alert):
             failed = {"kind": "on_alert", "level": "warning", "message": f"on_alert: {why}"}
@@ -126,8 +131,8 @@ class AlertCommand:
 
 
 def _newest_row(run: Run) -> tuple[int, float]:
-    """Returns (attempt, unix time by the trainer's clock) of the last recorded step. The time is
-    minus infinity if it is unknown.
+    """Returns (attempt, unix time) of the last recorded training step. The time comes from the
+    clock of the trainer's machine. It is minus infinity if it is unknown.
     """
     lines = last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)
     rows = [row for row in map(parse_row, lines) if row is not None]
@@ -137,7 +142,8 @@ def _newest_row(run: Run) -> tuple[int, float]:
 
 
 def on_alert_command() -> str | None:
-    """Returns the user's command, or None if config.toml has no command.
+    """Returns the command that the user has set as `on_alert` in config.toml, or None if there is
+    none.
 
     Raises:
         ConfigError: The file config.toml cannot be read.
@@ -153,7 +159,7 @@ def on_alert_command() -> str | None:
 
 
 def _run_command(command: str, run: Run, alert: Alert) -> str:
-    """Runs the command for an alert. Returns the reason of a failure in one line. Empty if the
+    """Runs the command for one alert. Returns the reason of a failure in one line, or "" if the
     command succeeded.
     """
     text = " ".join(f"{run.name}, step {alert.step:,}: {alert.message}".split())

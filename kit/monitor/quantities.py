@@ -1,7 +1,7 @@
-"""Names and formats of the quantities that the views of a run show.
+"""Names, formats and units of the quantities (such as loss or MFU) that the views of a run show.
 
-Dashboard, terminal, figures and the table of runs use this module. Only the dashboard's front end
-has separate rules for formats, since its numbers must fit into tiles.
+The dashboard, the terminal, the figures and the table of runs use this module. Only the JavaScript
+front end of the dashboard has separate rules for formats, since its numbers must fit into tiles.
 """
 
 import dataclasses
@@ -11,16 +11,17 @@ from kit.show.terminal import number
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """Names, format and unit of one number of a step in all views."""
+    """Names, format and unit of one number of a training step, for all views."""
 
     label: str
-    """Name beside a value in text."""
+    """Short name that is written beside a value in text."""
     text_format: str = "g"
-    """Format of a value in text."""
+    """Python format specification of a value in text."""
     title: str = ""
-    """Title of a chart, with the unit of the chart. Empty if no chart shows the quantity."""
+    """Title of the chart of this quantity, with its unit. Empty if no chart shows the quantity."""
     chart_factor: int = 1
-    """Factor by which a value is multiplied for charts, for example 100 for per cent."""
+    """Factor by which a value is multiplied before it is drawn in a chart, for example 100 for per
+    cent."""
 
 
 QUANTITIES = {
@@ -34,9 +35,9 @@ QUANTITIES = {
     "learning_rate": Quantity(label="learning rate", title="Learning rate"),
     "memory_bytes": Quantity(label="memory", title="Memory of rank 0"),
 }
-"""All quantities, by their name in rows of metrics and in curves."""
+"""All quantities, by their names in rows of metrics.jsonl and in `Curves`."""
 
 
 def quantity_text(name: str, value: float | None) -> str:
-    """Returns a value of a quantity as text. None is a dash."""
+    """Returns a value of the quantity `name` as text. Returns a dash for None."""
     return number(value, QUANTITIES[name].text_format)

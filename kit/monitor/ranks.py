@@ -1,4 +1,4 @@
-"""Step times of all ranks over the last minutes, to find the slow rank and its host."""
+"""Samples the step times of all ranks over the last minutes, to find a slow rank and its host."""
 
 import dataclasses
 import time
@@ -12,36 +12,36 @@ from kit.monitor.detectors import MIN_SAMPLES, TEST_MEDIANS, slowest_rank
 from kit.run.metrics import median
 
 SAMPLES = 120
-"""Largest number of samples that are kept."""
+"""Largest number of samples of step times that are stored. Older samples are dropped."""
 WINDOWS = (MIN_SAMPLES, SAMPLES)
-"""Sizes of the windows that are tested, in newest samples. The small one detects a rank that has
-just become slow. The large one detects a slow rank in strong noise."""
+"""Numbers of newest samples over which the slowest rank is tested. The small window detects a rank
+that has just become slow. The large window detects a slow rank in strong noise."""
 BY_CHANCE = 1e-5
-"""Probability of an alert by noise at one look. One look per second is 86,400 looks per day. Only
-720 of them have no sample in common."""
+"""Largest accepted probability that noise alone causes an alert at one look. A view looks once per
+second, which is 86,400 times per day. Only 720 of these looks have no sample in common."""
 MAX_SPLIT_RANKS = 5
-"""Largest number of ranks for which the parts of a step are shown."""
+"""Largest number of ranks for which a view shows how long each part of a step takes."""
 MAX_TIME_SHARE = 0.1
-"""Largest fraction of its time that a view spends on reading heartbeats. The heartbeats of many
-thousands of ranks are read less often."""
+"""Largest fraction of a view's time that is spent on reading heartbeats. The heartbeats of many
+thousands of ranks are therefore read less often."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """The slowest rank of a job, with the result of the test of its step times."""
+    """The slowest rank of a job, with the result of the statistical test of its step times."""
 
     rank: int
     ratio: float
     """Step time of the rank divided by the step time of the other ranks."""
     by_chance: float
     """p-value of the test: probability that noise alone makes any rank look at least as slow, if no
-    rank is slower than `SLOW` times the other ranks."""
+    rank is slower than `kit.monitor.detectors.SLOW` times the other ranks."""
     host: str | None
-    """Host of the rank. None if it is unknown."""
+    """Host name of the node on which the rank runs. None if it is unknown."""
 
     @property
     def is_sure(self) -> bool:
-        """Whether `by_chance` is below BY_CHANCE, so that the rank gets an alert."""
+        """Whether the p-value is below BY_CHANCE, so that the rank gets an alert."""
         return self.by_chance < BY_CHANCE
 
     def __str__(self) -> str:
@@ -53,11 +53,11 @@ class RankTimes:
     """Samples of the step times of all ranks in an attempt, taken while a view is open.
 
     Attributes:
-        samples: one float32 array, [rank], for each of the newest samples. Its values are step
-            times divided by the median of all ranks, NaN for a rank without a heartbeat.
-        beats: newest heartbeat of each rank, by rank.
-        slowest: slowest rank of the window, among WINDOWS, with the smallest probability of a false
-            alert. None for fewer than MIN_SAMPLES samples.
+        samples: newest samples, at most SAMPLES. Each is a float32 array [rank] of step times
+            divided by the median of all ranks. NaN for a rank without a heartbeat.
+        beats: newest heartbeat of each rank, by the number of the rank.
+        slowest: slowest rank, from the window of WINDOWS whose test has the smallest p-value. None
+            for fewer than MIN_SAMPLES samples.
     """
 
     def __init__(self, run_dir: Path, num_ranks: int, attempt: int) -> None:
@@ -65,16 +65,16 @@ class RankTimes:
         self.num_ranks = num_ranks
         self.attempt = attempt
         self._step = -1
-        """Newest step of any rank at the last sample."""
+        """Newest training step that any rank had finished at the last sample."""
         self._rest_until = 0.0
-        """Monotonic time before which no heartbeats are read, in seconds."""
+        """Monotonic time until which no heartbeats are read, in seconds."""
         self.samples: list[np.ndarray] = []
         self.beats: dict[int, RankHeartbeat] = {}
         self.slowest: Straggler | None = None
 
     def look(self) -> bool:
-        """Takes a sample if any rank has finished a step since the last sample. Returns whether a
-        sample was taken.
+        """Reads the heartbeats. Stores a sample of step times if any rank has finished a step since
+        the last sample. Returns whether a sample was stored.
         """
         begun = time.monotonic()
         if begun < self._rest_until:
@@ -92,7 +92,7 @@ class RankTimes:
         self.beats |= beats
         sample = np.full(self.num_ranks, np.nan, dtype=np.float32)
         for rank, beat in beats.items():
-            # The time of a whole step includes the wait for slower ranks, so it is used only if the
+            # The time of a whole step includes the wait for slower ranks. It is used only if the
             # rank's own work was not measured.
             own_s = beat.step_time_s if beat.work_s is None else beat.work_s
             if own_s is not None:
@@ -104,24 +104,25 @@ class RankTimes:
         return True
 
     def newest_samples(self, count: int) -> np.ndarray:
-        """Returns the newest samples, at most `count`, as an array [rank, sample]."""
+        """Returns at most `count` of the newest samples, as an array [rank, sample]."""
         return np.reshape(self.samples[-count:], (-1, self.num_ranks)).T
 
     def relative_times(self, max_rows: int) -> np.ndarray:
-        """Returns all samples as an array [row, sample] with at most `max_rows` rows. A row is a
-        rank, or the slowest of several neighbouring ranks.
+        """Returns all samples as an array [row, sample] with at most `max_rows` rows. Each row is
+        one rank, or the slowest of several neighbouring ranks.
         """
         starts = np.arange(0, self.num_ranks, -(-self.num_ranks // max_rows))
         rows = [np.fmax.reduceat(sample, starts) for sample in self.samples]
         return np.reshape(rows, (-1, len(starts))).T
 
     def step_parts(self) -> list[dict[str, Any]]:
-        """Returns one dictionary with `rank`, `host` and `seconds` for each of the ranks with the
-        longest work per step. There are at most MAX_SPLIT_RANKS, in the order of their ranks.
+        """Returns the parts of a step for the ranks with the longest work per step, at most
+        MAX_SPLIT_RANKS. Each rank has one dictionary with `rank`, `host` and `seconds`. The
+        dictionaries are sorted by rank.
 
-        `seconds` has the median of each part of a step, in the order of
+        `seconds` is a list with the median seconds of each part of a step, in the order of
         `cluster.heartbeats.PARTS`. The wait for other ranks is subtracted from the forward and
-        backward pass, since most of the wait is within this part.
+        backward pass, since most of the wait occurs within this part.
         """
         work_s = {
             rank: beat.own_s or sum(filter(None, beat.parts_s))
@@ -138,8 +139,8 @@ class RankTimes:
         return rows
 
     def _slowest(self) -> Straggler | None:
-        """Returns the slowest rank of the window with the smallest probability of a false alert.
-        Returns None for fewer than two ranks or MIN_SAMPLES samples.
+        """Tests the slowest rank in each window of WINDOWS. Returns the result with the smallest
+        p-value, or None for fewer than two ranks or MIN_SAMPLES samples.
         """
         if self.num_ranks < 2 or len(self.samples) < MIN_SAMPLES:
             return None

@@ -1,4 +1,4 @@
-"""The state of one run, read from its files, with all objects that views derive from the run."""
+"""State of one run, read from its files, with all objects that the views derive from it."""
 
 import threading
 from pathlib import Path
@@ -13,20 +13,22 @@ from kit.run.metrics import Metrics
 
 
 class RunView:
-    """A run with its curves, actions, alerts, expected speed and step times of ranks.
+    """A run with everything that a dashboard derives from it: curves, actions, alerts, expected
+    speed and step times of ranks.
 
-    A new attempt may have another plan and another number of steps, and a corrected site has
-    another peak. In both cases a dashboard creates a new view, which replaces the old view.
+    A new attempt may have another plan and another number of steps. A correction of the site file
+    changes the peak FLOP/s. In both cases the dashboard creates a new `RunView`, which replaces the
+    old one.
 
     Args:
         run: the run, as its files describe it now.
-        attempt: number of the attempt whose ranks are watched.
-        site_written_at: result of the function `site_written_at` before `run` was opened.
-        lock: lock of the dashboard. It is held wherever curves are read or extended.
-        smoothing: weight of the past in the averages. It is ignored if `earlier` is given, whose
-            smoothing is kept.
-        earlier: view that this view replaces. The parsed rows, the requests of this viewer and the
-            state of the alert rules are taken over from it.
+        attempt: number of the attempt whose ranks are watched for slow ranks.
+        site_written_at: unix time of the last change of site.json before `run` was opened, or None.
+        lock: lock of the dashboard. A thread holds it while it reads or extends the curves.
+        smoothing: weight of past values in the moving averages. It is ignored if `earlier` is
+            given, since the smoothing of `earlier` is kept.
+        earlier: `RunView` that this one replaces. Its parsed rows of metrics.jsonl, its requests to
+            the job and the state of its alert rules are taken over.
     """
 
     def __init__(
@@ -56,14 +58,14 @@ class RunView:
         self.ranks = RankTimes(run.directory, run.plan.num_devices, attempt)
 
     def metrics(self) -> Metrics:
-        """Returns the steps that were read so far."""
+        """Returns the training steps that were read so far."""
         with self.lock:
             return self.curves.metrics()
 
 
 def site_written_at(directory: Path) -> float | None:
-    """Returns the unix time of the last change of a run's site.json, None if the file is missing.
-    `kit bench --apply` corrects a peak in it.
+    """Returns the unix time of the last change of a run's site.json, or None if the file is
+    missing. `kit bench --apply` changes the file when it corrects a peak.
     """
     try:
         return (directory / "site.json").stat().st_mtime

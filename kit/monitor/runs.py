@@ -1,7 +1,8 @@
-"""The runs below a folder: a table with their present states and the settings in which they differ,
-and a figure that compares up to eight runs.
+"""Views of all runs below a folder: a table with their present states and the settings in which
+they differ, and a figure that compares up to eight runs.
 
-The table reads only the end of each `metrics.jsonl`, so it takes no longer for long runs.
+For the table, only the end of each `metrics.jsonl` is read, so the table takes no longer for long
+runs.
 """
 
 import dataclasses
@@ -27,13 +28,14 @@ from kit.show.terminal import number
 from kit.show.theme import HUES
 
 MAX_COMPARED = 8
-"""Largest number of runs in a figure."""
+"""Largest number of runs that one figure compares."""
 TAIL_BYTES = 16 << 10
-"""Bytes at the end of metrics.jsonl that are read for the table."""
+"""Number of bytes at the end of each metrics.jsonl that are read for the table of runs."""
 LIVE_COLUMNS = ("run", "state", "step", "num_steps", "loss", "tokens_per_s", "mfu", "attempt")
-"""Columns that the table of runs always has, before the settings."""
+"""Columns that the table of runs always has. The settings in which the runs differ follow them."""
 DASHES = ("solid", (0, (5, 2)))
-"""Line styles of curves. Each of the four colours is used with both line styles, for eight runs."""
+"""Line styles of the compared curves. Each of the four colours is used with both line styles, which
+suffices for eight runs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,22 +44,23 @@ class RunsTable:
 
     folder: Path
     rows: list[dict[str, Any]]
-    """One row per run with its state, the numbers of its last step and all its settings."""
+    """One dictionary per run with its state, the numbers of its last step, and all its settings by
+    dotted name."""
     settings: list[str]
-    """Dotted names of the settings in which the runs differ."""
+    """Dotted names, such as `plan.tensor_parallel`, of the settings in which the runs differ."""
 
     @property
     def columns(self) -> list[str]:
-        """Names of the columns of the table. The age of a row is one of them if any run is on
-        another machine.
+        """Names of the columns of the table. They include `heard`, the age of the data in a row, if
+        any run is on another machine.
         """
         heard = ["heard"] if any("heard" in row for row in self.rows) else []
         return [*LIVE_COLUMNS, *heard, *self.settings]
 
     @property
     def notes(self) -> list[str]:
-        """Lines below the table: one line for each damaged file of a run, and one line with the
-        number of steps over which speeds are medians.
+        """Lines of text below the table: one for each damaged file of a run, and one with the
+        number of steps over which the speeds are medians.
         """
         notes = []
         for row in self.rows:
@@ -69,8 +72,8 @@ class RunsTable:
         return notes
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """Returns the rows for JSON: the columns of the table, the reason of the state, the
-        directory, and the age of the row in seconds.
+        """Returns the rows as dictionaries for JSON. They have the columns of the table, the reason
+        of the state, the directory, and the age of the data in seconds.
         """
         names = [*self.columns, "heard_s", "reason", "directory"]
         return [{name: row.get(name) for name in names} for row in self.rows]
@@ -102,7 +105,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def runs_table(folder: str | Path) -> RunsTable:
-    """Returns the table of all runs below a folder. For a run that cannot be read, the row has the
+    """Returns the table of all runs below a folder. If a run cannot be read, its row gives the
     reason.
 
     Raises:
@@ -120,7 +123,8 @@ def runs_table(folder: str | Path) -> RunsTable:
             run = Run.open(directory)
             row |= live_row(run) | _settings(run)
         except Exception as error:
-            # The run is incomplete, damaged, hostile or deleted meanwhile. Other runs are shown.
+            # The run is incomplete, damaged, hostile, or was deleted meanwhile. The other runs must
+            # still be shown.
             reason = "deleted while it was looked at"
             if directory.is_dir():
                 reason = str(error)
@@ -130,7 +134,7 @@ def runs_table(folder: str | Path) -> RunsTable:
 
 
 def live_row(run: Run) -> dict[str, Any]:
-    """Returns the row of a run: its state with the reason, the numbers of its last step, and the
+    """Returns the row of one run: its state with the reason, the numbers of its last step, and its
     median speed over the last steps of the newest attempt.
     """
     try:
@@ -158,10 +162,11 @@ def live_row(run: Run) -> dict[str, Any]:
 
 
 def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray]]]:
-    """Returns (matplotlib figure of loss and speed of up to eight runs, tables by name of the run).
-    A table has the columns `step`, `loss`, and `mfu` or `tokens_per_s`.
+    """Returns (matplotlib figure, tables). The figure shows loss and speed of up to eight runs. The
+    tables are the data of each run by its name, with the columns `step`, `loss`, and `mfu` or
+    `tokens_per_s`.
 
-    The speed is MFU if every run has an MFU, else tokens/s.
+    The speed is MFU if every run has an MFU. Otherwise it is tokens per second.
 
     Raises:
         RunError: `runs` is empty, has more than eight runs, or contains a run twice.
@@ -195,7 +200,9 @@ def compare_figure(runs: list[Run]) -> tuple[Any, dict[str, dict[str, np.ndarray
 
 
 def column_heading(column: str) -> str:
-    """Returns the heading of a column. For a setting, it is the last part of its dotted name."""
+    """Returns the heading of a column of the table of runs. For a setting, it is the last part of
+    its dotted name.
+    """
     headings = {"num_steps": "of steps", "heard": "as of", "spec.name": "model"}
     if column in headings:
         return headings[column]
@@ -205,7 +212,7 @@ def column_heading(column: str) -> str:
 
 
 def cell_text(column: str, value: Any) -> str:
-    """Returns the text of a cell, in the format of its column."""
+    """Returns the text of a cell of the table of runs, in the format of its column."""
     if value is None or isinstance(value, float):
         return quantity_text(column, value) if column in QUANTITIES else number(value, "g")
     if isinstance(value, int) and not isinstance(value, bool):
@@ -214,8 +221,8 @@ def cell_text(column: str, value: Any) -> str:
 
 
 def _newest_rows(run: Run) -> list[dict[str, Any]]:
-    """Returns the rows of the newest attempt in the last TAIL_BYTES of metrics.jsonl, sorted by
-    step.
+    """Returns the recorded rows of the newest attempt, sorted by step. Only the last TAIL_BYTES of
+    metrics.jsonl are read.
     """
     lines = last_lines(run.directory / "metrics.jsonl", TAIL_BYTES)
     rows = [row for row in map(parse_row, lines) if row is not None]
@@ -224,8 +231,8 @@ def _newest_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """Returns all settings of a run by dotted name: its site, and the fields of spec, plan and
-    recipe.
+    """Returns all settings of a run by dotted name: `site`, and the fields of spec, plan and
+    recipe, such as `plan.zero_stage`.
     """
     settings: dict[str, Any] = {"site": run.site.name}
     for part, record in (("spec", run.spec), ("plan", run.plan), ("recipe", run.recipe)):
@@ -235,14 +242,14 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _differing_settings(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the names of settings that have different values in some rows. Fields of the spec are
-    only compared between models with the same name.
+    """Returns the dotted names of the settings in which some runs differ. `rows` are rows of the
+    table. Fields of the model spec are only compared between models with the same name.
     """
     if not rows:
         return []
     differing = []
     for name in rows[0]:
-        # The number of steps has its own column.
+        # The number of steps is left out, since the table always has a column for it.
         if (name != "site" and "." not in name) or name == "recipe.num_steps":
             continue
         is_shape = name.startswith("spec.") and name != "spec.name"
@@ -256,7 +263,8 @@ def _differing_settings(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _labels(runs: list[Run]) -> list[str]:
-    """Returns the names of runs, which are their paths relative to their common parent folder.
+    """Returns a distinct name for each run: its path relative to the common parent folder of all
+    runs.
 
     Raises:
         RunError: `runs` contains a run twice.

@@ -1,5 +1,6 @@
-"""Scores of a run's checkpoints as curves, read from `eval/step_*.json`, and the figure of scores
-over training tokens with 95 % intervals. Imports neither torch nor lm-eval.
+"""Benchmark scores of a run's checkpoints, read from `eval/step_*.json`, as curves. Also makes the
+figure of scores over training tokens with 95 % intervals. The module imports neither torch nor
+lm-eval.
 """
 
 import contextlib
@@ -20,36 +21,39 @@ MARKERS = ("o", "s", "^", "D", "v")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreCurve:
-    """One metric of one task over the checkpoints of a run, oldest first. `curve["score"]` is one
-    column of `rows` as an array.
+    """Curve of one metric of one task over the checkpoints of a run, oldest checkpoint first.
+    `curve["score"]` is the column `score` of `rows` as an array.
     """
 
     oldest_score: TaskScore
-    """Score of the oldest checkpoint. The scores of all checkpoints have one task and one set of
-    settings."""
+    """Score of the oldest checkpoint. Task and settings are read from it, since they are equal for
+    all checkpoints of a curve."""
     metric: str
-    """Name of the metric, as in the reports."""
+    """Name of the metric in the score reports, such as `acc`."""
     rows: list[dict[str, Any]]
-    """One row per checkpoint. An unknown number is NaN.
+    """One row per checkpoint, as a dict with the following keys. An unknown number is NaN.
 
-    - `task`, `metric`, `step`, and `tokens`: number of tokens seen.
-    - `score`: a fraction, or bits for bits_per_byte.
+    - `task`, `metric`, `step`, and `tokens`: number of training tokens up to the checkpoint.
+    - `score`: value of the metric: a fraction, or bits for bits_per_byte.
     - `stderr`: standard error, as the harness reports it.
-    - `low`, `high`: ends of the 95 % interval.
-    - `partial`: whether only a part of the items was scored.
-    """
+    - `low`, `high`: ends of the 95 % interval of the score.
+    - `partial`: whether only a part of the task's items was scored."""
 
     def __getitem__(self, column: str) -> np.ndarray:
         return np.array([row[column] for row in self.rows])
 
     @property
     def name(self) -> str:
-        """Name for a legend: the task and the settings that differ from the default."""
+        """Name of the curve for a legend: the task, followed by the settings that differ from the
+        default.
+        """
         return score_name(self.oldest_score)
 
     @property
     def chance(self) -> float:
-        """Accuracy of random guessing. NaN for a metric or task without such an accuracy."""
+        """Accuracy of random guessing, as a fraction. NaN for a metric or a task without such an
+        accuracy.
+        """
         chance = self.oldest_score.chance
         if self.metric == ANSWER_BITS or chance is None:
             return np.nan
@@ -57,18 +61,20 @@ class ScoreCurve:
 
     @property
     def is_accuracy(self) -> bool:
-        """Whether the scores are fractions of the items, and not bits or probabilities."""
+        """Whether the scores are accuracies, which are fractions of the items, and not bits or
+        probabilities.
+        """
         bits = self.metric.startswith(("answer", "bits", "byte", "likelihood", "word"))
         return not bits and "perplexity" not in self.metric
 
 
 def eval_reports(run: Run) -> list[EvalReport]:
-    """Returns the reports of a run's checkpoints, sorted by step. Files that are no valid reports
-    are left out.
+    """Returns the score reports of a run's checkpoints, sorted by training step. Files that are no
+    valid reports are left out.
     """
     reports = []
     for file in (run.directory / "eval").glob("step_*.json"):
-        # Another program may have written the file, or the file was deleted meanwhile.
+        # The file may have been written by another program, or deleted meanwhile.
         with contextlib.suppress(ConfigError, OSError, UnicodeDecodeError):
             reports.append(EvalReport.read(file))
     known = [report for report in reports if report.step is not None]
@@ -76,7 +82,7 @@ def eval_reports(run: Run) -> list[EvalReport]:
 
 
 def scoring_seconds(run: Run) -> float:
-    """Returns the seconds that the scoring of all checkpoints of a run took."""
+    """Returns the number of seconds for which all checkpoints of a run were scored, in total."""
     return sum(report.seconds for report in eval_reports(run))
 
 
@@ -84,8 +90,8 @@ def eval_curve(run: Run, metric: str | None = None) -> list[ScoreCurve]:
     """Returns one curve for each combination of task, settings and precision that was scored at any
     checkpoint of the run.
 
-    By default a curve shows the headline metric of its task. If `metric` is given, all curves show
-    this metric, and tasks without this metric are left out.
+    By default, a curve shows the headline metric (the main one) of its task. If `metric` is given,
+    all curves show this metric, and tasks without this metric are left out.
     """
     curves: dict[tuple, ScoreCurve] = {}
     for report in eval_reports(run):
@@ -101,7 +107,7 @@ def eval_curve(run: Run, metric: str | None = None) -> list[ScoreCurve]:
 
 
 def _row(report: EvalReport, score: TaskScore, metric: Metric) -> dict[str, Any]:
-    """Returns the row of a `ScoreCurve` for one metric of one report."""
+    """Returns the row of a `ScoreCurve` for one metric of one task in a score report."""
     numbers = {
         "tokens": report.tokens_seen,
         "score": metric.value,
@@ -121,8 +127,8 @@ def _row(report: EvalReport, score: TaskScore, metric: Metric) -> dict[str, Any]
 
 
 def score_name(score: TaskScore) -> str:
-    """Returns the task, followed by the settings that differ from the default. Settings are shots,
-    temperature, chat template, options of generation and precision.
+    """Returns the name of a score: the task, followed by the settings that differ from the default.
+    Settings are shots, temperature, chat template, options of generation and precision.
     """
     words = [score.task]
     if score.num_fewshot:
@@ -139,8 +145,8 @@ def score_name(score: TaskScore) -> str:
 
 
 def last_scores(run: Run) -> dict[str, dict[str, Any]]:
-    """Returns the newest score of each curve, by name of the curve: the last row of its
-    `ScoreCurve`. An unknown number is None.
+    """Returns the newest score of each curve of a run, by the name of the curve. A score is the
+    last row of its `ScoreCurve`, in which an unknown number is None.
     """
     scores = {}
     for curve in eval_curve(run):
@@ -153,11 +159,11 @@ def last_scores(run: Run) -> dict[str, dict[str, Any]]:
 
 
 class ScoreFollower:
-    """Reads the scores in a run's `eval/step_*.json`. Each score is returned once, and again after
+    """Reads new scores from a run's `eval/step_*.json`. Each score is returned once, and again if
     it has changed.
 
     Attributes:
-        seen: last returned value of each score, by step and name.
+        seen: value of each score when it was last returned, by `STEP NAME`.
     """
 
     def __init__(self, run: Run, seen: dict[str, float] | None = None) -> None:
@@ -165,8 +171,9 @@ class ScoreFollower:
         self.seen = dict(seen or {})
 
     def read(self) -> list[tuple[int, int, dict[str, float]]]:
-        """Returns (attempt, step, values) for each report with new scores. The name of a value is
-        `eval/TASK/METRIC`, and that of its standard error is `eval/TASK/METRIC_stderr`.
+        """Returns (attempt, step, values) for each report with new scores. `values` maps names to
+        numbers. A score is named `eval/TASK/METRIC`, and its standard error
+        `eval/TASK/METRIC_stderr`.
         """
         new = []
         for report in eval_reports(self.run):
@@ -187,12 +194,12 @@ class ScoreFollower:
 
 
 def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
-    """Returns (matplotlib figure of the scores of a run's checkpoints, table with the rows of all
-    curves).
+    """Returns (matplotlib figure, table) with the scores of a run's checkpoints. The table has the
+    rows of all curves.
 
-    The panels are accuracies, bits per byte of right answers, and all other metrics. The 95 %
-    interval is shaded. A hollow marker means that only a part of the items was scored. A dotted
-    line is the accuracy of random guessing.
+    The figure has up to three panels: accuracies, bits per byte of the right answers, and all other
+    metrics. The 95 % interval is shaded. A hollow marker means that only a part of the items was
+    scored. A dotted line is the accuracy of random guessing.
 
     Raises:
         RunError: No checkpoint of the run has been scored.
@@ -221,7 +228,7 @@ def eval_figure(run: Run) -> tuple[Any, list[dict[str, Any]]]:
 
 
 def draw_scores(axis: Any, curves: list[ScoreCurve]) -> None:
-    """Draws curves of one kind of metric into a panel. Accuracies are in per cent, other metrics in
+    """Draws score curves into one panel. Accuracies are drawn in per cent, and other metrics in
     their own unit.
     """
     from matplotlib.ticker import EngFormatter

@@ -1,8 +1,10 @@
-"""Comparison of a run's measured speed with the predicted speed of its plan on its site.
+"""Compares the measured step time of a run with the step time that the planner predicts for its
+plan and site.
 
 `compare_speed` compares once. Views use a `SpeedMonitor`, which compares at long intervals in a
-separate thread, so no view waits. A comparison is slow, since the estimate imports many modules and
-the ledger reads the whole history. If there is no estimate, the verdict gives the reason.
+separate thread, so that a view never waits. A comparison is slow, since the prediction imports many
+modules, and the computation of goodput reads the whole history. If no prediction can be made, the
+verdict gives the reason.
 """
 
 import dataclasses
@@ -22,15 +24,16 @@ from kit.run import Run
 from kit.run.metrics import Metrics, utilisation_rates
 
 REFRESH_S = 20.0
-"""Least time between two comparisons of one view, in seconds."""
+"""Least time between two comparisons by one view, in seconds."""
 MAX_TIME_SHARE = 0.02
-"""Largest fraction of its time that a view spends on comparisons."""
+"""Largest fraction of a view's time that is spent on comparisons. After a slow comparison, the next
+one is made later."""
 BAND_LABEL = "expected (modelled, 90 %)"
 WARM_UP_STEPS = 5
-"""Number of first steps of an attempt that are left out. It is also the least number of further
-steps for a comparison."""
+"""Number of steps at the beginning of an attempt that are left out of the measured step time. A
+comparison needs at least as many further steps."""
 COMPARED_STEPS = 200
-"""Largest number of the newest steps whose median is compared."""
+"""Largest number of newest steps over which the measured step time is the median."""
 DATA = "waiting for data"
 WAITS = "waiting for other ranks or the network"
 PASSES = "forward and backward pass"
@@ -43,50 +46,52 @@ STEP_PARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "reduction, norm and clipping of gradients": ("reduction_s", ("data_parallel",)),
     PASSES: ("forward_backward_s", COMPUTE_TERMS),
 }
-"""(column of the metrics, terms of the estimate that predict its time), by part of a step. In
-this order the parts are tried as the cause of a slow step. WAITS is measured within the other
-parts, so it is not added to their sum."""
+"""Parts of a training step, mapped to (column of metrics.jsonl with the seconds of the part, terms
+of the predicted step time for the part). They are examined in this order as the cause of a slow
+step. The part WAITS is contained in other parts, so it is not added to their sum."""
 
 Band = dict[str, Any]
-"""90 % intervals of the estimate for one attempt. The key `attempt` is the number of the
-attempt. The keys `step_time_s`, `tokens_per_s` and `mfu` have (low, high). `mfu` is None if the
-peak is unknown."""
+"""90 % intervals of the planner's prediction for one attempt. `attempt` is the number of the
+attempt. `step_time_s`, `tokens_per_s` and `mfu` are (low, high). `mfu` is None if the peak is
+unknown."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeedComparison:
-    """Expected and measured step time of an attempt."""
+    """Predicted and measured step time of one attempt."""
 
     expected_s: float
     """Predicted step time in seconds."""
     low_s: float
-    """Lower end of the 90 % interval of the step time, in seconds."""
+    """Lower end of the 90 % interval of the predicted step time, in seconds."""
     high_s: float
-    """Upper end of the 90 % interval of the step time, in seconds."""
+    """Upper end of the 90 % interval of the predicted step time, in seconds."""
     terms_s: dict[str, float]
-    """Predicted seconds of each term of the estimate, the largest first."""
+    """Predicted seconds of each term of the step time (such as gemm or bubble), by name, the
+    largest first."""
     calibration: str
-    """Name of the runs to which the estimate is fitted."""
+    """Description of the runs to which the prediction is fitted, for sentences."""
     warnings: tuple[str, ...]
-    """Warnings of the estimate."""
+    """Warnings of the planner about its prediction."""
     took_s: float
-    """Measured step time: median over the newest steps, in seconds. NaN for too few steps."""
+    """Measured step time in seconds: median over the newest steps. NaN if the attempt has too few
+    steps."""
     took_steps: int
-    """Number of steps over which `took_s` is the median."""
+    """Number of training steps over which the measured step time `took_s` is the median."""
     parts_s: dict[str, float]
-    """Median seconds of each recorded part of a step on rank 0, by name in STEP_PARTS. The parts do
-    not overlap."""
+    """Median seconds of each recorded part of a step on rank 0. Keys are the names in STEP_PARTS
+    except WAITS, so the parts do not overlap."""
     waiting_s: float | None
-    """Median seconds, within `parts_s`, for which rank 0 waited for other ranks or the network.
-    None if the wait was not recorded."""
+    """Median seconds per step for which rank 0 waited for other ranks or the network, contained in
+    `parts_s`. None if the wait was not recorded."""
     band: Band
-    """Intervals of step time and speeds, for charts."""
+    """90 % intervals of step time, tokens per second and MFU, for charts."""
 
     @property
     def slow_part(self) -> str | None:
-        """Part of a step that explains more than half of the excess over the expected time. None
-        if the step time is not above its interval, or if no single part explains half of the
-        excess.
+        """Name of the part of a step that explains more than half of the excess over the predicted
+        step time. None if the step time is not above its interval, or if no part explains half of
+        the excess.
         """
         if not self.took_s > self.high_s:
             return None
@@ -102,7 +107,7 @@ class SpeedComparison:
     @property
     def verdict(self) -> str:
         """Sentence with the result of the comparison. For a slow run, a second sentence names the
-        slow part of a step, if it was measured.
+        slow part of a step, if there is one.
         """
         if math.isnan(self.took_s):
             return (
@@ -124,23 +129,23 @@ class SpeedComparison:
         return f"{text}. Most of it: {part}, {seconds:.3g} s a step"
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields and the verdict as plain values for JSON."""
+        """Returns the fields and the verdict as a dict of plain values for JSON."""
         return {**dataclasses.asdict(self), "verdict": self.verdict}
 
 
 def comparison_sentence(
     took_s: float, expected_s: float, low_s: float, high_s: float, label: str, steps: str = ""
 ) -> str:
-    """Returns a sentence that compares a step time with its 90 % interval.
+    """Returns a sentence that compares a measured step time with its predicted 90 % interval.
 
     Args:
         took_s: measured step time in seconds.
         expected_s: predicted step time in seconds.
         low_s: lower end of the interval in seconds.
         high_s: upper end of the interval in seconds.
-        label: name of the runs to which the estimate is fitted.
-        steps: phrase for the steps over which `took_s` is taken. A view may show the sentence
-            beside a step time over fewer steps.
+        label: description of the runs to which the prediction is fitted.
+        steps: phrase such as `median of 200 steps`, which says over which steps `took_s` was
+            measured. It is needed if the view also shows a step time over fewer steps.
     """
     took = f"{took_s:.3g} s ({steps})" if steps else f"{took_s:.3g} s"
     band = f"{low_s:.3g} to {high_s:.3g} s a step"
@@ -154,15 +159,16 @@ def comparison_sentence(
 def compare_attempt(
     run: Run, attempt: int | None = None, metrics: Metrics | None = None
 ) -> SpeedComparison:
-    """Returns the comparison of an attempt's newest steps with the estimate for its plan and site.
+    """Returns the comparison of the step time of an attempt's newest steps with the prediction for
+    its plan and site.
 
     Args:
         run: the run.
         attempt: number of the attempt. The default is the newest attempt.
-        metrics: steps of the run, if the caller has read them already.
+        metrics: training steps of the run. None: they are read from the files.
 
     Raises:
-        ConfigError: The site lacks a number that the estimate needs.
+        ConfigError: The site file lacks a number that the prediction needs.
     """
     from kit.estimate.fit.calibrate import calibrate, published_calibration
     from kit.estimate.fit.measured_rows import hardware_on
@@ -186,7 +192,8 @@ def compare_attempt(
     waiting_s = parts_s.pop(WAITS, None)
     tokens = plan.global_batch_size * run.spec.sequence_length
     rates = utilisation_rates(run.spec, plan, site, is_imported=run.is_imported)
-    # No step can be faster than at the peak, so the interval is limited by the peak.
+    # At the peak FLOP/s a step takes `at_peak_s`. No step can be faster, so the interval is cut off
+    # there.
     at_peak_s = tokens * rates[0] if rates else 0.0
     low_s = max(at_peak_s, np.asarray(prediction.low_s).item())
     high_s = max(at_peak_s, np.asarray(prediction.high_s).item())
@@ -214,11 +221,11 @@ def compare_attempt(
 
 
 def compare_speed(run: Run) -> SpeedComparison:
-    """Returns the comparison of a run's newest attempt with the estimate.
+    """Returns the comparison of the measured and the predicted step time of a run's newest attempt.
 
     Raises:
         RunError: The newest attempt has too few steps.
-        ConfigError: The site lacks a number that the estimate needs.
+        ConfigError: The site file lacks a number that the prediction needs.
     """
     comparison = compare_attempt(run)
     if math.isnan(comparison.took_s):
@@ -230,9 +237,9 @@ def compare_speed(run: Run) -> SpeedComparison:
 
 
 def _measured_step(metrics: Metrics, attempt: int) -> tuple[float, int, dict[str, float]]:
-    """Returns (median seconds of an attempt's newest steps, number of these steps, median seconds
-    of each recorded part by name in STEP_PARTS). For too few steps, the median is NaN and there are
-    no parts.
+    """Returns (median step time in seconds, number of steps, median seconds of each recorded part
+    by its name in STEP_PARTS), over an attempt's newest steps. For too few steps, the median is NaN
+    and no part is returned.
     """
     known = (metrics["attempt"] == attempt) & np.isfinite(metrics["step_time_s"])
     rows = np.flatnonzero(known)[WARM_UP_STEPS:][-COMPARED_STEPS:]
@@ -245,24 +252,28 @@ def _measured_step(metrics: Metrics, attempt: int) -> tuple[float, int, dict[str
             parts[name] = seconds
     took_s = float(np.median(metrics["step_time_s"][rows]))
     phases = [seconds for name, seconds in parts.items() if name not in (DATA, WAITS)]
-    if phases and DATA in parts:  # Data loading that overlaps work of the GPU does not count.
+    # Data loading delays a step only by the time that the other parts leave, since loading overlaps
+    # them.
+    if phases and DATA in parts:
         parts[DATA] = min(parts[DATA], max(0.0, took_s - sum(phases)))
     return took_s, len(rows), parts
 
 
 class SpeedMonitor:
-    """Compares the speed of a run with the estimate at intervals, in a thread.
+    """Compares the step time of a run with the planner's prediction at intervals, in a thread.
 
     Attributes:
-        facts: result of the last comparison as plain values for JSON: `band` of the newest attempt
-            and its `label`, the sentence `verdict`, `parts_s` of a step, and `goodput`. Before the
-            first result, the values are empty or None.
+        facts: result of the last comparison as plain values for JSON. `band` has the intervals of
+            the newest attempt, `label` is the name of these intervals in charts, and `verdict` is a
+            sentence. `parts_s` has the seconds of each part of a step, and `goodput` the result of
+            `kit.monitor.goodput.ledger`. Before the first comparison, the values except `label` are
+            empty or None.
 
     Args:
         run: the run.
-        read_metrics: function that returns the steps that were read so far.
-        earlier: monitor of the same run before the run changed. Its facts, without the verdict, are
-            shown until the first result.
+        read_metrics: function that returns the training steps that were read so far.
+        earlier: monitor of this run before its plan or site changed. Its facts, without the
+            verdict, are shown until the first comparison.
     """
 
     def __init__(
@@ -287,8 +298,9 @@ class SpeedMonitor:
         self._thread: threading.Thread | None = None
 
     def refresh(self, *, wait: bool = False) -> None:
-        """Starts a comparison in a thread, if the last comparison is older than REFRESH_S or, for a
-        slow one, older than MAX_TIME_SHARE requires. With `wait`, waits for the result.
+        """Starts a comparison in a thread if the last one is too old. The limit is REFRESH_S, or
+        longer after a slow comparison, as MAX_TIME_SHARE requires. With `wait`, waits for the
+        result.
         """
         if time.monotonic() >= self._due:
             self._due = float("inf")
@@ -298,7 +310,9 @@ class SpeedMonitor:
             self._thread.join()
 
     def _compare(self) -> None:
-        """Computes `facts` and the time at which the next comparison is due."""
+        """Compares the measured and the predicted step time, stores the result in `facts`, and sets
+        the time of the next comparison.
+        """
         start = time.thread_time()
         try:
             spent = ledger(self.run)
@@ -308,7 +322,8 @@ class SpeedMonitor:
                 "usd": spent.usd,
                 "parts": [row for row in spent.rows() if row["seconds"] > 0],
             }
-        except Exception:  # No attempt yet, or a removed directory. The view leaves goodput out.
+        # The run has no attempt yet, or its directory was removed. The view then shows no goodput.
+        except Exception:
             goodput = None
         self.facts = {
             "label": BAND_LABEL,
@@ -319,10 +334,11 @@ class SpeedMonitor:
 
 
 def speed_facts(run: Run, metrics: Metrics) -> dict[str, Any]:
-    """Returns `band`, `verdict` and `parts_s` of the newest attempt as plain values. If there is no
-    estimate, `band` is None and `verdict` gives the reason.
+    """Returns `band` (intervals), `verdict` (a sentence) and `parts_s` (seconds of each part of a
+    step) of a run's newest attempt, as plain values. If no prediction can be made, `band` is None
+    and `verdict` gives the reason.
 
-    Never raises an exception.
+    The function never raises an exception, since a view must continue.
     """
     try:
         comparison = compare_attempt(run, metrics=metrics)
@@ -330,14 +346,15 @@ def speed_facts(run: Run, metrics: Metrics) -> dict[str, Any]:
         if comparison.waiting_s is not None:
             parts_s[f"of these, {WAITS}"] = comparison.waiting_s
         return {"band": comparison.band, "verdict": comparison.verdict, "parts_s": parts_s}
-    except Exception as error:  # Files may be missing or damaged. The view continues.
+    # Files of the run may be missing or damaged. The view must continue.
+    except Exception as error:
         why = _first_line(error) or type(error).__name__
         return {"band": None, "verdict": f"no estimate: {why}", "parts_s": {}}
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the first line of an error message without its last full stop. A last sentence that
-    ends with a colon, such as "For example:", is left out.
+    """Returns the first line of an error message without the full stop at its end. If the line ends
+    with a sentence that introduces an example ("For example:"), this sentence is removed.
     """
     line, *_ = str(error).splitlines() or [""]
     return re.sub(r"[^.]*:$", "", line).rstrip(". ")

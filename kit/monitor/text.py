@@ -1,4 +1,6 @@
-"""Text views of a run: its status as plain values, and a view that is redrawn in the terminal."""
+"""Text views of a run: its status as plain values, and a status view that is drawn again and again
+in the terminal.
+"""
 
 from typing import Any
 
@@ -39,12 +41,14 @@ STEP_QUANTITIES = (
     "mfu",
     "hfu",
 )
-"""Quantities of the last step that the heading shows, in this order."""
+"""Names of the quantities of the last step that the status view shows above its curves, in this
+order."""
 BARS = "▁▂▃▄▅▆▇█"
 BAR_LABELS = {"tokens_per_s": "tok/s", "mfu": "MFU"}
-"""Label of the bars of a speed, at most eight characters, by name of the quantity."""
+"""Label of the line of bars that shows a speed, at most eight characters long, by name of the
+quantity."""
 SHOWN_ALERTS = 10
-"""Largest number of alerts that are shown."""
+"""Largest number of alerts that the status view shows."""
 MARKS = {"warning": ("⚠", "yellow"), "error": ("✖", "red")}
 
 
@@ -52,8 +56,8 @@ def status_row(run: Run) -> dict[str, Any]:
     """Returns the present status of a run as plain values, by name.
 
     The values are state, reason, step, loss, speed, MFU, time left, checkpoints and scores.
-    `unreadable` are the folders of checkpoints that this user may not enter. `eval_s` are the
-    seconds that all scores took.
+    `unreadable` lists the checkpoint folders that this user has no permission to enter. `eval_s` is
+    the number of seconds for which the checkpoints were scored.
     """
     return {
         "run": run.name,
@@ -66,19 +70,20 @@ def status_row(run: Run) -> dict[str, Any]:
 
 
 def status_table(run: Run, width: int = 80) -> Group:
-    """Returns the text view of a run, at most `width` characters wide: state with its reason,
-    numbers, curves, requests and alerts.
+    """Returns the status view of a run as text, at most `width` characters wide: state with its
+    reason, numbers of the last step, curves, requests and alerts.
     """
     dashboard = _complete_dashboard(run)
-    dashboard.refresh_speed(wait=True)  # The view is printed once, so it must be complete.
+    # The view is printed only once, so it must contain the comparison.
+    dashboard.refresh_speed(wait=True)
     return _text_view(dashboard, width)
 
 
 def watch(run: Run, *, console: Console | None = None) -> None:
-    """Shows the text view of a run until the job ends or the user presses Ctrl-C. Ctrl-C does not
-    affect the job.
+    """Shows the status view of a run in the terminal until the job ends or the user presses Ctrl-C.
+    Ctrl-C does not affect the job.
 
-    Runs the user's `on_alert` command for each new alert.
+    The user's `on_alert` command is run for each new alert.
 
     Raises:
         ConfigError: The user's config.toml cannot be read.
@@ -101,16 +106,15 @@ def watch(run: Run, *, console: Console | None = None) -> None:
 
 
 def recorded_alerts(run: Run) -> list[Alert]:
-    """Returns all alerts of a run in the order in which they were recorded. Evaluates the alert
-    rules first, since no view of the run may have been open before.
+    """Returns all alerts of a run in the order in which they were recorded. First the alert rules
+    examine all steps, since they only run in views, and no view of the run may have been open
+    before.
     """
     return _complete_dashboard(run).run_view.alert_monitor.log.alerts
 
 
 def _complete_dashboard(run: Run) -> Dashboard:
-    """Returns a dashboard that has read all steps of a run and has examined all of them for
-    alerts.
-    """
+    """Returns a dashboard of a run whose alert rules have examined all recorded steps."""
     dashboard = Dashboard(run)
     dashboard.catch_up()
     for _ in range(len(dashboard.columns) // ROWS_PER_LOOK):
@@ -119,8 +123,8 @@ def _complete_dashboard(run: Run) -> Dashboard:
 
 
 def _text_view(dashboard: Dashboard, width: int) -> Group:
-    """Returns the text view of a run at this moment. The alerts come last, newest first, so that a
-    terminal with too few lines cuts off the oldest alerts.
+    """Returns the status view of a run at this moment. The alerts come last and the newest alert
+    first, so that a terminal with too few lines cuts off only the oldest alerts.
     """
     width = max(40, min(width, 120))
     row = dashboard.row()
@@ -134,7 +138,9 @@ def _text_view(dashboard: Dashboard, width: int) -> Group:
 
 
 def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[RenderableType]:
-    """Returns the lines with name, state with its reason, and the numbers of the last step."""
+    """Returns the first lines of the status view: name, state with its reason, numbers of the last
+    step, and the comparison with the predicted speed.
+    """
     title = Text.assemble(
         (facts["name"], "bold"),
         "  ",
@@ -159,8 +165,8 @@ def _heading(row: dict[str, Any], facts: dict[str, Any], width: int) -> list[Ren
 
 
 def _goodput(facts: dict[str, Any]) -> str:
-    """Returns the goodput of a run as a sentence that begins with a space. Empty if the goodput is
-    unknown.
+    """Returns a sentence with the goodput of a run, preceded by a space. Returns "" if the goodput
+    is unknown.
     """
     goodput = facts["speed"]["goodput"]
     if not goodput or goodput["share"] is None:
@@ -169,8 +175,8 @@ def _goodput(facts: dict[str, Any]) -> str:
 
 
 def _tiles(row: dict[str, Any], checkpoints: list[int], width: int) -> Table:
-    """Returns a table of the numbers of the last step. `width` determines how many numbers are in a
-    line.
+    """Returns a table of the numbers of the last step. `width`, in characters, determines how many
+    numbers are on one line.
     """
     cells = {"step": f"{row['step']:,} / {row['num_steps']:,}"}
     for name in STEP_QUANTITIES:
@@ -199,8 +205,9 @@ def _tiles(row: dict[str, Any], checkpoints: list[int], width: int) -> Table:
 def _curves(
     dashboard: Dashboard, row: dict[str, Any], facts: dict[str, Any], width: int
 ) -> list[Text]:
-    """Returns a line of bars for the loss, one for the speed, and a line with the expected speed. A
-    bar is a mean over several steps. The number beside the bars is that of the heading.
+    """Returns up to three lines: bars for the loss, bars for the speed, and the predicted speed. A
+    bar is a mean over several steps. The number after the bars is the number that the heading
+    shows.
     """
     if not len(dashboard.columns):
         return [Text("no step yet", style="dim")]
@@ -217,8 +224,8 @@ def _curves(
 
 
 def bars(values: np.ndarray, width: int) -> str:
-    """Returns a string of at most `width` bars. The height of a bar is the mean of several
-    neighbouring values. A bar is `?` if one of its values is not finite.
+    """Returns a string of at most `width` bars that draws `values`. The height of a bar is the mean
+    of several neighbouring values. A bar is `?` if one of its values is not finite.
     """
     parts = np.array_split(values, min(width, len(values)))
     means = np.array([part.mean() for part in parts])
@@ -232,8 +239,8 @@ def bars(values: np.ndarray, width: int) -> str:
 
 
 def _details(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType]:
-    """Returns the lines with the scores, the requests, folders that cannot be entered, and the
-    reason of a failure.
+    """Returns the lines with the scores of checkpoints, the requests to the job, checkpoint folders
+    without permission, and the last log lines of a failed job.
     """
     run = dashboard.run
     parts: list[RenderableType] = []
@@ -257,8 +264,8 @@ def _details(dashboard: Dashboard, facts: dict[str, Any]) -> list[RenderableType
 
 
 def _alerts(dashboard: Dashboard) -> list[Text]:
-    """Returns one line for each of the newest alerts, newest first. Alerts are not shortened, since
-    their end says what the user can do.
+    """Returns one line for each of the newest alerts, newest first. Long alerts are not shortened,
+    since their end says what the user can do.
     """
     alerts = dashboard.run_view.alert_monitor.log.alerts
     lines = []
@@ -274,8 +281,8 @@ def _alerts(dashboard: Dashboard) -> list[Text]:
 
 
 def _scores(scores: dict[str, dict[str, Any]]) -> str:
-    """Returns the score of each task with its 95 % interval, such as `piqa acc 0.610 (0.588 to
-    0.632) at step 200, partial`.
+    """Returns a text with the score of each task and its 95 % interval, such as `piqa acc 0.610
+    (0.588 to 0.632) at step 200, partial`.
     """
     texts = []
     for task, last in scores.items():
@@ -290,7 +297,7 @@ def _scores(scores: dict[str, dict[str, Any]]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Returns a duration as text in seconds, minutes or hours. None is a dash."""
+    """Returns a duration as text in seconds, minutes or hours. Returns a dash for None."""
     if seconds is None:
         return "–"
     if seconds < 2 * 60:

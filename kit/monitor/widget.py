@@ -1,9 +1,10 @@
 """Monitor: the live dashboard in a notebook. A cell whose last line is `Monitor(run)` shows it.
 
-The dashboard only reads the run directory, so the job does not depend on browser and kernel. A new
-view shows the whole history, in any kernel and at any time. The kernel stores the data, and sends
-the numbers of the shown range to the browser at each update. The browser draws the numbers and
-sends requests. anywidget must be installed for the kernel and for JupyterLab.
+The dashboard only reads the run directory, so the job does not depend on the browser or the
+notebook kernel. A new view shows the whole history, in any kernel and at any time. The kernel
+stores the data. At each update it sends the numbers of the shown range to the browser. The browser
+draws these numbers and sends the user's requests. anywidget must be installed for the kernel and
+for JupyterLab.
 """
 
 import contextvars
@@ -29,18 +30,19 @@ from kit.run.columns import FAST_FROM_BYTES
 from kit.show.theme import MUTED
 
 POLL_S = 0.05
-"""Seconds between two reads of the metrics."""
+"""Seconds between two reads of new rows from metrics.jsonl."""
 TICK_S = 0.2
-"""Least time between two frames that are sent to the browser, in seconds."""
+"""Least time between two frames that are sent to the browser, in seconds. A frame has the numbers
+of all charts."""
 LOOK_S = 1.0
-"""Seconds between two looks at state, ranks and alerts."""
+"""Seconds between two reads of the job's state, the heartbeats of ranks and the alerts."""
 PICTURE_S = 60.0
-"""Least time between two saved pictures, in seconds."""
+"""Least time between two updates of the static picture for saved notebooks, in seconds."""
 BEAT_S = 2.0
-"""Seconds between two heartbeats of a view. The front end reports a silent kernel after several
-missing heartbeats."""
+"""Seconds between two heartbeats that the kernel sends to the browser for a view. The front end
+reports a silent kernel after several missing heartbeats."""
 READING_LIMIT_S = 10.0
-"""Longest time to wait until the whole history is read, in seconds."""
+"""Longest time for which a thread waits until the whole history is read, in seconds."""
 STATIC = Path(__file__).parent / "static"
 # The chart library uPlot (MIT licence) comes first, since the other scripts use it.
 SCRIPTS = ("vendor/uPlot.iife.min.js", "numbers.js", "dashboard.js")
@@ -51,22 +53,23 @@ NO_MODEL = """<style>
 .jp-OutputArea-child:has(> .jupyter-widgets):not(:has(> .jupyter-widgets *)):has(+ * .{name})
 {{ display: none; }}
 </style>"""
-"""Style sheet of a saved picture. Without a kernel, JupyterLab shows "Error displaying widget:
-model not found" instead of the view, in the output just above the picture. The style sheet hides
-this output, which contains no elements. A live view, or another error of a widget, contains
-elements and is not hidden."""
+"""Style sheet that is saved with the static picture. Without a kernel, JupyterLab shows "Error
+displaying widget: model not found" instead of the view, in the output just above the picture. The
+style sheet hides an output there that contains no HTML elements, which is the case for this error.
+A live view, or another error of a widget, contains elements and stays visible."""
 CHARTS = [
     {"key": name, "title": QUANTITIES[name].title, "smoothed": name not in UNSMOOTHED}
     for name in SERIES
 ]
-"""Charts of the dashboard in their order, as the front end receives them."""
+"""Key, title and smoothing of each chart of the dashboard, in order, as they are sent to the front
+end."""
 _SHOWN = weakref.WeakSet["Monitor"]()
-"""All views that cells have shown."""
+"""All views that notebook cells of this kernel have displayed."""
 
 
 def scoped(css: str, root: str) -> str:
-    """Returns a style sheet whose rules apply only to elements inside the selector `root`. The
-    given style sheet must have no nested rules.
+    """Returns a style sheet whose rules apply only to elements inside the element with the selector
+    `root`. The given style sheet must have no nested rules.
     """
 
     def in_root(rule: re.Match[str]) -> str:
@@ -77,10 +80,11 @@ def scoped(css: str, root: str) -> str:
 
 
 class CellActivity:
-    """Tracks whether the kernel runs a cell. While a cell runs, messages of the front end wait.
+    """Tracks whether the kernel is running a cell. While a cell runs, messages of the front end to
+    the kernel wait.
 
-    The kernel status in the front end is not reliable. With subshells (ipykernel 7), it becomes
-    idle after each message that a subshell answers during the cell.
+    The kernel status that the front end knows is not reliable. With subshells (ipykernel 7), it
+    becomes idle after each message that a subshell answers while a cell runs.
     """
 
     def __init__(self) -> None:
@@ -88,8 +92,8 @@ class CellActivity:
         self._shell: Any = None
 
     def follow(self, shell: Any) -> None:
-        """Registers for the begin and end of cells in an IPython shell, if `shell` is not None. The
-        caller must run in a cell.
+        """Registers for the begin and end of cells in an IPython shell. Does nothing if `shell` is
+        None. The caller must be running in a cell.
         """
         if shell is None or shell is self._shell:
             return
@@ -112,7 +116,7 @@ class Monitor(anywidget.AnyWidget):
     """A live view of a run in a notebook: charts of loss, MFU and other quantities, state, alerts,
     ranks, log, and buttons that act on the job.
 
-    The arguments are those of `Dashboard`. A slider changes the smoothing.
+    The arguments are the arguments of `Dashboard`. In the browser, a slider changes the smoothing.
     """
 
     _esm = ";\n".join((STATIC / name).read_text() for name in SCRIPTS)
@@ -141,23 +145,26 @@ class Monitor(anywidget.AnyWidget):
         self.view = PlotRange()
         self._failures: dict[str, str] = {}
         self._heard = 0.0
-        """Number of the newest message of the front end."""
+        """Number of the newest message that the front end has sent. The front end counts its
+        messages."""
         self._shown_by: tuple[str | None, str | None] = (None, None)
-        """(id of the cell that has shown this view, id of the cell's execution request)."""
+        """(id of the notebook cell that has displayed this view, id of the request that executed
+        the cell)."""
         self._picture: Any = None
-        """Display handle of the saved picture. None before the picture is displayed."""
+        """IPython display handle of the static picture. None until the picture is displayed."""
         self._pictured = (0.0, self.dashboard.status.state)
-        """(monotonic time, state of the job) of the last picture."""
+        """(monotonic time in seconds, state of the job) when the static picture was last
+        updated."""
         self._closed = threading.Event()
         self._caught_up = threading.Event()
-        """Event that is set once the whole history is read."""
+        """Event that is set when the whole history of the run has been read."""
         self._lock = threading.RLock()
         self._looked_at = time.monotonic()
-        """Monotonic time of the last look at the job, in seconds."""
+        """Monotonic time at which the state of the job was last read, in seconds."""
         self._sent_at = -math.inf
-        """Monotonic time of the last frame, in seconds."""
-        # The beginning of the history is parsed now. The rest is read in a thread, while the
-        # browser builds the view.
+        """Monotonic time at which the last frame was sent to the browser, in seconds."""
+        # Only the beginning of the history is parsed now. A thread reads the rest while the browser
+        # builds the view.
         self._more = self.dashboard.read(FAST_FROM_BYTES)
         self.on_msg(self._on_message)
         self._send_frame()
@@ -166,7 +173,7 @@ class Monitor(anywidget.AnyWidget):
         for follow in (self._follow_metrics, self._follow_job, self._keep_beating):
             # With a copy of the context, messages of the thread seem to come from this cell.
             # ipykernel 7.4 handles the next message of the page in the shell from which the
-            # kernel's last message seems to come. Otherwise this could be a subshell that
+            # kernel's last message seems to come. Without the copy, this could be a subshell that
             # JupyterLab has closed.
             threading.Thread(
                 target=contextvars.copy_context().run,
@@ -181,15 +188,15 @@ class Monitor(anywidget.AnyWidget):
         super().close()
 
     def figure(self) -> Any:
-        """Returns the present loss and speed of the dashboard as a matplotlib figure, for saved and
-        exported notebooks.
+        """Returns a matplotlib figure with the loss and speed that the dashboard shows now, for
+        saved and exported notebooks.
         """
         return snapshot(self.dashboard)
 
     def _follow_metrics(self) -> None:
-        """Sends new steps to the browser until the view is closed."""
-        # The file is read more often than frames are sent, so that a step after a pause is shown
-        # at once.
+        """Sends the numbers of new training steps to the browser until the view is closed."""
+        # The file is read more often than frames are sent, so that the first step after a pause is
+        # shown at once.
         while True:
             pause_s = 0 if self._more else POLL_S
             if self._closed.wait(pause_s):
@@ -198,11 +205,14 @@ class Monitor(anywidget.AnyWidget):
                 self._guarded(self._tick)
 
     def _tick(self) -> None:
-        """Reads new steps for LOOK_S at most, and sends a frame if there are any."""
+        """Reads new training steps for at most LOOK_S seconds, and sends a frame if there
+        are any.
+        """
         start = time.monotonic()
         columns = self.dashboard.columns
         before = len(columns), columns.revision
-        # If the read fails, `_more` stays False, so that the next read comes after a pause.
+        # This value stays if the read below raises an exception. The next read then comes after a
+        # pause.
         self._more = False
         while (more := self.dashboard.read()) and time.monotonic() - start < LOOK_S:
             pass
@@ -213,8 +223,11 @@ class Monitor(anywidget.AnyWidget):
             self._caught_up.set()
 
     def _follow_job(self) -> None:
-        """Looks at the job and sends its facts until the view is closed."""
-        # The curves come first. The state was read when the dashboard was created.
+        """Reads the state of the job and sends it to the browser, again and again until the view is
+        closed.
+        """
+        # The curves are sent first. The state of the job was already read when the dashboard was
+        # created.
         self._caught_up.wait(READING_LIMIT_S)
         while True:
             for work in (
@@ -229,11 +242,11 @@ class Monitor(anywidget.AnyWidget):
                 return
 
     def _keep_beating(self) -> None:
-        """Sends heartbeats until the view is closed.
+        """Sends heartbeats to the browser until the view is closed.
 
-        The thread reads no file and waits for no lock. So a file server or scheduler that hangs
-        does not look like a dead kernel. After the end of a run, no heartbeat is sent, so that a
-        server can cull the idle kernel.
+        This thread reads no file and waits for no lock. So a file server or scheduler that hangs
+        does not look like a dead kernel. After the end of the run no heartbeat is sent, so that a
+        Jupyter server can shut down the idle kernel.
         """
         while not self._closed.wait(BEAT_S):
             if not self.dashboard.status.state.is_final:
@@ -245,12 +258,14 @@ class Monitor(anywidget.AnyWidget):
 
     @property
     def failure(self) -> str:
-        """Traceback of the present failure of the view itself. Empty if there is no failure."""
+        """Traceback of the last exception in the view's own threads, if it still occurs. Empty if
+        there is none.
+        """
         return next(iter(self._failures.copy().values()), "")
 
     def _guarded(self, work: Callable[[], Any]) -> None:
-        """Calls `work`. An exception is stored for `failure`, which the view shows. The threads of
-        the view must survive all errors of a run directory.
+        """Calls `work`. An exception is stored for the property `failure`, which the view shows.
+        The threads of the view must survive all errors in a run directory.
         """
         try:
             work()
@@ -259,16 +274,18 @@ class Monitor(anywidget.AnyWidget):
             self._failures[work.__name__] = traceback.format_exc()
 
     def _send_frame(self) -> None:
-        """Sends the numbers of the charts for the shown range to the browser."""
+        """Sends the numbers that the charts need for the shown range to the browser."""
         with self._lock:
             self._sent_at = time.monotonic()
             frame, window = self.dashboard.frame(self.view)
-            with self.hold_sync():  # Both are sent in one message.
+            with self.hold_sync():  # Both attributes are sent in one message.
                 self.frame = {**frame, "heard": self._heard}
                 self.window = window
 
     def _send_facts(self) -> None:
-        """Sends state, alerts, step times of ranks and the log to the browser."""
+        """Sends the state of the job, the alerts, the step times of ranks and the log to the
+        browser.
+        """
         with self._lock, self.hold_sync():
             self.facts = {
                 **self.dashboard.facts(),
@@ -281,7 +298,7 @@ class Monitor(anywidget.AnyWidget):
             self.log = self.dashboard.log()
 
     def _on_message(self, _: Any, message: Any, buffers: Any) -> None:
-        """Handles a message of the browser. The kernel chooses the thread of the call, so the call
+        """Handles a message from the browser. ipykernel chooses the thread in which it runs, so it
         must not take long.
         """
         kind = message["type"]
@@ -301,11 +318,11 @@ class Monitor(anywidget.AnyWidget):
             self._guarded(self._send_facts)
 
     def _ipython_display_(self) -> None:
-        """Displays the view and, below the view, a picture for readers without a kernel. A live
+        """Displays the view and, below it, a static picture for readers without a kernel. A live
         view hides the picture.
 
-        View and picture are two outputs. If they were one output, a trusted notebook would show
-        "model not found" instead of the picture.
+        View and picture are two outputs of the cell. If they were one output, a trusted notebook
+        without a kernel would show "model not found" instead of the picture.
         """
         from IPython.display import DisplayHandle, display
 
@@ -315,13 +332,13 @@ class Monitor(anywidget.AnyWidget):
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle or {}, {})
         display({**data, "text/plain": text}, metadata=metadata, raw=True)
         self._picture = DisplayHandle()
-        # The view is displayed already. Only the picture needs the whole history.
+        # Only the picture needs the whole history. The view is displayed already.
         self._caught_up.wait(READING_LIMIT_S)
         self._picture.display(self._still(), raw=True)
         self._pictured = (time.monotonic(), self.dashboard.status.state)
 
     def _replace_earlier(self) -> None:
-        """Closes the views that earlier executions of this cell have shown."""
+        """Closes the views that earlier executions of the present notebook cell have displayed."""
         parent = getattr(_ipython_shell(), "get_parent", dict)()
         cell = parent.get("metadata", {}).get("cellId")
         self._shown_by = cell, parent.get("header", {}).get("msg_id")
@@ -333,8 +350,8 @@ class Monitor(anywidget.AnyWidget):
                 earlier.close()
 
     def _refresh_picture(self) -> None:
-        """Replaces the picture if it is older than PICTURE_S, so that a saved notebook has a recent
-        picture. After the end of the run, replaces the picture once.
+        """Replaces the static picture if it is older than PICTURE_S, so that a saved notebook has a
+        recent picture. After the end of the run, the picture is replaced once.
         """
         if self._picture is None:
             return
@@ -348,13 +365,13 @@ class Monitor(anywidget.AnyWidget):
             self._picture.update(self._still(), raw=True)
 
     def _still(self) -> dict[str, str]:
-        """Returns the picture for readers without a kernel, by MIME type. A live view finds and
-        hides the picture by the class of its element.
+        """Returns the static picture for readers without a kernel, by MIME type. A live view finds
+        and hides it by the class of its HTML element.
         """
         facts = self.dashboard.facts()
         alt = "{name}: {state}, step {step}, loss and speed".format(**facts)
         bundle = self.figure().to_bundle(alt=alt)
-        # `make demo` prints this text while the notebook runs.
+        # `make demo` runs notebooks and prints this text meanwhile.
         bundle["text/plain"] = _status_text(facts)
         name = f"kit-still-{self.model_id}"
         bundle["text/html"] = (
@@ -366,7 +383,9 @@ class Monitor(anywidget.AnyWidget):
 
 
 def _status_text(facts: Mapping[str, Any]) -> str:
-    """Returns one line with the state and the step of a run, for pages that show no HTML."""
+    """Returns one line with the name, state and step of a run, for viewers that do not
+    render HTML.
+    """
     return "{name}: {state}, step {step} of {num_steps}".format(**facts)
 
 

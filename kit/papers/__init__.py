@@ -1,5 +1,5 @@
-"""Figures and tables of two papers, reproduced from published numbers, numbers that the kit models,
-and measured numbers.
+"""Figures and tables of two papers (Frontier, arXiv 2312.12705, and HLAT, arXiv 2404.10630). They
+show published numbers, numbers that the kit's planner predicts, and measured numbers.
 
 `FIGURES` maps names to figures. `data/figures.toml` has the texts and settings of each figure. It
 also names the function that computes the figure's content from run directories. The docstring of
@@ -19,44 +19,50 @@ from kit.run import Run
 from kit.show.style import Rows, save_figure
 
 Given = Sequence[Run | str | Path]
-"""The user's own runs: run directories, or folders of them."""
+"""Runs of the user that a figure shows beside the paper: opened runs, run directories, or folders
+that contain run directories."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaperFigure(Appearance):
-    """One figure or table of a paper: the function that computes its content, and its
-    appearance.
+    """One figure or table of a paper: the name of the function that computes its content, and the
+    texts and settings with which the content is drawn.
     """
 
     function: str
-    """Function that returns the content for a list of runs, as `module:name` below kit.papers."""
+    """Name of the function that returns the content of the figure for a list of runs, as
+    `module:name` below kit.papers."""
     paper: str
-    """Number of the figure or table in the paper, or the section of the paper that it shows."""
+    """Number of the figure or table in the paper, or the section of the paper that the figure
+    illustrates."""
     title: str
-    """Title of one line, for lists of figures."""
+    """Title of the figure, at most one line long, for lists of figures."""
     takes: str
-    """Kind of the user's own runs that the figure can show, for the message about other runs."""
+    """Description of the user's runs that the figure can show. The message about a run that is not
+    drawn quotes it."""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Keyword arguments of the function besides the runs."""
+    """Keyword arguments of `function`. The runs are passed separately, as the positional
+    argument."""
     paper_panels: bool = False
-    """Whether the figure has panels that stay empty until points from the paper are added."""
+    """Whether the figure has panels for curves of the paper that could not be read. Such a panel is
+    drawn only if the user adds points."""
 
     def draw(self, runs: Given = (), *, points: str | Path | None = None) -> tuple[Any, Rows]:
-        """Returns (figure, or a table if the paper prints one; its rows), with points of the user's
-        runs added.
+        """Returns (figure, its rows) with the user's runs and points added. If the paper prints a
+        table, the first item is a table instead of a figure.
 
-        Runs may be imported logs. Runs of a local site are drawn in panels of their own, marked as
-        demo scale. The attribute `left_out` of the figure names each run that the figure has no
-        place for.
+        Logs of other trainers can be drawn after `kit import`. Runs of a local site are drawn in
+        separate panels, which are marked as demo scale. The attribute `left_out` of the figure has
+        a sentence for each run that the figure cannot show.
 
         Args:
             runs: the user's own runs.
-            points: CSV of points that the user has read off the paper's figure. `points_template`
-                returns an empty form of this file.
+            points: CSV file of points that the user has read off the paper's figure.
+                `points_template` returns an empty form of this file.
 
         Raises:
-            ConfigError: The figure needs other runs. Or points are given for a table, or cannot be
-                used.
+            ConfigError: The figure cannot be drawn from the given runs. Or points are given for a
+                table, or cannot be used.
         """
         drawn, rows = self._draw(runs, for_points=points is not None)
         if points is not None:
@@ -71,9 +77,10 @@ class PaperFigure(Appearance):
         return drawn, rows
 
     def points_template(self, name: str, runs: Given = ()) -> str:
-        """Returns the text of a CSV file of points to fill in, with the series of this figure.
+        """Returns the text of a CSV file in which the user fills in points. The file names the
+        series of this figure.
 
-        `name` is the name of the figure in that file.
+        `name` is the name of the figure, which the first line of the file quotes.
         """
         from kit.papers.points import template
 
@@ -81,12 +88,13 @@ class PaperFigure(Appearance):
         return template(name, figure)
 
     def _draw(self, runs: Given, *, for_points: bool) -> tuple[Any, Rows]:
-        """Returns (figure or table, its rows).
+        """Returns (figure or table, its rows) without points of the user.
 
-        If points will be added, the panels of the paper that are empty without points are drawn
-        too.
+        If `for_points` is true, the caller will add points. Then the panels of the paper that are
+        empty without points are drawn too.
         """
-        from kit.papers.panels import draw_content  # Loads modules that few commands need.
+        # The import loads modules that few commands need.
+        from kit.papers.panels import draw_content
 
         function = pkgutil.resolve_name(f"kit.papers.{self.function}")
         arguments = dict(self.arguments)
@@ -101,8 +109,8 @@ class PaperFigure(Appearance):
 
 
 def _names_of(run: Run | str | Path) -> set[str]:
-    """Returns the names that a figure's `runs` has for a run, a report file, or a folder and the
-    runs in it.
+    """Returns the names by which the attribute `runs` of a drawn figure may contain `run`. For a
+    folder, these are its own name and the names of all runs in it.
     """
     from kit.monitor.runs import find_runs  # This import doubles the start-up time of a command.
 
@@ -117,22 +125,24 @@ def _names_of(run: Run | str | Path) -> set[str]:
 
 _DATA = read_paper_toml("figures")
 FRONTIER = {name: PaperFigure(**fields) for name, fields in _DATA["frontier"].items()}
-"""Figures and tables of the Frontier paper, by name."""
+"""Figures and tables of the Frontier paper, by their names in the kit."""
 HLAT = {name: PaperFigure(**fields) for name, fields in _DATA["hlat"].items()}
-"""Figures and tables of the HLAT paper, by name."""
+"""Figures and tables of the HLAT paper, by their names in the kit."""
 FIGURES = FRONTIER | HLAT
-"""Figures and tables of both papers, by the name that `kit figure` takes."""
+"""Figures and tables of both papers, by the names that the command `kit figure` accepts."""
 FRONTIER_NOT_DRAWN: dict[str, str] = _DATA["frontier_not_drawn"]
-"""Reason why a part of the Frontier paper is not drawn, by the part."""
+"""Figures, tables and sections of the Frontier paper that the kit does not draw. Maps their names
+in the paper to the reasons."""
 HLAT_NOT_DRAWN: dict[str, str] = _DATA["hlat_not_drawn"]
-"""Reason why a part of the HLAT paper is not drawn, by the part."""
+"""Figures, tables and sections of the HLAT paper that the kit does not draw. Maps their names in
+the paper to the reasons."""
 
 
 def contents(figures: dict[str, PaperFigure], not_drawn: dict[str, str]) -> Rows:
-    """Returns rows that list the figures and tables of a paper.
+    """Returns one row for each figure and table of a paper, for a printed list.
 
-    Each row has the number in the paper and the kit's name and title of the figure. Parts that are
-    not drawn have a row with the reason.
+    Each row has the number in the paper, and the kit's name and title of the figure. Further rows
+    name what the kit does not draw, with the reason.
     """
     rows = [
         {"of the paper": figure.paper, "here": name, "what": figure.title}
@@ -150,11 +160,12 @@ def save_all(
 ) -> dict[str, str]:
     """Writes figures into a folder as NAME.svg, NAME.png and NAME.csv, and tables as NAME.csv.
 
-    Creates the folder if it is missing. Replaces files with these names. `runs` is explained in
-    `PaperFigure.draw`.
+    Creates the folder if it is missing. Replaces existing files with these names. `runs` are the
+    user's runs, as in `PaperFigure.draw`.
 
     Returns:
-        The reason why a figure is not drawn, or "" if it is drawn, by the figure's name. Some
+        For each figure name, the reason why the figure is not drawn, or "" if it is drawn. Some
+            figures show only runs, so they cannot be drawn without runs.
         figures show runs only, so they are not drawn without runs.
     """
     problems = {}
@@ -173,7 +184,7 @@ def save_all(
 
 
 def paper_figure(name: str) -> PaperFigure:
-    """Returns the figure of FIGURES with this name.
+    """Returns the figure or table with this name in FIGURES.
 
     Raises:
         ConfigError: No figure has this name.

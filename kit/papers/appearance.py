@@ -1,6 +1,7 @@
-"""Texts and settings of a paper's figure or table, as `data/figures.toml` describes them.
+"""Texts and settings with which a paper's figure or table is drawn, as `data/figures.toml`
+describes them.
 
-This module imports nothing that is slow to load, since every command imports it.
+This module imports only modules that load fast, since every command imports it.
 """
 
 import dataclasses
@@ -8,30 +9,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 OTHER_PANELS = "others"
-"""Key in figures.toml of the settings of all panels that have no settings of their own."""
+"""Key in figures.toml of the settings for all panels without settings under their own name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Appearance:
-    """Texts and settings of a figure or a table, as `data/figures.toml` has them.
+    """Texts and settings of one figure or table, read from `data/figures.toml`.
 
-    A text may have placeholders such as `{batch}`. Their values are in the content. The placeholder
-    `{panel}` is the name of a panel.
+    A text may contain placeholders such as `{batch}`. The function that computes the content of the
+    figure returns their values. The placeholder `{panel}` is replaced by the name of the panel.
     """
 
     caption: Sequence[str] = ()
     """Lines of the caption: what the figure shows, which claims hold, and which are missed. Empty
     lines are left out."""
     notes: Sequence[str] = ()
-    """Notes on fits, assumptions and numbers that are not in the picture."""
+    """Notes below the figure on fits, assumptions and numbers that the figure does not show."""
     panels: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    """Keyword arguments of `set_panel` for each panel, by the panel's name."""
+    """Maps the name of each panel to its settings, which are keyword arguments of `set_panel`."""
     layouts: Sequence[Mapping[str, Any]] = ()
-    """Keyword arguments of `new_figure`, such as mosaic and height. One entry for each possible
-    number of panels."""
+    """Keyword arguments of `new_figure`, such as mosaic and height. The list has one entry for each
+    possible number of panels."""
     legend_columns: int = 0
-    """Columns of a legend above all panels, which names the lines of the first panel. 0: no such
-    legend."""
+    """Number of columns of a legend above all panels, which names the lines of the first panel. 0:
+    the figure has no such legend."""
 
     def layout(self, num_panels: int) -> Mapping[str, Any]:
         """Returns the entry of `layouts` for a figure with this number of panels."""
@@ -41,7 +42,7 @@ class Appearance:
         return found
 
     def panel_settings(self, name: str, values: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the settings of one panel, with `values` in place of the placeholders."""
+        """Returns the settings of one panel. Placeholders in texts are replaced by `values`."""
         settings = self.panels.get(name, self.panels.get(OTHER_PANELS, {}))
         filled = dict(settings)
         for key, setting in settings.items():

@@ -1,9 +1,9 @@
-"""A page with the claims of each paper, as a reviewer of an artifact would check them: number
-expected, number found, verdict.
+"""Makes a page with the claims of each paper, as a reviewer of an artifact would check them. Each
+claim has a number that is expected, a number that the kit finds, and a verdict.
 
-The claims are in `data/claims.toml`. The number found is looked up in the rows of the kit's own
-figures when the page is made. The number expected comes from the facts of the paper, unless the
-claim is a statement in words.
+The claims are in `data/claims.toml`. The number found is read from the data of the kit's own
+figures while the page is made. The number expected comes from the published numbers of the paper. A
+claim without a number has an expected result in words.
 """
 
 import contextlib
@@ -47,85 +47,94 @@ TITLES: dict[Paper, str] = {
 }
 NOTEBOOKS = {"frontier": "06_frontier_figures", "hlat": "07_hlat_figures"}
 WEAK = 0.2
-"""Largest `Relation.width` of a prediction, as a fraction of its value. A prediction that would
-have passed a wider range of numbers is weak evidence."""
+"""Largest width of a convincing prediction. The width is half the range of published numbers that
+would have passed, as a fraction of the predicted number. A wider range makes the prediction weak
+evidence."""
 VERDICTS = {
     "prediction": "predicted",
     "arithmetic": "arithmetic as printed",
     "trend": "trend in the model",
     "demo": "trend at demo scale",
 }
-"""Verdicts on claims that hold, by the kind of the claim."""
+"""Verdict on a claim that holds, by the kind of the claim."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim(Record):
-    """One claim of a paper, and the place of the answer in the rows of the kit's figures."""
+    """One claim of a paper, with the place of the number that checks it: a figure of the kit, and a
+    row and column of the figure's data.
+    """
 
     paper: Paper = field_doc("short name of the paper that makes the claim")
     claim: str = field_doc(
         "statement of the paper in one sentence, in the kit's words and not as a quotation"
     )
     kind: Literal["prediction", "arithmetic", "trend", "demo"] = field_doc(
-        "kind of the claim. prediction: a number that the model predicts without knowing the"
-        " paper's number. arithmetic: a number that follows from other numbers of the paper."
-        " trend: a direction. demo: a result of a small run of this machine.",
+        "kind of the claim. prediction: a number that the planner's model predicts without"
+        " knowing the paper's number. arithmetic: a number that follows from other numbers of"
+        " the paper. trend: whether a number rises or falls. demo: a result of a small run of"
+        " this machine.",
         default="prediction",
     )
     where: str = field_doc("section, table or figure of the paper with the claim")
     fact: tuple[str, ...] = field_doc(
-        "(series, x) of the fact of the paper that contains the claimed number; default: no fact",
+        "(series, x) of the published number that the paper claims; default: the claim has no"
+        " number among the published numbers",
         default=(),
     )
     known: Known = field_doc(
-        "reliability of a claim without a fact: read, quoted, derived or remembered", default="read"
+        "reliability of a claim without `fact`: read, quoted, derived or remembered", default="read"
     )
     source: str = field_doc(
-        "source of a claim without a fact, named so that anyone can look it up", default=""
+        "source of a claim without `fact`, named so that anyone can look it up", default=""
     )
     figure: str = field_doc(
-        "name of the kit's figure whose rows contain the answer; empty: the claim cannot be tried",
+        "name of the kit's figure whose data contain the number that checks the claim; empty:"
+        " the claim cannot be checked",
         default="",
     )
     at: dict[str, Any] = field_doc(
-        "names and values of the cells that select the row with the answer", default_factory=dict
+        "columns and values that select the row of the figure's data with the number that"
+        " checks the claim",
+        default_factory=dict,
     )
     less: dict[str, Any] = field_doc(
-        "names and values of the cells that select a row whose number is subtracted from the"
-        " answer; default: nothing is subtracted",
+        "columns and values that select a row whose number is subtracted from the number of"
+        " the row `at`; default: nothing is subtracted",
         default_factory=dict,
     )
     last: bool = field_doc(
-        "whether the last row with the cells of `at` is used instead of the first", default=False
+        "whether the last row that matches `at` is used instead of the first", default=False
     )
-    column: str = field_doc("name of the column of the row that contains the answer", default="y")
+    column: str = field_doc("name of the column with the number that checks the claim", default="y")
     times: float = field_doc(
-        "factor that converts the number in the column to the claim's unit", default=1.0
+        "factor that converts the number in `column` to the unit of the claim", default=1.0
     )
-    unit: str = field_doc("unit of the expected and of the found number", default="")
+    unit: str = field_doc("unit of both the expected number and the number found", default="")
     within: tuple[float, ...] = field_doc(
-        "lower and upper end of the range that counts as expected; default: derived from the"
-        " fact's number and `about`",
+        "(lower end, upper end) of the range that counts as expected; default: the claimed"
+        " number with the tolerance `about`",
         default=(),
     )
     about: float = field_doc(
-        "tolerance of the fact's number as a fraction of it; default: its last printed digit",
+        "tolerance of the claimed number, as a fraction of it; default: half a unit of its"
+        " last printed digit",
         default=0.0,
     )
-    expected: str = field_doc("expected result in words; default: the fact's number", default="")
+    expected: str = field_doc("expected result in words; default: the claimed number", default="")
     command: str = field_doc(
-        "command that tries the claim; default: the command that draws the figure", default=""
+        "command that checks the claim; default: the command that draws the figure", default=""
     )
     note: str = field_doc(
-        "reason why the claim is missed or cannot be tried, or a remark on the claim", default=""
+        "reason why the claim is missed or cannot be checked, or another remark", default=""
     )
 
 
 def claims(paper: Paper) -> list[Claim]:
     """Returns the claims of a paper, in the order of the page.
 
-    A claim with `each` in `claims.toml` stands for several rows of a figure. It becomes one claim
-    for each combination of the cells in `each`.
+    An entry of `claims.toml` with the key `each` describes a claim about several rows of a figure.
+    It becomes one claim for each combination of the values in `each`.
     """
     found = []
     for table in read_paper_toml("claims")["claim"]:
@@ -144,13 +153,13 @@ def claims(paper: Paper) -> list[Claim]:
 
 
 def check_claim(claim: Claim, rows: Rows | None) -> Relation | None:
-    """Returns the number found in the rows of a claim's figure, with the range in which it must
-    lie.
+    """Returns the number found for a claim, with the range in which it must lie. The number is read
+    from `rows`, the data of the claim's figure.
 
-    Returns None if `rows` is None.
+    Returns None if `rows` is None, since the claim then cannot be checked.
 
     Raises:
-        ConfigError: No row has the cells that the claim names.
+        ConfigError: No row of the figure's data matches the claim.
     """
     if rows is None:
         return None
@@ -176,7 +185,9 @@ def check_claim(claim: Claim, rows: Rows | None) -> Relation | None:
 
 
 def verdict(claim: Claim, found: Relation | None) -> str:
-    """Returns the verdict on a claim: one of the keys of `verdicts` in `claims.toml`."""
+    """Returns the verdict on a claim, which is one of the keys of the table `verdicts` in
+    `claims.toml`. `found` is the result of `check_claim`.
+    """
     if found is None:
         return "not tried"
     if found.verdict == "fails" and claim.kind == "demo":
@@ -189,9 +200,11 @@ def verdict(claim: Claim, found: Relation | None) -> str:
 
 
 def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
-    """Returns the rows of each figure that the claims of a paper need, by the figure's name.
+    """Returns the data of all figures that the claims of a paper need, as a dict from figure name
+    to rows.
 
-    The value is None if the figure shows a study that has not been made yet, and for the name "".
+    A value is None if the figure shows a study that has not been made yet. The name "", of claims
+    without a figure, has the value None too.
     """
     rows: dict[str, Rows | None] = {}
     for figure in dict.fromkeys(claim.figure for claim in claims(paper)):
@@ -205,7 +218,8 @@ def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
 def page(paper: Paper, runs: Runs = ()) -> str:
     """Returns the page of a paper's claims in Markdown.
 
-    `runs` are studies of this machine. They answer the claims that a small run can test.
+    `runs` are folders with small studies of this machine. Their measurements check the claims that
+    a small run can check.
     """
     drawn = drawn_rows(paper, runs)
     lines = []
@@ -230,7 +244,7 @@ def page(paper: Paper, runs: Runs = ()) -> str:
 
 
 def _markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Returns rows with equal keys as a table in Markdown."""
+    """Returns a Markdown table of rows, which must have equal keys."""
     cells = [[*rows[0]], ["---"] * len(rows[0])]
     cells += [[text.strip().replace("|", "\\|") for text in row.values()] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
@@ -239,11 +253,11 @@ def _markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
 def _row_with(
     claim: Claim, cells: Mapping[str, Any], rows: Rows, own: Any = None
 ) -> dict[str, Any]:
-    """Returns the row that has these cells, and is not `own`.
+    """Returns the first row whose cells have the values in `cells`, or the last such row if
+    `claim.last` is true. The row `own` itself is skipped.
 
-    If several rows have them, returns the first row, or the last row if `claim.last` is true. If
-    `own` is given, returns the row with the largest number, since `own` must exceed the numbers of
-    all these rows.
+    If `own` is given, returns the matching row with the largest number. Such a claim says that
+    `own` has a larger number than all these rows, so `own` is compared with the largest of them.
     """
     found = [
         row
@@ -262,16 +276,18 @@ def _row_with(
 
 
 def _number_of(claim: Claim, row: Mapping[str, Any]) -> float:
-    """Returns the number in a row in the claim's unit. An error behind ` ±` is ignored."""
+    """Returns the number that a row has in the claim's column, in the claim's unit. An error after
+    ` ±` is ignored.
+    """
     text, _, _ = str(row[claim.column]).partition(" ±")
     return claim.times * float(text.replace(",", ""))
 
 
 def _tolerance(claim: Claim) -> tuple[float, float]:
-    """Returns (least, most): the range of numbers that count as the fact's number.
+    """Returns (least, most), the range of numbers that count as equal to the claimed number.
 
-    The range is the fraction `claim.about` to either side. If it is 0, the range holds the numbers
-    that round to the fact's last printed digit.
+    The range extends by the fraction `claim.about` to both sides. If `claim.about` is 0, it
+    contains the numbers that round to the printed digits of the claimed number.
     """
     fact = PAPERS[claim.paper].FACTS.only(*claim.fact)
     margin = claim.about * fact.number
@@ -282,7 +298,9 @@ def _tolerance(claim: Claim) -> tuple[float, float]:
 
 
 def _range(ends: Sequence[float]) -> str:
-    """Returns a range in words. One of its ends may be infinite."""
+    """Returns a range of numbers in words, such as `at most 1`. `ends` are (least, most), and one
+    of them may be infinite.
+    """
     least, most = (f"{end:,.6g}" for end in ends)
     if math.isinf(ends[0]):
         return f"at most {most}"
@@ -292,7 +310,7 @@ def _range(ends: Sequence[float]) -> str:
 
 
 def _cells(claim: Claim, found: Relation | None) -> dict[str, str]:
-    """Returns the cells of a claim's line in the table, by column."""
+    """Returns the row of one claim in the table of the page, as a dict from column name to cell."""
     known = claim.known
     expected = claim.expected
     source = claim.source

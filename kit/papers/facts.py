@@ -1,5 +1,5 @@
-"""Facts: numbers that a paper states, each with its source. Relations: statements of a paper, each
-checked.
+"""Published numbers of a paper (facts), each with its source, and statements of a paper that are
+checked (relations).
 """
 
 import contextlib
@@ -16,13 +16,12 @@ from kit.errors import check_known
 
 DATA = Path(__file__).parent / "data"
 Known = Literal["read", "quoted", "derived", "remembered"]
-"""Reliability of a number of a paper.
+"""Reliability of a number that is attributed to a paper.
 
-read: The number is in the paper, or in its authors' own code and logs. quoted: Another publication
-quotes the paper. derived: The number was computed from numbers that were read, and the note says
-how. remembered: The number was found in no source that could be checked. It is only a hint: it is
-never drawn, and no test compares with it.
-"""
+read: The number was read in the paper, or in code and logs of its authors. quoted: Another
+publication quotes the paper. derived: The number was computed from numbers that were read, and its
+note says how. remembered: The number was found in no source that could be checked. It is only a
+hint. It is never drawn, and no test compares with it."""
 
 
 @functools.cache
@@ -33,24 +32,31 @@ def read_paper_toml(name: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaperFact(Record):
-    """One number that a paper or a public log states, or one word of a recipe."""
+    """One published number, from a paper or a public log. It may also be one word, such as a
+    setting of a recipe.
+    """
 
-    series: str = field_doc("name of the series to which the number belongs")
-    x: str = field_doc("place of the number in its series: a number on the axis, or a name")
-    value: str = field_doc("value of the fact: a number as text, or a word")
-    known: Known = field_doc("how the value is known: read, quoted, derived or remembered")
+    series: str = field_doc(
+        "name of the series to which the number belongs, such as `throughput_percent`"
+    )
+    x: str = field_doc(
+        "position of the number in its series: a coordinate on the x axis, or a name such as"
+        " a model"
+    )
+    value: str = field_doc("published value: a number as text, or a word")
+    known: Known = field_doc("reliability of the value: read, quoted, derived or remembered")
     source: str = field_doc("source of the value, named so that anyone can look it up")
-    unit: str = field_doc("unit of the value", default="")
-    note: str = field_doc("remark on the value", default="")
+    unit: str = field_doc("unit of the published value", default="")
+    note: str = field_doc("remark on the published value", default="")
 
     @property
     def number(self) -> float:
-        """The value as a float."""
+        """The published value as a float."""
         return float(self.value)
 
     @property
     def parsed(self) -> int | float | str:
-        """The value as an int if possible, else as a float if possible, else as text."""
+        """The published value as an int if possible, else as a float if possible, else as text."""
         for kind in (int, float):
             with contextlib.suppress(ValueError):
                 return kind(self.value)
@@ -59,17 +65,19 @@ class PaperFact(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The facts of one paper. `facts["name"]` is the facts of the series `name`."""
+    """The published numbers of one paper. `facts["name"]` is the tuple of all numbers in the series
+    `name`.
+    """
 
     name: str
     facts: tuple[PaperFact, ...]
 
     @classmethod
     def load(cls, name: str) -> Self:
-        """Returns the facts in `kit/papers/data/NAME.csv`.
+        """Returns the published numbers in `kit/papers/data/NAME.csv`.
 
         Raises:
-            ConfigError: A line is not a valid fact. The message names the line.
+            ConfigError: A line is not a valid `PaperFact`. The message gives its line number.
         """
         with (DATA / f"{name}.csv").open(newline="", encoding="utf-8") as stream:
             lines = list(csv.DictReader(stream))
@@ -84,17 +92,20 @@ class Facts:
         return tuple(fact for fact in self.facts if fact.series == series)
 
     def only(self, series: str, x: str) -> PaperFact:
-        """Returns the fact of a series with this x."""
+        """Returns the entry of a series with this x. The x identifies an entry within its
+        series.
+        """
         return {fact.x: fact for fact in self[series]}[x]
 
     def value(self, series: str, x: str) -> float:
-        """Returns the number of the fact of a series with this x."""
+        """Returns the published number of a series at this x."""
         return self.only(series, x).number
 
     def fields(self, record: type[Record], model: str) -> dict[str, Any]:
-        """Returns the fields of a plan or a recipe that the paper states for a model.
+        """Returns the fields of a plan or recipe that the paper publishes for a model, with their
+        values.
 
-        The field `tensor_parallel` comes from the series `recipe_tensor_parallel`.
+        For example, the field `tensor_parallel` comes from the series `recipe_tensor_parallel`.
         """
         stated = {
             fact.series.removeprefix("recipe_"): fact.parsed
@@ -105,8 +116,8 @@ class Facts:
         return {name: stated[name] for name in names if name in stated}
 
     def known(self, prefix: str, x: str) -> dict[str, Known]:
-        """Returns the reliability of each fact about a model, by the name of its series without
-        `prefix`.
+        """Returns the reliability of each published number about a model. Keys are the names of the
+        series without `prefix`.
 
         `x` is the name of the model. Series without the prefix are left out.
         """
@@ -117,8 +128,8 @@ class Facts:
         }
 
     def text(self, series: str, x: str) -> str:
-        """Returns the value of one fact as text for a table. Long whole numbers have thousands
-        separators.
+        """Returns one published value as text for a table. Whole numbers with five or more digits
+        have thousands separators.
         """
         value = self.only(series, x).value
         if value.isdigit() and len(value) > 4:
@@ -128,28 +139,31 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relation:
-    """A statement of a paper, checked on the model or on measurements: a number that must lie in a
-    range.
+    """A statement of a paper as a number that must lie in a range. The number comes from the
+    planner's model or from measurements.
     """
 
     claim: str
     layer: Literal["modelled", "measured"]
     value: float
     low: float = math.nan
-    """Lower end of the 90 % interval of `value`, NaN if there is no interval."""
+    """Lower end of the interval of `value`: a 90 % interval if it is modelled, from quartiles if it
+    is measured. NaN if there is no interval."""
     high: float = math.nan
-    """Upper end of the 90 % interval of `value`, NaN if there is no interval."""
+    """Upper end of the interval of `value`: a 90 % interval if it is modelled, from quartiles if it
+    is measured. NaN if there is no interval."""
     expected: str
-    """Expected number or range, in words."""
+    """Expected number or range in words, for tables."""
     within: tuple[float, ...]
-    """Lower and upper end of the range that `value` must lie in. An end may be infinite."""
+    """(lower end, upper end) of the range in which `value` must lie. An end may be infinite."""
 
     @property
     def verdict(self) -> str:
         """`holds`, `holds within the interval` or `fails`.
 
-        `holds`: The whole interval lies in the range, or `value` does if there is no interval.
-        `holds within the interval`: A part of the interval lies in the range.
+        `holds`: The whole interval lies in the range `within`. Without an interval, `value` lies in
+        the range. `holds within the interval`: Only a part of the interval lies in the range.
+        `fails`: No part lies in the range.
         """
         least, most = self.within
         low = self.value
@@ -165,11 +179,11 @@ class Relation:
 
     @property
     def width(self) -> float:
-        """Half-width of the range of published numbers that would have passed, as a fraction of
-        `value`.
+        """Half-width of the range of published numbers that would have passed the check, as a
+        fraction of `value`. A small width makes a passed check strong evidence.
 
-        This range is `within`, widened by the model's interval. Infinite if one end of `within` is
-        infinite.
+        This range is `within`, widened by the interval of `value`. The width is infinite if one end
+        of `within` is infinite.
         """
         least, most = self.within
         accepted = most - least

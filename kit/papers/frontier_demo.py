@@ -1,9 +1,9 @@
-"""The Frontier study at demo scale: a few short runs of real processes on this machine, which are
-stored and used again.
+"""The study for the Frontier figures at demo scale: a few short training runs on this machine. The
+runs are stored and used again.
 
-One process runs on one core. Degrees of parallelism 1 and 2 are compared by throughput per core, as
-the paper compares degrees by throughput per GCD. Two processes share caches and memory, so a
-process that runs alone is a little faster, whatever the degree.
+Each process runs on one core. Degrees of parallelism 1 and 2 are compared by throughput per core,
+as the paper compares degrees by throughput per GCD (half of an MI250X). Two processes share caches
+and memory, so a process that runs alone is a little faster at any degree.
 """
 
 import math
@@ -28,9 +28,10 @@ MODEL = ModelSpec.gpt(
     sequence_length=256,
 )
 STEPS = 8
-"""Steps of each run of the study."""
+"""Number of training steps of each run of the study."""
 MICROBATCHES = 4
-"""Micro-batches per replica in the runs of the study that do not vary their number."""
+"""Number of micro-batches per replica in those runs of the study that compare degrees of
+parallelism and not numbers of micro-batches."""
 SPACE: dict[str, tuple] = {
     "tensor_parallel": (1, 2),
     "pipeline_parallel": (1, 2),
@@ -38,41 +39,42 @@ SPACE: dict[str, tuple] = {
     "micro_batch_size": (1,),
     "num_nodes": (2,),
 }
-"""Choices of each parameter in the search on this machine. A trial with TP 2 and PP 2 fails, since
-it would need four processes."""
+"""Values of each parameter in the hyperparameter search on this machine. A trial with tensor and
+pipeline parallel 2 fails, since it would need four processes."""
 SEARCH = "search.journal"
-"""Name of the file beside the runs in which `demo_search` stores its trials."""
+"""Name of the file in which `demo_search` stores its trials. It is in the folder that contains the
+runs."""
 ATTENTION = "attention.json"
-"""Name of the file in which `demo_attention` stores its times."""
+"""Name of the file in which `demo_attention` stores its measured times."""
 LENGTHS = (256, 512, 1024, 2048)
-"""Sequence lengths of `demo_attention`, in tokens."""
+"""Sequence lengths for which `demo_attention` measures times, in tokens."""
 REPETITIONS = 6
-"""Timings of each kernel at each length in `demo_attention`."""
+"""Number of times that `demo_attention` measures each kernel at each sequence length."""
 ALONE = {"tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "num_nodes": 2}
-"""Parameters common to the runs in `STUDY`, unless a run replaces them. `num_nodes` is the number
-of processes."""
+"""Parameters of all runs in `STUDY`. A run may replace some of them. `num_nodes` is the number of
+processes."""
 STUDY: list[dict[str, int]] = [
     *(ALONE | {"pipeline_parallel": 2, "num_microbatches": count} for count in (1, 2, 4, 8)),
     ALONE | {"tensor_parallel": 2, "num_microbatches": MICROBATCHES},
     ALONE | {"num_nodes": 1, "num_microbatches": MICROBATCHES},
 ]
-"""Parameters of each run of the study: degrees, micro-batches per replica, and processes
-(`num_nodes`)."""
+"""Parameters of each run of the study: degrees of parallelism, micro-batches per replica, and
+number of processes (`num_nodes`)."""
 
 
 def measured_objective(directory: str | Path, data: str | Path) -> MeasuredRate:
-    """Returns an objective: called with parameters, it trains the demo model and returns tokens per
-    second.
+    """Returns an objective for a hyperparameter search. A call with parameters trains the demo
+    model and returns the measured tokens per second.
 
-    Each set of parameters is run once, in its own folder below `directory`.
+    Each set of parameters is run only once, in a separate folder below `directory`.
     """
     recipe = Recipe(data=str(data), num_steps=STEPS)
     return MeasuredRate(spec=MODEL, recipe=recipe, directory=Path(directory), num_devices=1)
 
 
 def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
-    """Returns the runs of the study. Makes the runs that are not in `directory` yet, about eight
-    seconds each.
+    """Returns the runs of the study. Runs that are not in `directory` yet are made, which takes
+    about eight seconds per run.
 
     `data` is a dataset made by `kit data build` with a vocabulary of at most 4,096.
 
@@ -87,9 +89,9 @@ def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
 
 
 def demo_search(directory: str | Path, data: str | Path) -> Trials:
-    """Returns the trials of a hyperparameter search by real runs of this machine.
+    """Returns the trials of a hyperparameter search that measures real runs of this machine.
 
-    The search uses the folder of the study and reuses its runs.
+    The search stores its runs in the folder of the study and reuses the runs that are there.
     """
     return tune(
         measured_objective(directory, data), SPACE, num_trials=8, storage=Path(directory) / SEARCH
@@ -97,11 +99,11 @@ def demo_search(directory: str | Path, data: str | Path) -> Trials:
 
 
 def demo_attention(directory: str | Path) -> list[dict[str, Any]]:
-    """Returns measured times of causal attention, forward and backward, on one core.
+    """Returns measured times of the forward and backward pass of causal attention on one core.
 
     Fused attention is compared with attention whose scores are written to memory. The rows are
-    stored in `directory` and used again. Columns: kernel, sequence_length (tokens), and seconds (a
-    list with the time of each repetition).
+    stored in `directory` and read again later. Columns: kernel, sequence_length (tokens), and
+    seconds (a list with one time per repetition).
     """
     return kept(Path(directory) / ATTENTION, _timed_attention)
 
@@ -132,8 +134,8 @@ def _timed_attention() -> list[dict[str, Any]]:
 
 
 def select(runs: Runs, **fields: Any) -> list[Run]:
-    """Returns the runs that belong in a panel: all runs of clusters, and the demo-scale runs whose
-    plans have these fields.
+    """Returns the runs that a panel shows: all runs of clusters, and those runs of this machine
+    whose plans have the values `fields`.
     """
     found = []
     for run in open_runs(runs):
@@ -144,11 +146,11 @@ def select(runs: Runs, **fields: Any) -> list[Run]:
 
 
 def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
-    """Returns (median, lower quartile, upper quartile) of tokens per second per device of one
-    demo-scale run.
+    """Returns (median, lower quartile, upper quartile) of tokens per second per device of one run
+    of this machine.
 
-    The run is the only demo-scale run whose plan has these fields. Returns NaN if no run or several
-    runs have them.
+    It must be the only such run whose plan has the values `fields`. Returns NaN if no run or
+    several runs have them.
     """
     chosen = [run for run in select(runs, **fields) if scale_of(run) == "demo"]
     if len(chosen) != 1:
@@ -158,7 +160,9 @@ def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
 
 
 def run_hfu_percent(run: Run) -> np.ndarray:
-    """Returns the HFU of each step in per cent. All NaN if the site has no peak FLOP/s."""
+    """Returns the HFU of each step in per cent, as an array. All values are NaN if the site has no
+    peak FLOP/s.
+    """
     metrics = run.metrics()
     hfu = metrics.hfu()
     if hfu is None:
@@ -167,8 +171,8 @@ def run_hfu_percent(run: Run) -> np.ndarray:
 
 
 def tokens_per_s_and_device(run: Run) -> np.ndarray:
-    """Returns the tokens per second per device of each step. Processes that share a core count as
-    one device.
+    """Returns the tokens per second per device of each step. On this machine, processes that share
+    a core count as one device.
     """
     devices = run.plan.num_devices
     if scale_of(run) == "demo":

@@ -1,5 +1,5 @@
-"""Frontier: the layers of the models under the roofline of a GCD, and the gain of fused
-attention.
+"""Frontier: roofline of a GCD with the transformer layers of the three models, and the throughput
+gain from fused attention.
 """
 
 import json
@@ -37,19 +37,22 @@ from kit.papers.panels import FigureContent, panel_rows
 from kit.show.theme import GREY, SLATE
 
 TOKENS_PER_STEP = 640 * 2048
-"""Tokens of a step of 175B in the authors' script: 640 sequences of 2,048 tokens."""
+"""Number of tokens per training step of 175B in the authors' script: 640 sequences of 2,048
+tokens."""
 NAME_OFFSETS = ((12, 20), (-44, 26), (10, -20))
-"""Offset (x, y) of each recipe's name from its point in the roofline, in points of 1/72 inch."""
+"""(x, y) offset of each model's name from its point in the roofline, in points of 1/72 inch."""
 
 
 def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True) -> float:
-    """Returns the arithmetic intensity of one layer's forward pass, in FLOP per byte.
+    """Returns the arithmetic intensity of the forward pass of one transformer layer, in FLOP per
+    byte of memory traffic.
 
-    FLOPs are the FLOPs of matrix products and attention. Bytes are the memory traffic of all
-    kernels. Each matrix product reads its input and weights and writes its result once, at two
+    The FLOPs of matrix products and attention are counted. Bytes are the memory traffic of all
+    kernels. Each matrix product reads its input and weights and writes its result once, with two
     bytes per number. Norms, residuals and the activation function read and write their tensors.
-    Fused attention reads queries, keys and values, and writes its result. If scores are written out
-    instead, each score moves `score_bytes` bytes, a coefficient that was fitted to LUMI's runs.
+    Fused attention reads queries, keys and values, and writes its result. Without fusion, attention
+    scores are written to memory. Each score then moves `score_bytes` bytes, a coefficient that was
+    fitted to LUMI's runs.
     """
     h = spec.hidden_size
     f = spec.ffn_hidden_size
@@ -71,8 +74,8 @@ def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True
 
 
 def roofline_content(runs: Runs = ()) -> FigureContent:
-    """Returns the roofline of a GCD with the three recipes below it, in TFLOP/s against FLOP per
-    byte.
+    """Returns a figure of TFLOP/s against FLOP per byte: the roofline of a GCD, and below it the
+    models of the paper's three recipes.
     """
     fused = _under_roof("fused attention", 2)
     written = _under_roof("scores written out", 0)
@@ -110,10 +113,10 @@ def roofline_content(runs: Runs = ()) -> FigureContent:
 
 
 def _under_roof(label: str, code: int) -> FigureLayer:
-    """Returns the three recipes as points: x is the arithmetic intensity, y the modelled TFLOP/s
-    with recomputation.
+    """Returns a layer with one point for the model of each of the paper's three recipes. Its x is
+    the arithmetic intensity. Its y is the modelled TFLOP/s, with recomputation counted.
 
-    `code` is the generation of FlashAttention, 0 for scores written out.
+    `code` is the generation of FlashAttention, or 0 if attention scores are written to memory.
     """
     recipes = [(ModelSpec.preset(preset), recipe_plan(name)) for name, preset in MODELS.items()]
     x = [layer_intensity(spec, plan, flash_attention=code > 0) for spec, plan in recipes]
@@ -123,11 +126,11 @@ def _under_roof(label: str, code: int) -> FigureLayer:
 
 
 def flash_attention_content(runs: Runs = (), *, lengths: Sequence[int]) -> FigureContent:
-    """Returns throughput in % of peak against sequence length, for fused attention and for scores
-    written out.
+    """Returns a figure of throughput in % of peak against sequence length, with fused attention and
+    with attention scores written to memory.
 
-    If `runs` contains a folder with the times of `frontier_demo.demo_attention`, a second panel
-    shows them.
+    If `runs` contains a folder with the stored times of `frontier_demo.demo_attention`, a second
+    panel shows these times.
     """
     kernels = {"fused, second generation": 2, "fused, first generation": 1, "scores written out": 0}
     modelled = [_by_length(label, code, lengths) for label, code in kernels.items()]
@@ -150,8 +153,8 @@ def flash_attention_content(runs: Runs = (), *, lengths: Sequence[int]) -> Figur
 
 
 def _timed_attention(folder: Path) -> list[FigureLayer]:
-    """Returns the times that `frontier_demo.demo_attention` has stored in a folder, in ms, as one
-    layer per kernel.
+    """Returns one layer per attention kernel, with the times in ms that
+    `frontier_demo.demo_attention` has stored in a folder.
     """
     points: dict[str, list[tuple[float, ...]]] = {}
     for row in json.loads((folder / ATTENTION).read_text()):
@@ -165,8 +168,8 @@ def _timed_attention(folder: Path) -> list[FigureLayer]:
 
 
 def flash_gains() -> Rows:
-    """Returns the gain in modelled throughput from fused attention for each recipe, in %, with a 90
-    % interval.
+    """Returns one row per recipe with the gain in modelled throughput from fused attention, in %,
+    and its 90 % interval.
     """
     rows = []
     for name, preset in MODELS.items():
@@ -190,10 +193,10 @@ def flash_gains() -> Rows:
 
 
 def _by_length(label: str, code: int, lengths: Sequence[int]) -> FigureLayer:
-    """Returns the modelled HFU of 175B at each sequence length. The number of tokens per step is
-    constant.
+    """Returns a layer with the modelled HFU of 175B, in %, at each sequence length. The number of
+    tokens per step is constant.
 
-    `code` is the generation of FlashAttention, 0 for scores written out.
+    `code` is the generation of FlashAttention, or 0 if attention scores are written to memory.
     """
     cases = []
     for length in lengths:
@@ -204,10 +207,10 @@ def _by_length(label: str, code: int, lengths: Sequence[int]) -> FigureLayer:
 
 
 def _roof(label: str, flops_per_s: float, bytes_per_s: float) -> FigureLayer:
-    """Returns the upper bound of TFLOP/s against FLOP per byte: a slope up to the ridge, then a
-    horizontal line.
+    """Returns a layer with one roof, the upper bound of TFLOP/s against FLOP per byte. It is a
+    slope up to the ridge, then a horizontal line.
 
-    The slope is the memory bandwidth, the horizontal line the rate of matrix products.
+    The slope is the memory bandwidth. The horizontal line is the rate of matrix products.
     """
     x = np.array([10.0, flops_per_s / bytes_per_s, 10_000.0])
     y = np.minimum(flops_per_s, x * bytes_per_s) / 1e12
@@ -218,7 +221,7 @@ def _roof(label: str, flops_per_s: float, bytes_per_s: float) -> FigureLayer:
 def _note(
     axis: Any, text: str, at: Any, offset: tuple[int, int], colour: str, **style: Any
 ) -> None:
-    """Writes a text into a panel, at an offset from the coordinates `at`. The offset is in points
-    of 1/72 inch.
+    """Writes a text into a panel. `at` are the coordinates that the text belongs to. `offset` is
+    its distance from them, in points of 1/72 inch.
     """
     axis.annotate(text, at, xytext=offset, textcoords="offset points", color=colour, **style)

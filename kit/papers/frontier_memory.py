@@ -1,5 +1,5 @@
-"""Frontier: memory by model size, and memory of each pipeline device beside the logs of Frontier
-and LUMI.
+"""Frontier: memory by model size, and memory of each pipeline device. The memory of pipeline
+devices is compared with the training logs of Frontier and LUMI.
 """
 
 import math
@@ -22,9 +22,10 @@ TB = 1e12
 
 
 def memory_content(runs: Runs = ()) -> FigureContent:
-    """Returns the model state of each model size in TB, by convention for the bytes per parameter.
+    """Returns a figure of the memory of weights, gradients and optimizer state of each model size
+    in TB. Each curve assumes another number of bytes per parameter.
 
-    The rows also have the smallest number of GCDs of 64 GiB that hold the model state.
+    The rows also have the smallest number of GCDs with 64 GiB whose memory holds this state.
     """
     specs = {name: ModelSpec.preset(preset) for name, preset in MODELS.items()}
     sizes = np.array([float(spec.num_params) for spec in specs.values()])
@@ -73,8 +74,8 @@ def memory_content(runs: Runs = ()) -> FigureContent:
 
 
 def stage_memory_content(runs: Runs = ()) -> FigureContent:
-    """Returns memory in GiB, modelled and logged: by pipeline stage of 175B on Frontier, and by
-    replicas on LUMI.
+    """Returns a figure of memory in GiB, as modelled and as logged. Its panels show each pipeline
+    stage of 175B on Frontier, and LUMI's runs by number of replicas.
     """
     between_steps, peak = frontier_stages()
     state_log, peak_log, lumi_log = (
@@ -115,16 +116,17 @@ def stage_memory_content(runs: Runs = ()) -> FigureContent:
 
 
 def _mib_less_per_stage(layer: FigureLayer) -> float:
-    """Returns the mean decrease of memory from one pipeline stage to the next in MiB. The outer
-    stages are left out.
+    """Returns the mean decrease of memory from one pipeline stage to the next, in MiB. The first
+    and the last stage are left out.
     """
     return -float(np.diff(layer.y[1:15]).mean()) * GIB / MIB
 
 
 def frontier_stages() -> tuple[StageMemory, StageMemory]:
-    """Returns the modelled memory of each pipeline device in the authors' logged run.
+    """Returns the modelled memory of each pipeline device in the authors' logged run of 175B.
 
-    Returns (memory after its first step, which was skipped for overflow; memory within a step).
+    The result is (memory after the first step, memory during a step). The run skipped the update of
+    its first step, since gradients had overflowed.
     """
     plan = paper_plan(
         tensor_parallel=4, pipeline_parallel=16, data_parallel=2, global_batch_size=320
@@ -140,9 +142,10 @@ def frontier_stages() -> tuple[StageMemory, StageMemory]:
 
 
 def lumi_bytes(replicas: int) -> float:
-    """Returns the modelled bytes between two steps on the last of LUMI's 8 pipeline devices.
+    """Returns the modelled bytes in use between two steps on the last of the 8 pipeline devices of
+    LUMI's runs.
 
-    This device has 7 layers. The other seven devices have 9 layers each.
+    This device has 7 transformer layers. The other seven devices have 9 layers each.
     """
     stage = memory_by_stage(
         Layouts.of(LUMI, [lumi_plan(replicas)], flash_attention=0),
@@ -154,8 +157,8 @@ def lumi_bytes(replicas: int) -> float:
 
 
 def _modelled_beside(log: FigureLayer, label: str, modelled_bytes: Any) -> FigureLayer:
-    """Returns a modelled line without an interval. Its stated error is the mean error against the
-    log beside it.
+    """Returns a modelled layer without an interval, at the x of the layer `log`. Its stated error
+    is the mean absolute deviation from the log.
     """
     y = np.broadcast_to(np.asarray(modelled_bytes) / GIB, log.y.shape)
     error = np.mean(np.abs(y / log.y - 1))

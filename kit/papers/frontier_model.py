@@ -1,9 +1,9 @@
-"""The model behind the Frontier figures. It is fitted to runs of another machine, so no number of
-the paper is in it.
+"""The planner's model of step times behind the Frontier figures. It is fitted to runs of another
+machine, so it contains no number of the paper.
 
 LUMI has the same GPU, MI250X, and its runs used the same code base, Megatron-DeepSpeed. The
-efficiencies fitted to LUMI's published runs are used unchanged. Nothing is adjusted to any figure
-of the paper.
+efficiencies that were fitted to LUMI's published runs are used unchanged. Nothing is adjusted to a
+figure of the paper.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ from kit.papers.facts import Facts, plain_number
 from kit.papers.layers import FigureLayer
 
 FACTS = Facts.load("frontier")
-"""Facts of the Frontier paper."""
+"""Published numbers of the Frontier paper."""
 MODELS = {"22B": "gpt-22b", "175B": "gpt-175b", "1T": "gpt-1t"}
-"""Preset with the shape of each model of the paper, by the paper's name of the model."""
+"""Preset of `ModelSpec` for each model of the paper, by the paper's name of the model."""
 LUMI = ModelSpec.gpt(
     name="LUMI 176B",
     num_layers=70,
@@ -42,16 +42,17 @@ LUMI = ModelSpec.gpt(
     vocab_size=51_200,
     sequence_length=2048,
 )
-"""Model of the logs in spyysalo/lumi-llm-scaling, 2023-06."""
+"""Language model that was trained in the logs of the repository spyysalo/lumi-llm-scaling,
+2023-06."""
 AUTHORS_LOG = "log 405287"
-"""Name of the log of 175B on 128 GCDs in the repository sajal-vt/Megatron-DeepSpeed-ORNL, commit
-ef4161a."""
+"""Name of the authors' log of a training of the 175B model on 128 GCDs. The log is in the
+repository sajal-vt/Megatron-DeepSpeed-ORNL, commit ef4161a."""
 
 
 @lru_cache(maxsize=1)
 def frontier_calibration() -> Calibration:
-    """Returns the coefficients that are fitted to LUMI's published runs, with the numbers of
-    Frontier's hardware.
+    """Returns the planner's model with coefficients that are fitted to LUMI's published runs, and
+    with the hardware numbers of Frontier.
     """
     return dataclasses.replace(
         published_calibration(Site.load("lumi")), hardware=Hardware.of(Site.load("frontier"))
@@ -60,8 +61,8 @@ def frontier_calibration() -> Calibration:
 
 @lru_cache(maxsize=1)
 def model_error() -> str:
-    """Returns a sentence with the model's error on LUMI's measured runs. Each run is predicted by a
-    fit without that run.
+    """Returns a phrase with the error of the planner's model on LUMI's measured runs. Each run is
+    predicted by a fit without this run.
     """
     errors = np.abs([*left_out_errors().values()])
     num_runs = frontier_calibration().num_runs
@@ -74,11 +75,11 @@ def model_error() -> str:
 
 @lru_cache(maxsize=1)
 def left_out_errors() -> dict[str, float]:
-    """Returns the relative error of the predicted step time of each LUMI run, when only the other
-    runs are fitted.
+    """Returns the relative error of the predicted step time of each LUMI run. Each run is predicted
+    by a fit to all other runs.
 
-    The error is predicted over measured step time, minus 1. Keys are model, devices and the run's
-    number.
+    The error is predicted / measured step time, minus 1. Keys give model, number of devices and a
+    running number.
     """
     runs = lumi_runs()
     names = [f"{run.spec.name} on {run.num_devices} ({i})" for i, run in enumerate(runs)]
@@ -86,9 +87,10 @@ def left_out_errors() -> dict[str, float]:
 
 
 def verdicts() -> list[dict[str, str]]:
-    """Returns a row for each log of 175B that says whether its steps were as fast as predicted.
+    """Returns one row for each log of a 175B training. A sentence in the row says whether the steps
+    were as fast as predicted.
 
-    The sentence is the sentence of `kit status --why`. Each run of LUMI is compared with a fit to
+    `kit status --why` prints the same kind of sentence. Each run of LUMI is compared with a fit to
     the other runs. The authors' own log of Frontier is compared with a fit to all runs of LUMI.
     """
     runs = lumi_runs()
@@ -118,7 +120,7 @@ def verdicts() -> list[dict[str, str]]:
 
 
 def lumi_runs() -> list[PublishedRun]:
-    """Returns the published runs of LUMI to which the model is fitted."""
+    """Returns the published runs of LUMI to which the planner's model is fitted."""
     return [
         run
         for run in published.load(system="LUMI")
@@ -136,7 +138,7 @@ def paper_plan(**degrees: Any) -> Plan:
 
 
 def lumi_plan(replicas: int) -> Plan:
-    """Returns the plan of LUMI's logged runs of 176B, on this number of replicas."""
+    """Returns the plan of LUMI's logged runs of the 176B model, for this number of replicas."""
     return paper_plan(
         tensor_parallel=8,
         pipeline_parallel=8,
@@ -147,10 +149,10 @@ def lumi_plan(replicas: int) -> Plan:
 
 
 def recipe_plan(model: str, replicas: int = 0, **changes: Any) -> Plan:
-    """Returns the plan of the authors' launch script for `22B`, `175B` or `1T`.
+    """Returns the plan of the authors' launch script for the model `22B`, `175B` or `1T`.
 
-    If `replicas` is not 0 and differs from the script's number, each replica keeps its share of the
-    batch. `changes` replace fields of the plan.
+    0 replicas stands for the number in the script. With another number, each replica keeps its
+    share of the batch, so the global batch changes. `changes` replace fields of the plan.
     """
     fields = FACTS.fields(Plan, model)
     held = fields["tensor_parallel"] * fields["pipeline_parallel"]
@@ -162,10 +164,10 @@ def recipe_plan(model: str, replicas: int = 0, **changes: Any) -> Plan:
 
 
 def frontier_layouts(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layouts:
-    """Returns layouts of plans of one model with the paper's kernels.
+    """Returns the `Layouts` of plans of one model, with the kernels that the paper used.
 
-    The kernels are Megatron's with FlashAttention-2. Gradients are fp16, as the authors' DeepSpeed
-    configurations say. `kernels` replaces these settings.
+    The kernels are Megatron's with FlashAttention-2. Gradients are fp16, as in the authors'
+    DeepSpeed configurations. `kernels` replaces these settings of `Layouts.of`.
     """
     return Layouts.of(spec, plans, **{"gradient_bytes": 2.0, "native": False} | kernels)
 
@@ -178,17 +180,17 @@ def throughput_layer(
     basis: FlopBasis = FlopBasis.MEGATRON_RECOMPUTE,
     names: Sequence[str] = (),
 ) -> FigureLayer:
-    """Returns the modelled throughput of layouts in % of peak, with a 90 % interval.
+    """Returns a layer with the modelled throughput of layouts in % of peak, with a 90 % interval.
 
-    FLOPs include recomputation, as in the authors' code, so the result is HFU. With
-    `FlopBasis.MODEL` it is MFU.
+    By default, FLOPs include recomputation, as in the authors' code, so the result is HFU. With
+    `FlopBasis.MODEL` the result is MFU.
 
     Args:
         label: name in the legend.
-        x: x of each layout.
-        cases: (model, its layouts) of all models, in the order of `x`.
-        basis: FLOPs that are counted.
-        names: names of the points, if x only numbers categories.
+        x: coordinate of each layout on the x axis.
+        cases: (model, its layouts) for each model. All layouts together are in the order of `x`.
+        basis: rule by which the FLOPs of a token are counted.
+        names: category names of the points, if x only numbers categories.
     """
     columns = []
     for spec, layouts in cases:
@@ -203,22 +205,22 @@ def throughput_layer(
 
 
 def relative_rates(layouts: Layouts) -> Array:
-    """Returns throughput per device relative to the first layout, for 300 draws of the
-    coefficients: [300, layouts].
+    """Returns the throughput per device of each layout, divided by that of the first layout, for
+    300 random draws of the coefficients: [300, layouts].
 
-    The coefficients are drawn from their posterior. Errors that two layouts have in common cancel
-    in the ratio. `ratio_interval` turns the draws into an interval.
+    The coefficients of the planner's model are drawn from their posterior. Errors that both layouts
+    have in common cancel in the ratio. `ratio_interval` computes an interval from the draws.
     """
     rate = layouts.global_batch_size / (frontier_calibration().draws(layouts) * layouts.num_devices)
     return rate / rate[:, :1]
 
 
 def ratio_interval(ratios: Array) -> tuple[Array, Array, Array]:
-    """Returns (median, low, high) of a 90 % interval of ratios between layouts of one model. Draws
-    are on the first axis.
+    """Returns (median, low, high) of ratios between layouts of one model, where low and high are
+    the ends of the 90 % interval. The random draws are on the first axis of `ratios`.
 
-    The draws only vary the coefficients. The formula may also be wrong about one layout and right
-    about the other, so the interval is widened by `ratio_misfit`.
+    The draws only vary the coefficients. In addition, the formula of the planner's model may be
+    wrong about one layout and right about the other, so the interval is widened by `ratio_misfit`.
     """
     wrong = np.random.default_rng(1).normal(0, ratio_misfit(), size=np.shape(ratios))
     low, high = np.quantile(ratios * np.exp(wrong), (0.05, 0.95), axis=0)
@@ -230,18 +232,18 @@ def ratio_misfit() -> float:
     """Returns the standard deviation, on the log scale, of the error of modelled ratios between two
     layouts.
 
-    It is estimated from the errors of LUMI's runs of 176B, each predicted by a fit without that
-    run.
+    It is estimated from the errors on LUMI's runs of the 176B model. Each run is predicted by a fit
+    without this run.
     """
     errors = [error for name, error in left_out_errors().items() if name.startswith("GPT-175B")]
     return float(np.sqrt(2) * np.std(np.log1p(errors), ddof=1))
 
 
 def compared(published_layer: FigureLayer, modelled: FigureLayer) -> tuple[str, str]:
-    """Returns (sentence with the published points inside the model's interval, sentence with the
-    other points).
+    """Returns (inside, missed). `inside` is a sentence that names the published points within the
+    model's interval, and `missed` names the other points with both numbers.
 
-    A sentence is "" if it has no points.
+    A sentence is "" if it would name no point.
     """
     names = published_layer.names or [f"{x:,.0f}" for x in published_layer.x]
     inside = []

@@ -1,8 +1,8 @@
 """Frontier, section V: throughput, weak and strong scaling, and the time to train 1T parameters on
 20T tokens.
 
-Throughput is shown for the three model sizes. Scaling goes to 1,024 GCDs (175B) and 3,072 GCDs
-(1T).
+Throughput is shown for the three model sizes (22B, 175B, 1T). Scaling goes up to 1,024 GCDs for
+175B and up to 3,072 GCDs for 1T.
 """
 
 import dataclasses
@@ -32,23 +32,27 @@ from kit.papers.panels import FigureContent
 from kit.run import Run
 
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}
-"""Numbers of replicas in the scaling figures, by model."""
+"""Numbers of replicas in the figures of weak and strong scaling, by model."""
 STRONG_BATCH = 8064
-"""Global batch size of strong scaling in sequences. The paper's 8,000 is only remembered. 8,064 is
-the next number that is divisible by all numbers of replicas in `REPLICAS` and `COST_REPLICAS`."""
+"""Global batch size in the figure of strong scaling, in sequences. The paper's number of 8,000 is
+only remembered and not read. 8,064 is the next number that is divisible by all numbers of replicas
+in `REPLICAS` and `COST_REPLICAS`."""
 BATCHES = (1008, 1536, 2016, 4032, STRONG_BATCH, 16128)
-"""Global batch sizes in sequences, for efficiency against the batch."""
+"""Global batch sizes, in sequences, at which the scaling efficiency is modelled to show its
+dependence on the batch."""
 SPEC_1T = ModelSpec.preset(MODELS["1T"])
 TOKENS = 20e12
-"""Training tokens of 1T."""
+"""Number of tokens on which the 1T model is trained in the figure of years."""
 YEAR = 365.25 * 86_400
 """Seconds in a year."""
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of replicas in the figure of years and device-hours."""
+"""Numbers of replicas of the 1T model in the figure of training years and device-hours."""
 
 
 def throughput_content(runs: Runs = ()) -> FigureContent:
-    """Returns HFU and MFU of the three model sizes in %, beside the paper's headline numbers."""
+    """Returns a figure of HFU and MFU in %, as modelled for the three model sizes, beside numbers
+    from the paper's abstract.
+    """
     names = [*MODELS]
     specs = [ModelSpec.preset(preset) for preset in MODELS.values()]
     cases = [
@@ -63,7 +67,8 @@ def throughput_content(runs: Runs = ()) -> FigureContent:
     inside, missed = compared(published_hfu, hfu)
     log_sizes = np.log([spec.num_params for spec in specs])
     own = on_clusters(
-        # The x of a run is interpolated between the sizes, by the logarithm of its parameters.
+        # The x of a user's run lies between the three model sizes. It is interpolated by the
+        # logarithm of the number of parameters.
         runs,
         x=lambda run: float(np.interp(np.log(run.spec.num_params), log_sizes, np.arange(3.0))),
         y=run_hfu_percent,
@@ -77,11 +82,12 @@ def throughput_content(runs: Runs = ()) -> FigureContent:
 
 
 def scaling_content(runs: Runs = (), *, kind: str) -> FigureContent:
-    """Returns throughput per GCD in % of the throughput of one replica.
+    """Returns the figure of weak or strong scaling: throughput per GCD in % of the throughput per
+    GCD with one replica.
 
-    If `kind` is `weak`, the batch grows with the replicas. If it is `strong`, the batch is
-    constant. Strong scaling also shows LUMI's logged runs, and a panel of efficiency against the
-    batch.
+    `kind` is `weak`, where the batch grows with the replicas, or `strong`, where the batch is
+    constant. The figure of strong scaling also shows LUMI's logged runs, and has a panel of
+    efficiency against the batch.
     """
     facts = [fact.replace(x=fact.x.split()[-1]) for fact in FACTS[f"{kind}_scaling_percent"]]
     published = FigureLayer.published(facts, label="paper")
@@ -114,11 +120,11 @@ def scaling_content(runs: Runs = (), *, kind: str) -> FigureContent:
 
 
 def efficiency_layer(model: str, kind: str) -> FigureLayer:
-    """Returns the modelled scaling efficiency of `175B` or `1T` in %: throughput per GCD relative
-    to one replica.
+    """Returns a layer with the modelled scaling efficiency of `175B` or `1T` in %: throughput per
+    GCD relative to one replica, against GCDs.
 
-    The layout is the authors' layout. The batch is their batch per replica (`weak`), or constant
-    (`strong`).
+    The authors' layout is used. For `weak`, each replica has the authors' batch per replica. For
+    `strong`, the global batch is constant.
     """
     batch = {} if kind == "weak" else {"global_batch_size": STRONG_BATCH}
     plans = [recipe_plan(model, replicas, **batch) for replicas in REPLICAS[model]]
@@ -129,9 +135,10 @@ def efficiency_layer(model: str, kind: str) -> FigureLayer:
 
 
 def lumi_layers() -> list[FigureLayer]:
-    """Returns LUMI's logged strong scaling of 176B in %, and the modelled strong scaling.
+    """Returns two layers of strong scaling of LUMI's 176B model, in %: computed from the logs, and
+    modelled.
 
-    The model was fitted to these runs and others.
+    These runs are among the runs to which the planner's model is fitted.
     """
     steps = FACTS["lumi_step_s"]
     first = min(steps, key=lambda fact: float(fact.x))
@@ -149,9 +156,11 @@ def lumi_layers() -> list[FigureLayer]:
 
 
 def batch_layer(model: str) -> FigureLayer:
-    """Returns the modelled efficiency on the largest number of replicas in %, against the batch.
+    """Returns a layer with the modelled scaling efficiency on the largest number of replicas in %,
+    against the global batch size.
 
-    It shows how much the batch matters, since the paper's batch is unknown.
+    The layer shows how strongly the efficiency depends on the batch. The batch of the paper is
+    unknown.
     """
     spec = ModelSpec.preset(MODELS[model])
     most = REPLICAS[model][-1]
@@ -165,8 +174,8 @@ def batch_layer(model: str) -> FigureLayer:
 
 
 def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
-    """Returns (median, low, high) of throughput per device in % of the first layout, which has
-    exactly 100 %.
+    """Returns (median, low, high) of throughput per device, in % of the first layout. The first
+    layout has exactly 100 %, without an interval.
     """
     middle, low, high = ratio_interval(100 * relative_rates(layouts))
     low[0] = high[0] = 100.0
@@ -174,9 +183,11 @@ def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
 
 
 def _own_scaling(runs: Runs, kind: str) -> list[FigureLayer]:
-    """Returns the measured tokens per second per device of cluster runs, in % of the smallest run.
+    """Returns one layer for each scaling series among the user's cluster runs: measured tokens per
+    second per device, in % of the run with the fewest devices.
 
-    Runs with equal shape and equal batch (strong) or batch per replica (weak) form one line.
+    Runs belong to one series if their models have equal shapes. For strong scaling, their global
+    batches must be equal too. For weak scaling, their batches per replica must be equal.
     """
     is_weak = kind == "weak"
     groups: dict[tuple, list[Run]] = {}
@@ -207,8 +218,8 @@ def _own_scaling(runs: Runs, kind: str) -> list[FigureLayer]:
 
 
 def years_content(runs: Runs = ()) -> FigureContent:
-    """Returns years and million device-hours to train 1T parameters on 20T tokens, against the
-    number of GCDs.
+    """Returns a figure of the time to train 1T parameters on 20T tokens, in years and in million
+    device-hours, against the number of GCDs.
     """
     years = years_layer()
     published = FigureLayer.published([_published_years()], label="from the paper's rate")
@@ -242,9 +253,9 @@ def years_content(runs: Runs = ()) -> FigureContent:
 
 
 def years_layer() -> FigureLayer:
-    """Returns modelled years to train 1T on 20T tokens.
+    """Returns a layer with the modelled years to train the 1T model on 20T tokens.
 
-    The layout is the authors' layout on 1 to 128 replicas. The batch is constant.
+    The authors' layout is used on 1 to 128 replicas, with a constant global batch.
     """
     plans = [recipe_plan("1T", n, global_batch_size=STRONG_BATCH) for n in COST_REPLICAS]
     layouts = frontier_layouts(SPEC_1T, plans)
@@ -255,8 +266,8 @@ def years_layer() -> FigureLayer:
 
 
 def _published_years() -> PaperFact:
-    """Returns the years on 3,072 GCDs that follow from the paper's 61.2 TFLOP/s per GCD, which
-    count recomputation.
+    """Returns the years to train on 3,072 GCDs, derived from the paper's 61.2 TFLOP/s per GCD.
+    These FLOPs include recomputation.
     """
     rate = FACTS.only("throughput_tflops", "1T")
     flops = SPEC_1T.flops_per_token(FlopBasis.MEGATRON_RECOMPUTE)
@@ -265,6 +276,8 @@ def _published_years() -> PaperFact:
 
 
 def _years_of_run(run: Run) -> np.ndarray:
-    """Returns the years to train 1T on 20T tokens at the model FLOP/s of each step of a run."""
+    """Returns, for each step of a run, the years to train 1T on 20T tokens at the model FLOP/s of
+    this step.
+    """
     rate = run.metrics().tokens_per_s * run.spec.flops_per_token()
     return SPEC_1T.flops_per_token() * TOKENS / rate / YEAR

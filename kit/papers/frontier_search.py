@@ -1,5 +1,5 @@
-"""Frontier, section IV: the hyperparameter search over layouts, on the model and by real runs at
-demo scale.
+"""Frontier, section IV: the hyperparameter search for the fastest layout. The throughput of a trial
+comes from the planner's model, or from a real run at demo scale.
 """
 
 from functools import lru_cache
@@ -29,16 +29,16 @@ from kit.papers.panels import DEMO_COLOURS, FigureContent, mark_demo_scale
 from kit.show.theme import BLUE, VERMILION
 
 NUM_TRIALS = 60
-"""Number of trials of a search on the model."""
+"""Number of trials of a search that uses the planner's model."""
 SPACES = read_paper_toml("spaces")
-"""Spaces of the searches on the model, by name: a model preset, and the choices of each
-parameter."""
+"""Spaces of layouts for the hyperparameter searches that use the planner's model, by name. A space
+has a model preset, and the allowed values of each parameter."""
 
 
 def search_content(runs: Runs = ()) -> FigureContent:
-    """Returns the trials of the searches in the spaces `SPACES`, with the best value so far.
+    """Returns a figure of the trials in each search space of `SPACES`, with the best value so far.
 
-    Each search by real runs of this machine gets a separate panel.
+    Each search with real runs of this machine has a separate panel.
     """
     panels = {name: _model_layers(name) for name in SPACES}
     for folder, trials in demo_searches(runs).items():
@@ -68,8 +68,8 @@ def search_content(runs: Runs = ()) -> FigureContent:
 
 
 def sensitivity_content(runs: Runs = ()) -> FigureContent:
-    """Returns the share of the objective's variance that each parameter explains in each search, in
-    %.
+    """Returns a figure of the sensitivity of each search: the share of the objective's variance
+    that each parameter explains, in %.
     """
     panels = {}
     for name in SPACES:
@@ -92,14 +92,17 @@ def sensitivity_content(runs: Runs = ()) -> FigureContent:
 
 
 def demo_searches(runs: Runs) -> dict[Path, Trials]:
-    """Returns the searches by real runs whose files are in the given folders, by folder."""
+    """Returns the searches with real runs that are stored in the given folders, as a dict from
+    folder to trials.
+    """
     return {folder: Trials.read(folder / SEARCH) for folder in folders_with(runs, SEARCH)}
 
 
 def search_objective(name: str) -> EstimatedRate:
-    """Returns the search objective for one of SPACES: modelled tokens per second per GCD.
+    """Returns the objective of the search in one of SPACES: tokens per second per GCD, from the
+    planner's model.
 
-    Layouts that run out of memory count as failed trials.
+    A layout that runs out of memory counts as a failed trial.
     """
     found = frontier_calibration()
     machine = Machine(
@@ -120,17 +123,18 @@ def _spec(name: str) -> ModelSpec:
 
 @lru_cache(maxsize=4)
 def _search(name: str) -> tuple[Trials, Array]:
-    """Returns (trials of the search, objective of every layout in the space)."""
+    """Returns (trials of the search in one of SPACES, objective of every layout in this space)."""
     rate = search_objective(name)
     space = SPACES[name]["choices"]
     return tune(rate, space, num_trials=NUM_TRIALS, seed=0), rate.rates(space)
 
 
 def _model_layers(name: str) -> list[FigureLayer]:
-    """Returns two layers in TFLOP/s: the trials, and the best value so far with the interval of its
-    layout.
+    """Returns two layers in TFLOP/s against the number of the trial: the trials, and the best value
+    so far with the prediction interval of its layout.
 
-    FLOPs include recomputation, as in the log that the authors' objective reads.
+    FLOPs include recomputation, as in the log from which the authors' objective reads the
+    throughput.
     """
     trials = _search(name)[0]
     spec = _spec(name)
@@ -158,15 +162,15 @@ def _demo_layers(folder: Path, trials: Trials) -> list[FigureLayer]:
 
 
 def _shares(trials: Trials) -> dict[str, Any]:
-    """Returns (x, y, names) as fields of a layer: positions of bars, shares of the variance in %,
-    and parameters.
+    """Returns the fields x, y and names of a layer of bars: positions of the bars, shares of the
+    variance in %, and names of the parameters.
     """
     shown = {name: 100 * share for name, share in sensitivity(trials).items() if share > 1e-9}
     return {"x": range(len(shown)), "y": [*shown.values()], "names": tuple(shown)}
 
 
 def _draw_bars(axis: Any, layer: FigureLayer) -> None:
-    """Draws the shares of the variance as horizontal bars."""
+    """Draws shares of the variance as horizontal bars, with their numbers."""
     colour = _colour_and_mark(axis, layer)
     bars = axis.barh(layer.x, layer.y, color=colour, height=0.6)
     axis.bar_label(bars, fmt="%.1f", padding=3)
@@ -177,8 +181,8 @@ def _draw_bars(axis: Any, layer: FigureLayer) -> None:
 
 
 def _draw_trials(axis: Any, trials: FigureLayer, best: FigureLayer) -> None:
-    """Draws trials as dots and the best value so far as steps with its interval. Failed trials are
-    marks at the bottom.
+    """Draws trials as dots, and the best value so far as a step line with its interval. A short
+    vertical line at the bottom shows each failed trial.
     """
     colour = _colour_and_mark(axis, best)
     failed = trials.x[np.isnan(trials.y)]
@@ -197,8 +201,8 @@ def _draw_trials(axis: Any, trials: FigureLayer, best: FigureLayer) -> None:
 
 
 def _colour_and_mark(axis: Any, layer: FigureLayer) -> str:
-    """Returns the colour of a layer. If the layer is at demo scale, marks its panel as demo
-    scale.
+    """Returns the colour in which to draw a layer. If the layer is at demo scale, writes `demo
+    scale` across its panel.
     """
     if layer.scale != "demo":
         return BLUE

@@ -1,9 +1,9 @@
-"""Frontier, section III: throughput against tensor parallelism, micro-batches and pipeline stages,
-and the paper's observations.
+"""Frontier, section III: throughput against tensor parallelism, micro-batches and pipeline stages.
+Four observations of the paper about throughput are checked too.
 
-The paper's curves could not be read, so the figures have no published points. The paper's four
-observations are checked as relations, on the model with its interval and on demo-scale runs of this
-machine. The layouts of all lines and relations are in `data/figures.toml` and
+The paper's curves could not be read, so the figures have no published points. Each observation is
+checked twice: with the planner's model, with an interval, and with runs of this machine (demo
+scale). The layouts of all curves and checks are in `data/figures.toml` and
 `data/observations.toml`.
 """
 
@@ -29,9 +29,10 @@ from kit.papers.layers import FigureLayer, Runs, measured, on_clusters, open_run
 from kit.papers.panels import FigureContent, TableContent
 
 SPEC = ModelSpec.preset("gpt-22b")
-"""Model of all modelled lines and relations."""
+"""Shape of the language model in all modelled curves and checks."""
 ONE_REPLICA = {"data_parallel": 1, "micro_batch_size": 1}
-"""Fields that the plan of a demo-scale run must have to be shown in these figures."""
+"""Values that the plan of a run of this machine must have, so that these figures and checks use the
+run."""
 SCALES = {"modelled": "modelled, paper's scale", "measured": "measured, demo scale"}
 
 
@@ -42,16 +43,16 @@ def sweep_content(
     lines: Mapping[str, Mapping[str, Any]],
     demo: Mapping[str, Any] | None = None,
 ) -> FigureContent:
-    """Returns throughput against one field of the plan at the paper's scale. Demo-scale runs get a
-    second panel.
+    """Returns a figure of throughput against one field of the plan: the planner's model at the
+    paper's scale and, in a second panel, runs of this machine.
 
     Args:
         runs: the user's own runs.
-        field: a field of `Plan`.
-        lines: fields of the modelled plans of each line, by the line's label. A single value holds
-            for all plans of a line.
-        demo: fields that the plans of the demo-scale runs must have. None: no demo-scale runs are
-            drawn.
+        field: name of a field of `Plan`, which is the x axis.
+        lines: curves to model. Maps the label of a curve to the fields of its plans. A list has one
+            value per plan. A single value holds for all plans of the curve.
+        demo: values that the plans of runs of this machine must have to be drawn. None: no such run
+            is drawn.
     """
     x = attrgetter(f"plan.{field}")
     panels = {"paper's scale": [_modelled_line(label, lines[label], field) for label in lines]}
@@ -68,10 +69,10 @@ def sweep_content(
 
 
 def _modelled_line(label: str, fields: Mapping[str, Any], field: str) -> FigureLayer:
-    """Returns the modelled HFU in % of plans with these `fields`, against the field of the plan
-    named `field`.
+    """Returns a layer with the modelled HFU, in %, of several plans. Its x axis is the field of the
+    plan that is named `field`.
 
-    A list in `fields` has one value per plan. A single value holds for all plans.
+    In `fields`, a list has one value per plan. A single value holds for all plans.
     """
     count = max(len(values) for values in fields.values() if isinstance(values, list))
     plans = []
@@ -89,8 +90,8 @@ def _modelled_line(label: str, fields: Mapping[str, Any], field: str) -> FigureL
 
 
 def observations_content(runs: Runs = ()) -> TableContent:
-    """Returns the table of the paper's four observations, checked on the model and on demo-scale
-    runs.
+    """Returns the table of the paper's four observations about throughput. Each is checked with the
+    planner's model and with runs of this machine.
     """
     relations = [*modelled_relations(), *measured_relations(runs)]
     statements = {fact.x: fact.value for fact in FACTS["observation"]}
@@ -119,8 +120,8 @@ def observations_content(runs: Runs = ()) -> TableContent:
 
 
 def modelled_relations() -> list[Relation]:
-    """Returns the four observations as ratios of modelled throughput. The intervals come from the
-    posterior.
+    """Returns the checks of the four observations with the planner's model. Each is a ratio of two
+    throughputs. The intervals come from the posterior of the coefficients.
     """
 
     def ratio(old: dict[str, int], new: dict[str, int]) -> tuple[Any, Any, Any]:
@@ -131,10 +132,10 @@ def modelled_relations() -> list[Relation]:
 
 
 def measured_relations(runs: Runs) -> list[Relation]:
-    """Returns the four observations as ratios of measured throughput. The intervals come from
-    quartiles.
+    """Returns the checks of the four observations with runs of this machine. Each is a ratio of two
+    throughputs. The intervals come from the quartiles over steps.
 
-    An observation is left out if its demo-scale runs are not given.
+    An observation is left out if its runs are not among `runs`.
     """
     runs = open_runs(runs)
 
@@ -147,10 +148,10 @@ def measured_relations(runs: Runs) -> list[Relation]:
 
 
 def _relations(layer: Any, ratio: Callable[..., tuple[Any, Any, Any]]) -> list[Relation]:
-    """Returns the observations, checked on the model or on measurements.
+    """Returns the checks of the four observations that `layer` selects: "modelled" or "measured".
 
-    `ratio` returns (value, low, high) of the throughput of a new layout over the throughput of an
-    old layout.
+    `ratio` returns (value, low, high) for an old and a new layout: the throughput of the new layout
+    divided by that of the old layout, with its interval.
     """
     found = []
     for observation in read_paper_toml("observations")[layer]:

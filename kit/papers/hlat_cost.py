@@ -1,5 +1,5 @@
-"""HLAT, section VII: cost of training on four million tokens, on Trainium and on A100, against the
-number of nodes (Figure 5).
+"""HLAT, section VII: cost of training on four million tokens against the number of nodes, on
+Trainium and on A100 (Figure 5).
 """
 
 import math
@@ -46,19 +46,21 @@ RATIOS = {
     "trn1 over p4d": {model: ((TRN1, model), (P4D, model)) for model in MODELS},
     "70B over 7B": {short: ((machine, "70B"), (machine, "7B")) for machine, short in SHORT.items()},
 }
-"""Ratios of cost that the paper states in words, by name and label. Each is (numerator,
-denominator), pairs of machine and model. Both sides have an equal number of nodes."""
+"""Ratios of costs that the paper states in words. A ratio has one or more curves. Maps the name of
+the ratio and the label of a curve to (numerator, denominator). Each of these is (machine, model),
+and both use an equal number of nodes."""
 LARGE = 20e9
-"""Number of parameters from which a run of the user is drawn beside the 70B instead of the 7B."""
+"""Number of parameters from which on a user's run is drawn in the panel of 70B. Smaller runs are
+drawn in the panel of 7B."""
 ABOUT = 0.05
 """Tolerance for a number that the paper states as "about", as a fraction of the number."""
 TOKENS = 4e6
-"""Tokens that a cost refers to: about the tokens of one step."""
+"""Number of training tokens whose cost is shown: about the tokens of one step."""
 
 
 def cost_by_nodes_content(runs: Runs = ()) -> FigureContent:
-    """Returns Figure 5: cost per 4M tokens against nodes, and the two ratios of costs that the
-    paper states.
+    """Returns Figure 5: cost per 4 million tokens against the number of nodes, and the two ratios
+    of costs that the paper states in words.
     """
     panels = {model: [cost_layer(machine, model) for machine in SHORT] for model in MODELS}
     for run in open_runs(runs):
@@ -91,8 +93,9 @@ def cost_by_nodes_content(runs: Runs = ()) -> FigureContent:
 
 
 def _missed_ratios(failed: Sequence[Relation]) -> str:
-    """Returns a sentence with the ratios that the model misses and the range of their values over
-    nodes. "" if none is missed.
+    """Returns a sentence with the ratios for which the modelled cost contradicts the paper, and the
+    range of their modelled values over nodes. Returns "" if there is none. `failed` are the failed
+    checks.
     """
     if not failed:
         return ""
@@ -108,9 +111,10 @@ def _missed_ratios(failed: Sequence[Relation]) -> str:
 
 
 def trainium_rates_content(runs: Runs = ()) -> FigureContent:
-    """Returns tokens per second per node of AWS's benchmarks beside the model's predictions.
+    """Returns a figure of tokens per second per node: AWS's benchmarks, and the planner's
+    prediction of each benchmark.
 
-    Each benchmark is predicted by a fit to the other benchmarks.
+    Each benchmark is predicted by a fit to all other benchmarks.
     """
     rates = _benchmark_rates()
     names = [rate.x for rate in rates]
@@ -139,9 +143,10 @@ def trainium_rates_content(runs: Runs = ()) -> FigureContent:
 
 
 def cost_layer(machine: str, model: str) -> FigureLayer:
-    """Returns the modelled cost per 4M tokens, in % of the cost of 7B on 4 p4d nodes.
+    """Returns a layer with the modelled cost per 4 million tokens against the number of nodes. It
+    is in % of the cost of 7B on 4 p4d nodes.
 
-    Numbers of nodes on which the model does not fit in memory are left out.
+    Numbers of nodes at which the model does not fit in memory are left out.
     """
     nodes, draws = cost_draws(machine, model)
     percent = quantile_interval(100 * draws / _reference())
@@ -149,8 +154,8 @@ def cost_layer(machine: str, model: str) -> FigureLayer:
 
 
 def ratio_layers(name: str) -> list[FigureLayer]:
-    """Returns the modelled ratios of one entry of RATIOS, on the numbers of nodes on which both
-    sides fit in memory.
+    """Returns layers with the modelled ratios that one entry of RATIOS defines. A point is missing
+    if numerator or denominator does not fit in memory on this number of nodes.
     """
     layers = []
     for label, (over, under) in RATIOS[name].items():
@@ -163,10 +168,11 @@ def ratio_layers(name: str) -> list[FigureLayer]:
 
 @lru_cache(maxsize=4)
 def cost_draws(machine: str, model: str) -> tuple[Array, Array]:
-    """Returns (numbers of nodes on which the model fits in memory, draws of USD per 4M tokens [300,
-    nodes]).
+    """Returns (numbers of nodes, costs). The numbers of nodes are those at which the model fits in
+    memory. The costs are 300 random draws of USD per 4 million tokens, [300, nodes].
 
-    The draws vary the two unknowns: the coefficients, and the formula's misfit for each layout.
+    The draws represent two uncertainties: the fitted coefficients of the planner's model, and the
+    misfit of its formula for each layout.
     """
     plans: dict[int, Plan] = {}
     for nodes in NODES:
@@ -184,16 +190,17 @@ def cost_draws(machine: str, model: str) -> tuple[Array, Array]:
 
 
 def cost_per_tokens(price_per_hour: Any, tokens_per_s: Any) -> Any:
-    """Returns USD per 4M tokens: C / (T x 3600) x 4e6, as in the paper.
+    """Returns USD per 4 million tokens, C / (T x 3600) x 4e6, as in the paper.
 
-    C is the price of all nodes in USD per hour. T is the rate of all nodes in tokens per second.
+    C (`price_per_hour`) is the price of all nodes in USD per hour. T (`tokens_per_s`) is the rate
+    of all nodes in tokens per second.
     """
     return price_per_hour / (tokens_per_s * 3600) * TOKENS
 
 
 def relations() -> list[Relation]:
-    """Returns the ratios of cost that the paper states, each checked on the model with its
-    interval.
+    """Returns one check for each ratio of costs that the paper states and each number of nodes. A
+    check compares the modelled ratio, with its interval, with the paper's number.
     """
     found = []
     for name, fact in _stated_ratios().items():
@@ -213,15 +220,15 @@ def relations() -> list[Relation]:
 
 
 def _stated_ratios() -> dict[str, PaperFact]:
-    """Returns the fact of the paper for each entry of RATIOS, by its name."""
+    """Returns the paper's number for each entry of RATIOS, by the name of the entry."""
     return {fact.x: fact for fact in (*FACTS["cost_ratio"], *FACTS["cost_size_ratio"])}
 
 
 def cost_percent(run: Run) -> Array:
-    """Returns the cost per 4M tokens of each step of a run, in % of the reference. NaN if its site
-    has no price.
+    """Returns the cost per 4 million tokens of each step of a run, in % of the cost of 7B on 4 p4d
+    nodes. NaN if the site of the run has no price.
 
-    Each attempt costs the price of the nodes that it ran on (`usd_per_hour`).
+    The price of a step is the price of the nodes on which its attempt ran (`usd_per_hour`).
     """
     metrics = run.metrics()
     numbers, index = np.unique(metrics["attempt"], return_inverse=True)
@@ -234,8 +241,8 @@ def cost_percent(run: Run) -> Array:
 
 
 def _reference() -> Array:
-    """Returns draws of the cost that counts as 100 %, in USD per 4M tokens: 7B on 4 nodes of p4d,
-    [300, 1].
+    """Returns random draws of the cost that is defined as 100 %: 7B on 4 nodes of p4d, in USD per 4
+    million tokens, [300, 1].
     """
     return cost_draws(P4D, "7B")[1][:, :1]
 
@@ -245,7 +252,9 @@ def _nodes(run: Run) -> float:
 
 
 def _benchmark_rates() -> list[PaperFact]:
-    """Returns tokens per second per node of AWS's benchmarks, as facts."""
+    """Returns the tokens per second per node of each AWS benchmark, derived from its published
+    sequences per second.
+    """
     per_node = Site.load(TRN1).devices_per_node
     return [
         PaperFact(
@@ -263,7 +272,8 @@ def _benchmark_rates() -> list[PaperFact]:
 
 
 def _benchmark_ratio() -> FigureLayer:
-    """Returns the cost of 70B on 32 nodes over the cost of 7B on 16 nodes, from AWS's benchmarks.
+    """Returns a layer with the cost of 70B on 32 nodes divided by the cost of 7B on 16 nodes,
+    computed from AWS's benchmarks.
 
     The layer has one point per SDK version.
     """
@@ -277,8 +287,8 @@ def _benchmark_ratio() -> FigureLayer:
 
 
 def _label_lines_and_gaps(figure: Any) -> None:
-    """Labels the lines of all panels. Hatches the numbers of nodes on which no layout of 70B fits
-    on a machine.
+    """Labels the lines of all panels. In the panel of 70B, hatches the node counts at which the
+    model does not fit on one of the machines.
     """
     for axis in figure.axes:
         label_line_ends(axis)

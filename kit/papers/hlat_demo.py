@@ -1,8 +1,8 @@
-"""HLAT at demo scale: one real run whose checkpoints are scored, and a small model trained in four
-precisions.
+"""HLAT at demo scale, on this machine: one complete run whose checkpoints are scored, and a small
+model that is trained in four precisions.
 
-This process trains the small model for a hundred steps per precision. Both results are made once,
-stored, and read again later.
+The small model is trained in this process for a hundred steps per precision. Both studies are made
+once, and their results are stored for later calls.
 """
 
 import contextlib
@@ -27,14 +27,15 @@ from kit.parallel.gradients import local
 from kit.run import Run
 
 RUN = "llama-demo"
-"""Name of the run directory below the folder of the studies."""
+"""Name of the run directory in the folder of the studies."""
 STEPS = 60
-"""Steps of the run."""
+"""Number of training steps of the run."""
 CHECKPOINT_EVERY = 20
-"""Steps between two checkpoints of the run."""
+"""Number of training steps between two checkpoints of the run."""
 PLAN = Plan(data_parallel=2, micro_batch_size=4, global_batch_size=8)
 SUITE = "curve"
-"""Suite of tasks that is scored at each checkpoint. It has only a part of the items."""
+"""Name of the task suite (`kit.evaluate.benchmarks.SUITES`) with which each checkpoint is scored.
+The suite contains only a part of each task's items."""
 PRECISION_RECIPE = Recipe(
     data="",
     num_steps=100,
@@ -43,8 +44,8 @@ PRECISION_RECIPE = Recipe(
     warmup_steps=20,
     cosine_floor="clamped",
 )
-"""Recipe of the small model, with the learning rates of HLAT's 7B. With larger learning rates,
-fewer updates are small enough to be lost by rounding."""
+"""Recipe of the small model, with the learning rates of HLAT's 7B model. With larger learning
+rates, fewer updates would be so small that rounding to bf16 loses them."""
 SPEC = ModelSpec.llama(
     name="llama-small",
     num_layers=2,
@@ -56,20 +57,21 @@ SPEC = ModelSpec.llama(
     sequence_length=64,
 )
 BATCH_SIZE = 8
-"""Sequences per training step of the small model."""
+"""Number of sequences per training step of the small model."""
 MICRO_BATCH_SIZE = 4
-"""Sequences per micro-batch of the small model."""
+"""Number of sequences per micro-batch of the small model."""
 VALIDATION_SAMPLES = 32
-"""Sequences in the validation loss of the small model."""
+"""Number of sequences over which the validation loss of the small model is computed."""
 VALIDATE_EVERY = 10
-"""Steps between two validation losses of the small model."""
+"""Number of training steps between two validation losses of the small model."""
 
 
 def demo_run(directory: str | Path, data: str | Path) -> Run:
-    """Returns a finished run with HLAT's optimizer and schedule whose checkpoints are all scored.
+    """Returns a finished run that was trained with HLAT's optimizer and schedule, and whose
+    checkpoints are all scored.
 
-    Makes the run if it does not exist. Tasks whose data is not on this machine are left out of the
-    scores. `kit eval-data` builds this data. `data` is a dataset made by `kit data build` with a
+    Makes the run if it does not exist. Tasks whose data are not on this machine are not scored.
+    `kit eval-data` builds these data. `data` is a dataset made by `kit data build` with a
     vocabulary of at most 4,096.
 
     Raises:
@@ -108,8 +110,8 @@ def demo_run(directory: str | Path, data: str | Path) -> Run:
 
 
 def demo_precision(directory: str | Path, data: str | Path) -> dict[str, Steps]:
-    """Returns the steps of the small model's training in each of four precisions, by precision.
-    Rows: see `train_in`.
+    """Trains the small model in each of four precisions, or reads the stored result. Returns the
+    rows of `train_in`, one per training step, by precision.
     """
     return kept(
         Path(directory) / PRECISION,
@@ -126,9 +128,9 @@ def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
     """Returns fp32 numbers as bf16, each rounded up or down at random so that the expected value is
     exact.
 
-    bf16 is fp32 without its lower 16 bits. So 16 random bits are added to the lower 16 bits, which
-    are then set to zero. Source: AWS Neuron documentation, "Neuron rounding modes"; Gupta et al.
-    2015 (arXiv 1502.02551), section 3.
+    A bf16 number is the upper half of an fp32 number. So 16 random bits are added to the lower 16
+    bits of the fp32 number, and the lower 16 bits are then set to zero. Source: AWS Neuron
+    documentation, "Neuron rounding modes"; Gupta et al. 2015 (arXiv 1502.02551), section 3.
     """
     noise = torch.randint(0, 1 << 16, x.shape, generator=generator, dtype=torch.int32)
     return ((x.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).bfloat16()
@@ -140,15 +142,18 @@ PRECISIONS: dict[str, tuple[Literal["fp32", "bf16"], Callable[..., Tensor] | Non
     "pure bf16": ("bf16", round_to_nearest),
     "pure bf16, stochastic": ("bf16", round_stochastically),
 }
-"""(dtype of the forward and backward pass, rounding function) by precision. The function rounds
-weights and both AdamW moments to bf16 after each step. None: they stay in fp32."""
+"""(dtype of the forward and backward pass, rounding function) by the name of the precision. After
+each step, the function rounds weights and both AdamW moments to bf16. If it is None, they stay in
+fp32."""
 
 
 @contextlib.contextmanager
 def small_training(
     data: Dataset, recipe: Recipe, precision: str = "fp32"
 ) -> Iterator["SmallTraining"]:
-    """Yields a `SmallTraining`, alone in a process group that ends with the `with` block."""
+    """Yields a `SmallTraining` in a process group with one rank. The process group ends with the
+    `with` block.
+    """
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -158,8 +163,8 @@ def small_training(
 
 
 class SmallTraining:
-    """The kit's native engine with the small model, whose weights and moments are rounded after
-    each step.
+    """Training of the small model by the kit's native engine. After each step, weights and AdamW
+    moments are rounded to the stored precision.
     """
 
     def __init__(self, data: Dataset, recipe: Recipe, precision: str) -> None:
@@ -177,14 +182,14 @@ class SmallTraining:
         self.round()
 
     def batch(self, number: int) -> Tensor:
-        """Returns the batch with this number: token ids [BATCH_SIZE, sequence length + 1]."""
+        """Returns one training batch by its number, as token ids [BATCH_SIZE, sequence
+        length + 1].
+        """
         return torch.from_numpy(self.samples.batch(number * BATCH_SIZE, BATCH_SIZE))
 
     @torch.no_grad()
     def round(self) -> None:
-        """Rounds weights and moments in place to the numbers of the precision in which they are
-        stored.
-        """
+        """Rounds weights and AdamW moments in place to the precision in which they are stored."""
         if self.rounding is None:
             return
         for tensor in self.engine.state_dict().values():
@@ -193,7 +198,7 @@ class SmallTraining:
 
 
 def train_in(data: Dataset, recipe: Recipe, precision: str) -> Steps:
-    """Returns one row per step of a training in one of PRECISIONS.
+    """Trains the small model in one of PRECISIONS. Returns one row per training step.
 
     Columns: step, loss, grad_norm, learning_rate and validation_loss. Losses are in nats per token.
     validation_loss is None except every VALIDATE_EVERY steps.

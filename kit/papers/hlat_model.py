@@ -1,9 +1,9 @@
-"""The model behind HLAT's cost figure. It is fitted to AWS's benchmarks of Trainium and to runs of
-other A100 clusters.
+"""The planner's model of step times behind HLAT's cost figure. It is fitted to AWS's benchmarks of
+Trainium and to runs of other A100 clusters.
 
-No number of the paper's cost figure is in the fit. On Trainium, the layouts are the paper's own
-layouts. The layouts of the paper's GPU baseline are unknown, so the baseline gets the fastest
-layout that the estimator finds.
+The fit uses no number of the paper's cost figure. On Trainium, the paper's own layouts are used.
+The layouts of the paper's GPU baseline are unknown, so the fastest layout that the planner finds is
+used for the baseline.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ from kit.estimate.theory.out_of_memory import RESERVE
 from kit.papers.facts import Facts
 
 FACTS = Facts.load("hlat")
-"""Facts of the HLAT paper."""
+"""Published numbers of the HLAT paper."""
 MODELS = {"7B": "hlat-7b", "70B": "hlat-70b"}
-"""Preset with the shape of each model of the paper, by the paper's name of the model."""
+"""Preset of `ModelSpec` for each model of the paper, by the paper's name of the model."""
 TRN1 = "trn1.32xlarge"
 P4D = "p4d.24xlarge"
 NODES = (4, 8, 16, 32, 64)
-"""Numbers of nodes in the cost figure."""
+"""Numbers of nodes at which costs are modelled in the cost figure."""
 BATCH = 1024
-"""Sequences per step, which are 4.2 million tokens."""
+"""Number of sequences per training step, which have 4.2 million tokens together."""
 MAX_RISK = 0.05
 """Largest accepted probability that a layout runs out of memory."""
 NEMO = {
@@ -47,15 +47,17 @@ NEMO = {
     "zero_stage": (0, 1),
     "micro_batch_size": (1, 2, 4),
 }
-"""Choices of plan fields that NeMo offered when the paper was written."""
+"""Values of plan fields that NeMo offered when the paper was written. The search for the GPU
+baseline is limited to them."""
 
 
 @lru_cache(maxsize=2)
 def machine_calibration(machine: str) -> Calibration:
-    """Returns the calibration of TRN1 or P4D by published runs.
+    """Returns the planner's model of step times for TRN1 or P4D, fitted to published runs.
 
-    TRN1's misfit is the error on benchmarks that were left out of the fit. P4D is fitted to
-    Selene's runs. Its misfit combines the misfit of that fit and the error on other A100 systems.
+    The misfit of TRN1 is the error on benchmarks that were each left out of the fit. P4D is fitted
+    to runs of Selene, which has the same GPU. Its misfit combines the misfit of this fit with the
+    error on other A100 systems.
     """
     if machine == TRN1:
         return dataclasses.replace(
@@ -67,16 +69,16 @@ def machine_calibration(machine: str) -> Calibration:
 
 
 def benchmarks() -> tuple[PublishedRun, ...]:
-    """Returns AWS's own benchmarks of Trainium, to which the model is fitted."""
+    """Returns AWS's own benchmarks of Trainium. The planner's model for TRN1 is fitted to them."""
     return published.load(system=TRN1)
 
 
 @lru_cache(maxsize=1)
 def left_out() -> dict[str, float]:
-    """Returns ln(predicted / measured step time) of each AWS benchmark, when only the other
-    benchmarks are fitted.
+    """Returns ln(predicted / measured step time) of each AWS benchmark. Each benchmark is predicted
+    by a fit to all other benchmarks.
 
-    Keys are the names of the benchmarks.
+    Keys are the names of the benchmarks, as in `benchmark_name`.
     """
     errors = np.log(left_out_ratios(benchmarks(), Site.load(TRN1)))
     return dict(zip(map(benchmark_name, benchmarks()), errors.tolist(), strict=True))
@@ -93,7 +95,7 @@ def other_a100() -> dict[str, float]:
     """Returns the median ln(predicted / measured step time) on each published A100 system except
     Selene.
 
-    The model is fitted to Selene's runs only. Keys are system and publication.
+    The planner's model is fitted to Selene's runs only. Keys have the form `SYSTEM: PUBLICATION`.
     """
     found = published_calibration(Site.load("selene"))
     groups: dict[str, list[PublishedRun]] = {}
@@ -112,7 +114,7 @@ def other_a100() -> dict[str, float]:
 
 
 def trn1_error() -> str:
-    """Returns a sentence with the error of the Trainium model on measured runs."""
+    """Returns a phrase with the error of the planner's model of Trainium on measured runs."""
     off = np.abs(np.expm1(list(left_out().values())))
     return (
         f"trn1 fitted to {len(off)} benchmarks of AWS on 16 and 32 nodes, mean error"
@@ -122,7 +124,9 @@ def trn1_error() -> str:
 
 
 def model_error() -> str:
-    """Returns a sentence with the errors of the models of both machines on measured runs."""
+    """Returns a phrase with the errors of the planner's models of both machines on
+    measured runs.
+    """
     num_runs = machine_calibration(P4D).num_runs
     others = other_a100().values()
     return (
@@ -135,8 +139,8 @@ def model_error() -> str:
 
 @lru_cache(maxsize=32)
 def plan_on_nodes(machine: str, model: str, nodes: int) -> Plan | None:
-    """Returns the layout of `7B` or `70B` on a number of nodes of a machine, or None if no layout
-    fits in memory.
+    """Returns the layout of the model `7B` or `70B` on a number of nodes of a machine. Returns None
+    if no layout fits in memory.
     """
     if machine == TRN1:
         plan = trn1_plan(model, nodes)
@@ -160,9 +164,11 @@ def plan_on_nodes(machine: str, model: str, nodes: int) -> Plan | None:
 
 
 def hlat_layouts(machine: str, model: str, plans: list[Plan]) -> Layouts:
-    """Returns layouts of plans as NxD (Trainium) and NeMo (GPUs) run them.
+    """Returns the `Layouts` of plans, with the attention kernels that NxD (on Trainium) and NeMo
+    (on GPUs) use.
 
-    Attention scores are written out on Trainium. Attention is fused on GPUs.
+    On Trainium, attention scores are written to memory. On GPUs, attention is fused
+    (FlashAttention).
     """
     flash_attention = 0 if machine == TRN1 else 2
     spec = ModelSpec.preset(MODELS[model])
@@ -172,8 +178,9 @@ def hlat_layouts(machine: str, model: str, plans: list[Plan]) -> Layouts:
 def trn1_plan(model: str, nodes: int, **changes: Any) -> Plan:
     """Returns HLAT's layout on a number of Trainium nodes. `changes` replace fields of the plan.
 
-    If the nodes have fewer cores than the pipeline needs, the pipeline is shorter. ZeRO 1 and an
-    fp32 optimizer are used for 7B too, as in AWS's benchmarks, to which the model is fitted.
+    If the nodes have fewer cores than one replica needs, the number of pipeline stages is reduced.
+    ZeRO 1 with an fp32 optimizer is used for the 7B model too. AWS's benchmarks, to which the
+    planner's model is fitted, use these settings.
     """
     cores = nodes * Site.load(TRN1).devices_per_node
     tensor = int(FACTS.value("recipe_tensor_parallel", model))
@@ -191,11 +198,11 @@ def trn1_plan(model: str, nodes: int, **changes: Any) -> Plan:
 
 
 def trn1_risk(model: str, plan: Plan) -> tuple[float, float]:
-    """Returns (bytes used on the fullest core, probability that this core runs out of memory) of a
-    layout.
+    """Returns (bytes used on the core that uses most memory, probability that this core runs out of
+    memory) for a layout on Trainium.
 
-    Each core needs at least one key/value head. At tensor parallel 32, each of 70B's 8 key/value
-    heads is stored 4 times.
+    Each core needs at least one key/value head. At tensor parallel 32, each of the 8 key/value
+    heads of 70B is therefore stored on 4 cores.
     """
     spec = ModelSpec.preset(MODELS[model])
     spec = spec.replace(num_kv_heads=max(spec.num_kv_heads, plan.tensor_parallel))
@@ -205,7 +212,9 @@ def trn1_risk(model: str, plan: Plan) -> tuple[float, float]:
 
 
 def quantile_interval(draws: Array) -> tuple[Array, Array, Array]:
-    """Returns (median, low, high) of a 90 % interval of draws on the first axis."""
+    """Returns (median, low, high), where low and high are the ends of the 90 % interval. The random
+    draws are on the first axis of `draws`.
+    """
     low, middle, high = np.quantile(draws, (0.05, 0.5, 0.95), axis=0)
     return middle, low, high
 

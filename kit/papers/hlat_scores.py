@@ -1,7 +1,8 @@
-"""HLAT, section V: scores of checkpoints against tokens (Figures 3 and 4), and tables of quality.
+"""HLAT, section V: benchmark scores of checkpoints against training tokens (Figures 3 and 4), and
+tables of model quality.
 
-The figures have the published scores of the last checkpoints. The tables are as printed, with the
-user's own scores above the published rows.
+The figures show the published scores of the last checkpoints. The tables are as printed in the
+paper, with the scores of the user's runs above the published rows.
 """
 
 import dataclasses
@@ -26,7 +27,8 @@ from kit.show.theme import GREY, INK
 COLUMNS = {
     (task.task, task.num_fewshot): (task.column or "").split("_pass")[0] for task in SUITES["hlat"]
 }
-"""Column of the paper's tables, by (task, number of shots in the paper)."""
+"""Column of the paper's tables with the score of a task, by (name of the task, number of shots in
+the paper)."""
 PANELS = {
     "mmlu": "MMLU",
     "commonsense": "common sense",
@@ -35,11 +37,13 @@ PANELS = {
     "math": "GSM8K",
     "code": "HumanEval",
 }
-"""Titles of the panels (a) to (f) of Figures 3 and 4, by column."""
+"""Titles of the panels (a) to (f) of Figures 3 and 4, by the column of the paper's tables that the
+panel shows."""
 DEMO = "measured, demo scale"
-"""Value of the column `made` for runs of this machine."""
+"""Text in the column `made` of a table row that comes from a run of this machine."""
 END_POINTS = "end points"
-"""Name of the panel above all others, which shows the published scores of the last checkpoints."""
+"""Name of the panel at the top of the figure, which shows the published scores of the last
+checkpoints."""
 SHORT = {
     "sequence_length": "tokens",
     "commonsense": "CR",
@@ -55,16 +59,18 @@ SHORT = {
     "truthfulqa_mc1": "mc1",
     "truthfulqa_mc2": "mc2",
 }
-"""Heading in the paper's tables, by column."""
+"""Heading as printed in the paper's tables, by the column's name in the kit."""
 SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
-"""Columns whose headings are swapped in Table IV, compared with Table II."""
+"""Columns whose printed headings in Table IV are swapped, compared with Table II. Maps each of them
+to the other."""
 
 
 def scores_content(runs: Runs = (), *, model: str, paper_panels: bool = False) -> FigureContent:
-    """Returns Figure 3 (7B) or Figure 4 (70B) without the paper's curves, which could not be read.
+    """Returns Figure 3 (7B) or Figure 4 (70B), without the paper's curves.
 
-    The published scores of the last checkpoints and the curves of the user's runs are drawn. If
-    `paper_panels` is true, panels without a curve of the user's runs are drawn too.
+    The paper's curves could not be read, so only the published scores of the last checkpoints and
+    the curves of the user's runs are drawn. If `paper_panels` is true, panels without a curve of
+    the user's runs are drawn too.
     """
     panels = {name: end_points(model, name) for name in PANELS}
     has_curve = set()
@@ -94,7 +100,9 @@ def scores_content(runs: Runs = (), *, model: str, paper_panels: bool = False) -
 
 
 def _layout_below_end_points(num_panels: int) -> dict[str, Any]:
-    """Returns the layout of a wide panel above `num_panels` panels, two per line."""
+    """Returns keyword arguments of `new_figure` for a wide panel above `num_panels` smaller panels,
+    two per line.
+    """
     lines = ["aa"]
     letters = "bcdefg"[:num_panels]
     for i in range(0, num_panels, 2):
@@ -107,9 +115,11 @@ def _layout_below_end_points(num_panels: int) -> dict[str, Any]:
 
 
 def end_points(model: str, panel: str) -> list[FigureLayer]:
-    """Returns the published scores of the last checkpoints in %, against billions of tokens.
+    """Returns layers with the published scores of the last checkpoints in %, against billions of
+    training tokens.
 
-    The panel `code` has two layers: pass@1 and pass@10.
+    `panel` is a key of PANELS. The panel `code` has two layers, pass@1 and pass@10. Other panels
+    have one layer.
     """
     labels = {panel: "published"}
     if panel == "code":
@@ -121,7 +131,8 @@ def end_points(model: str, panel: str) -> list[FigureLayer]:
     for column, label in labels.items():
         source = quality.source
         values = {1800: row[column]}
-        # Table II has the mean of both checkpoints. Table IV has the score of each checkpoint.
+        # For 70B, Table II has the score of the average of the last two checkpoints. Table IV also
+        # has the score of each of these checkpoints.
         if model == "70B" and column != "code_pass_10":
             source = averaging.source
             heading = SWAPPED.get(column, column)
@@ -136,8 +147,8 @@ def end_points(model: str, panel: str) -> list[FigureLayer]:
 
 
 def _curve_layer(run: Run, curve: ScoreCurve) -> FigureLayer:
-    """Returns the scores of a run's checkpoints in %, against billions of tokens, with their 95 %
-    intervals.
+    """Returns a layer with one score curve of a run: scores of its checkpoints in %, with 95 %
+    intervals, against billions of training tokens.
     """
     layer = own_points(
         [run],
@@ -154,8 +165,8 @@ def _curve_layer(run: Run, curve: ScoreCurve) -> FigureLayer:
 
 
 def _draw_end_points(axis: Any, panels: dict[str, list[FigureLayer]]) -> None:
-    """Draws one line per panel of the paper: the published scores of the last checkpoints, joined,
-    with their numbers.
+    """Draws one horizontal line per panel of the paper. It joins the published scores of the last
+    checkpoints, which are also written as numbers.
     """
     published = {}
     for name, title in PANELS.items():
@@ -169,7 +180,9 @@ def _draw_end_points(axis: Any, panels: dict[str, list[FigureLayer]]) -> None:
         axis.plot(layer.y, [place] * len(layer.y), color=GREY, linewidth=4, alpha=0.5)
         text = " → ".join(f"{y:g}" for y in layer.y)
         style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "color": INK}
-        if max(layer.y) > 70:  # No room is left to the right of the points.
+        # Scores above 70 are too near the right border for a text beside them, so the text is on
+        # the left.
+        if max(layer.y) > 70:
             axis.annotate(text, (min(layer.y), place), xytext=(-10, 0), ha="right", **style)
         else:
             axis.annotate(text, (max(layer.y), place), xytext=(10, 0), ha="left", **style)
@@ -187,7 +200,9 @@ def _draw_end_points(axis: Any, panels: dict[str, list[FigureLayer]]) -> None:
 
 
 def _draw_as_published(axis: Any, name: str, model: str, layers: list[FigureLayer]) -> None:
-    """Draws a panel with the paper's axes. The y axis includes the paper's range and all points."""
+    """Draws one panel with the axes of the paper's figure. The y axis is extended if points lie
+    outside the paper's range.
+    """
     draw_layers(axis, layers)
     letter = "abcdef"[[*PANELS].index(name)]
     axis.set_title(f"({letter}) {PANELS[name]}, %")
@@ -206,7 +221,7 @@ def _draw_as_published(axis: Any, name: str, model: str, layers: list[FigureLaye
 
 
 def sequence_length_content(runs: Runs = ()) -> TableContent:
-    """Returns Table I, the compared models and their sequence lengths, with rows of the user's
+    """Returns Table I: the compared models and their sequence lengths, with rows for the user's
     runs.
     """
     own = []
@@ -220,11 +235,11 @@ def sequence_length_content(runs: Runs = ()) -> TableContent:
 
 
 def compared_content(runs: Runs = (), *, table: str) -> TableContent:
-    """Returns Table II (quality) or Table V (bias and truthfulness), below the scores of the user's
-    runs.
+    """Returns Table II (quality) or Table V (bias and truthfulness), with the scores of the user's
+    runs above the published rows.
 
-    The scores are those of the newest checkpoint of each run. A column needs scores of all its data
-    sets, with all items and the paper's number of shots.
+    Each run is shown with the scores of its newest checkpoint. A cell is filled only if all data
+    sets of its column were scored, with all items and the paper's number of shots.
     """
     found = reports(runs)
     columns = published_table(table).columns
@@ -249,15 +264,18 @@ def compared_content(runs: Runs = (), *, table: str) -> TableContent:
 
 
 def averaging_content(runs: Runs = ()) -> TableContent:
-    """Returns Table IV, the scores of two checkpoints of the 70B and of their mean."""
+    """Returns Table IV: the scores of the last two checkpoints of HLAT 70B, and of the average of
+    these checkpoints.
+    """
     return _printed_table("IV", [], [])
 
 
 def reports(runs: Runs) -> list[tuple[EvalReport, str, str]]:
-    """Returns (report, how it was made, name) for the newest report of each scored run, and for
-    each report file.
+    """Returns (report, `made`, name) for the newest score report of each scored run, and for each
+    report file among `runs`.
 
-    `how it was made` is `measured`, or DEMO for runs of this machine.
+    `made` is `measured`, or DEMO for a run of this machine. The name is the name of the run or of
+    the file.
     """
     found = []
     for run in runs:
@@ -277,8 +295,8 @@ def _made(run: Run) -> str:
 def _printed_table(
     name: str, own: list[dict[str, str]], runs: list[str], notes: Sequence[str] = ()
 ) -> TableContent:
-    """Returns a table of the paper with the user's own rows first. The notes name the table's
-    oddities.
+    """Returns a table of the paper with the rows of the user's runs first. The notes name errors
+    and oddities of the printed table.
     """
     known = published_table(name)
     rows: Rows = [*own, *({"made": "published", **row} for row in known.texts())]
@@ -302,5 +320,7 @@ def _printed_table(
 
 
 def _kind_of(made: str) -> str:
-    """Returns the kind of layer of a row by its cell `made`: `published` or `measured`."""
+    """Returns the kind of the layer to which a table row belongs, `published` or `measured`. `made`
+    is the row's cell in the column `made`.
+    """
     return made.split(",")[0]

@@ -1,5 +1,5 @@
-"""HLAT: learning rates and the data of the last stage, as released. Section VI: training loss and
-precision, measured on this machine or by the user's runs.
+"""HLAT: learning rates and the data mix of the last training stage, as released. Section VI:
+training loss and precision, as measured on this machine or in the user's runs.
 """
 
 import json
@@ -17,24 +17,27 @@ from kit.show.theme import BLUE, GREY, OLIVE, PURPLE, SLATE, VERMILION
 from kit.trainer.spikes import spikes
 
 Steps = list[dict[str, Any]]
-"""One row per step of a small training, as `hlat_demo.train_in` returns them."""
+"""Rows of a small training, one per training step, as `hlat_demo.train_in` returns them: dicts from
+column name to value."""
 STEPS_SHOWN = 60
-"""Number of steps at which a learning-rate schedule is drawn. It has half a million steps."""
+"""Number of points at which a learning-rate schedule is drawn, since the schedule has half a
+million steps."""
 EXACT = (
     "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and NeMo"
     " (rescaled)"
 )
-"""Error of the modelled schedules, for their sources."""
+"""Error of the modelled schedules, for the list of sources below the figure."""
 PRECISION = "precision.json"
-"""Name of the file in which `hlat_demo.demo_precision` stores its steps."""
+"""Name of the file in which `hlat_demo.demo_precision` stores the losses of the study of
+precisions."""
 PRECISION_STYLES = ((SLATE, 4.0), (BLUE, 2.4), (PURPLE, 1.4), (OLIVE, 0.9))
-"""Colour and line width of each precision in the study. The widths differ because the lines cover
-each other."""
+"""(colour, line width) of each precision in the study of precisions. The widths differ because the
+lines cover each other."""
 
 
 def learning_rate_content(runs: Runs = ()) -> FigureContent:
-    """Returns the learning-rate schedules of both models against tokens, clamped and rescaled, with
-    the schedules of runs.
+    """Returns a figure of learning rate against tokens: the schedules of both models, with the
+    floor clamped and rescaled, and the schedules of the user's runs.
     """
     own, token_units = curves(runs, "learning_rate")
     last = final_step("7B")
@@ -62,10 +65,10 @@ def learning_rate_content(runs: Runs = ()) -> FigureContent:
 
 
 def _schedules(model: str) -> list[FigureLayer]:
-    """Returns layers of a released schedule against billions of tokens.
+    """Returns the layers of one model's learning-rate schedule, against billions of tokens.
 
-    The published points are the peak and the floor. The two modelled lines are the whole schedule
-    with either meaning of the floor.
+    One layer has the published points: the peak and the floor. Two modelled lines show the whole
+    schedule, one for each meaning of the floor (clamped or rescaled).
     """
     clamped = recipe(model, "clamped")
     ends = {"learning_rate": clamped.warmup_steps, "min_learning_rate": floor_step(model)}
@@ -83,7 +86,9 @@ def _schedules(model: str) -> list[FigureLayer]:
 
 
 def data_mix_content(runs: Runs = ()) -> FigureContent:
-    """Returns Table III, the data of the last 400 billion tokens of the 70B, as bars."""
+    """Returns Table III as bars: the data on which the 70B model was trained in its last 400
+    billion tokens.
+    """
     tokens = FACTS["mix_tokens"]
     shares = FACTS["mix_share"]
     whole = FACTS.value("mix_whole", "total")
@@ -121,10 +126,10 @@ def data_mix_content(runs: Runs = ()) -> FigureContent:
 
 
 def loss_content(runs: Runs = (), *, paper_panels: bool = False) -> FigureContent:
-    """Returns training loss against tokens, with marks at the loss spikes that the kit's alerts
-    detect.
+    """Returns a figure of training loss against tokens for the user's runs. Crosses mark the loss
+    spikes that the kit's alerts detect.
 
-    If `paper_panels` is true, an empty panel is added for the paper's own curve, which could not be
+    If `paper_panels` is true, an empty panel is added for the paper's curve, which could not be
     read.
 
     Raises:
@@ -157,11 +162,11 @@ def loss_content(runs: Runs = (), *, paper_panels: bool = False) -> FigureConten
 
 
 def precision_content(runs: Runs = ()) -> FigureContent:
-    """Returns the losses of a small model trained in four precisions, and their differences from
-    fp32.
+    """Returns a figure of a small model that was trained in four precisions: training losses, and
+    differences of the validation losses from fp32.
 
     Raises:
-        ConfigError: No folder in `runs` has the study.
+        ConfigError: No folder in `runs` contains the stored study (PRECISION).
     """
     folders = folders_with(runs, PRECISION)
     if not folders:
@@ -209,11 +214,11 @@ def precision_content(runs: Runs = ()) -> FigureContent:
 
 
 def last_losses(steps: dict[str, Steps]) -> dict[str, float]:
-    """Returns the last validation loss of each precision of a study, in nats per token."""
+    """Returns the last validation loss for each precision of the study, in nats per token."""
     return {name: _column(rows, "validation_loss")[1][-1] for name, rows in steps.items()}
 
 
 def _column(rows: Steps, name: str) -> tuple[list[int], list[float]]:
-    """Returns (numbers of the steps that have a value in this column, their values)."""
+    """Returns (step numbers, values) of one column. Steps without a value are left out."""
     known = [row for row in rows if row[name] is not None]
     return [row["step"] for row in known], [row[name] for row in known]

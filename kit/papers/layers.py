@@ -1,8 +1,9 @@
-"""The layers of a reproduced figure: published, modelled and measured points, drawn on common axes.
+"""Layers of a reproduced figure. A layer is one curve or one set of points: published, modelled or
+measured. All layers of a panel are drawn on common axes.
 
-A figure of `kit.papers` is a function of run directories that computes its content: a
+Each figure has a function that computes its content from run directories. The function returns a
 `FigureContent`, or a `TableContent` if the paper prints a table. `panels.py` draws the content.
-Each row of the figure's table has a key `layer`.
+Each row of the figure's table has a key `layer` with the kind of its layer.
 
     def loss_content(runs: Runs = ()) -> FigureContent:
         layers = [
@@ -15,8 +16,9 @@ Each row of the figure's table has a key `layer`.
 `data/figures.toml` has the texts, axes and size of the figure, and the name of its function. The
 placeholder `{last}` in its caption gets its value from `values`.
 
-The code enforces three rules. A remembered number is never drawn as published. A modelled line
-states the error of the model. Points at demo scale never share a panel with points of a paper.
+The code enforces three rules. A number that was only remembered, and not read in a source, is never
+drawn as published. A modelled line states the error of the model. Points at demo scale (small runs
+of this machine) never share a panel with points of a paper.
 """
 
 import dataclasses
@@ -38,32 +40,34 @@ from kit.run import Run
 from kit.show.style import Rows
 
 Runs = Sequence[Run | str | Path]
-"""Runs, run directories, or folders of them."""
+"""Opened runs, run directories, or folders that contain run directories."""
 Drawn = tuple[Any, Rows]
-"""(figure, or a table if the paper prints one; its rows)"""
+"""(drawn figure, its rows). The first item is a table if the paper prints a table."""
 WARM_UP = 2
-"""Number of first steps of a run, or of first timings of a kernel, that are left out of
-statistics."""
+"""Number of training steps at the beginning of a run, or of first measured times of a kernel, that
+are left out of statistics."""
 LOAD = "load.json"
-"""Name of the file beside runs at demo scale that has the load average of the machine before the
-first run."""
+"""Name of the file with the load average that this machine had before the first run of a study. It
+is in the folder that contains the runs."""
 YOURS = "your runs"
-"""Default label of measured points."""
+"""Default label, in the legend, of points from the user's runs."""
 TOKEN_UNITS = {
     "tokens, billions": 1e9,
     "tokens, millions": 1e6,
     "tokens, thousands": 1e3,
     "tokens": 1,
 }
-"""Tokens per unit of a token axis, by the label of the axis. The largest unit comes first."""
+"""Label of a token axis, mapped to the number of tokens per unit of that axis. The largest unit
+comes first."""
 QUIET_LOAD = 1.5
-"""Load average from which measured times are marked as taken while other programs ran."""
+"""Load average (running processes) from which on a study is marked as measured while other programs
+ran."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class FigureLayer:
-    """Points of one kind: published (hollow grey markers), modelled (a line with its interval) or
-    measured (filled markers).
+    """One curve or set of points in a panel of a figure. A published layer is drawn as hollow grey
+    markers, a modelled layer as a line with its interval, and a measured layer as filled markers.
     """
 
     kind: Literal["published", "modelled", "measured"]
@@ -71,25 +75,26 @@ class FigureLayer:
     x: Any = ()
     y: Any = ()
     low: Any = math.nan
-    """Lower end of the interval of y, NaN if there is no interval. Becomes an array as long as
-    x."""
+    """Lower ends of the intervals of y, NaN without an interval. A single number is extended to an
+    array as long as x."""
     high: Any = math.nan
-    """Upper end of the interval of y, NaN if there is no interval. Becomes an array as long as
-    x."""
+    """Upper ends of the intervals of y, NaN without an interval. A single number is extended to an
+    array as long as x."""
     source: str
-    """Source of the points. For a modelled layer, the error of the model and the measurements that
-    show the error."""
+    """Source of the points. For a modelled layer, this is the error of the model, with the
+    measurements by which the error was determined."""
     scale: Literal["paper", "cluster", "demo"] = "paper"
     names: tuple[str, ...] = ()
-    """Names of the points, if x only numbers categories."""
+    """Category names of the points, such as models. If they are given, x only numbers the
+    categories."""
     level: bool = False
-    """Whether the value holds for every x, so that it is drawn as a horizontal line across the
-    panel."""
+    """Whether the layer is one value that holds for every x. It is then drawn as a horizontal line
+    across the panel."""
     joined: bool = False
-    """Whether a line joins measured points."""
+    """Whether a line joins the points of a measured layer."""
     runs: tuple[str, ...] = ()
-    """Names of the run directories of measured points: one name per point, or one name for all
-    points."""
+    """Names of the run directories from which the points were measured: one name per point, or one
+    name for all points."""
 
     def __post_init__(self) -> None:
         x = np.atleast_1d(np.asarray(self.x, float))
@@ -103,16 +108,17 @@ class FigureLayer:
     ) -> Self:
         """Returns a layer of published points.
 
-        Facts whose x is not a number get x = 0, 1, 2, ..., and their x as names.
+        If the x of the facts are names, the points are placed at x = 0, 1, 2, ..., and the names
+        become the category names.
 
         Args:
-            facts: facts of one series.
+            facts: published numbers of one series.
             label: name in the legend.
-            scale: factor that the values are multiplied with.
-            level: whether the value holds for every x.
+            scale: factor by which the values are multiplied, to change their unit.
+            level: whether to draw one value as a horizontal line, since it holds for every x.
 
         Raises:
-            ConfigError: A fact is only remembered.
+            ConfigError: A number was only remembered, and not read in a source.
         """
         not_read = sorted({fact.known for fact in facts} - {"read"})
         if "remembered" in not_read:
@@ -140,14 +146,16 @@ class FigureLayer:
 
     @classmethod
     def modelled(cls, label: str, *points: Any, error: str, names: Iterable[str] = ()) -> Self:
-        """Returns a modelled layer. Without points, it only names the model among the sources of a
-        table.
+        """Returns a modelled layer. A layer without points is not drawn. It only adds the model to
+        the sources that are listed below a table.
 
         Args:
             label: name in the legend.
-            points: x and y. If there is a 90 % interval of y, also its lower and upper ends.
-            error: error of the model, and the measurements that show the error.
-            names: names of the points, if x only numbers categories.
+            points: arrays x and y of the points. If y has a 90 % interval, the lower and upper ends
+                follow.
+            error: sentence with the error of the model, and the measurements by which the error was
+                determined.
+            names: category names of the points, if x only numbers categories.
 
         Raises:
             ConfigError: `error` is empty.
@@ -161,14 +169,16 @@ class FigureLayer:
         return cls(kind="modelled", label=label, source=error, names=tuple(names), **columns)
 
     def times(self, factor: Any) -> Self:
-        """Returns the layer with y and its interval multiplied by `factor`, to change the unit."""
+        """Returns a copy of the layer whose y and interval are multiplied by `factor`, to change
+        the unit.
+        """
         return dataclasses.replace(
             self, y=factor * self.y, low=factor * self.low, high=factor * self.high
         )
 
     def rows(self) -> Rows:
-        """Returns one row per point: layer, series, scale, x, y, low, high, source and, if
-        measured, run.
+        """Returns one row per point, with these keys: layer (its kind), series (its label), scale,
+        x, y, low, high and source. Measured points also have the key run.
         """
         rows = []
         places = self.names or self.x.tolist()
@@ -190,7 +200,9 @@ class FigureLayer:
 
 
 def table(layers: Iterable[FigureLayer], **columns: Any) -> Rows:
-    """Returns the rows of all layers. Each row begins with `columns`, such as `panel="(a)"`."""
+    """Returns the table rows of all layers. `columns`, such as `panel="(a)"`, are added to the
+    beginning of each row.
+    """
     return [columns | row for layer in layers for row in layer.rows()]
 
 
@@ -198,13 +210,13 @@ def table(layers: Iterable[FigureLayer], **columns: Any) -> Rows:
 
 
 def open_runs(runs: Runs) -> list[Run]:
-    """Returns run directories as runs: runs of the kit, and logs of other trainers after `kit
-    import`.
+    """Returns the opened runs of all given run directories. The logs of other trainers are run
+    directories too after `kit import`.
 
-    A folder stands for all runs in it.
+    A folder that is not a run directory is replaced by all runs below it.
 
     Raises:
-        RunError: A folder holds no run.
+        RunError: A folder contains no run.
         ConfigError: A log file is given instead of a run directory.
     """
     found = []
@@ -222,9 +234,10 @@ def open_runs(runs: Runs) -> list[Run]:
 
 
 def note_load(directory: str | Path) -> None:
-    """Writes the load average of the machine into a folder, unless the folder has it already.
+    """Writes the load average of this machine into the file LOAD of a folder, unless the file
+    exists.
 
-    Called before the first run is made in the folder.
+    It is called before the first run is made in the folder.
     """
     file = Path(directory) / LOAD
     if not file.exists():
@@ -233,18 +246,19 @@ def note_load(directory: str | Path) -> None:
 
 
 def was_quiet(directory: str | Path) -> bool:
-    """Returns whether the load average was low when the first run in a folder began.
+    """Returns whether the load average was below QUIET_LOAD before the first run in a folder.
 
-    Returns True if the folder has no record of the load.
+    Returns True if no load average was recorded in the folder.
     """
     file = Path(directory) / LOAD
     return not file.exists() or json.loads(file.read_text())["load"] < QUIET_LOAD
 
 
 def demo_source(directories: Iterable[str | Path]) -> str:
-    """Returns the source of numbers that were measured on this machine and stored in these folders.
+    """Returns a phrase for the source of numbers that were measured on this machine and stored in
+    these folders.
 
-    The source says whether other programs were running.
+    The phrase says whether other programs were running during the measurement.
     """
     source = "this machine, demo scale"
     if not all(map(was_quiet, directories)):
@@ -253,10 +267,11 @@ def demo_source(directories: Iterable[str | Path]) -> str:
 
 
 def kept(file: Path, make: Callable[[], Any]) -> Any:
-    """Returns the content of a JSON file with the result of a study of this machine.
+    """Returns the stored result of a study of this machine, or makes the study if the JSON file is
+    missing.
 
-    If the file is missing, first notes the load of the machine, calls `make` and writes its result
-    to the file.
+    To make the study, the function first records the load average of the machine. Then it calls
+    `make` and writes the result to the file.
     """
     if not file.exists():
         note_load(file.parent)
@@ -265,21 +280,25 @@ def kept(file: Path, make: Callable[[], Any]) -> Any:
 
 
 def folders_with(runs: Runs, name: str) -> list[Path]:
-    """Returns the folders among `runs` in which a study has written a file with this name."""
+    """Returns the folders among `runs` that contain a file with this name, which a study has
+    written.
+    """
     return [
         Path(run) for run in runs if isinstance(run, str | Path) and (Path(run) / name).exists()
     ]
 
 
 def scale_of(run: Run) -> Literal["cluster", "demo"]:
-    """Returns `demo` for a run of a local site, whose processes share one machine's cores, else
-    `cluster`.
+    """Returns "demo" for a run of a local site, whose processes share the cores of one machine.
+    Returns "cluster" for any other run.
     """
     return "demo" if run.site.scheduler == "local" else "cluster"
 
 
 def by_scale(runs: Runs) -> dict[str, list[Run]]:
-    """Returns the runs by scale: the runs of this machine (`demo`), then the runs of clusters."""
+    """Returns the runs as a dict with the keys "demo" (runs of this machine) and "cluster" (runs of
+    clusters).
+    """
     groups: dict[str, list[Run]] = {"demo": [], "cluster": []}
     for run in open_runs(runs):
         groups[scale_of(run)].append(run)
@@ -294,12 +313,12 @@ def measured(
     label: str = YOURS,
     line: bool = False,
 ) -> list[FigureLayer]:
-    """Returns measured points: one layer for runs at demo scale and one for runs of clusters. Empty
-    layers are left out.
+    """Returns layers of measured points: one layer for runs at demo scale and one for runs of
+    clusters. A layer without points is left out.
 
-    A point is the median of `y` over the steps after the first `WARM_UP` steps. Its interval is the
-    interquartile range. Runs with too few steps are left out. Runs for which x or y is NaN are left
-    out too.
+    Each run gives one point. The y of the point is the median of `y` over the steps after the first
+    `WARM_UP` steps, and the interval is the interquartile range. A run is left out if it has no
+    later step, or if its x or y is NaN.
 
     Args:
         runs: runs, run directories, or folders of them.
@@ -329,10 +348,11 @@ def measured(
 
 
 def own_points(own: Sequence[Run], x: Any, y: Any, **fields: Any) -> FigureLayer:
-    """Returns a layer of measured points of runs of one scale. `fields` are further fields of
-    `FigureLayer`.
+    """Returns one layer of points that were measured in the runs `own`. All these runs must have
+    one scale: all demo scale, or all clusters.
 
-    By default, the label is the name of the first run, and all points belong to that run.
+    `fields` are further fields of `FigureLayer`. By default, the label is the name of the first
+    run, and all points belong to that run.
     """
     scale = scale_of(own[0])
     source = "run directories given to the figure"
@@ -348,7 +368,7 @@ def study_points(folder: Path, label: str, *points: Any, **fields: Any) -> Figur
     Args:
         folder: folder of the study.
         label: name in the legend.
-        points: x and y. If there is an interval of y, also its lower and upper ends.
+        points: arrays x and y of the points. If y has an interval, the lower and upper ends follow.
         fields: further fields of `FigureLayer`.
     """
     own = {"source": demo_source([folder]), "scale": "demo", "runs": (folder.name,)} | fields
@@ -359,18 +379,18 @@ def study_points(folder: Path, label: str, *points: Any, **fields: Any) -> Figur
 def on_clusters(
     runs: Runs, *, x: Callable[[Run], float], y: Callable[[Run], np.ndarray]
 ) -> list[FigureLayer]:
-    """Returns the layers of `measured` without demo scale: they may share a panel with a paper's
-    points.
+    """Returns the layers of `measured` that come from clusters. Unlike points at demo scale, they
+    may share a panel with a paper's points.
     """
     return [layer for layer in measured(runs, x=x, y=y) if layer.scale == "cluster"]
 
 
 def curves(runs: Runs, column: str) -> tuple[dict[str, list[FigureLayer]], dict[str, str]]:
-    """Returns (layers by scale, label of the token axis by scale) of one column of the runs'
-    metrics.
+    """Returns (layers, axis labels) that show one column of the runs' metrics against tokens. Both
+    are dicts by scale, "demo" and "cluster".
 
-    Each layer is the column of one run against its tokens. Runs without steps are left out. The
-    unit of the axis suits the longest run.
+    Each layer shows the column of one run. Runs without steps are left out. The unit of the token
+    axis is chosen to suit the longest run.
     """
     layers_by_scale = {}
     units = {}

@@ -1,7 +1,8 @@
-"""The program that draws every figure and table of the papers.
+"""Draws the figures and tables of the papers.
 
-A figure consists of a `FigureContent`, which a function computes from runs, and of an `Appearance`,
-which `data/figures.toml` describes. A table consists of a `TableContent` and an `Appearance`.
+Each figure is described by two objects. A function computes the `FigureContent` (numbers) from
+runs. The `Appearance` (texts and settings) comes from `data/figures.toml`. For a table, a
+`TableContent` replaces the `FigureContent`.
 """
 
 import dataclasses
@@ -22,9 +23,11 @@ from kit.show.table import Table
 from kit.show.theme import BLUE, GREEN, GREY, GROUND, OLIVE, PURPLE, SLATE, VERMILION
 
 COLOURS = (BLUE, VERMILION, GREEN, SLATE)
-"""Colours of modelled layers, and of layers measured on clusters."""
+"""Colours of modelled layers and of layers that were measured on clusters, in the order of their
+use."""
 DEMO_COLOURS = (PURPLE, OLIVE)
-"""Colours of layers measured at demo scale. No other layer has these colours."""
+"""Colours of layers that were measured at demo scale (on this machine). No other layer has these
+colours."""
 MARKERS = "osD^vP"
 HOLLOW: dict[str, Any] = {
     "color": GREY,
@@ -33,66 +36,75 @@ HOLLOW: dict[str, Any] = {
     "markersize": 8,
     "markeredgewidth": 1.5,
 }
-"""Style of the markers of published points."""
+"""Matplotlib style of the hollow grey markers that show published points."""
 DASHED: Any = (0, (4, 3))
 NAME_SPACING = 0.14
-"""Horizontal distance between the points of different layers in one category, in units of the x
-axis."""
+"""Horizontal distance between points of different layers in one category, in units of the x axis,
+where categories are 1 apart."""
 MAX_MARKED_POINTS = 20
-"""Largest number of points of a modelled line that has a marker at each point."""
+"""Largest number of points up to which a modelled line has a marker at each point."""
 CAPTION_WIDTH = 74
-"""Maximum characters per line of a caption."""
+"""Largest number of characters per line of a caption."""
 LEAD = {"published": "Published", "modelled": "Modelled", "measured": "Measured"}
-"""First word of the sentence on a source, by the kind of the layer."""
+"""First word of a sentence on a source, by the kind of the layer that has this source."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FigureContent:
-    """The layers of a figure, and the numbers in its texts."""
+    """Content of a figure: the layers (curves and points) of its panels, and the numbers in its
+    texts.
+    """
 
     panels: Mapping[str, Sequence[FigureLayer]]
-    """Layers of each panel, by the panel's name in the table. A single panel may have the name
-    ""."""
+    """Layers (curves and points) of each panel, by the panel's name in the table. If a figure has
+    only one panel, its name may be ""."""
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Texts that replace the placeholders of the appearance, by placeholder."""
+    """Text for each placeholder in the captions, titles and notes, by the name of the
+    placeholder."""
     notes: Sequence[str] = ()
-    """Notes that follow the notes of the appearance."""
+    """Notes that depend on the data. They follow the notes from `data/figures.toml`."""
     ticks: Mapping[str, Mapping[Any, str]] = dataclasses.field(default_factory=dict)
-    """Labels of the x ticks by coordinate, by panel. Only for panels whose ticks depend on
-    numbers."""
+    """For each panel name, a mapping from the coordinates of x ticks to their labels. Only panels
+    whose ticks depend on computed numbers are contained."""
     rows: Rows | None = None
-    """Rows of the figure's table. None: the rows of the layers."""
+    """Rows of the table that belongs to the figure. None: one row per point of each layer."""
     axes: Sequence[str] | None = None
-    """Names of the panels that are drawn. None: all names in `panels`."""
+    """Names of the panels that are drawn, in order. None: all keys of `panels`."""
     layout: Mapping[str, Any] | None = None
-    """Keyword arguments of `new_figure`, if the number of panels is not in the appearance's
-    layouts."""
+    """Keyword arguments of `new_figure`. None: the layout from `data/figures.toml` for this number
+    of panels."""
     draw_panel: Callable[[Any, str], None] | None = None
-    """Function that draws the panel with a name into an axis, instead of `draw_layers`."""
+    """Function `draw_panel(axis, name)` that draws the panel with this name into a matplotlib axis.
+    None: `draw_layers` draws it."""
     annotate: Callable[[Any], None] | None = None
-    """Function that draws everything into the figure that is not a layer."""
+    """Function `annotate(figure)` that adds whatever is not a layer, such as texts and marks, after
+    the panels are drawn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableContent:
-    """The cells of a table that a paper prints, and the numbers in its texts."""
+    """Content of a table that a paper prints: its cells, its data, and the numbers in its texts."""
 
     cells: Rows
-    """Rows as shown to the user. All rows have equal keys."""
+    """Rows of the table as the user sees them, with cells as texts by column. All rows have equal
+    keys."""
     rows: Rows
-    """Rows of the table as data, for its CSV file."""
+    """Rows of the table as data. They are written to the CSV file."""
     layers: Sequence[FigureLayer]
-    """Layers whose sources are the sources of the cells."""
+    """Layers (not drawn) that only serve to list the sources of the cells below the table."""
     runs: Iterable[str] = ()
-    """Names of the user's own runs in the table."""
+    """Names of the user's runs that the table contains."""
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Texts that replace the placeholders of the appearance, by placeholder."""
+    """Text for each placeholder in the captions, titles and notes, by the name of the
+    placeholder."""
     notes: Sequence[str] = ()
-    """Notes that follow the notes of the appearance."""
+    """Notes that depend on the data. They follow the notes from `data/figures.toml`."""
 
 
 def draw_content(appearance: Appearance, content: FigureContent | TableContent) -> Drawn:
-    """Returns (figure or table, its rows): this content drawn in this appearance."""
+    """Returns (figure or table, its rows). The content is drawn with the texts and settings of
+    `appearance`.
+    """
     values = content.values
     caption = [line.format(**values).strip() for line in appearance.caption]
     notes = [note.format(**values) for note in appearance.notes]
@@ -107,7 +119,9 @@ def draw_content(appearance: Appearance, content: FigureContent | TableContent) 
 def _draw_figure(
     appearance: Appearance, content: FigureContent, caption: Sequence[str], notes: Sequence[str]
 ) -> Drawn:
-    """Returns (figure, rows) of this content, with this caption and these notes."""
+    """Returns (figure, its rows) for the content. The caption and the notes are complete texts
+    without placeholders.
+    """
     names = content.axes if content.axes is not None else [*content.panels]
     layout = dict(content.layout or appearance.layout(len(names)))
     with new_figure(layout.pop("mosaic"), **layout) as (figure, axes):
@@ -136,8 +150,8 @@ def _draw_figure(
 
 
 def panel_rows(panels: Mapping[str, Sequence[FigureLayer]]) -> Rows:
-    """Returns the rows of all layers. A column `panel` has the name of the panel, unless it is
-    "".
+    """Returns the table rows of all layers. Their column `panel` has the name of the panel, unless
+    the name is "".
     """
     rows = []
     for name, layers in panels.items():
@@ -147,15 +161,17 @@ def panel_rows(panels: Mapping[str, Sequence[FigureLayer]]) -> Rows:
 
 
 def _write_caption(figure: Any, lines: Sequence[str]) -> None:
-    """Writes the lines of a caption below the panels. Constrained layout makes room for them."""
+    """Writes the caption below the panels, with long lines wrapped. Matplotlib's constrained layout
+    then leaves space for it.
+    """
     wrapped = [textwrap.fill(line, CAPTION_WIDTH, break_on_hyphens=False) for line in lines if line]
     figure.supxlabel("\n".join(wrapped), x=0.005, ha="left", fontsize="medium", linespacing=1.3)
 
 
 def draw_layers(axis: Any, layers: Sequence[FigureLayer]) -> None:
-    """Draws the layers of one panel, each modelled or measured layer in its own colour.
+    """Draws the layers of one panel. Each modelled or measured layer has a different colour.
 
-    A panel with layers at demo scale is marked as demo scale.
+    A panel that has layers at demo scale is marked with the words `demo scale`.
 
     Raises:
         ConfigError: The panel has points at demo scale and points of a paper or a cluster.
@@ -183,9 +199,9 @@ def draw_layers(axis: Any, layers: Sequence[FigureLayer]) -> None:
 def _draw_modelled_or_measured(axis: Any, layer: FigureLayer, number: int) -> None:
     """Draws a modelled or measured layer. `number` selects its colour and marker.
 
-    A modelled layer over numbers is a line, with a band for the interval. A measured layer without
-    an interval whose points are joined is a line too. Any other layer consists of points with error
-    bars.
+    A modelled layer whose x are numbers is drawn as a line, with a band for the interval. A
+    measured layer whose points are joined and have no interval is drawn as a line too. Any other
+    layer is drawn as points with error bars.
     """
     colours = COLOURS
     if layer.scale == "demo":
@@ -222,21 +238,22 @@ def set_panel(
     margin: float = 0.0,
     **settings: Any,
 ) -> None:
-    """Applies the settings of one panel to its axis. The ticks of a logarithmic y axis are plain
-    numbers.
+    """Applies the settings of one panel to its axis. On a logarithmic y axis, the ticks are
+    labelled with plain numbers.
 
     Args:
         axis: matplotlib axis in which the layers are drawn.
         layers: layers of this panel.
-        ticks: coordinates of the x ticks, or a mapping from coordinate to label, or "points" for
-            ticks at the x of all points.
-        legend: keyword arguments of `axis.legend`. None: no legend.
-        broken: whether to mark the y axis as one that does not start at 0.
-        headroom: upper end of the y axis as a multiple of the highest number. The lower end is 0.
-            The default 0 leaves the y axis as it is.
-        margin: factor by which the x axis extends beyond the points at both ends. The default 0
-            leaves the x axis as it is.
-        settings: keyword arguments of `axis.set`.
+        ticks: coordinates of the x ticks, or a mapping from coordinates to labels. "points" places
+            a tick at the x of each point.
+        legend: keyword arguments of `axis.legend`. None: the panel has no legend.
+        broken: whether to draw a slash on the y axis, which shows that the axis does not start at
+            0.
+        headroom: upper end of the y axis, as a multiple of the highest number in the panel. The
+            lower end is then 0. The default 0 leaves the y axis as it is.
+        margin: factor, above 1, by which the ends of the x axis lie beyond the first and last
+            point. The default 0 leaves the x axis as it is.
+        settings: further keyword arguments, which are passed to `axis.set`.
     """
     axis.set(**settings)
     if headroom:
@@ -272,8 +289,8 @@ def _add_legend_above(figure: Any, columns: int) -> None:
 def label_line_ends(axis: Any) -> None:
     """Writes the name of each line at its right end in its colour, instead of a legend.
 
-    The name of points with error bars is written at the last point. Horizontal reference lines get
-    no name.
+    Instead of a line, points with error bars are named at the last point. Horizontal reference
+    lines are not named.
     """
     from matplotlib.patheffects import withStroke
 
@@ -287,7 +304,9 @@ def label_line_ends(axis: Any) -> None:
 
 
 def mark_demo_scale(axis: Any) -> None:
-    """Writes `demo scale` across a panel whose numbers were measured on this machine."""
+    """Writes `demo scale` across a panel whose numbers were measured on this machine and not on a
+    cluster.
+    """
     axis.text(
         0.5,
         0.5,
@@ -305,8 +324,8 @@ def mark_demo_scale(axis: Any) -> None:
 
 
 def sources(layers: Sequence[FigureLayer]) -> list[str]:
-    """Returns one sentence per source of these layers, with the labels of the layers from that
-    source.
+    """Returns one sentence per source, which names the source and the labels of all layers that
+    have it.
     """
     labels: dict[tuple[str, str], dict[str, None]] = {}
     for layer in layers:
@@ -328,17 +347,19 @@ def paper_facts_table(
 ) -> TableContent:
     """Returns a table with a column for each model of the paper and for each of the user's runs.
 
-    In the rows as data, the column `layer` says how the numbers of a row are known: `published`, or
-    the value of `kind`.
+    The rows for the CSV file have a column `layer`. It says how the numbers of a row are known:
+    `published`, or the value of `kind`.
 
     Args:
-        facts: facts of the paper.
-        follows: cells that are derived from facts of the paper, by model and then by label.
-        own: (run, its derived cells by label) of each of the user's runs. Cells without a number
-            for the run stay empty.
-        layers: layers whose sources are the sources of the table.
-        labels: labels of the facts, by the series of the facts.
-        kind: how the numbers in `follows` are known.
+        facts: published numbers of the paper.
+        follows: further cells of each model, derived from published numbers. Maps the model to a
+            dict from row label to cell.
+        own: (run, cells) for each of the user's runs. `cells` maps row labels to derived cells. A
+            cell stays empty if the run has no value for it.
+        layers: layers whose sources are listed below the table.
+        labels: maps the series of published numbers that the table shows to the label of their row.
+        kind: text that says how the numbers in `follows` are known, such as `computed` or
+            `modelled`.
     """
     columns = {}
     for model, cells in follows.items():
@@ -362,7 +383,9 @@ def paper_facts_table(
 
 
 def _stated_cells(run: Run, labels: Mapping[str, str]) -> dict[str, str]:
-    """Returns the fields of a run's model, plan and recipe that the paper states too, by label."""
+    """Returns those fields of a run's model, plan and recipe that the paper publishes too, as texts
+    by row label.
+    """
     shape = {f"model_{name}": value for name, value in run.spec.to_dict().items()}
     training = run.plan.to_dict() | run.recipe.to_dict()
     fields = shape | {f"recipe_{name}": value for name, value in training.items()}

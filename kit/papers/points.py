@@ -1,5 +1,5 @@
-"""Points of a paper's figure that the user has digitised from the PDF, drawn as hollow markers into
-the kit's figure.
+"""Adds points that the user has digitised from a figure in the paper's PDF. They are drawn as
+hollow markers in the kit's figure.
 """
 
 import csv
@@ -17,8 +17,8 @@ from kit.show.theme import GREY
 COLUMNS = ("series", "x", "y", "source")
 DIGITISED = "digitised by the reader"
 MAX_DISTANCE = 1.0
-"""Largest distance of a point from the visible range of an axis, in lengths of that range. A point
-farther away is probably in another unit."""
+"""Largest allowed distance of a point from the visible range of an axis, as a multiple of the
+length of this range. A point farther away is refused, since it is probably in another unit."""
 TEMPLATE = """\
 # {name}: fill in points as you read them, any number of lines a series; delete the series you have not.
 {units}
@@ -27,28 +27,29 @@ series,x,y,source
 {series}
 """  # noqa: E501
 NUMBER = r"\$.*|[\d.,e+−-]*"
-"""Pattern of tick labels that are numbers. Any other label names a category, such as a model."""
+"""Pattern of a tick label that is a number. Any other label names a category, such as a model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Series:
-    """One series of a figure to which digitised points can be added."""
+    """One labelled curve or set of points in a figure. The user can add digitised points to it."""
 
     panel: Any
-    """Axes that show the series."""
+    """Matplotlib axes of the panel that shows the series."""
     label: str
-    """Label of the series in the legend. For an empty panel, the title of the panel."""
+    """Label of the series in the legend. For a panel without series, the title of the panel."""
     colour: str = GREY
     is_only: bool = True
-    """Whether the panel shows no other series."""
+    """Whether this is the only series in the panel."""
 
 
 def series_of(figure: Any) -> dict[str, Series]:
-    """Returns the series of a figure to which points can be added, by their names in a file of
-    points.
+    """Returns the series of a figure to which points can be added. Keys are the names by which a
+    file of points refers to them.
 
-    The name is the label in the legend. If the figure has several panels, the title of the panel
-    precedes the label. For a panel with at most one series, the title alone is the name.
+    In a figure with one panel, the name is the label in the legend. With several panels, it is
+    `TITLE: LABEL`, with the title of the panel. If such a panel has at most one series, the name is
+    only the title.
     """
     found = {}
     for panel in figure.axes:
@@ -70,8 +71,8 @@ def series_of(figure: Any) -> dict[str, Series]:
 
 
 def template(name: str, figure: Any) -> str:
-    """Returns the text of a file of points to fill in: its columns, the units of the axes, and the
-    series.
+    """Returns the text of an empty file of points, which the user fills in. It has the columns, the
+    units of the axes, and one line per series.
     """
     units = {}
     lines = []
@@ -84,13 +85,13 @@ def template(name: str, figure: Any) -> str:
 
 
 def read_points(file: Path, known: Mapping[str, Series]) -> dict[str, FigureLayer]:
-    """Returns the points in a file, by series.
+    """Returns the points in a file as one layer per series, by the name of the series.
 
-    `known` maps the series names that are allowed to their series.
+    `known` maps each allowed series name to its series.
 
     Raises:
-        ConfigError: The file, a column, a series or a number in it cannot be used. The message
-            names it.
+        ConfigError: The file, one of its columns, a series name or a number cannot be used. The
+            message names the cause.
     """
     points: dict[str, list[tuple[float, float, str]]] = {}
     for row in _read_rows(file):
@@ -115,9 +116,10 @@ def read_points(file: Path, known: Mapping[str, Series]) -> dict[str, FigureLaye
 
 
 def add_points(figure: Any, rows: Rows, file: Path) -> Rows:
-    """Draws the points of a file into a figure, and returns `rows` with rows of these points added.
+    """Draws the points of a file into a figure. Returns `rows` followed by the table rows of these
+    points.
 
-    The legends and the notes of the figure name the points.
+    The points are also named in the legends and in the notes of the figure.
     """
     known = series_of(figure)
     layers = read_points(file, known)
@@ -139,7 +141,7 @@ def add_points(figure: Any, rows: Rows, file: Path) -> Rows:
             label=label,
             clip_on=False,
         )
-        # The visible range of both axes must include the points.
+        # Both axes are extended if a point lies outside the visible range.
         panel.xaxis.set_view_interval(layer.x.min(), layer.x.max())
         panel.yaxis.set_view_interval(layer.y.min(), layer.y.max())
         shown = [line] if panel.get_legend() is None else None
@@ -150,10 +152,10 @@ def add_points(figure: Any, rows: Rows, file: Path) -> Rows:
 
 
 def _read_rows(file: Path) -> list[dict[str, str]]:
-    """Returns the lines of a file of points as dicts by column.
+    """Returns the lines of a file of points as dicts from column name to cell.
 
     Raises:
-        ConfigError: The file is not text, not CSV, or has other columns.
+        ConfigError: The file is not text, is not CSV, or has other columns than COLUMNS.
     """
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
@@ -172,12 +174,13 @@ def _read_rows(file: Path) -> list[dict[str, str]]:
 
 
 def _place(axis: Any, text: str, where: str) -> float:
-    """Returns the coordinate of a number or a category name on an axis.
+    """Returns the coordinate on an axis for the text of a cell, which is a number or the name of a
+    category.
 
     Raises:
-        ConfigError: The text is neither a number nor a name on the axis. Or the number is probably
-            in another unit: it is far outside the visible range, or a fraction on an axis in per
-            cent.
+        ConfigError: The text is neither a number nor a category of the axis. Or the number is
+            probably in another unit: it is far outside the visible range, or it is a fraction and
+            the axis is in per cent.
     """
     names = _names(axis)
     unit = _unit(axis)
@@ -208,8 +211,8 @@ def _place(axis: Any, text: str, where: str) -> float:
 
 
 def _unit(axis: Any) -> str:
-    """Returns a description of an axis: its label, else the title of its panel (y axis only), else
-    its category names.
+    """Returns a text that says what an axis shows and in which unit. It is the label of the axis.
+    Without a label, it is the title of the panel (y axis only) or the list of category names.
     """
     label = axis.get_label_text()
     if label:
@@ -220,8 +223,8 @@ def _unit(axis: Any) -> str:
 
 
 def _names(axis: Any) -> dict[str, float]:
-    """Returns the coordinates of the categories on an axis, such as models, by name. Empty if the
-    ticks are numbers.
+    """Returns the coordinate of each category on an axis, such as a model, by its name. Returns {}
+    if the tick labels are numbers.
     """
     places = axis.get_ticklocs()
     texts = axis.get_major_formatter().format_ticks(places)
@@ -233,8 +236,8 @@ def _names(axis: Any) -> dict[str, float]:
 
 
 def _colour_of(artist: Any) -> str:
-    """Returns the colour of a line or of points with error bars. Returns grey for any other
-    artist.
+    """Returns the colour of a line, or of points with error bars. For other drawn objects, returns
+    grey.
     """
     line = artist[0] if isinstance(artist, tuple) else artist
     if not hasattr(line, "get_color"):

@@ -1,6 +1,7 @@
-"""The recipes of both papers: as tables with derived numbers, and for `kit launch --recipe NAME`.
+"""Published recipes of both papers. They are shown as tables with derived numbers, and started by
+`kit launch --recipe NAME`.
 
-Values that a paper does not state are left to the user.
+The user must give values that a paper does not publish.
 """
 
 import bisect
@@ -24,8 +25,8 @@ from kit.papers.layers import FigureLayer, Runs, by_scale, on_clusters, open_run
 from kit.papers.panels import TableContent, paper_facts_table
 
 PAPERS = {"frontier": frontier_model, "hlat": hlat_model}
-"""Module with the facts of each paper, the names of its models, and the error of the kit's
-model."""
+"""Module of each paper, by the paper's short name. A module has the published numbers, the names of
+the models, and the error of the planner's predictions."""
 NOT_STATED = {
     "frontier": {
         "num_steps": "the scripts only time some steps",
@@ -33,18 +34,21 @@ NOT_STATED = {
     },
     "hlat": {},
 }
-"""Reason why a paper's release lacks a recipe field that the user must give, by paper and field."""
+"""Fields of `Recipe` that a paper does not publish and the user must give. Maps the paper to a dict
+from field to the reason."""
 SITES = {"frontier": "frontier", "hlat": hlat_model.TRN1}
-"""Name of the site on which the models of each paper were trained."""
+"""Site (description of a machine) on which the models of each paper were trained, by the paper's
+short name."""
 FRONTIER = frontier_model.FACTS
 HLAT = hlat_model.FACTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedRecipe:
-    """A model, its layout and fields of a `Recipe` as published, and the site of the training.
+    """A published training: model, layout, fields of a `Recipe`, and the site on which the model
+    was trained.
 
-    The data is always the user's own.
+    The data set is not part of it. The user always gives one.
     """
 
     name: str
@@ -52,22 +56,24 @@ class PublishedRecipe:
     site: str
     plan: Plan
     stated: dict[str, Any]
-    """Fields of `Recipe` that were published, with their values."""
+    """Published fields of `Recipe`, with their values."""
     not_stated: dict[str, str]
-    """Fields that the user must give, with the reason why they were not published."""
+    """Fields of `Recipe` that the user must give, with the reason why each was not published."""
     known: dict[str, Known]
-    """Reliability of each published field of the plan and the recipe. Fields with a default of the
-    kit are left out."""
+    """Reliability (read, quoted, derived or remembered) of each published field of plan and recipe.
+    Fields that keep a default of the kit are left out."""
     source: str
 
     @property
     def spec(self) -> ModelSpec:
-        """The model's shape."""
+        """Shape of the model."""
         return ModelSpec.preset(self.model)
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names that `published_recipe` takes, such as `frontier-175b`."""
+    """Returns the names of all published recipes, such as `frontier-175b`. `published_recipe`
+    accepts these names.
+    """
     return tuple(
         f"{paper}-{size.lower()}" for paper, found in PAPERS.items() for size in found.MODELS
     )
@@ -80,8 +86,8 @@ def published_recipe(name: str, replicas: int = 0) -> PublishedRecipe:
     Args:
         name: name of the paper and the model, such as `frontier-175b` or `hlat-7b`.
         replicas: number of replicas. 0: the number in the released script. With another number,
-            Frontier's replicas keep their share of the batch. HLAT's global batch stays as it is
-            and is divided among the replicas.
+            each replica of Frontier keeps its share of the batch, so the global batch changes.
+            HLAT's global batch stays constant and is divided among the replicas.
 
     Raises:
         ConfigError: No recipe has this name.
@@ -122,20 +128,22 @@ def published_recipe(name: str, replicas: int = 0) -> PublishedRecipe:
 
 
 def recipe(model: str, cosine_floor: Literal["clamped", "rescaled"]) -> Recipe:
-    """Returns HLAT's recipe for `7B` or `70B`, with one of the two meanings of the learning-rate
-    floor.
+    """Returns HLAT's recipe for the model `7B` or `70B`. `cosine_floor` selects one of two meanings
+    of the learning-rate floor: the cosine is clamped at the floor, or rescaled to end at the floor.
     """
     own = {"data": "", "num_steps": final_step(model), "cosine_floor": cosine_floor}
     return Recipe.from_dict(HLAT.fields(Recipe, model) | own)
 
 
 def final_step(model: str) -> int:
-    """Returns the step at which HLAT's 1.8 trillion tokens are reached."""
+    """Returns the step by which HLAT has trained on all its 1.8 trillion tokens."""
     return int(HLAT.value("recipe_training_tokens", model) / tokens_of(model, 1))
 
 
 def floor_step(model: str) -> int:
-    """Returns the first step at which the clamped learning rate has reached its floor."""
+    """Returns the first step at which HLAT's learning rate has reached its floor, if the cosine is
+    clamped at the floor.
+    """
     clamped = recipe(model, "clamped")
     steps = range(clamped.warmup_steps, clamped.decay_steps or 0)
     falling = bisect.bisect_left(
@@ -145,7 +153,9 @@ def floor_step(model: str) -> int:
 
 
 def tokens_of(model: str, steps: Any) -> Any:
-    """Returns the number of tokens in a number of HLAT's steps. `steps` may be an array."""
+    """Returns the number of tokens that HLAT trains on in a number of steps. `steps` may be an
+    array.
+    """
     batch = HLAT.value("recipe_global_batch_size", model)
     return steps * batch * HLAT.value("model_sequence_length", model)
 
@@ -154,10 +164,10 @@ def tokens_of(model: str, steps: Any) -> Any:
 
 
 def frontier_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> TableContent:
-    """Returns the table of the recipes in the authors' scripts, with the model's predictions for
-    each recipe.
+    """Returns the table of the recipes in the Frontier authors' scripts, with the planner's
+    predictions for each recipe.
 
-    `labels` are the labels of the facts, as in `paper_facts_table`.
+    `labels` maps series of published numbers to row labels, as in `paper_facts_table`.
     """
     layers = [
         FigureLayer.published(FRONTIER["throughput_percent"], label="throughput"),
@@ -178,8 +188,8 @@ def frontier_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> T
 
 
 def _predicted_cells(model: str) -> dict[str, str]:
-    """Returns cells by label for a recipe: the model's predictions, and numbers derived from the
-    layout.
+    """Returns the cells of one recipe by row label: predictions of the planner, and numbers derived
+    from the layout.
     """
     spec = ModelSpec.preset(frontier_model.MODELS[model])
     plan = frontier_model.recipe_plan(model)
@@ -202,10 +212,10 @@ def _predicted_cells(model: str) -> dict[str, str]:
 
 
 def hlat_models_content(runs: Runs = (), *, labels: Mapping[str, str]) -> TableContent:
-    """Returns the table of the shapes of both HLAT models in the released code, with derived
+    """Returns the table of the shapes of both HLAT models, as in the released code, with derived
     numbers.
 
-    `labels` are the labels of the facts, as in `paper_facts_table`.
+    `labels` maps series of published numbers to row labels, as in `paper_facts_table`.
     """
     layers = [
         FigureLayer.published(HLAT["model_num_layers"], label="shapes"),
@@ -228,9 +238,10 @@ def _counts(spec: ModelSpec) -> dict[str, str]:
 
 
 def hlat_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> TableContent:
-    """Returns the table of HLAT's released hyperparameters and layouts, with derived numbers.
+    """Returns the table of HLAT's released hyperparameters and layouts, with numbers derived from
+    them.
 
-    `labels` are the labels of the facts, as in `paper_facts_table`.
+    `labels` maps series of published numbers to row labels, as in `paper_facts_table`.
     """
     follows = {}
     for name in hlat_model.MODELS:

@@ -1,1 +1,3 @@
-"""Figures in one style, tables, and text in a terminal."""
+"""Figures in the kit's style, tables for notebooks and terminals, and safe printing of text in a
+terminal.
+"""

@@ -1,7 +1,7 @@
-"""Figures that explain an idea, for notebooks.
+"""Drawings and figures for notebooks that explain an idea, such as tensor parallelism.
 
-Each function returns a matplotlib figure. If the figure shows data, the function returns (figure,
-table of the data).
+Each function returns a matplotlib figure. Functions that show data return (figure, table of the
+data).
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from kit.show.theme import BLUE, GREY, VERMILION
 
 
 def tensor_split_picture() -> Any:
-    """Returns a drawing of tensor parallelism over two devices: a column-split matrix followed by a
-    row-split matrix.
+    """Returns a drawing of tensor parallelism over two devices: a matrix that is split by columns,
+    followed by a matrix that is split by rows.
     """
     subscripts = "₁₂"
     with new_figure(height=1.7) as (figure, axis):
@@ -44,8 +44,8 @@ def tensor_split_picture() -> Any:
 
 
 def flop_basis_figure(specs: Sequence[ModelSpec]) -> tuple[Any, Rows]:
-    """Returns (figure, table) of each model's FLOPs per token in every `FlopBasis`, relative to the
-    kit's own count.
+    """Returns (figure, table) of the FLOPs per token of each model, as counted by every `FlopBasis`
+    and divided by the kit's own count (`FlopBasis.MODEL`).
     """
     others = [basis for basis in FlopBasis if basis is not FlopBasis.MODEL]
     rows = [
@@ -72,8 +72,8 @@ def flop_basis_figure(specs: Sequence[ModelSpec]) -> tuple[Any, Rows]:
 def stage_weights_figure(weights: dict[int, tuple[int, int]]) -> tuple[Any, Rows]:
     """Returns (figure, table) of the number of weights on one rank of each pipeline stage.
 
-    `weights` has, for each stage, (weights in blocks, all weights). The difference is embedding,
-    final norm and output.
+    `weights` maps the number of each stage to (weights in transformer blocks, all weights). The
+    difference is the embedding, the final norm and the output layer.
     """
     rows = [
         {"stage": stage, "blocks": blocks, "embedding and output": whole - blocks}
@@ -104,7 +104,9 @@ def stage_weights_figure(weights: dict[int, tuple[int, int]]) -> tuple[Any, Rows
 def _box(
     axis: Any, x: float, y: float, width: float, height: float, colour: str, text: str
 ) -> None:
-    """Draws a rectangle with a text in its middle. `x` and `y` are its lower left corner."""
+    """Draws a rectangle with a text in its middle. `x` and `y` are the coordinates of its lower
+    left corner.
+    """
     from matplotlib.patches import Rectangle
 
     face = (colour, 0.22)

@@ -1,4 +1,6 @@
-"""A measured number, its comparison with a limit, and its format. Imports no torch."""
+"""A measured number, its comparison with a limit, and its text form. The module does not import
+torch.
+"""
 
 import dataclasses
 
@@ -7,18 +9,23 @@ from cluster.record import Record, field_doc
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row(Record):
-    """One measured number, with its target if it has one."""
+    """One measured number, compared with its target (a limit) if it has one."""
 
     name: str = field_doc("name of the measured quantity")
-    value: float = field_doc("measured number; a fraction of 1 if the unit is `fraction`")
-    unit: str = field_doc("unit of the number, such as s, ms, tokens/s, x or fraction", default="")
+    value: float = field_doc("measured number; if the unit is `fraction`, 1 is 100 %")
+    unit: str = field_doc(
+        "unit of the measured number, such as s, ms, tokens/s, x or fraction", default=""
+    )
     target: str = field_doc(
-        "limit that the number should meet, as text; empty: the number has no limit", default=""
+        "limit for the measured number, as text such as `≤ 5 %`; empty: there is no limit",
+        default="",
     )
     ok: bool | None = field_doc(
-        "whether the number meets its target; None: there is no target", default=None
+        "whether the measured number is within its limit; None: there is no limit", default=None
     )
-    note: str = field_doc("spread and conditions of the measurement", default="")
+    note: str = field_doc(
+        "spread of the measured number, and the conditions of the measurement", default=""
+    )
 
 
 def row(
@@ -30,9 +37,9 @@ def row(
     at_most: float | None = None,
     note: str = "",
 ) -> Row:
-    """Returns the row of a measured value. If `at_least` or `at_most` is given, the row also says
-    whether the value meets this limit. If both are
-    given, only `at_least` is used.
+    """Returns the row of a measured value. If `at_least` or `at_most` is given, the row has this
+    limit as its target and says whether the value is within the limit. If both are given, only
+    `at_least` is used.
     """
     target = ""
     ok = None
@@ -46,8 +53,8 @@ def row(
 
 
 def format_value(value: float, unit: str) -> str:
-    """Returns a number with three significant digits and its unit. The unit `fraction` is printed
-    as per cent. Integers and numbers from 100 on have no decimals.
+    """Returns a number as text with three significant digits and its unit. A number with the unit
+    `fraction` is printed in per cent. Integers, and numbers of at least 100, have no decimals.
     """
     number = value
     if unit == "fraction":

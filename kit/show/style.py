@@ -1,4 +1,4 @@
-"""New figures in the kit's style, and their files."""
+"""Creates figures in the kit's style, and writes them to files."""
 
 import contextlib
 import csv
@@ -17,27 +17,28 @@ from kit.show.theme import TEXT, WIDTH
 STYLE = str(files("kit.show") / "kit.mplstyle")
 """Path of the kit's matplotlib style file."""
 PICTURES = (".png", ".svg", ".pdf")
-"""Endings of files to which a figure can be written."""
+"""File name extensions of the image formats in which a figure can be saved."""
 FORMULA_STARTS = tuple("=+-@\t\r")
-"""First characters with which a spreadsheet takes a CSV cell for a formula."""
+"""First characters by which a spreadsheet recognises a CSV cell as a formula and executes it."""
 Rows = list[dict[str, Any]]
-"""Table of a figure: one dictionary per row, by column."""
+"""Table of the data in a figure: one dictionary per row, from column name to value."""
 
 
 @contextlib.contextmanager
 def new_figure(
     rows: int | str = 1, columns: int = 1, *, height: float, **layout: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Yields (figure, axes) of a new figure. Everything that is drawn in the block has the kit's
-    style.
+    """Yields (figure, axes) of a new figure. Everything that is drawn within the `with` block has
+    the kit's style.
 
     Args:
-        rows: number of rows of panels, or a mosaic such as "ab;cc", which has two panels above a
-            wide panel. `axes` of a mosaic is the list of its panels.
-        columns: number of columns of panels. With more than two, a panel is too narrow for
+        rows: number of rows of panels, or a mosaic string. The mosaic "ab;cc" has two panels above
+            a wide panel. For a mosaic, `axes` is a list of its panels.
+        columns: number of columns of panels. With three or more columns, panels are too narrow for
             readable text.
         height: height of the figure in inches. The width is always WIDTH.
-        layout: options of matplotlib's `subplots`, such as `sharex` or `width_ratios`.
+        layout: keyword arguments of matplotlib's `subplots` or `subplot_mosaic`, such as `sharex`
+            or `width_ratios`.
     """
     from kit.show.themed_figure import ThemedFigure, drawing_settings
 
@@ -50,7 +51,9 @@ def new_figure(
 
 
 def legend_under_title(axis: Any, columns: int = 2) -> None:
-    """Draws the legend of a panel between the title and the panel, where it covers no data."""
+    """Draws the legend of a panel between its title and its axes, where the legend covers
+    no data.
+    """
     names = axis.get_legend_handles_labels()[1]
     place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0, "borderpad": 0.2}
     axis.legend(ncols=columns, **place)
@@ -58,11 +61,11 @@ def legend_under_title(axis: Any, columns: int = 2) -> None:
 
 
 def short(name: str, room: int = 30) -> str:
-    """Returns a name for a legend, with at most `room` characters. A longer name loses its middle,
-    since long names usually differ at their ends.
+    """Returns a name for a legend, shortened to at most `room` characters. The middle of a longer
+    name is replaced by `…`, since long names usually differ at their ends.
 
-    A space is put before an underscore at the beginning, since matplotlib leaves names with a first
-    underscore out of legends.
+    If the name begins with an underscore, a space is added before it. Matplotlib does not show
+    names that begin with an underscore in legends.
     """
     if name.startswith("_"):
         name = f" {name}"
@@ -72,12 +75,12 @@ def short(name: str, room: int = 30) -> str:
 
 
 def check_picture(file: Path) -> Path:
-    """Returns `file` after checking that a picture can be written to it. Creates missing folders.
-    It is called before a figure is drawn, so that an error comes early.
+    """Returns `file` if a figure can be saved as this file, and raises an error otherwise. Creates
+    missing folders. It is called before a figure is drawn, so that the error comes early.
 
     Raises:
-        ConfigError: The ending is not one of PICTURES, the path is a folder, or one of its parents
-            is a file.
+        ConfigError: The extension is not one of PICTURES, the path is a folder, or one of its
+            parents is a file.
     """
     if file.suffix.lower() not in PICTURES:
         raise ConfigError(
@@ -97,9 +100,9 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path]) -> None:
     """Writes a figure to the paths that end in .svg, .png or .pdf, and its table to the paths that
     end in .csv.
 
-    Missing folders are created. Each file is replaced by an atomic rename. A symbolic link is
-    replaced too, so its target keeps its content. Equal figures give equal bytes: the files have no
-    date, and the names inside an SVG are derived from its content.
+    Creates missing folders. Each file is replaced by an atomic rename. If the path is a symbolic
+    link, the link is replaced and its target stays unchanged. Equal figures give equal bytes: the
+    files contain no date, and the names inside an SVG are derived from its content.
     """
     from kit.show.themed_figure import drawing_settings
 
@@ -109,16 +112,17 @@ def save_figure(figure: Any, rows: Rows, paths: Sequence[Path]) -> None:
             _write_table(rows, path)
             continue
         date = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix, {})
-        # Matplotlib reads the settings for text and names when it saves, not when it draws.
+        # Matplotlib reads some settings, for text and for names, only when it saves a figure.
         with drawing_settings(STYLE), replacement(path) as stream:
             figure.savefig(stream, format=path.suffix[1:].lower(), metadata=date)
 
 
 def plain_cell(text: str) -> str:
-    """Returns a text that is safe in a CSV cell, since the folder of a run may have any name.
+    """Returns a text in a form that is safe in a CSV cell. The text may be the name of a run's
+    folder, which may contain any characters.
 
-    Control characters are replaced. A text that a spreadsheet would execute as a formula gets an
-    apostrophe before it.
+    Control characters are replaced by visible symbols. An apostrophe is put before a text that a
+    spreadsheet would execute as a formula.
     """
     shown = plain(text)
     if text[:1] in FORMULA_STARTS:
@@ -127,8 +131,8 @@ def plain_cell(text: str) -> str:
 
 
 def _write_table(rows: Rows, path: Path) -> None:
-    """Writes rows to a CSV file. Rows may have different keys. A missing value or NaN is an empty
-    cell.
+    """Writes rows to a CSV file. The rows may have different keys. The cell of a missing value or
+    NaN is empty.
     """
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
@@ -139,8 +143,8 @@ def _write_table(rows: Rows, path: Path) -> None:
 
 
 def _cell(value: Any) -> Any:
-    """Returns the content of a CSV cell. A float has six significant digits, since further digits
-    differ between machines.
+    """Returns the content of a CSV cell for a value. A float is written with six significant
+    digits, since further digits differ between machines.
     """
     if isinstance(value, str):
         return plain_cell(value)

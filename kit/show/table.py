@@ -1,4 +1,6 @@
-"""Tables with caption and notes. A table is HTML in a notebook, and aligned text in a terminal."""
+"""Tables of results with caption and notes. A table is shown as HTML in a notebook, and as aligned
+text in a terminal.
+"""
 
 import html
 import math
@@ -10,8 +12,8 @@ from kit.show.terminal import Table as TextTable
 
 
 def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
-    """Returns HTML for the place below a figure or a table. Warnings are always visible. The notes
-    follow in an element that the reader can open.
+    """Returns the HTML of warnings and notes below a figure or a table. Warnings are always
+    visible. The notes are in an element that the reader can open.
     """
     seen = "".join(f"<div>⚠ {html.escape(text)}</div>" for text in warnings)
     if not notes:
@@ -21,24 +23,27 @@ def notes_html(notes: Sequence[str], warnings: Sequence[str] = ()) -> str:
 
 
 NUMBER = re.compile(r"[+-]?\d")
-"""Pattern of the beginning of a cell in a column of numbers. Cells may also be empty."""
+"""Pattern of the beginning of a cell that counts as a number. A column of such cells and empty
+cells is aligned to the right."""
 WORD = re.compile(r"[^\W\d_]{2,}")
 MOST_WORDS = 2
-"""Largest number of words in a cell that counts as a number. For example, "41 GiB of 64" has
-two."""
+"""Largest number of words in a cell that still counts as a number. For example, "41 GiB of 64" has
+two words."""
 LONG_TEXT = 60
-"""Number of characters of a cell from which on its column gets LEAST_WIDTH. Without a least width,
-a browser narrows the column to its longest word, and the row becomes dozens of lines high."""
+"""Number of characters from which on a cell counts as long. The column of a long cell is at least
+LEAST_WIDTH wide. Otherwise a browser narrows the column to its longest word, and the row becomes
+dozens of lines high."""
 LEAST_WIDTH = "16em"
-"""Least width of a column with long texts, in CSS."""
+"""Least width of a column with long cells, as a CSS length."""
 CAPTION = "<div style='width:0'><div style='{}'>{}</div></div>"
-"""HTML of a caption, which may be wider than its table and does not widen the table.
+"""HTML of a table's caption, with placeholders for the CSS of its width and its text. The caption
+may be wider than its table and does not widen the table.
 
-The inner element has the width. With `width:0` alone, each word of the caption would be on a
-separate line. JupyterLab removes the unit `ch` and the value `max-content` from the styles of a
-notebook that it does not trust, so neither is used."""
+The inner element sets the width. With only `width:0`, each word of the caption would be on a
+separate line. The unit `ch` and the value `max-content` are not used, since JupyterLab removes them
+from the styles of a notebook that it does not trust."""
 LONG_CAPTION = 70
-"""Number of characters of a caption above which it is broken into lines."""
+"""Number of characters above which a caption is broken into lines."""
 
 
 class Table(TextTable):
@@ -48,8 +53,8 @@ class Table(TextTable):
 
     Attributes:
         notes: sentences about sources and precision, shown below the table.
-        runs: names of the user's own runs that are in the table.
-        left_out: sentences that say what is missing from the table and why.
+        runs: names of the user's runs that the table contains.
+        left_out: sentences that name what is missing from the table, with the reason.
     """
 
     def __init__(
@@ -83,8 +88,8 @@ class Table(TextTable):
 
 
 def _column_style(cells: Sequence[str]) -> str:
-    """Returns the CSS of a column with these cells: numbers are aligned right, and a column of long
-    texts has a least width.
+    """Returns the CSS of a column with these cells. A column of numbers is aligned to the right. A
+    column with a long cell has a least width.
     """
     style = "text-align:left"
     if all(_is_number(cell) for cell in cells):
@@ -95,22 +100,22 @@ def _column_style(cells: Sequence[str]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    """Returns whether a cell is empty, or a number with few words."""
+    """Returns whether a cell is empty, or begins with a number and has at most MOST_WORDS words."""
     if not cell:
         return True
     return bool(NUMBER.match(cell)) and len(WORD.findall(cell)) <= MOST_WORDS
 
 
 def _html_cells(tag: str, cells: Sequence[str], styles: Sequence[str]) -> str:
-    """Returns the HTML of the cells of a row. `tag` is "th" or "td", `styles` the CSS of each
-    column.
+    """Returns the HTML of the cells of one row. `tag` is "th" (heading) or "td" (data). `styles`
+    has the CSS of each column.
     """
     pairs = zip(cells, styles, strict=True)
     return "".join(f"<{tag} style='{style}'>{html.escape(cell)}</{tag}>" for cell, style in pairs)
 
 
 def _show(value: Any) -> str:
-    """Returns the text of a cell. None and NaN are an empty cell."""
+    """Returns the text of a cell for a value. None and NaN give an empty cell."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,8 +1,9 @@
-"""A console for text of unknown origin, and the table of the command line, which never shortens a
-name or a number.
+"""Safe printing in a terminal, and the table of the command line, which never shortens a name or a
+number.
 
-Control characters in names, reasons and log lines are made visible, so that the terminal does not
-execute them. Text for a file or a pipe is not wrapped.
+Names, reasons and log lines may come from other users and may contain control characters. These are
+replaced by visible symbols, so that the terminal does not execute them. Lines in a file or a pipe
+are not wrapped.
 """
 
 import contextlib
@@ -21,9 +22,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
-"""Visible symbol for each ASCII control character, by code, so that an escape sequence is shown and
-has no effect. Carriage returns are included: text after one would overwrite the beginning of its
-line."""
+"""Maps the code point of each ASCII control character, except newline and tab, to the code point of
+its visible symbol. An escape sequence is then shown and has no effect. Carriage returns are
+included, since text after a carriage return would overwrite the beginning of its line."""
 OTHERS = (
     0x7F,
     *range(0x80, 0xA0),
@@ -34,30 +35,32 @@ OTHERS = (
     *range(0x2066, 0x206A),
     *range(0xD800, 0xE000),
 )
-"""Codes of further control characters, line separators and characters that change the writing
-direction. Halves of surrogate pairs are included, since a terminal cannot show them."""
+"""Code points of further characters that `plain` replaces: control characters, line separators, and
+characters that change the writing direction. Halves of surrogate pairs are included, since a
+terminal cannot show them."""
 VISIBLE = CONTROLS | dict.fromkeys(OTHERS, 0xFFFD)
-"""Code of the visible replacement, by code of each character that `plain` replaces."""
+"""Maps the code point of each character that `plain` replaces to the code point of its visible
+symbol."""
 
 
 def plain(text: str) -> str:
-    """Returns a text with visible symbols in place of its control characters. Newlines and tabs
+    """Returns a text whose control characters are replaced by visible symbols. Newlines and tabs
     are kept.
     """
     return text.translate(VISIBLE)
 
 
 STYLE_CODE = re.compile(r"(\x1b\[[\d;]*m)")
-"""Pattern of the escape sequence of a colour or a style."""
+"""Pattern of a terminal escape sequence that sets a colour or a style."""
 
 
 class PlainStream:
-    """Standard output or standard error of a command. All text passes through `plain`, whichever
-    library writes it. On a terminal, carriage returns and styles are kept, for progress bars and
-    coloured errors.
+    """Wrapper of standard output or standard error that replaces control characters by visible
+    symbols, in the text of any library. On a terminal, carriage returns and styles are kept, since
+    progress bars and coloured errors need them.
 
-    PlainConsole writes to the attribute `unfiltered`, the original stream, since its texts have
-    passed through `plain` already.
+    The attribute `unfiltered` is the original stream. PlainConsole writes to it directly, since it
+    replaces control characters itself.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -66,7 +69,7 @@ class PlainStream:
     def write(self, text: str) -> int:
         if not self.unfiltered.isatty():
             return self.unfiltered.write(plain(text))
-        # Every second part is an escape sequence of a style, which is kept.
+        # `split` alternates text and escape sequences of styles. Only the text is changed.
         parts = STYLE_CODE.split(text)
         kept = {**VISIBLE, ord("\r"): "\r"}
         parts[::2] = [part.translate(kept) for part in parts[::2]]
@@ -82,7 +85,9 @@ class PlainStream:
 
 @contextlib.contextmanager
 def plain_streams() -> Iterator[None]:
-    """Filters standard output and standard error within the block. See PlainStream."""
+    """Replaces control characters in all output of the process within the block, by a `PlainStream`
+    around standard output and standard error.
+    """
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     filters = {name: PlainStream(stream) for name, stream in before.items()}
     for name, stream in filters.items():
@@ -91,27 +96,28 @@ def plain_streams() -> Iterator[None]:
         yield
     finally:
         for name, stream in filters.items():
-            # After a closed pipe, Typer has set another stream, which must stay.
+            # After a closed pipe, Typer has replaced the stream by its own. That stream must stay.
             if getattr(sys, name) is stream:
                 setattr(sys, name, before[name])
 
 
 GAP = "  "
-"""Space between two cells of a stacked row."""
+"""Space between two `name value` pairs in a row of a table that is printed on several lines."""
 UNLIMITED = 100_000
-"""Width of a line in a file or a pipe, in characters, so that no line is wrapped."""
+"""Assumed line width of a file or a pipe, in characters. It is so large that no line is wrapped."""
 PICTURE = 80
-"""Width of a curve in a file or a pipe, in characters."""
+"""Width of a text curve that is printed to a file or a pipe, in characters."""
 APART_S = 30.0
-"""Seconds between two views that `keep_drawing` writes to a file or a pipe."""
+"""Least time between two views that `keep_drawing` writes to a file or a pipe, in seconds."""
 HUGE = 1e6
-"""Absolute value from which on a number with fixed decimals is written with an exponent."""
+"""Absolute value from which on a number is printed with an exponent, even if its format has fixed
+decimals."""
 
 
 def number(value: float | None, form: str) -> str:
-    """Returns a number in the format `form`. None is a dash.
+    """Returns a number as text in the format `form`. Returns a dash for None.
 
-    If `form` has fixed decimals, numbers from HUGE on are written with an exponent.
+    If `form` has fixed decimals, a number of at least HUGE is printed with an exponent instead.
     """
     if value is None:
         return "–"
@@ -123,7 +129,9 @@ def number(value: float | None, form: str) -> str:
 
 
 def clock(when: float, form: str = "%H:%M:%S") -> str:
-    """Returns a unix time as local time of this machine. Returns "?" if it is not a valid time."""
+    """Returns a unix time as text in the local time of this machine. Returns "?" if the time is not
+    valid.
+    """
     try:
         return time.strftime(form, time.localtime(when))
     except (OverflowError, ValueError, OSError):
@@ -131,8 +139,8 @@ def clock(when: float, form: str = "%H:%M:%S") -> str:
 
 
 def as_text(*parts: RenderableType) -> str:
-    """Returns the text that the terminal would show, without colours. Lines are wrapped to the
-    width of the terminal. Without a terminal they are not wrapped.
+    """Returns the text that the terminal would show for `parts`, without colours. Lines are wrapped
+    to the width of the terminal. Without a terminal they are not wrapped.
     """
     console = PlainConsole(color_system=None, force_jupyter=False)
     with console.capture() as shown:
@@ -144,8 +152,9 @@ def as_text(*parts: RenderableType) -> str:
 
 
 class PlainConsole(Console):
-    """A rich console without highlighting and markup. It makes control characters in the printed
-    text visible. It prints no control characters except those of its own styles and cursor.
+    """A rich console without highlighting and markup. It replaces control characters in the printed
+    text by visible symbols. The only control characters that it prints are those for its styles and
+    its cursor.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -155,8 +164,8 @@ class PlainConsole(Console):
 
     @property
     def file(self) -> Any:
-        """Stream to which the console writes. In place of a PlainStream, which would remove the
-        styles, it is the original stream.
+        """Stream to which the console writes. If the stream is a PlainStream, it is the original
+        stream inside it, since a PlainStream would damage the console's own escape sequences.
         """
         stream = Console.file.fget(self)  # pyright: ignore[reportOptionalCall]
         return getattr(stream, "unfiltered", stream)
@@ -167,11 +176,15 @@ class PlainConsole(Console):
 
     @property
     def picture_width(self) -> int:
-        """Width that a curve may have, in characters."""
+        """Width of a text curve in characters: the width of the terminal, or PICTURE for a file or
+        a pipe.
+        """
         return PICTURE if self.width == UNLIMITED else self.width
 
     def render(self, *args: Any, **options: Any) -> Iterable[Segment]:
-        """Yields the segments of a printed object. Their text has passed through `plain`."""
+        """Yields the segments of a printed object. Control characters in their text are replaced by
+        `plain`.
+        """
         for segment in super().render(*args, **options):
             if segment.control:
                 yield segment
@@ -189,14 +202,15 @@ def keep_drawing(
     """Draws a view repeatedly in the same place of the terminal, until `over` returns True or the
     user presses Ctrl-C.
 
-    A file or a pipe cannot be overwritten. It gets the first view, a view every APART_S seconds,
-    and the last view.
+    Views in a file or a pipe cannot be overwritten. Only the first view, one view every APART_S
+    seconds, and the last view are written to a file or a pipe.
 
     Args:
-        view: function that returns the present view.
+        view: function that returns the view of the present moment. It is called once per drawing.
         console: console to which the view is printed.
         every_s: seconds between two views.
-        over: function that returns whether the view that was drawn last is the final view.
+        over: function that is called after each call of `view`. It returns True if that view is the
+            last one.
     """
     drawn_over = console.is_terminal or console.is_jupyter
     screen: contextlib.AbstractContextManager = contextlib.nullcontext()
@@ -221,13 +235,14 @@ class Table:
     """Rows under named columns. No cell is shortened.
 
     The table is as wide as its cells. In a narrower terminal, texts are wrapped between words. If
-    single words are too wide, each row is printed as a few lines of `name value`.
+    even single words are too wide, each row is printed on a few lines as `name value` pairs.
 
     Args:
         columns: names of the columns. A name may be empty.
-        rows: cells of each row, as strings or styled texts. Brackets are no markup.
-        right: names of the columns that are aligned right and never wrapped.
-        title: line above the table.
+        rows: cells of each row, as strings or styled texts. Square brackets are printed and not
+            taken for markup.
+        right: names of the columns that are aligned to the right and never wrapped.
+        title: line of text above the table.
     """
 
     def __init__(
@@ -245,7 +260,7 @@ class Table:
             self.add(*cells)
 
     def add(self, *cells: str | Text) -> None:
-        """Adds a row, with one cell for each column."""
+        """Adds a row to the table. `cells` has one cell for each column."""
         self.cells.append([cell if isinstance(cell, Text) else Text(cell) for cell in cells])
 
     def __repr__(self) -> str:
@@ -287,8 +302,8 @@ class Table:
             yield from self._stacked(options.max_width)
 
     def _stacked(self, width: int) -> Iterator[Text]:
-        """Yields the lines of each row as pairs of `name value`. A line has as many pairs as fit
-        into `width` characters.
+        """Yields the lines of a table whose rows are printed as `name value` pairs. A line has as
+        many pairs as fit into `width` characters.
         """
         for cells in self.cells:
             line = Text(overflow="fold")

@@ -1,23 +1,24 @@
-"""Sizes of all figures, their colours on light and dark pages, and the import of matplotlib."""
+"""Sizes and colours of all figures, for light and dark pages, and a safe import of matplotlib."""
 
 import contextlib
 import sys
 from pathlib import Path
 
 WIDTH = 6.25
-"""Width of every figure in inches, which is 600 pixels of a page.
+"""Width of every figure in inches, which is 600 pixels on a page.
 
-In a window of 1,000 pixels, JupyterLab's side bar leaves 548 pixels for a figure. At this width the
-smallest text of a figure is still as high as the text of the page, 14 pixels."""
+In a browser window of 1,000 pixels, JupyterLab's side bar leaves 548 pixels for a figure. A figure
+of this width is then scaled down so little that its smallest text is as high as the text of the
+page, 14 pixels."""
 PIXELS_PER_INCH = 96
 """Number of pixels on a page for one inch of a figure."""
 TEXT = 11.5
-"""Size of all text in points, as in `kit.mplstyle`. In a figure of 548 pixels width it is 14 pixels
-high."""
+"""Size of all text in a figure in points, as in `kit.mplstyle`. In a figure that is 548 pixels
+wide, the text is 14 pixels high."""
 
-# The colours of Okabe and Ito, darkened until lines have a contrast of 4 on white. Drawing code
-# uses these names and not C0, C1: matplotlib looks up C0 when it saves a figure, when the kit's
-# style may not be set.
+# These are the colours of Okabe and Ito, darkened until lines have a contrast of 4 on white.
+# Drawing code uses these names and not matplotlib's C0, C1. Matplotlib looks up C0 when it saves a
+# figure, and the kit's style may not be set then.
 BLUE = "#0072B2"
 VERMILION = "#B34D00"
 GREEN = "#007A5A"
@@ -30,7 +31,7 @@ SLATE = "#555555"
 GRID = "#E6E6E6"
 GROUND = "#FFFFFF"
 MUTED = "color:var(--jp-ui-font-color2,gray)"
-"""CSS for less important text on a page, in a colour of the page's theme."""
+"""CSS of less important text on a page. The colour comes from the theme of the page."""
 HUES = (BLUE, VERMILION, GREEN, PURPLE)
 """Colours of curves in one panel, in the order of their use."""
 DARK = {
@@ -60,15 +61,16 @@ DARK = {
         "#ECECEC": "#2A2A2A",
     }.items()
 }
-"""Colour on a dark page, by the colour on a light page in lower case. Low contrast on the light
-background becomes low contrast on the dark background."""
+"""Maps each colour on a light page, in lower case, to its colour on a dark page. A colour with low
+contrast on the light background has low contrast on the dark background too."""
 
 
 def import_matplotlib() -> None:
-    """Imports matplotlib without the settings of the working directory.
+    """Imports matplotlib without a settings file from the working directory.
 
-    Matplotlib would read a file `matplotlibrc` in the working directory first. Another user may
-    have written this file. If the file were a pipe, the import would never end.
+    Matplotlib reads a file `matplotlibrc` in the working directory first, which may belong to
+    another user. If the file were a pipe, the import would never end. So the import is made in
+    another directory.
     """
     if "matplotlib" not in sys.modules:
         with contextlib.chdir(Path(__file__).parent):

@@ -1,5 +1,5 @@
-"""A matplotlib figure that a notebook shows in the theme of the page, light or dark, with notes on
-sources below.
+"""A matplotlib figure that notebooks show in the theme of the page, light or dark, with notes on
+its sources below it.
 """
 
 import base64
@@ -19,7 +19,7 @@ from matplotlib import style  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 DPI = 120
-"""Resolution of the PNG for pages that show no HTML, in dots per inch."""
+"""Resolution in dots per inch of the PNG for notebook viewers that do not render HTML."""
 THEMES = """<style>
 .kit-figure > img { max-width: 100%; height: auto; }
 :is([data-jp-theme-light=false], .vscode-dark) .kit-figure > img.kit-light { display: none; }
@@ -27,12 +27,12 @@ THEMES = """<style>
   display: inline !important;
 }
 </style>"""
-"""Style sheet with which JupyterLab and VS Code show the drawing for their theme.
+"""Style sheet that makes JupyterLab and VS Code show only the drawing for their present theme,
+light or dark.
 
-The style sheet applies to the whole page, so each selector names the class of the figure. A page
-that removes style sheets shows the light drawing, which has its own background. JupyterLab removes
-style sheets and the attribute `hidden` from the outputs of a notebook that it does not trust, and
-keeps `display:none`."""
+It applies to the whole page, so each selector contains the class of the figure. A page that removes
+style sheets shows the light drawing, which has a background colour. In a notebook that it does not
+trust, JupyterLab removes style sheets and the attribute `hidden`, but keeps `display:none`."""
 
 
 _settings_lock = threading.RLock()
@@ -40,11 +40,11 @@ _settings_lock = threading.RLock()
 
 @contextlib.contextmanager
 def drawing_settings(settings: str | dict[str, Any]) -> Iterator[None]:
-    """Applies matplotlib's settings, from a style file or a dictionary, within the block. Blocks of
-    other threads wait until it has ended.
+    """Applies matplotlib settings, from a style file or a dictionary, within the `with` block. A
+    block in another thread waits until this block has ended.
 
-    Matplotlib's settings are shared by the process. A dashboard draws its saved picture in a
-    separate thread. Without the lock, the end of its block would reset the settings of a block in
+    Matplotlib's settings are global to the process, and a dashboard draws its saved picture in a
+    separate thread. Without the lock, the end of one block would reset the settings of a block in
     another thread.
     """
     with _settings_lock, style.context(settings):
@@ -52,32 +52,33 @@ def drawing_settings(settings: str | dict[str, Any]) -> Iterator[None]:
 
 
 class ThemedFigure(Figure):
-    """A figure in the kit's style. It can also be drawn for a dark page, since each of its colours
-    has a dark counterpart in `kit.show.theme.DARK`.
+    """A matplotlib figure in the kit's style. It can also be drawn for a dark page. Each of its
+    colours is then replaced by its dark counterpart in `kit.show.theme.DARK`.
     """
 
     notes: tuple[str, ...] = ()
-    """Sentences on sources and uncertainty of the data, shown below the figure."""
+    """Sentences on the sources and uncertainty of the data. They are shown below the figure."""
     runs: frozenset[str] = frozenset()
-    """Names of the user's own run directories whose points are in the figure."""
+    """Names of the user's run directories whose points are drawn in the figure."""
     left_out: tuple[str, ...] = ()
-    """Sentences that say which given data are not drawn, with the reason."""
+    """Sentences that name given data that are not drawn, with the reason."""
 
     @property
     def caption(self) -> str:
-        """Text below the panels, as one line."""
+        """Caption below the panels, as one line of text."""
         return self.get_supxlabel().replace("\n", " ")
 
     def to_svg(self, *, dark: bool = False) -> str:
-        """Returns the drawing as SVG, for a light page or, with `dark`, for a dark page. Letters
-        are drawn as paths, so the reader needs no font.
+        """Returns the figure as SVG for a light page, or for a dark page if `dark` is true. Letters
+        are drawn as paths, so the viewer needs no font.
         """
         stream = io.StringIO()
-        # With a fixed salt, equal drawings have equal names of their elements.
+        # Matplotlib derives the names of SVG elements from this salt. With a fixed salt, equal
+        # drawings have equal names.
         with drawing_settings({"svg.hashsalt": "kit"}):
             self.savefig(stream, format="svg", metadata={"Date": None})
-        # Coordinates of paths are cut to hundredths of a point, which makes the SVG smaller. Scale
-        # factors of glyphs keep all digits.
+        # Coordinates in paths are truncated to hundredths of a point, which makes the SVG smaller.
+        # Scale factors of glyphs keep all digits.
         light = re.sub(
             r'(?<= d=")[^"]*',
             lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]),
@@ -88,11 +89,11 @@ class ThemedFigure(Figure):
         return re.sub(r"#[0-9a-f]{6}\b", lambda found: DARK.get(found[0], found[0]), light)
 
     def to_html(self, *, alt: str = "") -> str:
-        """Returns HTML with the light and the dark drawing and the notes. The page shows the
-        drawing for its theme.
+        """Returns HTML that contains the light drawing, the dark drawing and the notes. The page
+        shows only the drawing for its theme.
 
-        `alt` is the alternative text for readers who cannot see the picture. The default is the
-        caption, or else the titles of the panels.
+        `alt` describes the figure for readers who cannot see it. The default is the caption.
+        Without a caption, it is the titles of the panels.
         """
         words = alt or self.caption or "; ".join(axis.get_title(loc="left") for axis in self.axes)
         size = (
@@ -110,8 +111,8 @@ class ThemedFigure(Figure):
         )
 
     def to_bundle(self, *, alt: str = "") -> dict[str, str]:
-        """Returns the output of a notebook cell by MIME type: HTML, and a PNG in base64 for pages
-        that show no HTML.
+        """Returns the figure as the output of a notebook cell, by MIME type: HTML, and a PNG in
+        base64 for viewers that do not render HTML.
         """
         picture = io.BytesIO()
         self.savefig(picture, format="png", dpi=DPI)
@@ -127,7 +128,7 @@ class ThemedFigure(Figure):
 
 
 def _as_address(svg: str) -> str:
-    """Returns an SVG as a data URL for an image element. JupyterLab removes inline SVG from the
-    outputs of a notebook that it does not trust.
+    """Returns an SVG as a data URL for an image element. Inline SVG is not used, since JupyterLab
+    removes it from the outputs of a notebook that it does not trust.
     """
     return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()

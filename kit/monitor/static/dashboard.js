@@ -1,8 +1,8 @@
-// The dashboard's front end: draws what the kernel sends, asks the kernel for everything else.
-// One module, no imports: uPlot (an IIFE that defines `uPlot`) and numbers.js are put before it.
+// Front end of the dashboard: draws the numbers that the kernel sends, and sends the user's requests to the kernel.
+// It is one module without imports. The kernel puts uPlot (an IIFE that defines `uPlot`) and numbers.js before it.
 
-// How a series is drawn. The kernel sends which series there are, in order, with their titles, and which are smoothed.
-const LOOKS = { // logY: whether the "log y" button applies
+// Colours and number format of each series. The kernel sends the names of the series in order, their titles, and whether each is smoothed.
+const LOOKS = { // logY: whether the "log y" button changes the y axis of this series
   loss: { light: "#0072B2", dark: "#56B4E9", format: loss, logY: true },
   mfu: { light: "#007A5A", dark: "#2BCB9A", format: (v) => (100 * v).toFixed(1) + " %", logY: false },
   tokens_per_s: { light: "#9A4A78", dark: "#E08FC0", format: short, logY: false },
@@ -10,7 +10,7 @@ const LOOKS = { // logY: whether the "log y" button applies
   learning_rate: { light: "#0072B2", dark: "#56B4E9", format: rate, logY: false },
   memory_bytes: { light: "#007A5A", dark: "#2BCB9A", format: bytes, logY: false },
 };
-const LARGE = 2; // the first panes are drawn larger
+const LARGE = 2; // Number of charts at the beginning that are drawn larger than the others.
 const ICONS = { running: "▶", done: "✔", failed: "✖", lost: "✖", stalled: "⚠", stopping: "■", preempted: "⏏", imported: "↧" };
 const ACTIONS = [
   ["checkpoint", "Checkpoint now", "Save a checkpoint at the next step and go on", false],
@@ -18,16 +18,16 @@ const ACTIONS = [
   ["cancel", "Stop now", "End the job at once, without a checkpoint", true],
   ["resume", "Resume", "Start the job again from its last checkpoint", false],
 ];
-const HEAT = { light: [[238, 243, 248], [158, 188, 218], [178, 60, 0]], dark: [[30, 38, 52], [86, 120, 160], [255, 190, 80]] }; // 0.8, 1.1, 1.4 x median
+const HEAT = { light: [[238, 243, 248], [158, 188, 218], [178, 60, 0]], dark: [[30, 38, 52], [86, 120, 160], [255, 190, 80]] }; // Colours of step times of 0.8, 1.1 and 1.4 times the median.
 const AXIS_NAMES = { step: "step", tokens: "tokens", time: "elapsed time" };
-const PARTS = { // of the ledger: where the time of a run went
+const PARTS = { // Colours of the categories of the time of a run (PARTS in goodput.py).
   productive: "#009E73", repeated: "#D55E00", "first step": "#56B4E9", "start-up": "#0072B2", checkpoints: "#CC79A7", validation: "#E6C229",
   "between steps": "#8C8C8C", ending: "#8B6FB3", lost: "#C4162A", waiting: "#8884",
 };
 const STEP_PARTS = { data: "#E69F00", "forward, backward": "#009E73", reduction: "#56B4E9", optimizer: "#0072B2", waits: "#8886" };
-// The kernel sends a heartbeat every 2 s, as long as the run has not ended.
+// The kernel sends a heartbeat every 2 s until the run has ended. A kernel without a heartbeat for SILENT_AFTER_MS is reported as silent.
 const SILENT_AFTER_MS = 10000, BUSY_AFTER_MS = 1500, OLD_AFTER_S = 30, SHOWN_ALERTS = 3;
-// Statuses of JupyterLab's kernel after which the view's other end no longer exists.
+// Kernel statuses of JupyterLab after which the Python side of this view no longer exists.
 const ENDED = ["restarting", "autorestarting", "terminating", "dead"];
 
 function make(tag, className, parent, text) {
@@ -38,10 +38,10 @@ function make(tag, className, parent, text) {
   return element;
 }
 
-// A screen reader speaks a live region again whenever its text is set.
+// A screen reader reads a live region aloud whenever its text is set, so an unchanged text is not set again.
 function say(element, text) { if (element.textContent !== text) element.textContent = text; }
 
-// A number of the last step: a dash where it was never recorded.
+// Returns a number of the last step as text, or a dash if the number was never recorded.
 function numberOf(facts, key, format) {
   if ((facts.not_finite || []).includes(key)) return "not finite";
   return facts[key] == null ? "–" : format(facts[key]);
@@ -56,17 +56,17 @@ function isDark(element) {
 }
 
 function render({ model, el }) {
-  const panes = model.get("charts").map((chart) => ({ ...chart, ...LOOKS[chart.key] })); // key, title, smoothed, and its look
+  const panes = model.get("charts").map((chart) => ({ ...chart, ...LOOKS[chart.key] })); // Each pane has the key, the title and the smoothing of a chart, and its colours and format.
   const root = make("section", "kit-monitor", el);
   root.setAttribute("aria-label", "training run");
   const view = { axis: "step", start: null, end: null, log_x: false };
   const state = { dark: isDark(root), logY: true, rows: null, frame: {}, plots: [], facts: {}, heard: Date.now(), beat: {}, ended: false, asked: {}, frozen: false, number: 0, waiting: 0 };
-  const hidden = make("style", "", root); // the picture for readers without a kernel
+  const hidden = make("style", "", root); // Style rule that hides the static picture for readers without a kernel.
   const sync = uPlot.sync("kit" + Math.random());
-  // Every message has a number, and the kernel says up to which it has got: so a question is known to wait.
+  // Every message has a number, and the kernel reports the number of the last message that it has handled. So the view knows that a request waits.
   const send = (content) => { const number = (state.number = Math.max(Date.now(), state.number + 1)); model.send({ ...content, number }); return number; };
 
-  // --- head: name, state, what the kernel is doing
+  // --- head: name and state of the run, and notices about the kernel
   const head = make("header", "kit-head", root);
   const name = make("strong", "kit-name", head);
   const badge = make("span", "kit-badge", head);
@@ -91,7 +91,7 @@ function render({ model, el }) {
     tile[key] = make("span", "kit-value", box, "–");
     tile[key].box = box;
     tile[key].small = make("span", "kit-small", box);
-    tile[key].kind = make("span", "kit-small", box); // which steps the number is of
+    tile[key].kind = make("span", "kit-small", box); // Text that says over which steps the number is taken.
   }
   const TILE_OF = { tokens_per_s: "speed", grad_norm: "grad", memory_bytes: "memory" };
   const tileName = (key) => (key === "learning_rate" ? "Learning rate" : tile[TILE_OF[key] || key].box.firstChild.textContent);
@@ -100,7 +100,7 @@ function render({ model, el }) {
   mfuBox.setAttribute("aria-expanded", "false");
   mfuBox.onclick = () => { formula.hidden = !formula.hidden; mfuBox.setAttribute("aria-expanded", String(!formula.hidden)); };
 
-  // --- how fast it should be, and where its time went
+  // --- comparison with the predicted speed, and time of the run by category
   const verdict = make("p", "kit-verdict", root), goodput = make("div", "kit-goodput", root), shares = make("p", "kit-shares kit-muted", root);
   const mix = make("p", "kit-muted", root);
   goodput.setAttribute("role", "img");
@@ -130,8 +130,8 @@ function render({ model, el }) {
   const slider = make("input", "", slide);
   Object.assign(slider, { type: "range", min: 0, max: 1, step: 0.005 });
   const slideValue = make("output", "kit-number", slide);
-  const weight = () => { const v = 1 - 10 ** (-3 * slider.value); return +v.toPrecision(4); }; // fine near 1, where it matters
-  const smoothedSteps = (weightOfPast) => `about ${whole(1 / (1 - weightOfPast))} steps`; // the mean age of what an average holds
+  const weight = () => { const v = 1 - 10 ** (-3 * slider.value); return +v.toPrecision(4); }; // The slider has fine steps near a weight of 1, where small changes matter.
+  const smoothedSteps = (weightOfPast) => `about ${whole(1 / (1 - weightOfPast))} steps`; // Mean age of the values in the average.
   const showWeight = () => { slideValue.textContent = weight() ? smoothedSteps(weight()) : "none"; };
   let slideTimer;
   slider.oninput = () => { showWeight(); clearTimeout(slideTimer); slideTimer = setTimeout(() => { expect(send({ type: "smoothing", value: weight() })); }, 120); };
@@ -159,7 +159,7 @@ function render({ model, el }) {
   const history = make("div", "kit-muted kit-history", root);
   history.setAttribute("role", "status");
 
-  // --- alerts: below the buttons, which must not move under a hand when one comes
+  // --- alerts: below the buttons, so that a new alert does not move a button that the user is about to press
   const alerts = make("ul", "kit-alerts", root);
   alerts.setAttribute("role", "log");
   alerts.setAttribute("aria-live", "polite");
@@ -189,7 +189,7 @@ function render({ model, el }) {
     return { key, plot, last };
   });
 
-  // --- numbers under the pointer: above all else in the view, so that they move nothing
+  // --- numbers under the pointer: a layer above the view, which moves no other element
   const hover = make("table", "kit-hover", root);
   hover.hidden = true;
   function showHover() {
@@ -212,7 +212,7 @@ function render({ model, el }) {
     hover.replaceChildren(...lines);
     placeHover();
   }
-  // Beside the pointer, inside of the view and of what the page shows of it.
+  // Places the numbers beside the pointer, within the visible part of the view.
   function placeHover() {
     const box = root.getBoundingClientRect(), seen = { left: box.left, top: box.top, right: box.right, bottom: box.bottom };
     for (let e = root.parentElement; e; e = e.parentElement) {
@@ -227,7 +227,7 @@ function render({ model, el }) {
     hover.style.top = within(top, seen.top + 2, seen.bottom - h - 2) - box.top - root.clientTop + "px";
   }
 
-  // --- the same in numbers
+  // --- the data of the charts as numbers
   const table = make("table", "kit-table", root);
   table.hidden = true;
   function showTable() {
@@ -271,7 +271,7 @@ function render({ model, el }) {
   search.oninput = rankInput.onchange = askLog;
   follow.onchange = showLog;
 
-  // --- the kernel's state: JupyterLab knows it; other front ends know only whether messages come
+  // --- state of the kernel: JupyterLab reports it; in other front ends, only the arrival of messages is known
   const manager = model.widget_manager, knowsKernel = !!manager && "kernel" in manager;
   const kernel = () => (knowsKernel ? manager.kernel : null);
   const firstKernel = kernel();
@@ -287,11 +287,11 @@ function render({ model, el }) {
     showNotice();
   }
 
-  // --- asking the kernel
+  // --- requests to the kernel
   let busyTimer;
-  function expect(number, isUsers = true) { // an answer; where none comes the kernel runs another cell, and the question waits its turn
+  function expect(number, isUsers = true) { // Expects an answer to a message. If none comes, the kernel runs a cell, and the message waits until the cell has ended.
     state.waiting = number;
-    state.isUsers ||= isUsers; // what the view asks by itself, its width, is not called a request
+    state.isUsers ||= isUsers; // A message that the view sends by itself, with its width, is not shown as a request of the user.
     clearTimeout(busyTimer);
     busyTimer = setTimeout(() => { state.frozen = true; showNotice(); }, BUSY_AFTER_MS);
   }
@@ -310,7 +310,7 @@ function render({ model, el }) {
   function zoom(start, end) {
     view.start = start;
     view.end = end;
-    for (const plot of state.plots) plot.setData(plot.data); // at once with what is here; detail follows
+    for (const plot of state.plots) plot.setData(plot.data); // The new range is drawn at once from the present numbers. More detailed numbers follow.
     ask();
   }
 
@@ -340,9 +340,9 @@ function render({ model, el }) {
       a = Math.min(a, ...levels);
       b = Math.max(b, ...levels);
       const band = bandOf(key);
-      if (band) [a, b] = [Math.min(a, band[0]), Math.max(b, Math.min(band[1], 4 * b))]; // one far off must not flatten the curve
+      if (band) [a, b] = [Math.min(a, band[0]), Math.max(b, Math.min(band[1], 4 * b))]; // A predicted speed that is far away must not make the curve look flat.
       if (log && a > 0) return [a * 0.97, b * 1.04 + (a === b ? 1e-9 : 0)];
-      if (["mfu", "tokens_per_s", "memory_bytes"].includes(key)) a = Math.min(a, 0.75 * b); // noise of a per cent should look like it
+      if (["mfu", "tokens_per_s", "memory_bytes"].includes(key)) a = Math.min(a, 0.75 * b); // The axis is extended downwards, so that noise of one per cent looks small.
       const pad = 0.06 * (b - a) || Math.abs(b) * 0.05 || 1;
       return [key === "mfu" || (a >= 0 && a < pad) ? Math.max(0, a - pad) : a - pad, b + pad];
     };
@@ -369,7 +369,7 @@ function render({ model, el }) {
       },
     }, Array.from(series, () => []), host.plot);
   }
-  // Attempts as ticks, published losses as dashed lines, other runs named at their end.
+  // Draws the first steps of attempts as ticks and baseline losses as dashed lines, and names other runs at the end of their curves.
   function marks(u, key, grey) {
     const { ctx, bbox } = u, ratio = window.devicePixelRatio || 1, frame = state.frame;
     ctx.save();
@@ -380,8 +380,8 @@ function render({ model, el }) {
     ctx.lineWidth = ratio;
     ctx.font = `${11 * ratio}px system-ui, sans-serif`;
     ctx.textAlign = "left";
-    ctx.textBaseline = "alphabetic"; // uPlot leaves another, by which a text lies on its line
-    const write = (text, x, y) => { // on a halo, since it may lie on a curve
+    ctx.textBaseline = "alphabetic"; // uPlot has set another baseline, with which a text would touch its line.
+    const write = (text, x, y) => { // Draws a text with a halo, since it may cover a curve.
       ctx.save();
       ctx.setLineDash([]);
       ctx.lineWidth = 4 * ratio;
@@ -428,7 +428,7 @@ function render({ model, el }) {
       for (const v of band) rule(left, at(v), right, at(v), [2, 3]);
       ctx.textAlign = "right";
       const words = bandInWords(key), fits = ctx.measureText(words).width < bbox.width;
-      const value = at(lastOf(u.data[3])), isNearBottom = bottom - value < value - top; // the words lie at the other edge
+      const value = at(lastOf(u.data[3])), isNearBottom = bottom - value < value - top; // The text is written at the edge that is farther from the curve.
       write(fits ? words : "expected", right - 4 * ratio, isNearBottom ? top + 24 * ratio : Math.max(bottom - 5 * ratio, bbox.top + 12 * ratio));
     }
     if (key === "mfu" && state.facts.step && state.facts.mfu == null && lastOf(u.data[3]) == null) {
@@ -443,11 +443,11 @@ function render({ model, el }) {
   function dataOf(i) {
     const rows = state.rows, first = 1 + 3 * i, count = panes.length * 3;
     const data = [rows[0], rows[first], rows[first + 1], rows[first + 2]];
-    return i ? data : [...data, ...rows.slice(1 + count, 2 + count + numOthers())]; // validation loss, smoothed losses of other runs
+    return i ? data : [...data, ...rows.slice(1 + count, 2 + count + numOthers())]; // Chart 0 also shows the validation loss and the smoothed losses of other runs.
   }
   function numOthers() { return (state.frame.others || []).length; }
   function rawOfOther(k) { return state.rows[2 + 3 * panes.length + numOthers() + k]; }
-  // A pixel may hold several steps, of which `x` is the last.
+  // A pixel may contain several steps. Its `x` is the last of them.
   function placeOf(at) {
     const [x, low, high] = dataOf(0), several = state.frame.axis === "step" && at && low[at] !== high[at] && x[at] > x[at - 1] + 1;
     return several ? `steps ${whole(x[at - 1] + 1)} to ${whole(x[at])}` : place(x[at]);
@@ -472,7 +472,7 @@ function render({ model, el }) {
     root.dataset.draws = +(root.dataset.draws || 0) + 1;
   }
 
-  // --- what the kernel sends
+  // --- handlers for data from the kernel
   const waiting = new Map();
   const later = (work) => { if (!waiting.has(work)) waiting.set(work, requestAnimationFrame(() => { waiting.delete(work); if (root.isConnected) work(); })); };
   function onFrame() {
@@ -499,7 +499,7 @@ function render({ model, el }) {
     if (hidden.textContent !== rule) hidden.textContent = rule;
     say(badge, f.as_of ? `last seen ${f.state}` : `${ICONS[f.state] || "…"} ${f.state}`);
     root.dataset.state = f.state;
-    badge.dataset.state = f.as_of ? "" : f.state; // grey: nobody knows what it is now
+    badge.dataset.state = f.as_of ? "" : f.state; // The badge is grey if the present state is unknown.
     const saved = (f.checkpoints || []).at(-1);
     reason.textContent = `attempt ${f.attempt} · ${whole(f.devices)} device${f.devices === 1 ? "" : "s"}${f.host ? " · " + f.host : ""} · ${f.reason}${saved == null ? "" : ` · last checkpoint: step ${whole(saved)}`}`;
     const share = f.num_steps ? Math.min(100, (100 * f.step) / f.num_steps) : 0;
@@ -530,7 +530,7 @@ function render({ model, el }) {
     tile.eta.box.title = f.cost ? `Cost: node hours x price per node hour, ${f.cost.note}` : "";
     put("grad", numberOf(f, "grad_norm", norm), last);
     put("memory", f.memory_bytes == null ? "–" : bytes(f.memory_bytes), f.device_bytes ? `of ${bytes(f.device_bytes)}` : "", last);
-    // Every chart but this one has its number in a tile.
+    // The learning rate has no tile, so its number is written beside its chart. All other charts have a tile.
     hosts.find(({ key }) => key === "learning_rate").last.textContent = f.learning_rate == null ? "" : `last step ${rate(f.learning_rate)}`;
   }
   let shownBand = "";
@@ -596,7 +596,7 @@ function render({ model, el }) {
   let shownAlerts = "";
   function onAlerts() {
     const all = model.get("alerts") || [], now = JSON.stringify([all, allAlerts]);
-    if (now === shownAlerts) return; // or a screen reader would hear them again, and a focused button would go
+    if (now === shownAlerts) return; // Without this return, a screen reader would read unchanged alerts again, and a focused button would lose the focus.
     shownAlerts = now;
     root.dataset.alerts = all.length;
     alerts.replaceChildren(...(allAlerts ? all : all.slice(0, SHOWN_ALERTS)).map((alert) => {
@@ -630,13 +630,13 @@ function render({ model, el }) {
     heat.style.height = Math.min(176, Math.max(48, rows * 14)) + "px";
     const context = heat.getContext("2d"), image = context.createImageData(samples, rows);
     const ends = HEAT[state.dark ? "dark" : "light"];
-    const shade = (value) => { // 0 … 254
+    const shade = (value) => { // Returns the colour of a value from 0 to 254.
       const v = value / 127, [a, b] = v < 1 ? [ends[0], ends[1]] : [ends[1], ends[2]], share = v < 1 ? v : v - 1;
       return a.map((c, k) => Math.round(c + (b[k] - c) * share));
     };
     for (let i = 0; i < data.byteLength; i++) {
       const value = data.getUint8(i);
-      if (value === 255) continue; // unknown: transparent
+      if (value === 255) continue; // An unknown step time stays transparent.
       image.data.set([...shade(value), 255], 4 * i);
     }
     context.putImageData(image, 0, 0);
@@ -645,7 +645,7 @@ function render({ model, el }) {
     heat.setAttribute("aria-label", f.straggler || "no rank is known to be slow");
     showSplit(f.split || []);
   }
-  function showSplit(told) { // what a step was made of, by rank
+  function showSplit(told) { // Shows how long each part of a step takes, by rank.
     const total = (row) => row.seconds.reduce((a, b) => a + b, 0), longest = Math.max(...told.map(total)), names = Object.keys(STEP_PARTS);
     const words = (row, i) => `${names[i]} ${+row.seconds[i].toPrecision(3)} s`;
     split.hidden = !told.length;
@@ -672,7 +672,7 @@ function render({ model, el }) {
       Object.assign(keys, { "+": () => [a + w / 4, b - w / 4], "=": () => [a + w / 4, b - w / 4], "-": () => [a - w / 2, b + w / 2], ArrowLeft: () => [a - w / 5, b - w / 5], ArrowRight: () => [a + w / 5, b + w / 5] });
     }
     if (keys[event.key]) { event.preventDefault(); zoom(...keys[event.key]()); }
-    event.stopPropagation(); // the notebook would take letters and arrows as commands
+    event.stopPropagation(); // Otherwise the notebook would execute letters and arrows as its commands.
   };
 
   const drawFrame = () => later(onFrame);
@@ -681,7 +681,7 @@ function render({ model, el }) {
     "change:heat": onHeat, "change:log": showLog, "msg:custom": onMessage,
   };
   for (const [event, handler] of Object.entries(handlers)) model.on(event, handler);
-  // Also once a second: a theme is changed while the page has no layout, and no observer sees the charts' size then.
+  // `fit` is also called once per second. The theme may change while the page has no layout, and then no observer sees the size of the charts.
   const fit = () => state.plots.forEach((plot, i) => { const wanted = size(hosts[i], i); if (hosts[i].plot.clientWidth && plot.width !== wanted.width) plot.setSize(wanted); });
   const resize = () => {
     fit();
@@ -692,7 +692,7 @@ function render({ model, el }) {
   const sizes = new ResizeObserver(() => later(resize));
   sizes.observe(root);
   const retheme = () => { if (isDark(root) !== state.dark) { build(); onHeat(); } };
-  const themes = new MutationObserver(() => later(retheme)); // in the next frame, when styles and layout are those of the new theme
+  const themes = new MutationObserver(() => later(retheme)); // The theme is read in the next frame, when the page has the styles and the layout of the new theme.
   themes.observe(document.body, { attributes: true });
   const timer = setInterval(() => { showNotice(); fit(); }, 1000);
   requestAnimationFrame(() => { build(); onFrame(); onFacts(); onAlerts(); onHeat(); showLog(); });

@@ -1,4 +1,4 @@
-// How the dashboard writes numbers, places ticks, and unpacks what the kernel sends. Put before dashboard.js.
+// Functions of the dashboard that write numbers, place ticks, and unpack the numbers from the kernel. The kernel puts this file before dashboard.js.
 
 function short(v) {
   if (v == null || !isFinite(v)) return "–";
@@ -8,7 +8,7 @@ function short(v) {
     if (a >= size) return +(v / size).toPrecision(3) + unit;
   return String(+v.toPrecision(3));
 }
-// A loss: three decimals, or four digits where they would not fit into a tile.
+// Returns a loss as text: with three decimals, or with four digits and an exponent if it would not fit into a tile.
 function loss(v) { return Math.abs(v) < 1e4 ? v.toFixed(3) : v.toExponential(3); }
 function rate(v) { return v === 0 ? "0" : v >= 0.1 && v < 1000 ? String(+v.toPrecision(3)) : v.toExponential(2); }
 function norm(v) { return Math.abs(v) < 1e6 ? String(+v.toPrecision(3)) : v.toExponential(2); }
@@ -22,7 +22,7 @@ function duration(s) {
 function clock(t) { return new Date(1000 * t).toTimeString().slice(0, 8); }
 function axisValue(axis, v) { return axis === "time" ? duration(v) : axis === "tokens" ? short(v) : whole(v); }
 
-// Tick positions: 1-2-5 per decade where a logarithmic axis spans some, even steps otherwise.
+// Returns tick positions: 1, 2 and 5 in each decade if a logarithmic axis spans about a decade or more, otherwise even steps.
 function splits(low, high, log, most) {
   if (!(high > low)) return [low];
   if (log && low > 0 && high / low > 8) {
@@ -40,16 +40,16 @@ function splits(low, high, log, most) {
   return found;
 }
 
-// Decimals of an exponent's number, so that neighbouring ticks differ.
+// Returns the number of decimals with which all `values`, written with an exponent, differ.
 function digits(values) { return [1, 2, 3].find((n) => new Set(values.map((v) => v?.toExponential(n))).size === values.length) ?? 4; }
 
-// The same in whole MiB or GiB where bytes are drawn.
+// Returns tick positions as `splits` does. For bytes, the positions are round numbers of MiB or GiB.
 function ticks(low, high, log, most, key) {
   const unit = key !== "memory_bytes" ? 1 : high >= 2 ** 30 ? 2 ** 30 : 2 ** 20;
   return splits(low / unit, high / unit, log, most).map((v) => v * unit);
 }
 
-// Which held-out losses to draw as circles: not so many that they hide the curve.
+// Returns the indices of the validation losses that are drawn as circles, at least 14 pixels apart, so that they do not hide the curve.
 function apart(u, index) {
   const found = [];
   let last = -Infinity;
@@ -61,7 +61,7 @@ function apart(u, index) {
   return found;
 }
 
-// The kernel's window: x in float64, then the rows in float32; NaN becomes null, which the chart draws as a gap.
+// Returns the arrays that the kernel has sent as bytes: x in float64, then the rows in float32. NaN becomes null, which a chart draws as a gap.
 function unpack(view, n) {
   if (!view || !view.byteLength || !n) return null;
   const buffer = view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength);
