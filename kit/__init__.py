@@ -1,4 +1,4 @@
-"""The names of the kit that most notebooks use. Their import loads neither torch nor NumPy."""
+"""The names of the kit that most notebooks use. Importing them loads neither torch nor NumPy."""
 
 try:
     from cluster.site import Site

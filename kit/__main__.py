@@ -1,4 +1,4 @@
-"""Entry point of the command line, for `kit` and `python -m kit`. Its commands are in `kit.cli`."""
+"""Entry point of the command line, for `kit` and `python -m kit`. The commands are in `kit.cli`."""
 
 import gc
 import io
@@ -6,21 +6,22 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line. A character that the terminal cannot show is printed as an escape
-    sequence with its number.
+    """Runs the command line. A character that the encoding of the terminal cannot represent is
+    printed as an escape sequence with the character's code point.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        # The import is inside `try`, since it takes a third of a second, in which Ctrl-C may come.
+        # The import takes a third of a second, in which the user may press Ctrl-C. Therefore it is
+        # inside `try`.
         from kit.cli.app import (
             run,
         )
 
         run()
     except KeyboardInterrupt:
-        sys.exit(130)  # As in a shell: 128 + SIGINT.
+        sys.exit(130)  # The exit code of a shell for SIGINT is 128 + 2.
     except ImportError as error:
         sys.exit(broken_environment(error))
     except Exception as error:
@@ -28,21 +29,24 @@ def main() -> None:
         from kit.show.terminal import PlainStream
 
         explain(error)
-        sys.stderr = PlainStream(sys.stderr)  # Python prints the error after this function.
+        # Python prints an uncaught exception after `main` has returned. Until then stderr must stay
+        # wrapped in PlainStream.
+        sys.stderr = PlainStream(sys.stderr)
         raise
     finally:
-        # At its end, Python would otherwise search all objects of torch for cycles for 0.9 s.
+        # Without this call, Python would search all objects of torch for reference cycles at its
+        # exit, for 0.9 s.
         gc.freeze()
 
 
 def broken_environment(error: ImportError) -> int:
-    """Prints that the packages of the command line cannot be imported, and which modules from
-    folders of the user may be the reason. `kit doctor` prints nothing more in this case. Returns
-    the exit code 1.
+    """Prints that packages of the command line cannot be imported. If modules in the user's own
+    folders hide installed modules, it names them as a possible reason. Returns the exit code 1.
+    `kit doctor` prints nothing else in this case.
 
     Raises:
-        ImportError: No module is shadowed. `error` is raised again, since its traceback is useful.
-            For `kit doctor` it is not raised.
+        ImportError: No installed module is hidden. `error` is raised again, so that the user sees
+            its traceback. For `kit doctor` it is not raised.
     """
     from cluster.shadows import find_shadows, summary
 

@@ -34,8 +34,8 @@ NotebookError = (CellExecutionError, CellTimeoutError, DeadKernelError)
 
 
 class TerminalClient(NotebookClient):
-    """Runs a notebook, and shows in a terminal which cell runs, how long each cell took, and the
-    text of the cell's live view.
+    """Runs a notebook and shows its progress in a terminal: which cell runs, how long each cell
+    took, and the text of the cell's live view.
     """
 
     def __init__(
@@ -43,11 +43,12 @@ class TerminalClient(NotebookClient):
     ) -> None:
         super().__init__(
             document,
-            # Unix sockets, since another process may take a free port before the kernel starts.
+            # Unix sockets are used, since another process could take a free TCP port before the
+            # kernel starts.
             config=Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"}),
             timeout=CELL_LIMIT_S,
-            # With the state of widgets, a saved page would wait for a live kernel instead of
-            # showing pictures.
+            # If the state of widgets were saved, the saved page would wait for a live kernel
+            # instead of showing pictures.
             store_widget_state=False,
             record_timing=False,
             resources={"metadata": {"path": str(directory)}},
@@ -76,10 +77,11 @@ class TerminalClient(NotebookClient):
         self.status.update(f"{self.number:>2}/{self.total}  {cell.id}  [dim]{escape(text)}[/]")
 
     async def _async_poll_output_msg(self, parent_msg_id: str, cell: Any, cell_index: int) -> None:
-        """Processes the kernel's messages of a running cell until the cell has ended.
+        """Processes the kernel's messages while a cell runs, until the cell has ended.
 
-        nbclient ignores messages that belong to other cells. But a dashboard refreshes its saved
-        picture, which belongs to the cell that shows it, while later cells run.
+        nbclient ignores messages that belong to other cells. This method does not: a dashboard
+        updates its saved picture while later cells run, and these messages belong to the cell that
+        shows the dashboard.
         """
         assert self.kc is not None
         while True:
@@ -93,8 +95,8 @@ class TerminalClient(NotebookClient):
                 super().process_message(message, cell, cell_index)
 
     def process_message(self, msg: dict, cell: Any, cell_index: int) -> Any:
-        """Processes a message of the kernel. If a cell refreshes its view, the text of the view is
-        shown in the terminal.
+        """Processes one message of the kernel. If a cell updates its live view, the text of the
+        view is also shown in the terminal.
         """
         if msg["msg_type"] == "update_display_data":
             self._show(cell, msg["content"]["data"].get("text/plain", ""))
@@ -102,8 +104,8 @@ class TerminalClient(NotebookClient):
 
 
 def execute(notebook: Path, out: Path, *, console: Console | None = None) -> None:
-    """Runs all cells of a notebook, and writes the executed copy to `out`, also after an error. The
-    notebook itself does not change.
+    """Runs all cells of a notebook. Writes the executed copy to `out`, even after an error. The
+    notebook itself is not changed.
 
     Raises:
         CellExecutionError: A cell has failed.
@@ -123,7 +125,9 @@ def execute(notebook: Path, out: Path, *, console: Console | None = None) -> Non
 
 
 def write_html(notebook: Path) -> Path:
-    """Writes the HTML page of an executed notebook beside it. Returns the page's file."""
+    """Writes an executed notebook as an HTML page into the notebook's folder. Returns the file of
+    the page.
+    """
     from nbconvert import HTMLExporter  # The import takes a second.
 
     page, _ = HTMLExporter().from_filename(str(notebook))
@@ -133,8 +137,8 @@ def write_html(notebook: Path) -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the demo. Returns its exit code: 0, 1 if a cell failed, or 130 if the user stopped the
-    demo.
+    """Runs the demo. Returns the exit code: 0 if all cells succeeded, 1 if a cell failed, 130 if
+    the user stopped the demo.
     """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -178,8 +182,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _say_if_alive(directory: Path, console: Console) -> None:
-    """Prints how to watch and end the job of a run, if the job still runs. A job outlives its
-    notebook by design.
+    """If the job of a run is still running, prints the commands to watch and to stop it. A job
+    continues after its notebook by design.
     """
     try:
         alive = not Run.open(directory).job.status().state.is_final

@@ -1,6 +1,8 @@
-"""`kit doctor`: which parts of this environment the kit can use, and how to get missing parts.
+"""`kit doctor`: reports which parts of this environment the kit can use, and how to install missing
+parts.
 
-A launch itself refuses other problems, such as a full disk. This module does not import torch.
+Problems of a single launch, such as a full disk, are found by the launch itself. This module does
+not import torch.
 """
 
 import dataclasses
@@ -28,8 +30,9 @@ EXTRAS = {
 }
 PROBE_LIMIT_S = 120.0
 SLOW_IMPORT_S = 20.0
-"""Longest acceptable import of torch in one process, in seconds. A thousand ranks that read an
-environment from one shared file system need far longer than one process."""
+"""Longest acceptable time, in seconds, of the import of torch in one process. If a thousand
+ranks read the environment from one shared file system, the import takes far longer than in one
+process."""
 
 
 TORCH_PROBE = """
@@ -42,18 +45,18 @@ if torch.cuda.is_available():
     version = ".".join(map(str, torch.cuda.nccl.version()))
     print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {name} {version}")
 """
-"""Program that prints torch's version, its import time and its GPUs. It runs in a child process,
-because a broken driver can kill the process."""
+"""Python program that prints torch's version, its import time and its GPUs. It runs in a child
+process, because a broken driver can kill the process."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DoctorFinding:
-    """Result of one examination."""
+    """Result of one examination of the environment."""
 
     subject: str
     found: str
     ok: bool | None
-    """Whether the subject can be used. None for an optional subject that is missing."""
+    """Whether the subject can be used. None for an optional subject that is not available."""
     advice: str = ""
 
 
@@ -61,9 +64,10 @@ NO_GPU = DoctorFinding("GPU", "torch sees none", None)
 
 
 def examine(*, deep: bool = False) -> list[DoctorFinding]:
-    """Returns the findings on this environment. Takes as long as a few imports of torch.
+    """Returns the findings on this environment. Takes as long as several imports of torch.
 
-    With `deep`, DeepSpeed also trains a step if it is installed, which takes up to a minute.
+    If `deep` is True and DeepSpeed is installed, DeepSpeed also trains one step, which takes up to
+    a minute.
     """
     torch, gpu = _torch()
     gpus = int(gpu.found.split()[0]) if gpu.ok else 0
@@ -80,7 +84,7 @@ def examine(*, deep: bool = False) -> list[DoctorFinding]:
 
 def examine_site(site: Site) -> list[DoctorFinding]:
     """Returns a list with one finding: whether the container of a site starts on this machine, and
-    whether the kit and the working directory are visible in the container.
+    whether the kit and the working directory are visible inside the container.
     """
     slurm = site.slurm
     if slurm is None or not slurm.is_in_container:
@@ -106,15 +110,17 @@ def examine_site(site: Site) -> list[DoctorFinding]:
 
 
 def _modules() -> list[DoctorFinding]:
-    """Returns findings on the environment: modules that ranks or notebooks import from folders of
-    the user instead of this environment, and another environment that is active.
+    """Returns findings on the modules of this environment. A first finding lists modules that ranks
+    or notebooks would import from the user's own folders instead. Another finding reports that a
+    different environment is active.
     """
     shadows = find_shadows()
     advice = shadows[0].advice if shadows else ""
     found = summary(shadows) or "all from this environment"
     findings = [DoctorFinding("modules", found, not shadows, advice)]
     is_virtual = sys.prefix != sys.base_prefix
-    # Conda's base environment is often active beside a virtual environment, which is harmless.
+    # Conda's base environment is often active in addition to a virtual environment, which is
+    # harmless.
     variable = "VIRTUAL_ENV" if is_virtual else "CONDA_PREFIX"
     active = os.environ.get(variable, sys.prefix)
     if os.path.realpath(active) != os.path.realpath(sys.prefix):
@@ -129,7 +135,7 @@ def _modules() -> list[DoctorFinding]:
 
 
 def _torch() -> tuple[DoctorFinding, DoctorFinding]:
-    """Returns (finding on the import of torch, finding on the GPUs that torch sees)."""
+    """Returns (finding on the import of torch, finding on the GPUs that torch can use)."""
     done = _run(code_command(TORCH_PROBE))
     if not done.stdout:
         found = f"cannot be imported: {_last(done.stderr)}"
@@ -140,7 +146,7 @@ def _torch() -> tuple[DoctorFinding, DoctorFinding]:
     if not is_fast:
         advice = "copy the environment to each node's own disk (broadcast in the site file)"
     torch = DoctorFinding("torch", version, is_fast, advice)
-    if done.returncode:  # The driver ended the process while the GPUs were counted.
+    if done.returncode:  # The driver killed the process while torch counted the GPUs.
         found = f"cannot be counted: {_last(done.stderr)} (code {done.returncode})"
         return torch, DoctorFinding("GPU", found, False, "see `nvidia-smi` or `rocm-smi`")
     if seen:
@@ -152,8 +158,8 @@ def _torch() -> tuple[DoctorFinding, DoctorFinding]:
 
 
 def _rates(gpus: int) -> list[DoctorFinding]:
-    """Returns findings on matrix products and an all-reduce. Both run on one rank per GPU, or on
-    two CPU ranks if there is no GPU.
+    """Returns findings on the speed of matrix products and of an all-reduce. Both are measured with
+    one rank per GPU, or with two CPU ranks if there is no GPU.
     """
     from kit.measure.site import by_ranks
 
@@ -187,8 +193,8 @@ def _package(name: str, extra: str) -> DoctorFinding:
 
 
 def _deepspeed(deep: bool) -> DoctorFinding:
-    """Returns the finding on DeepSpeed. With `deep`, it trains a step, since an installed DeepSpeed
-    can fail to start because of a compiler, a lock or torch.
+    """Returns the finding on DeepSpeed. If `deep` is True, DeepSpeed trains a step, since an
+    installed DeepSpeed can fail to start because of a compiler, a lock or torch.
     """
     installed = _package("deepspeed", "deepspeed")
     if not installed.ok or not deep:
@@ -206,7 +212,7 @@ def _deepspeed(deep: bool) -> DoctorFinding:
 
 
 def _neuron() -> DoctorFinding:
-    """Returns the finding on NeuronX Distributed. Only its packages are imported: a training step
+    """Returns the finding on NeuronX Distributed. Its packages are only imported. A training step
     would need a Trainium device and minutes of compilation.
     """
     from kit.engines.neuron.probe import INSTALL, has_device, probe

@@ -1,6 +1,6 @@
-"""The kit's typed errors.
+"""Classes of the kit's errors.
 
-Each message says what is wrong, the value, the allowed values, and what to do next.
+Each error message says what is wrong, the value, the allowed values, and what to do next.
 """
 
 import contextlib
@@ -24,21 +24,21 @@ __all__ = [
     "needed",
 ]
 CHECKOUT = Path(__file__).parents[1] / "pyproject.toml"
-"""File beside the packages `kit` and `cluster` in a checkout. It does not exist beside installed
-packages."""
+"""File pyproject.toml in the parent folder of the package `kit`. It exists only if the kit runs
+from a checkout of its repository."""
 
 
 def check_known(what: str, name: str, known: Iterable[str]) -> None:
-    """Raises ConfigError if `name` is not in `known`. The message suggests the closest known
-    name. `what` describes the value in the message.
+    """Raises ConfigError if `name` is not in `known`. `what` is the name of the setting in the
+    message. The message suggests the closest known name.
     """
     if name not in known:
         raise ConfigError(f"{what}: {name!r} is unknown. {suggestion(name, known)}")
 
 
 def install_command(extra: str = "") -> str:
-    """Returns the command that installs the kit with an extra, from its checkout if there is one,
-    otherwise from its wheel.
+    """Returns the command that installs the kit with an extra (optional packages): from its
+    checkout if there is one, otherwise from its wheel.
     """
     extras = f"[{extra}]" if extra else ""
     if CHECKOUT.exists():
@@ -47,25 +47,27 @@ def install_command(extra: str = "") -> str:
 
 
 class RunError(RuntimeError):
-    """A run directory cannot be used: its job is live, it is missing, or it was made with another
-    configuration.
+    """A run directory cannot be used: its job is live, or the directory is missing or belongs to
+    another configuration.
     """
 
 
 class CheckpointError(RunError):
-    """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
+    """A checkpoint is missing, incomplete or damaged, or it belongs to another model."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint differs from what was written. An older checkpoint may be intact."""
+    """The content of a checkpoint differs from what was written. An older checkpoint may be
+    intact.
+    """
 
 
 class DataError(ValueError):
-    """A text source, tokenizer or token file is missing, truncated, corrupt, or too short."""
+    """A text source, tokenizer or token file is missing, truncated, corrupt or too short."""
 
 
 class MissingPackageError(ImportError):
-    """An optional package is not installed. The message gives the command that installs it."""
+    """An optional package is not installed. The message contains the command that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -73,17 +75,19 @@ class MissingPackageError(ImportError):
         )
 
     def _render_traceback_(self) -> list[str]:
-        """Returns the lines that a notebook shows instead of a traceback, as IPython expects."""
+        """Returns the lines that a notebook shows instead of a traceback. IPython calls this
+        method.
+        """
         return [f"{type(self).__name__}: {self}"]
 
 
 @contextlib.contextmanager
 def needed(package: str, extra: str, purpose: str) -> Iterator[None]:
-    """Context in which a failing import of an optional package raises an error that says how to
-    install the package.
+    """Context manager for imports of an optional package. If an import fails, it raises an error
+    with the command that installs the package.
 
     Raises:
-        MissingPackageError: An import inside the context has raised ImportError.
+        MissingPackageError: An import within the context has raised ImportError.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """Starts jobs: training from a spec, plan and recipe, and scoring of a checkpoint.
 
-`prepare` makes all checks that are possible before a job starts, and yields a `Prepared` with all
-files and scripts of the launch. `submit` writes these files and starts the job. `launch` calls
-both. `score_in_job` and `submit_eval` start the job that scores a checkpoint.
+`prepare` makes all checks that are possible before a job starts, and yields a `Prepared`, which
+contains all files and scripts of the launch. `submit` writes these files and starts the job.
+`launch` calls both. `score_in_job` and `submit_eval` start the job that scores a checkpoint.
 """
 
 import contextlib
@@ -36,30 +36,32 @@ from kit.run import LAUNCH_LOCK, Run
 from kit.run.checkpoint import Checkpoints
 
 MAX_PADDING = 512
-"""Largest number of unused vocabulary entries that counts as padding. Padding makes the vocabulary
-divisible by the tensor-parallel degree."""
+"""Largest number of unused vocabulary entries that is taken for padding. Padding makes the
+vocabulary divisible by the tensor parallel degree."""
 PADDING_SHARE = 0.02
-"""Largest share of a vocabulary that counts as padding and reserved tokens. Qwen's models have
-0.3 %."""
+"""Largest fraction of a vocabulary that is taken for padding and reserved tokens. In Qwen's models
+it is 0.3 %."""
 MAX_EPOCHS = 4
-"""Largest number of epochs for which repeated text improves the model about as much as new text.
+"""Largest number of epochs up to which repeated text improves the model about as much as new text.
 Source: arXiv 2305.16264."""
 TOO_OFTEN = f"above {MAX_EPOCHS}, repeated text is worth less than new text: arXiv 2305.16264"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A checked launch: its run, its job, and all files that `submit` writes."""
+    """A launch that has passed all checks: its run, its job, and all files that `submit` writes."""
 
     run: Run
-    """Run with its directory, spec, plan, recipe and site."""
+    """Run to be started, with its directory, spec, plan, recipe and site."""
     job: submission.PreparedJob
-    """Job, scripts, and the files that are written before the job is submitted."""
+    """Job with its scripts, and with the files that are written before the job is submitted."""
     notes: tuple[str, ...] = ()
-    """Notes on the data, which the user reads before the job starts."""
+    """Notes on the data, which are shown to the user before the job starts."""
 
     def on(self, site: Site) -> Self:
-        """Returns a copy of this launch with the record `site`, which has the measured peak."""
+        """Returns a copy of this launch with another `site`, which contains the measured peak
+        FLOP/s.
+        """
         run = Run(
             self.run.directory,
             spec=self.run.spec,
@@ -102,18 +104,18 @@ def launch(
     `kit.Recipe` and `kit.Site`.
 
     Args:
-        directory: a new run directory, or the directory of a run of the same model and recipe. Such
-            a run continues from its last checkpoint, also with another plan.
-        spec: shapes of the model: a preset, or `ModelSpec.llama(...)`.
+        directory: a new run directory, or the directory of a run with this model and recipe. Such a
+            run continues from its last checkpoint, even if the plan is another.
+        spec: sizes of the model: a preset, or `ModelSpec.llama(...)`.
         plan: layout of the model on devices, as `kit plan` or `kit.estimate.search` chooses it.
         recipe: data, number of steps, learning rate and checkpoints.
-        site: the machine: a name out of `Site.names()`, a .toml file, or a `Site`.
-        device: device of the ranks on this machine, `cpu` or `cuda`. Default: its GPUs if there is
-            one for each rank, otherwise its CPU. The run's site records the device.
+        site: machine that runs the job: a name in `Site.names()`, a .toml file, or a `Site`.
+        device: device of the ranks on this machine, `cpu` or `cuda`. Default: GPUs if this machine
+            has one for each rank, otherwise its CPU. The run's site records the device.
         time_limit_s: time limit of one job, in seconds. Default: the site's limit. A longer run is
             resubmitted until it is done.
-        measured: function that measures the site's peak, for MFU. It is called with (site, dtype)
-            after all other checks, and returns the site with its measured peak.
+        measured: function that measures the peak FLOP/s of the site, for MFU. It is called with
+            (site, dtype) after all other checks, and returns the site with its measured peak.
 
     Raises:
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: An
@@ -141,11 +143,11 @@ def resume(
     device: DeviceName | None = None,
     time_limit_s: float | None = None,
 ) -> Run:
-    """Resumes the run in `directory` from its last checkpoint, and returns the run. `plan` and
-    `device` replace the plan and device of the run.
+    """Resumes the run in `directory` from its last checkpoint, and returns the run. If `plan` or
+    `device` is given, it replaces that of the run.
 
-    With more steps, the schedule of the learning rate still ends at the step at which it ended
-    before. `decay_steps` moves this end.
+    `num_steps` replaces the number of steps of the run. The learning-rate schedule still ends at
+    its former step, unless `decay_steps` is given as its new end.
 
     Raises:
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: The run
@@ -153,8 +155,8 @@ def resume(
     """
     run = Run.open(directory)
     plan = plan or run.plan
-    # Checked before the recipe changes: a recipe with fewer steps than its warm-up raises another
-    # error.
+    # This is checked before the recipe changes. A recipe with fewer steps than its warm-up would
+    # raise another, less helpful error.
     refuse_done(run, plan, num_steps or run.recipe.num_steps)
     lengths = {"num_steps": num_steps, "decay_steps": decay_steps}
     given = {name: steps for name, steps in lengths.items() if steps is not None}
@@ -184,16 +186,17 @@ def prepare(
     time_limit_s: float | None = None,
     measured: Callable[[Site, str], Site] | None = None,
 ) -> Iterator[Prepared]:
-    """Checks a launch and yields it as a `Prepared`, which `submit` may start within the context.
+    """Context manager: checks a launch and yields it as a `Prepared`. Within the context, `submit`
+    may start it.
 
-    First checks records, data and weights, and writes nothing. Then takes the lock of the run
-    directory, makes the directory if it is missing, and checks its files. The context keeps the
-    lock, so that no other launch changes the checked files. If the block raises, a new and empty
-    directory is removed. The arguments are those of `launch`.
+    It first checks records, data and weights, and writes nothing. Then it takes the lock of the run
+    directory, creates the directory if it is missing, and checks its files. It holds the lock until
+    the context ends, so that no other launch changes the checked files. If the context ends with an
+    error, a new and empty directory is removed. The arguments are those of `launch`.
 
     Raises:
         ConfigError, DataError, CheckpointError, RunError, JobError, MissingPackageError: The launch
-            is refused, for the reasons listed at `launch`.
+            is not possible, for the reasons listed at `launch`.
     """
     from kit.config.recipe_rules import check_recipe
 
@@ -226,8 +229,8 @@ def prepare(
 
 
 def draft(run: Run, time_limit_s: float | None = None) -> Prepared:
-    """Returns the launch of a run that may be incomplete, without the other checks of `prepare`.
-    Its data may be missing, and fields of its site may still have the value EDIT.
+    """Returns the launch of a run that may be incomplete, without most checks of `prepare`. The
+    run's data may be missing, and fields of its site may still have the value EDIT.
 
     Raises:
         ConfigError: Plan, model and site do not fit each other.
@@ -241,8 +244,8 @@ def draft(run: Run, time_limit_s: float | None = None) -> Prepared:
 def submit(prepared: Prepared) -> Run:
     """Starts the job of a launch that `prepare` has checked, and returns its run.
 
-    `cluster.submission.submit_prepared` lists the files that are written before the job is
-    submitted. `_files` returns the caller's files in this list.
+    Before the job is submitted, the files of the launch are written in the order that
+    `cluster.submission.submit_prepared` describes.
 
     Raises:
         JobError: A job is live in the directory, or the scheduler refuses the job. The files of the
@@ -254,12 +257,14 @@ def submit(prepared: Prepared) -> Run:
 
 @contextlib.contextmanager
 def _launch_lock(directory: Path) -> Iterator[None]:
-    """Holds the lock with which one launch at a time checks and writes a run directory.
+    """Context manager that holds the lock of a run directory, so that only one launch at a time
+    checks and writes it.
 
-    Makes the directory if it is missing. If the block raises, a new and empty directory is removed.
+    Creates the directory if it is missing. If the context ends with an error, a new and empty
+    directory is removed.
 
     Raises:
-        RunError: The directory cannot be written, or another launch has the lock.
+        RunError: The directory cannot be written, or another launch holds the lock.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -269,8 +274,9 @@ def _launch_lock(directory: Path) -> Iterator[None]:
             raise RunError(
                 f"{directory} cannot be written: {error.strerror}. Use another run directory."
             ) from error
-        # On a file system without locks, `claim_attempt` lets only one launch continue. A lock
-        # file without links was removed by a launch that has just ended, so it protects nothing.
+        # On a file system without locks, `claim_attempt` later lets only one launch continue. If
+        # the locked file has no name any more, a launch that has just ended has removed it, and the
+        # lock protects nothing.
         if not is_locked(lock, 0.0) or not os.fstat(lock.fileno()).st_nlink:
             raise RunError(
                 f"{directory} is being launched by another process. Use that run, or another run"
@@ -282,8 +288,8 @@ def _launch_lock(directory: Path) -> Iterator[None]:
 
 def _files(run: Run) -> Files:
     """Returns the texts of a launch's files by file name, in the order in which they are written:
-    configuration files of the engine, then the records of the run. Files of other engines have the
-    value None, which removes them.
+    first configuration files of the engine, then the records of the run. A file that belongs to
+    another engine has the value None, so that it is removed.
     """
     of_any_engine = dict.fromkeys(configuration.FILES)
     of_its_engine = configuration.configuration_files(run.spec, run.plan, run.recipe)
@@ -291,8 +297,9 @@ def _files(run: Run) -> Files:
 
 
 def _with_whole_paths(recipe: Recipe, site: Site) -> Recipe:
-    """Returns a recipe with absolute paths, since a job starts in another directory. Paths of data
-    behind a login node are unchanged. The hook is always read on this machine.
+    """Returns the recipe with absolute paths, since the job starts in another directory. If the
+    site is behind a login node, paths of data are on that machine and stay unchanged. The hook is
+    always a file of this machine.
     """
     from kit.data import located  # This imports NumPy, which `import kit` must not import.
 
@@ -306,8 +313,9 @@ def _with_whole_paths(recipe: Recipe, site: Site) -> Recipe:
 def _check_inputs(
     spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, begins: bool
 ) -> tuple[str, ...]:
-    """Checks the data of a run, and the initial weights if the run `begins` without a checkpoint.
-    Returns notes on the data for the user. Data behind a login node has no notes.
+    """Checks the data of a run. If the run `begins` without a checkpoint, also checks its initial
+    weights. Returns notes on the data for the user. If the site is behind a login node, there are
+    no notes.
 
     Raises:
         ConfigError, DataError, MissingPackageError, JobError: Data or weights do not fit the model,
@@ -331,20 +339,22 @@ def _check_inputs(
 def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
     """Returns the job that trains a run on its site: one process per device of its plan.
 
-    On this machine, a job with several Trainium ranks has one process instead: torchrun, which
-    starts the ranks. torch_neuronx assigns cores only to ranks that torchrun has started.
+    If this machine is a Trainium host and the run has several ranks, the job has one process
+    instead: torchrun, which starts the ranks. torch_neuronx assigns NeuronCores only to ranks that
+    torchrun has started.
     """
     argv = module_command("kit.train", "--run", str(run.directory))
     is_trainium = run.plan.capabilities.runs_on_trainium
     num_processes = run.plan.num_devices
     is_local = run.site.scheduler == "local"
     if is_local:
-        local.check_count(num_processes)  # Checked before torchrun replaces all ranks.
+        # The number is checked here, before one torchrun process replaces the ranks.
+        local.check_count(num_processes)
     if is_local and is_trainium and num_processes > 1:
         agent = module_command(
             "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"
         )
-        # Without `--`, torchrun would read --run as one of its own options.
+        # Without `--`, torchrun would read `--run` as one of its own options.
         argv = (*agent, "--no-python", "--", *argv)
         num_processes = 1
     num_nodes = 1
@@ -366,7 +376,8 @@ def job_spec(run: Run, time_limit_s: float | None = None) -> JobSpec:
 
 
 def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
-    """Raises an error if a run has no step left to do. The error says how to continue on `plan`.
+    """Raises an error if a run has already done `num_steps` steps. The message contains the command
+    that continues it with `plan`.
 
     Raises:
         JobError: A job is live in the run directory, or the directory belongs to another user.
@@ -378,7 +389,7 @@ def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
     if run.site.login is None:
         newest = _newest_complete_step(run.checkpoints)
     else:
-        # The mirror of a run has the names of its checkpoints, but not their files.
+        # The local mirror of the run has the names of its checkpoints, but not their files.
         newest = max(run.checkpoints.steps(), default=None)
     if newest is not None and newest >= num_steps:
         raise RunError(
@@ -388,8 +399,8 @@ def refuse_done(run: Run, plan: Plan, num_steps: int) -> None:
 
 
 def _newest_complete_step(checkpoints: Checkpoints) -> int | None:
-    """Returns the step of the newest checkpoint whose files have the sizes in its manifest, or None
-    without checkpoints. The job itself verifies the checksums.
+    """Returns the step of the newest checkpoint whose files have the sizes in its manifest. Returns
+    None if there are no checkpoints. The checksums are verified later, by the job.
 
     Raises:
         CheckpointError: The run has checkpoints, but none is complete.
@@ -400,15 +411,15 @@ def _newest_complete_step(checkpoints: Checkpoints) -> int | None:
     for step in reversed(steps):
         with contextlib.suppress(CheckpointError):
             return checkpoints.manifest(step).step
-    return checkpoints.manifest(steps[-1]).step  # Raises the error of the newest checkpoint.
+    return checkpoints.manifest(steps[-1]).step  # This raises the error of the newest checkpoint.
 
 
 def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
-    """Checks that the initial weights fit the model, and that the data has the tokens of the
-    weights' tokenizer.
+    """Checks that the initial weights fit the model, and that the data was made with the tokenizer
+    of these weights.
 
     Raises:
-        ConfigError: The weights are of another model, or the data is of another tokenizer.
+        ConfigError: The weights belong to another model, or the data to another tokenizer.
         DataError, MissingPackageError: The folder of the weights cannot be read.
     """
     from kit.data import Dataset
@@ -432,8 +443,8 @@ def check_weights(spec: ModelSpec, recipe: Recipe) -> None:
 
 
 def unused_vocabulary(spec: ModelSpec, tokenizer_size: int) -> str | None:
-    """Returns a warning if the model's vocabulary exceeds the tokenizer's vocabulary by more than
-    padding. Otherwise returns None.
+    """Returns a warning if the model's vocabulary is larger than the tokenizer's vocabulary by more
+    than usual padding. Otherwise returns None.
     """
     unused = spec.vocab_size - tokenizer_size
     if unused <= max(MAX_PADDING, PADDING_SHARE * spec.vocab_size):
@@ -447,11 +458,12 @@ def unused_vocabulary(spec: ModelSpec, tokenizer_size: int) -> str | None:
 
 
 def data_notes(spec: ModelSpec, plan: Plan, recipe: Recipe) -> tuple[str, ...]:
-    """Returns notes for the user: the number of epochs of each source, and differences between the
-    recipe and the data, such as rounded weights and unused vocabulary.
+    """Returns notes for the user: the number of epochs of each data source, and differences between
+    the recipe and the data, such as rounded weights and unused vocabulary.
 
     Raises:
-        ConfigError, DataError: The data does not fit the model or the run, see `check_data`.
+        ConfigError, DataError: The data does not fit the model or the run, as described at
+            `check_data`.
     """
     from kit.data import Dataset, located, rounded_weights
 
@@ -478,8 +490,8 @@ def data_notes(spec: ModelSpec, plan: Plan, recipe: Recipe) -> tuple[str, ...]:
 
 
 def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, float]]:
-    """Checks the data of a run, and returns (name of the source, epochs that the run will read) for
-    each source.
+    """Checks the data of a run. Returns (name of the source, number of epochs that the run will
+    read) for each data source.
 
     Raises:
         ConfigError: The tokenizer of the data has more tokens than the model's vocabulary.
@@ -513,10 +525,11 @@ def check_data(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[tuple[str, f
 
 
 def eval_job(run: Run, step: int, arguments: Sequence[str], num_devices: int) -> JobSpec:
-    """Returns the job that scores one checkpoint. The job has one process per device, and each
-    process runs `kit eval`.
+    """Returns the job that scores one checkpoint. It has one process per device, and each process
+    runs `kit eval`.
 
-    `arguments` follow RUN and `--step` on the command line, see `kit.evaluate.eval_arguments`.
+    `arguments` are the options of `kit eval` after RUN and `--step` on the command line.
+    `kit.evaluate.eval_arguments` returns them.
     """
     num_nodes = 1
     if run.site.scheduler != "local":
@@ -532,10 +545,11 @@ def eval_job(run: Run, step: int, arguments: Sequence[str], num_devices: int) ->
 
 
 def submit_eval(run: Run, step: int, arguments: Sequence[str], num_devices: int) -> Job:
-    """Returns the live job that scores a checkpoint, or a new one if there is none.
+    """Returns the job that scores a checkpoint: the live job if there is one, otherwise a newly
+    submitted job.
 
-    The live job may be from an earlier call with other arguments. To find out, compare the command
-    of its `JobSpec` with the command of `eval_job`.
+    A live job may have been submitted by an earlier call with other arguments. To find out, compare
+    the command in its `JobSpec` with the command in the result of `eval_job`.
 
     Raises:
         ConfigError, JobError: The site cannot run the job.
@@ -555,9 +569,9 @@ def score_in_job(run: Run, step: int, arguments: Sequence[str], num_devices: int
     The arguments are those of `eval_job`.
 
     Raises:
-        ConfigError, JobError: The site cannot run the job, or a job that scores this checkpoint is
-            live already.
-        RunError: The job did not score the checkpoint.
+        ConfigError, JobError: The site cannot run the job, or another live job scores this
+            checkpoint.
+        RunError: The job has ended without scoring the checkpoint.
     """
     job = submission.submit(eval_job(run, step, arguments, num_devices), run.site)
     try:

@@ -1,5 +1,5 @@
-"""Functions for notebooks only: settings of a training at demo or cluster scale, the demo dataset,
-a new run directory, and tables.
+"""Functions that only notebooks use: settings of a training at demo or cluster scale, the demo
+dataset, a new run directory, and tables.
 """
 
 import dataclasses
@@ -29,9 +29,8 @@ LENGTHS = (
     "keep_last",
     "keep_every",
 )
-"""Recipe fields that a notebook sets at both scales. The text and figures of a notebook describe a
-fixed number of steps.
-"""
+"""Fields of the recipe that have the notebook's own values at both scales, since the text and
+figures of a notebook describe a fixed number of steps."""
 DEMO = (
     'Demo scale: nothing is sent to a cluster. With SCALE = "cluster" the next cell trains there.'
 )
@@ -40,15 +39,15 @@ WEEK_S = 7 * 86_400.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """Settings that a reader gives a notebook to train on a cluster. At demo scale, all have their
-    defaults.
+    """Settings with which the reader of a notebook trains on a cluster. At demo scale, all fields
+    have their default values.
 
     Attributes:
         site: machine of the training.
-        spec: shape of the model.
+        spec: sizes of the model.
         plan: layout and batch size.
         dataset: training data.
-        stated: fields of the recipe.
+        stated: fields of the recipe that the reader has set, by name.
         patience_s: longest time, in seconds, for which a cell waits for a job, including the time
             in the queue.
     """
@@ -62,14 +61,14 @@ class Given:
 
     @property
     def other_plan(self) -> Plan | None:
-        """Plan with half as many replicas. For an odd number of replicas, the unchanged plan."""
+        """Plan with half as many replicas. If the number of replicas is odd, the plan itself."""
         if self.plan is None or self.plan.data_parallel % 2:
             return self.plan
         return self.plan.replace(data_parallel=self.plan.data_parallel // 2)
 
     def recipe(self, demo: Recipe) -> Recipe:
-        """Returns the reader's recipe with the number of steps, validations and checkpoints of the
-        notebook's own recipe, `demo`. At demo scale, returns `demo`.
+        """Returns the reader's recipe, with the numbers of steps, validations and checkpoints of
+        the notebook's own recipe `demo`. At demo scale, returns `demo`.
         """
         if self.dataset is None:
             return demo
@@ -95,17 +94,17 @@ def at_scale(
     model: str | None = None,
     plan: str | None = None,
 ) -> Given:
-    """Returns the checked settings of a notebook's training.
+    """Returns the checked settings of a notebook's training, as a `Given`.
 
     Args:
         scale: `demo` or `cluster`. At demo scale all other arguments are ignored.
-        site, recipe, data: values of the options --site, --recipe and --data of `kit launch`.
-        model, plan: values of MODEL and --plan of `kit launch`. Default: model and layout of the
-            published recipe.
+        site, recipe, data: values as for the options --site, --recipe and --data of `kit launch`.
+        model, plan: values as for the argument MODEL and the option --plan of `kit launch`.
+            Default: model and layout of the published recipe.
 
     Raises:
         ConfigError, DataError, MissingPackageError: A setting is unknown or missing, does not fit
-        the other settings, or must still be filled in.
+            the other settings, or must still be filled in.
     """
     check_known("SCALE", str(scale), SCALES)
     if scale == "demo":
@@ -137,8 +136,8 @@ def demo_dataset(directory: str | Path) -> Dataset:
     """Returns the dataset in a folder. If the folder has no dataset, builds one from text files of
     this Python installation.
 
-    An existing dataset is kept, although the text of the installation changes with every installed
-    package. The demo can use any text. `dataset.json` names the text.
+    An existing dataset is used as it is, although the text files change with every package that is
+    installed. The demo can use any text. `dataset.json` names the text files.
 
     Raises:
         DataError: The folder has other files, or a damaged dataset.
@@ -151,8 +150,8 @@ def demo_dataset(directory: str | Path) -> Dataset:
 
 
 def new_run_directory(parent: str | Path, name: str) -> Path:
-    """Makes a new folder in `parent` with the next free name of NAME-001, NAME-002, ..., and
-    returns the folder. Two callers never get the same folder.
+    """Creates a new folder in `parent` with the next unused name of NAME-001, NAME-002, ..., and
+    returns its path. Two callers never receive the same folder.
     """
     parent = Path(parent)
     parent.mkdir(parents=True, exist_ok=True)
@@ -161,6 +160,6 @@ def new_run_directory(parent: str | Path, name: str) -> Path:
     directory = parent / f"{name}-{max(taken, default=0) + 1:03d}"
     try:
         directory.mkdir()
-    except FileExistsError:  # Another caller made the folder in the meantime.
+    except FileExistsError:  # Another caller has created the folder in the meantime.
         return new_run_directory(parent, name)
     return directory

@@ -1,7 +1,8 @@
-"""`python -m kit.train --run DIR`: the command of each rank, whatever started it. The loop is
-`kit.trainer.loop`.
+"""`python -m kit.train --run DIR`: the command that every rank runs, whichever launcher starts it.
+The training loop is `kit.trainer.loop`.
 
-Ranks find each other by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+Ranks find each other by the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT.
 """
 
 import argparse
@@ -46,11 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--run", required=True, help="run directory")
     directory = Path(parser.parse_args(arguments).run)
     outlive_log()
-    # FSDP2 warns that the local shard of tensor-parallel logits is a view. The kit never changes
-    # the shard in place.
+    # FSDP2 warns that the local shard of tensor parallel logits is a view, which must not be
+    # changed in place. The kit never changes it in place.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     # torch.compile and other libraries start Python by `python -c`, which would import modules from
-    # the working directory.
+    # the working directory first.
     os.environ["PYTHONSAFEPATH"] = "1"
     use_own_compile_cache()
     try:
@@ -58,31 +59,35 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     except (ConfigError, DataError, RunError, JobError, MissingPackageError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        code = os.EX_CONFIG  # Tells the supervisor that a retry would fail in the same way.
+        # This code tells the supervisor that a retry would fail in the same way.
+        code = os.EX_CONFIG
     except Exception as error:
         traceback.print_exc()
         code = 1
         if gpu.is_out_of_memory(error):
-            # The advice is the last output of this rank. A child process computes it, because a
-            # rank does not import the planner and because the computation may fail.
+            # A child process computes the advice, because a rank does not import the planner and
+            # because the computation may fail. The advice is the last output of this rank.
             advice = source_command("kit.estimate.choose.memory_advice", str(directory))
             subprocess.run(advice, stdout=sys.stderr.fileno())
             code = os.EX_CONFIG  # A retry would run out of memory again.
-    # Exit without cleanup: the end of the process group would wait for ranks that have not failed.
+    # The process exits without cleanup. To destroy the process group would mean to wait for ranks
+    # that have not failed.
     os._exit(code)
 
 
 def use_own_compile_cache() -> None:
-    """Sets TORCHINDUCTOR_CACHE_DIR, unless it is set, to a folder that only this user may write.
+    """Sets TORCHINDUCTOR_CACHE_DIR, unless it is set, to a folder in which only this user can
+    write.
 
-    torch.compile runs programs from this folder. The default folder, /tmp/torchinductor_USER, may
-    have been made by another user. In this case a new folder is made.
+    torch.compile runs programs from this folder, so another user must not be able to write in it.
+    The default folder, /tmp/torchinductor_USER, may have been created by another user. In this case
+    a new folder is created.
     """
     if "TORCHINDUCTOR_CACHE_DIR" in os.environ:
         return
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # In a container, a user id may have no name.
+    except (KeyError, OSError):  # In a container, a user id may have no user name.
         user = f"uid_{os.getuid()}"
     folder = Path(tempfile.gettempdir(), f"torchinductor_{user}")
     with contextlib.suppress(OSError):
@@ -98,8 +103,8 @@ def _train(run: Run, attempt: int) -> None:
     gpu.set_environment(log_path(run.directory, attempt, 0).parent)
     ranks = counted(int(os.environ.get("WORLD_SIZE", "1")), "rank")
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    # `neuron_parallel_compile` sets this variable, and compiles the graphs of the command that it
-    # runs. Compilation is no attempt of the run, and writes nothing into the run directory.
+    # `neuron_parallel_compile` sets this variable when it runs a command only to compile its
+    # graphs. Such a command is no attempt of the run, and writes nothing into the run directory.
     is_compiling = run.plan.capabilities.runs_on_trainium and bool(
         os.environ.get("NEURON_EXTRACT_GRAPHS_ONLY")
     )
@@ -116,7 +121,8 @@ def _train(run: Run, attempt: int) -> None:
     _record_phase(run, attempt, joined, has_joined=True)
     if dist.get_rank() == 0:
         _record_attempt(run, attempt, device)
-    # On Trainium, every size of a matrix product would be compiled first.
+    # On Trainium the check is left out, since every size of a matrix product would be compiled
+    # first.
     if not run.plan.capabilities.runs_on_trainium:
         _check_nodes(run, device)
     trainer = Trainer(run, attempt=attempt, device=device)
@@ -125,18 +131,20 @@ def _train(run: Run, attempt: int) -> None:
     if dist.get_rank() == 0:
         print(reason, flush=True)
     final_barrier()
-    # NxD finishes its checkpoints, with the group, when Python ends.
+    # NxD finishes its checkpoints when Python ends, and needs the process group for this.
     if not run.plan.capabilities.runs_on_trainium:
         dist.destroy_process_group()
 
 
 def _record_phase(run: Run, attempt: int, reason: str, *, has_joined: bool = False) -> None:
-    """Writes the phase of the attempt's start, `reason`, into state.json. Only rank 0 writes."""
+    """Writes what the attempt currently does before its first step, `reason`, into state.json. Only
+    rank 0 writes.
+    """
     if os.environ.get("RANK", "0") != "0":
         return
     state = read_state(run.directory)
-    # Without a launcher, this attempt has no state.json. None is written, since no supervisor would
-    # set the final state.
+    # Without a launcher, this attempt has no state.json. None is created, since no supervisor would
+    # write the final state.
     if state is None or state.attempt != attempt or state.state is not JobState.STARTING:
         return
     with _continues_without(run.directory / "state.json"):
@@ -151,8 +159,8 @@ def _record_phase(run: Run, attempt: int, reason: str, *, has_joined: bool = Fal
 
 @contextlib.contextmanager
 def _continues_without(file: Path) -> Iterator[None]:
-    """Reports that a file of the run directory could not be written, and continues: training needs
-    none of these files.
+    """Context manager that reports an error when a file of the run directory is written, and
+    continues. Training needs none of these files.
     """
     try:
         yield
@@ -161,7 +169,7 @@ def _continues_without(file: Path) -> Iterator[None]:
 
 
 def _check_nodes(run: Run, device: torch.device) -> None:
-    """Measures the speed of each node of a run with several nodes, names slow nodes, and writes the
+    """If a run has several nodes, measures the speed of each node, names slow nodes, and writes the
     measurements into node_check.json. Does nothing on a single node.
     """
     ranks = dist.get_world_size()
@@ -176,18 +184,18 @@ def _check_nodes(run: Run, device: torch.device) -> None:
 
 
 def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
-    """Writes the plan and site of this attempt, and env.json with versions, host, git commit and
-    kernels.
+    """Writes the plan and site of this attempt into the run directory, and env.json with versions,
+    host, git commit and kernels.
     """
     import json
 
     home = RunDirectory(run.directory)
     for record, name in ((run.plan, "plan"), (run.site, "site")):
-        # MFU is derived from the plan and site of each attempt.
+        # MFU of past steps is computed from the plan and site of their attempt.
         file = run.directory / f"{name}.attempt_{attempt:02d}.json"
         with _continues_without(file):
             retry_disk(functools.partial(record.write, file), home)
-    # No lock on git's index: a rank that is killed during the command would leave the lock behind.
+    # git must not lock its index. If the rank is killed during the command, the lock would stay.
     git = ["git", "--no-optional-locks", "describe", "--always", "--dirty"]
     try:
         told = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True, text=True)
@@ -196,7 +204,7 @@ def _record_attempt(run: Run, attempt: int, device: torch.device) -> None:
         commit = None
     try:
         kit_version = version("pretraining-notebook-kit")
-    except PackageNotFoundError:  # A source tree on PYTHONPATH has a git commit, but no version.
+    except PackageNotFoundError:  # A source tree on PYTHONPATH has a git commit but no version.
         kit_version = None
     hook = run.directory / HOOK
     hook_sha256 = None

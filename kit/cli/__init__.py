@@ -1,1 +1,3 @@
-"""The command line, with one module per subject. `kit/__main__.py` imports all modules."""
+"""The command line, with one module per subject. `kit/cli/app.py` combines the commands of all
+modules.
+"""

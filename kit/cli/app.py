@@ -31,7 +31,7 @@ PANELS = {
     "Score": ("eval-data", "eval", "generate"),
     "Convert": ("export", "import"),
 }
-"""Commands by heading, in the order in which `kit --help` prints them."""
+"""Names of the commands by heading, in the order in which `kit --help` prints them."""
 EXAMPLES = """\
 Build token files, train the demo model on them, choose a layout:
 
@@ -43,12 +43,12 @@ kit plan llama3-8b --site dgx-h100 --devices 64 --batch 1024
 """
 LONG = 200
 PATHLIB = ("Symlink loop from", "Could not determine home directory")
-"""Beginnings of two error messages of the standard library about wrong paths. The errors have no
-type that identifies them."""
+"""Starts of two error messages of Python's pathlib about wrong paths. These errors have no
+exception type of their own, so the messages identify them."""
 
 
 class Commands(TyperGroup):
-    """Command group that lists the commands in the panels and the order of PANELS."""
+    """Group of commands, listed by `kit --help` under the headings and in the order of PANELS."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -62,7 +62,9 @@ class Commands(TyperGroup):
                 self.commands[name] = command
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parses the words of a command line. `--json` may be at any position."""
+        """Parses the words of a command line. The option `--json` is moved to the first position,
+        so that the user may write it anywhere.
+        """
         words = [word for word in args if word != "--json"]
         if "--json" in args:
             words.insert(0, "--json")
@@ -70,14 +72,16 @@ class Commands(TyperGroup):
 
 
 def _join_lines(command: Any) -> None:
-    """Joins the lines of each paragraph of a command's help. The terminal breaks them again."""
+    """Joins the lines of each paragraph of a command's help text into one line. The terminal then
+    wraps the paragraph to its own width.
+    """
     command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", command.help)
     for inner in getattr(command, "commands", {}).values():
         _join_lines(inner)
 
 
 def _print_version(is_given: bool) -> None:
-    """Prints the version of the kit and exits, if the option `--version` is given."""
+    """If the option `--version` is given, prints the version of the kit and exits."""
     from importlib.metadata import PackageNotFoundError, version
 
     if not is_given:
@@ -117,7 +121,7 @@ def everything(
         ),
     ] = False,
 ) -> None:
-    """Stores the values of the options that all commands share."""
+    """Stores the values of options that every command accepts."""
     AS_JSON.set(as_json)
 
 
@@ -139,7 +143,9 @@ def run() -> None:
 
 
 def _path_error(error: Exception) -> str:
-    """Returns the message of a path or disk error as one line, since a traceback would not help."""
+    """Returns a message of one line for an error about a path or the disk. A traceback would not
+    help the user.
+    """
     if not isinstance(error, OSError):
         return f"{error}. Give another path."
     paths = []
@@ -157,6 +163,6 @@ def _path_error(error: Exception) -> str:
 
 
 def _fail(kind: str, what: str) -> None:
-    """Prints an error to standard error, and exits with status 1."""
+    """Prints an error message to standard error, and exits with code 1."""
     PlainConsole(stderr=True).print(Text.assemble((f"{kind}: ", "red"), what))
     sys.exit(1)

@@ -165,8 +165,8 @@ def data_build(
 
 
 def _unescaped(separator: str | None) -> str | None:
-    r"""Returns a separator with line ends and tabs in place of the escapes `\n`, `\r` and `\t`. In
-    a shell, the escapes are easier to type.
+    r"""Returns the separator of documents with real line ends and tabs in place of the escapes
+    `\n`, `\r` and `\t`, which are easier to type in a shell.
     """
     if separator is None:
         return None
@@ -177,8 +177,8 @@ def _unescaped(separator: str | None) -> str | None:
 
 
 def _part(word: str | None, site: str | None) -> tuple[int, int]:
-    """Returns (I, N) of the option `--part I/N`: part number and number of parts. I is 0 for all/N.
-    Both are 0 without the option.
+    """Returns (I, N) of the option `--part I/N`: number of the part, and number of parts. For
+    `all/N`, I is 0. If the option is not given, both are 0.
 
     Raises:
         ConfigError: The option has another form, all/N is given without --site, or --site is given
@@ -195,8 +195,9 @@ def _part(word: str | None, site: str | None) -> tuple[int, int]:
 
 
 def _submit(out: Path, count: int, name: str, words: list[str], parts: list[int]) -> str:
-    """Submits a job array that builds `parts` of a dataset with `count` parts, one part per node.
-    Returns a sentence on the submission.
+    """Submits a Slurm job array that builds the parts with the numbers `parts` of a dataset of
+    `count` parts. Each part is built on one node. Returns a sentence for the user about the
+    submission.
     """
     site = Site.load(name)
     if site.scheduler != "slurm" or site.login is not None:

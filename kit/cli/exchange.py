@@ -1,5 +1,5 @@
-"""Commands that draw results (figure), export results (export), and import results of other
-trainers (import).
+"""Commands that draw results (figure), export results (export), and import logs and checkpoints of
+other training codes (import).
 """
 
 import importlib
@@ -50,13 +50,13 @@ TAKEN_BY = {
     "--follow": SINKS,
     "--overwrite": TABLES,
 }
-"""Formats of `export` that accept an option, by option."""
+"""Formats of `kit export` that accept an option. The key is the option."""
 CHECKPOINTS = {
     "nxd": ("neuron:import_nxd", "**/dp_rank_*_tp_rank_*"),
     "megatron-deepspeed": ("megatron:import_megatron_deepspeed", "layer_*-model_*-model_states.pt"),
 }
-"""Tuple (reader, file pattern) for each format of another trainer's checkpoints. The reader is
-MODULE:FUNCTION in kit.interop.weights. The pattern matches the checkpoint's files."""
+"""Reader and file pattern of checkpoints of other training codes, by format. The reader is
+MODULE:FUNCTION in kit.interop.weights. A folder has the format if a file matches the pattern."""
 
 
 @app.command()
@@ -187,7 +187,8 @@ def import_(
         )
         if model is None:
             if format is None and named(source, "importable"):
-                _reader(source, format)  # Raises the error that names the format of the folder.
+                # This raises the error that names the format of the folder.
+                _reader(source, format)
             raise ConfigError("--model: missing. The files of a checkpoint do not say its shapes.")
         from kit.interop.weights.hugging_face import export_hugging_face
 
@@ -232,7 +233,9 @@ def import_(
 
 
 def _trainer_states(source: Path, format: str | None) -> list[Path]:
-    """Returns the logs of transformers' Trainer in a folder, if the folder is its output_dir."""
+    """Returns the logs of transformers' Trainer in a folder that is the output_dir of this Trainer.
+    Returns an empty list for any other path.
+    """
     if not source.is_dir() or format in CHECKPOINTS:
         return []
     from kit.interop.logs.importers import trainer_states
@@ -241,11 +244,11 @@ def _trainer_states(source: Path, format: str | None) -> list[Path]:
 
 
 def _reader(folder: Path, format: str | None) -> Any:
-    """Returns the function that reads a checkpoint. If `format` is None, the format is detected by
-    the names of the files.
+    """Returns the function that reads a checkpoint of another training code. If `format` is None,
+    the names of the folder's files determine the format.
 
     Raises:
-        DataError: No format is detected.
+        DataError: The files have no known format.
         ConfigError: The format is unknown.
     """
     if format is None:
@@ -264,7 +267,7 @@ def _reader(folder: Path, format: str | None) -> Any:
 
 
 def _tell_folder(folder: Path) -> None:
-    """Prints the path and the size of a model's folder that was written."""
+    """Prints the path and the size of the Hugging Face folder that was written."""
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print_record("Written", {"folder": str(folder), "bytes": size})
     next_step("Score it:", "eval", folder)
@@ -324,7 +327,9 @@ def figure(
 
 
 def _draw_run(run: Run, out: Path | None) -> None:
-    """Draws the figure of a run to a file."""
+    """Draws the loss and MFU of a run to a file, `out` or figure.png in the run directory. Prints
+    the path of the file.
+    """
     file = check_picture(owned_output(out, run.directory / "figure.png"))
     drawn, table = monitor.run_figure(run)
     save_figure(drawn, [], [file])
@@ -333,7 +338,9 @@ def _draw_run(run: Run, out: Path | None) -> None:
 
 
 def _all(out: Path | None, runs: Sequence[Path]) -> None:
-    """Lists the figures of papers, or draws all of them into a folder."""
+    """If `out` is None, lists the figures of papers. Otherwise draws all of them into the folder
+    `out`, with the user's `runs` added.
+    """
     if out is None:
         refuse_options(
             {"--run": [*runs]},
@@ -357,15 +364,16 @@ def _all(out: Path | None, runs: Sequence[Path]) -> None:
 
 
 def _draw(name: str, out: Path | None, runs: Sequence[Path], points: Path | None) -> None:
-    """Draws a figure of a paper to a file, and writes its table to a .csv file beside it.
+    """Draws a figure of a paper to a file. Writes the numbers of the figure to a .csv file of the
+    same name.
 
-    A table of the paper has a .csv file only. If `out` is a .csv file, no picture is drawn. Runs
-    and points that are given and not drawn are named on standard error.
+    If the paper's figure is a table, only the .csv file is written. If `out` is a .csv file, no
+    picture is drawn. The user's runs and points that cannot be drawn are named on standard error.
 
     Args:
         name: name of the figure.
         out: file of the picture, or a .csv file.
-        runs: the user's own runs.
+        runs: directories of the user's own runs.
         points: file of points that the user has digitised from the paper's figure.
     """
     only_table = out is not None and out.suffix.lower() == ".csv"
@@ -383,7 +391,7 @@ def _draw(name: str, out: Path | None, runs: Sequence[Path], points: Path | None
 
 
 def _without_nan(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row with None in place of NaN, which JSON does not have."""
+    """Returns a row of a table with None in place of NaN, which JSON does not have."""
     values = dict(row)
     for key, value in values.items():
         if value != value:  # NaN

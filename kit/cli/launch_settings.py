@@ -1,7 +1,9 @@
-"""Gathers the settings of a launch, model, layout and recipe, from all places that may give them.
+"""Collects the settings of a launch (model, layout and recipe) from all places that may contain
+them.
 
-The places are options, --set, a recipe or plan that the user names, a run that has begun, and the
-demo. `gather_settings` says which place takes precedence.
+The places are command-line options, --set, a recipe or plan that the user names, a run that has
+begun, and the demo. If several places contain a setting, `gather_settings` defines which place
+takes precedence.
 """
 
 import dataclasses
@@ -26,32 +28,37 @@ if TYPE_CHECKING:
 DEMO = "demo"
 DEMO_PLAN = Plan(global_batch_size=16, micro_batch_size=4)
 REQUIRED = {"data": "--data FOLDER, made by `kit data build`", "num_steps": "--steps N"}
-"""Advice on how to give each field of a recipe that has no default, by field."""
+"""Advice to the user on how to set the fields of a recipe that have no default. The key is the name
+of the field."""
 PLACEHOLDERS = {"data": EDIT, "num_steps": 2**40}
-"""Placeholders for missing required fields, with which the other fields of a recipe can be checked.
+"""Values that stand in for missing required fields of a recipe while its other fields are checked.
 The number of steps is larger than any warm-up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """Model, layout and recipe of a launch, as far as they are known."""
+    """Model, layout and recipe of a launch, as far as the user has specified them."""
 
     spec: ModelSpec
     plan: Plan
     recipe_fields: dict[str, Any]
-    """Known fields of the recipe. Other fields have the default of `Recipe` or are in `missing`."""
+    """Fields of the recipe that are set, by name. Other fields have the default of `Recipe`, or are
+    in `missing`."""
     missing: dict[str, str]
-    """Advice on how to give each recipe field that must be given before a launch, by field."""
+    """Recipe fields that the user must still set before a launch, with advice on how to set each,
+    by name of the field."""
     to_edit: tuple[str, ...]
-    """Names of missing fields with the value EDIT, which the user must replace."""
+    """Names of missing recipe fields that have the value EDIT in the user's file. The user must
+    replace this value."""
     gpu_defaults: dict[str, Any]
-    """Values on GPUs of the plan's fields that are not given, by field."""
+    """Values that fields of the plan get if the ranks compute on GPUs, by name of the field. Fields
+    that the user has set are left out."""
     notes: tuple[str, ...]
-    """Warnings about settings that do not fit each other."""
+    """Warnings to the user about settings that do not fit each other."""
 
     def refuse_to_edit(self, unused: Collection[str]) -> None:
-        """Raises ConfigError for the first field of the recipe that the user must edit. The fields
-        in `unused` may be left as they are.
+        """Raises ConfigError if a field of the recipe still has the value EDIT, except the fields
+        in `unused`. The message names the first such field.
         """
         for name in self.to_edit:
             if name not in unused:
@@ -60,14 +67,16 @@ class LaunchSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NamedRecipe:
-    """The recipe that the user names. All fields are empty if the user names none."""
+    """The recipe that the user names with --recipe. If the user names none, all fields are
+    empty.
+    """
 
     name: str = ""
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     not_stated: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Reason for each recipe field that the publication does not state, by field."""
+    """Reasons why recipe fields are missing in the publication, by name of the field."""
     published: "PublishedRecipe | None" = None
-    """Published recipe of this name. None for a recipe from a file."""
+    """The published recipe with this name. None if the recipe is read from a file."""
 
 
 def gather_settings(
@@ -78,9 +87,10 @@ def gather_settings(
     changes: dict[str, dict[str, Any]],
     begun: Run | None = None,
 ) -> LaunchSettings:
-    """Returns the settings of a launch.
+    """Returns the settings of a launch, collected from all places.
 
-    The first of these places that gives a setting takes precedence:
+    For each setting, the first of these places that contains it takes precedence. `changes` are the
+    settings of --set, and `begun` is the run that is resumed.
 
     - model: `model`, the folder in `recipe.init_from`, the published recipe, `begun`, the demo.
     - layout: `changes`, `plan`, `begun`, the published recipe for its own model, the demo.
@@ -92,8 +102,8 @@ def gather_settings(
         plan: file of a layout.
         options: fields of the recipe that have their own command-line option. The value None means
             that the option is not given.
-        changes: fields of `spec`, `plan` and `recipe` that are given by --set.
-        begun: run that is in the directory already.
+        changes: fields of `spec`, `plan` and `recipe` that are set by --set, by record and field.
+        begun: run that is already in the directory.
 
     Raises:
         ConfigError: Model, recipe or layout is missing or unknown.
@@ -141,7 +151,9 @@ def gather_settings(
 
 
 def _named_recipe(recipe: str | None) -> NamedRecipe:
-    """Returns the recipe that the user names. Raises ConfigError if the name is unknown."""
+    """Returns the recipe that the user names: a file, or a published recipe. Raises ConfigError if
+    there is no recipe of this name.
+    """
     if recipe is None:
         return NamedRecipe()
     if Path(recipe).suffix in (".toml", ".json"):
@@ -163,7 +175,8 @@ def _model(
     changes: dict[str, dict[str, Any]],
     begun: Run | None,
 ) -> tuple[str, ModelSpec]:
-    """Returns (name, shape) of the model. The arguments are those of `gather_settings`.
+    """Returns (name, sizes) of the model of a launch. The arguments have the meaning that
+    `gather_settings` describes.
 
     Raises:
         ConfigError: The model is unknown, or the folder of its weights does not exist.
@@ -188,7 +201,8 @@ def _model(
 
 
 def _new_layout(name: str, changes: dict[str, Any]) -> Plan:
-    """Returns the layout for a launch without a plan. Only the demo model has a default layout.
+    """Returns the layout of a launch if the user has not named a plan. Only the demo model has a
+    default layout. For another model, `changes` must contain the batch size.
 
     Raises:
         ConfigError: The model is not the demo, and no batch size is given.
@@ -205,7 +219,9 @@ def _new_layout(name: str, changes: dict[str, Any]) -> Plan:
 
 
 def _demo_fields(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the recipe fields of the demo model. Raises ConfigError for another model."""
+    """Returns the recipe fields with which the demo model is trained. Raises ConfigError for
+    another model, which needs its own recipe.
+    """
     if name != DEMO:
         from kit.papers.recipes import names
 
@@ -227,7 +243,9 @@ def _demo_fields(name: str, options: dict[str, Any]) -> dict[str, Any]:
 def _missing(
     known_fields: dict[str, Any], to_edit: tuple[str, ...], named_recipe: NamedRecipe
 ) -> dict[str, str]:
-    """Returns advice on how to give each required field that is not known, by field."""
+    """Returns the required recipe fields that are not set. The key is the name of the field, and
+    the value is advice on how to set it.
+    """
     how_to_give = dict(REQUIRED)
     for field, why in named_recipe.not_stated.items():
         how_to_give[field] = (
@@ -239,7 +257,9 @@ def _missing(
 
 
 def _batch_notes(published: "PublishedRecipe | None", layout: Plan) -> tuple[str, ...]:
-    """Returns a warning if a published recipe is used with another batch size than its own."""
+    """Returns a warning if a published recipe is used with a batch size other than the published
+    one.
+    """
     if published is None or published.plan.global_batch_size == layout.global_batch_size:
         return ()
     return (
@@ -251,11 +271,12 @@ def _batch_notes(published: "PublishedRecipe | None", layout: Plan) -> tuple[str
 
 
 def read_fields(file: Path) -> dict[str, Any]:
-    """Returns the fields of a recipe file. The file may give only some fields, and may have EDIT as
-    value of a field.
+    """Returns the fields of a recipe file, by name. The file may contain only some fields, and a
+    field may have the value EDIT.
 
     Raises:
-        ConfigError: The file is missing, is neither TOML nor JSON, or has a key that is no field.
+        ConfigError: The file is missing, is neither TOML nor JSON, or has a key that is not a field
+            of Recipe.
     """
     try:
         text = file.read_text(encoding="utf-8")
@@ -273,12 +294,12 @@ def read_fields(file: Path) -> dict[str, Any]:
 
 
 def draft_recipe(fields: dict[str, Any], path: str = "recipe") -> Recipe:
-    """Returns a recipe from some of its fields. Missing required fields get the values of
-    PLACEHOLDERS. Other missing fields get their default. A field with the value EDIT counts as
+    """Returns a recipe from some of its fields. Missing required fields take the values of
+    PLACEHOLDERS. Other missing fields take their default. A field with the value EDIT is treated as
     missing.
 
     Raises:
-        ConfigError: A key is no field, or a value is not allowed.
+        ConfigError: A key is not a field of Recipe, or a value is not allowed.
     """
     known = {field: value for field, value in fields.items() if value != EDIT}
     return Recipe.from_dict({**PLACEHOLDERS, **known}, path)

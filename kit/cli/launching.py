@@ -1,4 +1,4 @@
-"""Commands that start jobs: launch, resume."""
+"""Commands that start training jobs: launch, resume."""
 
 import contextlib
 import dataclasses
@@ -159,7 +159,7 @@ def launch(
         ),
     ] = None,
 ) -> None:
-    """Launch a training job in a new run directory. The job goes on when this command ends.
+    """Launch a training job in a new run directory. The job continues when this command ends.
 
     If the directory holds a run that has begun, the run is resumed, and keeps each setting that you
     do not give.
@@ -190,8 +190,8 @@ def launch(
     if place.device.is_gpu:
         gathered = _on_gpus(gathered)
     if begun and not show:
-        # Checked before the recipe is built: a recipe with fewer steps than its warm-up raises
-        # another error.
+        # This is checked before the recipe is built. A recipe with fewer steps than its warm-up
+        # would raise another error.
         launcher.refuse_done(begun, gathered.plan, steps or begun.recipe.num_steps)
     time_limit_s = _time_limit(minutes, time)
     chosen = draft_recipe(gathered.recipe_fields)
@@ -242,9 +242,11 @@ def resume(
         ),
     ] = None,
 ) -> None:
-    """Resume a run from its last checkpoint, on the same plan or another (--set plan.KEY=VALUE).
+    """Resume a run from its last checkpoint, with its plan or a changed plan (--set
+    plan.KEY=VALUE).
 
-    More steps do not move the end of the learning rate's schedule; --set recipe.decay_steps=N does.
+    With more steps, the learning-rate schedule still ends at its former step; --set
+    recipe.decay_steps=N moves its end.
     """
     changes = parse_settings(settings, allowed=("plan", "recipe"))
     if others := changes["recipe"].keys() - {"decay_steps"}:
@@ -264,10 +266,11 @@ def resume(
 
 
 def _warn_of_shadows(site: Site) -> None:
-    """Warns of modules that the ranks import from folders of the user instead of this environment.
+    """Warns the user if ranks would import modules from the user's own folders instead of this
+    environment.
 
-    Ranks behind a login node or in a container do not get the PYTHONPATH of this process, so
-    nothing is printed for them.
+    Ranks behind a login node or in a container do not receive the PYTHONPATH of this process, so
+    nothing is printed for such sites.
     """
     if site.login or (site.slurm and site.slurm.is_in_container) or site.scheduler == "kubernetes":
         return
@@ -278,14 +281,16 @@ def _warn_of_shadows(site: Site) -> None:
 def _with_flags(
     changes: dict[str, dict[str, Any]], flags: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the changes of `--set`, with the values of command-line options added.
+    """Returns the fields that `--set` changes, together with the fields that have their own
+    command-line options.
 
     Args:
-        changes: changed fields of each record.
-        flags: value of each option by the `RECORD.FIELD` that it sets, None if it was not given.
+        changes: values that `--set` gives, by record (such as plan) and field.
+        flags: value of each option, by the RECORD.FIELD that it sets. None means that the option is
+            not given.
 
     Raises:
-        ConfigError: A field is given by `--set` and by an option.
+        ConfigError: A field is given both by `--set` and by an option.
     """
     merged = {record: dict(fields) for record, fields in changes.items()}
     for key, value in flags.items():
@@ -299,7 +304,8 @@ def _with_flags(
 
 
 def _with_slurm(site: Site, given: dict[str, str | None]) -> Site:
-    """Returns a site with the given fields of its `[slurm]` table replaced.
+    """Returns the site with some fields of its `[slurm]` table replaced by the values in `given`
+    that are not None.
 
     Raises:
         ConfigError: The site has no `[slurm]` table, or a value is not allowed.
@@ -316,10 +322,12 @@ def _with_slurm(site: Site, given: dict[str, str | None]) -> Site:
 
 
 def _on_nodes(gathered: LaunchSettings, nodes: int | None, site: Site) -> LaunchSettings:
-    """Returns the settings with the degree of data parallelism that fills `nodes` nodes.
+    """Returns the settings with the data parallel degree with which the plan uses all devices of
+    `nodes` nodes. If `nodes` is None, returns them unchanged.
 
     Raises:
-        ConfigError: The devices of the nodes are not a multiple of the devices of a replica.
+        ConfigError: The number of devices of the nodes is not a multiple of the devices of a
+            replica.
     """
     if nodes is None:
         return gathered
@@ -336,7 +344,8 @@ def _on_nodes(gathered: LaunchSettings, nodes: int | None, site: Site) -> Launch
 
 
 def _time_limit(minutes: float | None, time: str | None) -> float | None:
-    """Returns the time limit of a job in seconds, or None if no limit is given.
+    """Returns the time limit of a job in seconds, from the option --minutes or the option --time.
+    Returns None if neither is given.
 
     Raises:
         ConfigError: Both options are given, or a value is not a time.
@@ -349,10 +358,10 @@ def _time_limit(minutes: float | None, time: str | None) -> float | None:
 
 
 def slurm_seconds(text: str) -> float:
-    """Returns the seconds of a time in one of the formats of sbatch's `--time`.
+    """Returns the number of seconds of a time that is written as for sbatch's option `--time`.
 
     Raises:
-        ConfigError: The text has none of these formats, or is 0.
+        ConfigError: The text has none of sbatch's formats, or the time is 0.
     """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
     if found is None:
@@ -376,7 +385,9 @@ def slurm_seconds(text: str) -> float:
 
 
 def _on_gpus(gathered: LaunchSettings) -> LaunchSettings:
-    """Returns the settings with the plan's defaults for GPUs."""
+    """Returns the settings with the plan's default precision and compilation for GPUs. Warns if the
+    plan recomputes selectively without compilation.
+    """
     plan = gathered.plan.replace(**gathered.gpu_defaults)
     if plan.recompute == "selective" and plan.capabilities.compiles_blocks and not plan.compile:
         note(SELECTIVE)
@@ -384,10 +395,12 @@ def _on_gpus(gathered: LaunchSettings) -> LaunchSettings:
 
 
 def _warn_of_writers(run: Run) -> None:
-    """Warns if other users may write in a run directory that holds programs.
+    """Warns the user if other users may write in the run directory and the directory contains
+    programs.
 
-    The run directory holds a copy of the hook and the site's shell lines. They run as this user at
-    every restart, so another user who replaces one of these files runs programs as this user.
+    The programs are a copy of the hook and the shell lines of the site. They run with this user's
+    rights at every restart. Another user who replaces one of these files could therefore run
+    programs as this user.
     """
     table = run.site.slurm or run.site.kubernetes
     has_lines = any(getattr(table, name, ()) for name in ("setup", "task_setup"))
@@ -403,8 +416,8 @@ def _warn_of_writers(run: Run) -> None:
 
 
 def _tell(run: Run) -> None:
-    """Prints which job was started, and at which step the schedule of the learning rate ends if the
-    run ends at another step.
+    """Prints which job was started. If the learning-rate schedule does not end at the last step of
+    the run, also prints at which step it ends.
     """
     _warn_of_writers(run)
     _tell_schedule(run.recipe)
@@ -418,7 +431,7 @@ def _tell(run: Run) -> None:
 
 
 def _seconds(minutes: float | None) -> float | None:
-    """Returns a time limit in seconds, None for no limit.
+    """Returns a time limit in seconds, converted from minutes. Returns None if no limit is given.
 
     Raises:
         ConfigError: The limit is not above 0, or not finite.
@@ -438,11 +451,13 @@ def _show(
     time_limit_s: float | None,
     where: str,
 ) -> None:
-    """Prints every script of the job to standard output. Prints the fields that the user must still
-    fill in to standard error. `where` names the file in which fields of the site are filled in.
+    """Prints every script of the job to standard output, for `kit launch --show`. Prints the fields
+    that the user must still fill in to standard error. `where` tells the user in which file to fill
+    in fields of the site.
 
-    For a site behind a login node, makes no connection, and prints the first commands that a launch
-    would run on the login node. Scripts are then printed only if the site file is complete.
+    If the site is behind a login node, no connection is made. The first commands that a launch
+    would run on the login node are printed. Scripts are then printed only if the site file is
+    complete.
     """
     directory = run.expanduser().absolute()
     spec = gathered.spec
@@ -480,7 +495,9 @@ def _show(
 
 
 def _lines_to_edit(texts: Mapping[str, str]) -> list[str]:
-    """Returns the lines of scripts that contain the word EDIT, with file name and line number."""
+    """Returns the lines of the scripts that contain the word EDIT, each with file name and line
+    number.
+    """
     lines = []
     for name, text in texts.items():
         for number, line in enumerate(text.splitlines(), start=1):
@@ -490,7 +507,9 @@ def _lines_to_edit(texts: Mapping[str, str]) -> list[str]:
 
 
 def _tell_schedule(recipe: Recipe) -> None:
-    """Prints at which step the learning rate's schedule ends, if it is not the run's last step."""
+    """Prints at which step the learning-rate schedule ends, unless this is the last step of the
+    run.
+    """
     end = recipe.decay_steps or recipe.num_steps
     last = recipe.num_steps
     if recipe.schedule == "constant" or end == last:
@@ -505,8 +524,8 @@ def _tell_schedule(recipe: Recipe) -> None:
 
 
 def _measured(run: Path, site: Site, dtype: str) -> Site:
-    """Returns a local site with its peak, which is measured if the site file does not give it.
-    Returns other sites unchanged.
+    """Returns a local site with its peak FLOP/s, which is measured if the site file does not
+    contain it. Returns other sites unchanged.
     """
     from kit.measure.gemm import is_settled, measured_site
 
@@ -522,8 +541,8 @@ def _measured(run: Path, site: Site, dtype: str) -> Site:
 
 @contextlib.contextmanager
 def told_if_interrupted(run: Path) -> Iterator[None]:
-    """Prints after Ctrl-C whether a job runs, and how to end it. Then exits with code 130, a
-    shell's code for Ctrl-C.
+    """Context manager for commands that start a job. After Ctrl-C it prints whether a job runs, and
+    the command that ends the job. Then it exits with code 130, which shells use for Ctrl-C.
     """
     try:
         yield

@@ -1,5 +1,6 @@
 """Commands on machines: check the environment (doctor), measure speeds (bench), check and fit the
-estimates (validate, calibrate), and write first site files (site init).
+planner's estimates (validate, calibrate), and write first site files (site init). A site file
+describes a machine.
 """
 
 import dataclasses
@@ -42,8 +43,9 @@ app = typer.Typer()
 site_app = typer.Typer(no_args_is_help=True)
 app.add_typer(site_app, name="site", help="Write site files: site init.")
 LEAST_BYTES = 40e9
-"""Smallest memory of a node, in bytes, for which `site init` advises to plan a larger model than
-the demo. The larger model has 1.4 billion parameters of 16 bytes each, and activations."""
+"""Smallest device memory of a node, in bytes, for which `site init` suggests planning gpt-1.4b or
+hlat-7b instead of the demo model. The 1.4 billion parameters of gpt-1.4b need 16 bytes each, and
+activations need memory in addition."""
 LOCAL = """\
 # This machine, as torch sees it.
 # EDIT: peaks and links, by `kit bench --out FILE.toml` or from a data sheet
@@ -74,8 +76,8 @@ def validate(
         ),
     ] = None,
 ) -> None:
-    """Print the estimator's error on published runs, each predicted without its own group, or on
-    the runs of your own CSV.
+    """Print the error of the planner's estimates on published runs, each predicted by a fit without
+    its group of runs, or on the runs of your own CSV.
     """
     if rows is None and calibrate is not None:
         raise ConfigError(
@@ -114,8 +116,8 @@ def calibrate(
         ),
     ] = None,
 ) -> None:
-    """Fit the estimator's efficiencies to measured runs, and say which of them the runs do not
-    determine.
+    """Fit the efficiencies in the planner's estimates to measured runs, and show which of them the
+    runs do not determine.
     """
     from kit.estimate.fit.calibrate import calibrate as fit
 
@@ -154,7 +156,7 @@ def bench(
     ] = None,
 ) -> None:
     """Measure the speed of matrix products, memory and collectives on this machine; with --apply,
-    only the peak that a run's MFU is computed from.
+    only the peak from which a run's MFU is computed.
     """
     if apply is not None:
         refuse_options(
@@ -166,7 +168,7 @@ def bench(
     if out is not None and out.suffix != ".toml":
         raise ConfigError(f"--out {out}: not a .toml file. Give a name that ends in .toml.")
     note("Measuring matrix products, memory and collectives; up to two minutes ...")
-    # The planner plans layouts in bf16, so the peak is measured in bf16.
+    # The planner searches layouts in bf16, so the peak is measured in bf16.
     site = measure_site(measured_site(Site.load("laptop"), "bf16"))
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -196,8 +198,8 @@ def bench(
 
 
 def _apply_peak(directory: Path) -> None:
-    """Measures the peak of a run's machine again, writes it into the run's site, and prints the new
-    peak and MFU.
+    """Measures the peak FLOP/s of a run's machine again and writes it into the site.json of the
+    run. Prints the new peak and the resulting MFU.
     """
     found = remeasure(Run.open(directory))
     metrics = Run.open(directory).metrics()
@@ -232,7 +234,9 @@ def doctor(
         ),
     ] = None,
 ) -> None:
-    """Check what is installed and works on this machine, and say how to get the rest."""
+    """Check which packages and devices work on this machine, and print how to install what is
+    missing.
+    """
     findings = examine(deep=deep)
     if site is not None:
         findings += examine_site(Site.load(site))
@@ -282,8 +286,8 @@ def init(
         ),
     ] = False,
 ) -> None:
-    """Write a site file from what Slurm or this machine reports. Lines marked EDIT are left for
-    you to fill in.
+    """Write a site file (description of a machine) from what Slurm or this machine reports. Lines
+    marked EDIT are left for you to fill in.
     """
     if out.exists():
         raise ConfigError(f"{out}: already exists. Give a new file, NAME.toml.")
@@ -321,8 +325,8 @@ def init(
 def _about_nodes(
     found: Sequence[inventory.NodeType], nodes: inventory.NodeType, settings: dict[str, str]
 ) -> list[str]:
-    """Returns lines on the nodes that a site file describes, on the other nodes of the cluster, and
-    on packaged sites with facts about them.
+    """Returns lines of text for the user. They name the nodes that the new site file describes, the
+    other nodes of the cluster, and the packaged site from which numbers of the device were taken.
     """
     lines = []
     beside = inventory.others(found, nodes)
@@ -355,7 +359,7 @@ def _about_nodes(
 
 
 def _other_partitions(found: Sequence[inventory.NodeType], partition: str) -> list[str]:
-    """Returns the partitions other than `partition`, each with the kinds of its nodes."""
+    """Returns the names of all partitions except `partition`, each with the kinds of its nodes."""
     kinds_of: dict[str, list[str]] = {}
     for node in found:
         if node.partition == partition:
@@ -367,8 +371,8 @@ def _other_partitions(found: Sequence[inventory.NodeType], partition: str) -> li
 
 
 def _about_gpus(nodes: inventory.NodeType) -> list[str]:
-    """Returns lines on types of GPU that the nodes have but jobs do not request, and on MIG slices
-    of GPUs.
+    """Returns lines of text for the user about two special cases: the nodes have further types of
+    GPU that jobs do not request, or their GPUs are MIG slices.
     """
     lines = []
     for gpu in inventory.other_gpus(nodes):
@@ -385,7 +389,9 @@ def _about_gpus(nodes: inventory.NodeType) -> list[str]:
 
 
 def _finish(out: Path, text: str, about: Sequence[str] = ()) -> None:
-    """Writes a site file, and prints the next steps for the user."""
+    """Writes a site file. Prints its description, the lines that the user must still edit, and the
+    next command.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, text)
     left = []
@@ -409,8 +415,8 @@ def _finish(out: Path, text: str, about: Sequence[str] = ()) -> None:
 def _next_command(site: Site, out: Path) -> tuple[str, list[str]]:
     """Returns (sentence on the next step, words of its command).
 
-    For nodes with accelerators, the next step is to plan a layout for one node, which needs no
-    facts about the network. For other nodes, the next step is to read the script of a job.
+    For nodes with GPUs or Trainium, the next step is to plan a layout for one node, which needs no
+    numbers of the network. For other nodes, it is to read the script of a job.
     """
     if site.device.is_cpu or site.scheduler == "local":
         return "look at a job of it:", ["launch", "runs/first", "--site", str(out), "--show"]
@@ -424,9 +430,9 @@ def _next_command(site: Site, out: Path) -> tuple[str, list[str]]:
 
 
 def _ask(login: str | None, words: Sequence[str]) -> str:
-    """Returns the output of a Slurm command, which runs on the login node `login`, or on this
-    machine if `login` is None. On a login node it runs in a login shell, since Slurm's commands may
-    be on the path of login shells only.
+    """Returns the output of a Slurm command. The command runs on the login node `login` by ssh, or
+    on this machine if `login` is None. By ssh it runs in a login shell, since some clusters put
+    Slurm's commands on the PATH of login shells only.
     """
     if login is not None:
         return ssh(login, f"bash -lc {shlex.quote(shlex.join(words))}").decode()

@@ -1,4 +1,6 @@
-"""Parts that commands share: common options, settings by key, and functions that print."""
+"""Parts that several commands use: common options, settings in the form KEY=VALUE, and functions
+that print.
+"""
 
 import contextvars
 import json
@@ -17,7 +19,7 @@ from kit.errors import ConfigError, kit_command
 from kit.show.terminal import PlainConsole, Table
 
 AS_JSON = contextvars.ContextVar("as_json", default=False)
-"""Whether the option `--json` is given, with which a command prints its result as JSON."""
+"""Whether the user has given the option `--json`. Commands then print their result as JSON."""
 
 RunArgument = Annotated[Path, typer.Argument(help="Run directory.", metavar="RUN")]
 SiteOption = Annotated[
@@ -44,11 +46,12 @@ OverwriteOption = Annotated[
 
 
 def parse_values(settings: list[str] | None) -> dict[str, Any]:
-    """Returns the values of settings by their keys: {"plan.compile": True} for `plan.compile=true`.
-    A value is JSON. Text that is not JSON is a string.
+    """Returns the values of settings in the form KEY=VALUE, by key. For example,
+    `plan.compile=true` gives {"plan.compile": True}. A value is read as JSON. If it is not valid
+    JSON, it is a string.
 
     Raises:
-        ConfigError: A setting is not KEY=VALUE.
+        ConfigError: A setting does not have the form KEY=VALUE.
     """
     values = {}
     for setting in settings or []:
@@ -65,11 +68,12 @@ def parse_values(settings: list[str] | None) -> dict[str, Any]:
 def parse_settings(
     settings: list[str] | None, allowed: tuple[str, ...] = ("spec", "plan", "recipe")
 ) -> dict[str, dict[str, Any]]:
-    """Returns the values of settings by record and field: {"plan": {"tensor_parallel": 2}, ...} for
-    `plan.tensor_parallel=2`. `allowed` are the names of the records.
+    """Returns the values of settings in the form RECORD.FIELD=VALUE, by record and field. For
+    example, `plan.tensor_parallel=2` gives {"plan": {"tensor_parallel": 2}, ...}. `allowed` are the
+    names of the records that may be set.
 
     Raises:
-        ConfigError: A setting names no allowed record, or no field.
+        ConfigError: The key of a setting has no allowed record, or no field.
     """
     changes: dict[str, dict[str, Any]] = {name: {} for name in allowed}
     for key, value in parse_values(settings).items():
@@ -82,19 +86,21 @@ def parse_settings(
 
 
 def strict_json(value: Any) -> str:
-    """Returns plain values as JSON that every parser reads. NaN and infinity are written as
-    strings, since JSON does not have them.
+    """Returns JSON text that every JSON parser accepts. NaN and infinity are written as strings,
+    since JSON does not have these numbers. `value` consists of dicts, lists, texts and numbers.
     """
     lenient = json.dumps(value)
     return json.dumps(json.loads(lenient, parse_constant=str), allow_nan=False)
 
 
 def refuse_options(options: dict[str, Any], why: str) -> None:
-    """Raises ConfigError if the user has given one of the options, which have no effect.
+    """Raises ConfigError if the user has given one of `options`, which would have no effect
+    together with other options.
 
     Args:
-        options: value of each option by its flag. None, False and [] mean that it is not given.
-        why: reason for which the options have no effect, printed after the option.
+        options: values of options, by the name of the option. None, False and [] mean that the
+            option is not given.
+        why: reason why the options have no effect. The message prints it after the option.
     """
     for flag, value in options.items():
         if value is not None and value is not False and value != []:
@@ -102,11 +108,11 @@ def refuse_options(options: dict[str, Any], why: str) -> None:
 
 
 def print_result(values: Any, *parts: RenderableType) -> None:
-    """Prints the result of a command. With the option `--json`, prints `values` as JSON. Otherwise
-    prints `parts`, one below the other.
+    """Prints the result of a command. If the option `--json` is given, prints `values` as JSON.
+    Otherwise prints `parts`, one below the other.
     """
     if AS_JSON.get():
-        # A command that follows a job prints several results, which are read at once.
+        # A command that follows a job prints several results, and each must be readable at once.
         print(strict_json(values), flush=True)
         return
     for part in parts:
@@ -115,7 +121,7 @@ def print_result(values: Any, *parts: RenderableType) -> None:
 
 
 def print_record(title: str, values: dict[str, Any]) -> None:
-    """Prints keys and values as a table."""
+    """Prints keys and values as a table with one row per key, or as JSON if `--json` is given."""
     rows = []
     for key, value in values.items():
         text = f"{value:,}" if isinstance(value, int) else str(value)
@@ -124,31 +130,35 @@ def print_record(title: str, values: dict[str, Any]) -> None:
 
 
 def names_table(title: str, facts: Iterable[tuple[str, str]]) -> Table:
-    """Returns a table of names and texts, without headings."""
+    """Returns a table with one row per (name, text) and without column headings."""
     rows = [(Text(name, style="dim"), text) for name, text in facts]
     return Table("", "", title=title, rows=rows)
 
 
 def advice(text: str, *words: str | Path) -> Text:
-    """Returns `text`, followed by the kit command that has `words` as arguments."""
+    """Returns `text`, followed by a kit command for the user. `words` are the arguments of the
+    command.
+    """
     return Text.assemble(f"{text} ", (kit_command(*words), "bold"))
 
 
 def hint(text: str, *words: str | Path) -> None:
-    """Prints `text`, followed by the kit command that has `words` as arguments."""
+    """Prints `text`, followed by a kit command for the user, as the result of a command. `words`
+    are the arguments of the kit command.
+    """
     print_result({"said": text, "command": kit_command(*words)}, advice(text, *words))
 
 
 def next_step(text: str, *words: str | Path) -> None:
-    """Prints the next step for the user to standard error: `text`, followed by the kit command that
-    has `words` as arguments. Prints nothing with the option `--json`.
+    """Prints the user's next step to standard error: `text`, followed by a kit command with the
+    arguments `words`. Prints nothing if the option `--json` is given.
     """
     if not AS_JSON.get():
         note(advice(text, *words))
 
 
 def note(text: str | Text) -> None:
-    """Prints a text to standard error."""
+    """Prints a text to standard error, so that standard output contains only results."""
     PlainConsole(stderr=True, soft_wrap=True).print(text)
 
 
@@ -156,8 +166,8 @@ def owned_output(out: Path | None, default: Path) -> Path:
     """Returns the file or folder that a command writes: `out`, or `default` if `out` is None.
 
     Raises:
-        JobError: The output would be in another user's run directory, or `out` is None and the
-            folder of `default` belongs to another user.
+        JobError: The path is in a run directory of another user. Or `out` is None, and the folder
+            of `default` belongs to another user.
     """
     path = out or default
     if out is None or (path.parent / "spec.json").exists():
@@ -168,11 +178,11 @@ def owned_output(out: Path | None, default: Path) -> Path:
 
 
 def run_there(run: str | Path) -> None:
-    """If `run` is a mirror, runs this command on the other side, and exits with its exit status.
-    Does nothing for other runs.
+    """If `run` is the local mirror of a run behind a login node, runs this command on the login
+    node and exits with its exit code. Does nothing for other runs.
 
     Raises:
-        NoConnectionError: The machine cannot be reached.
+        NoConnectionError: The login node cannot be reached.
         JobError: The mirror belongs to another user.
     """
     remote = mirror_of(Path(run).expanduser())

@@ -1,4 +1,6 @@
-"""The command `plan`: chooses a layout, lists models, recipes and sites, and rehearses a job."""
+"""The command `plan`: chooses a layout, lists models, recipes and sites, and rehearses (dry-runs) a
+job.
+"""
 
 import sys
 from pathlib import Path
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 SHOWN = 5
-"""Number of layouts in the printed table. With --choose, the table may have more layouts."""
+"""Number of layouts in the printed table. If the user chooses a later row by --choose, the table
+ends with this row."""
 FixOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -42,7 +45,7 @@ FixOption = Annotated[
     ),
 ]
 STEPS = 1000
-"""Number of steps of a rehearsed job without a recipe."""
+"""Number of steps of a rehearsed (dry-run) job if the user has given no recipe."""
 
 
 @app.command()
@@ -173,10 +176,11 @@ def plan(
 
 
 def _tell_launch(name: str, out: Path, site: str, found: "Search") -> None:
-    """Prints the command that launches the layout that was found, or why it cannot be launched.
+    """Prints the command that launches the chosen layout, or the reason why it cannot be launched.
 
-    A published recipe is advised only with its published batch size and sequence length. Its
-    learning rate and number of steps were chosen for both.
+    If there is a published recipe for the model, the command contains it only if batch size and
+    sequence length are the published ones. The learning rate and number of steps of a recipe were
+    chosen for both.
     """
     from kit.interop.weights.hugging_face_config import load_spec
     from kit.papers.recipes import names, published_recipe
@@ -214,13 +218,14 @@ def _tell_launch(name: str, out: Path, site: str, found: "Search") -> None:
 
 
 def _kept(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments for a search of layouts in which `fields` are fixed.
+    """Returns the keyword arguments of a search of layouts in which the fields of the plan in
+    `fields` are fixed to the given values.
 
     Raises:
         ConfigError: An engine or a precision is unknown.
     """
     settings = {name: fields[name] for name in ("engine", "precision") if name in fields}
-    Plan(**settings)  # Raises ConfigError for a wrong value.
+    Plan(**settings)  # This raises ConfigError for a wrong value.
     only = {}
     for name, value in fields.items():
         if name not in settings:
@@ -231,11 +236,12 @@ def _kept(fields: dict[str, Any]) -> dict[str, Any]:
 def _known(
     name: str, site: str | None, changes: dict[str, dict[str, Any]]
 ) -> tuple[ModelSpec, Plan, dict[str, Any], Site] | None:
-    """Returns (model, layout, fields of the recipe, site) of a run or a recipe. Returns None if
-    `name` is neither.
+    """Returns (model, layout, fields of the recipe, site) if `name` is a run directory or a recipe,
+    for which no layout must be searched. Returns None if `name` is neither.
 
     Raises:
-        ConfigError: The site or the number of steps is missing, or a field must be edited.
+        ConfigError: The site or the number of steps is missing, or a field of the recipe must still
+            be edited.
     """
     from kit.papers.recipes import names
 
@@ -257,8 +263,8 @@ def _known(
 
 
 def _rehearse(spec: ModelSpec, layout: Plan, fields: dict[str, Any], site: Site) -> None:
-    """Prints the result of a rehearsal of a job on its site. Exits with code 1 if the job does not
-    fit.
+    """Rehearses (dry-runs) a job on its site and prints the result. Exits with code 1 if the job
+    does not fit the site's limits.
     """
     from kit.estimate.rehearsal import rehearse
 
@@ -271,7 +277,7 @@ def _rehearse(spec: ModelSpec, layout: Plan, fields: dict[str, Any], site: Site)
 
 
 def _list() -> None:
-    """Prints the names that MODEL, --recipe and --site accept."""
+    """Prints the names of models, recipes and sites that MODEL, --recipe and --site accept."""
     from kit.papers.recipes import names, published_recipe
 
     described = {
@@ -288,7 +294,7 @@ def _list() -> None:
 
 
 def _check_out(out: Path) -> None:
-    """Raises ConfigError if `out` is not a new .json file."""
+    """Raises ConfigError if `out` does not end with .json, or exists already."""
     if out.suffix != ".json":
         raise ConfigError(f"--out {out}: not a .json file. Give a name that ends in .json.")
     if out.exists():

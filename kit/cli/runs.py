@@ -1,4 +1,4 @@
-"""Commands on runs: status, watch, logs, stop, checkpoint, runs."""
+"""Commands on existing runs: status, watch, logs, stop, checkpoint, runs."""
 
 import io
 import itertools
@@ -41,7 +41,8 @@ NEXT = {
     JobState.LOST: ("Continue from its last checkpoint:", "resume"),
     JobState.IMPORTED: ("Draw its loss:", "figure"),
 }
-"""Advice on a run, by final state: (sentence, command that the sentence introduces)."""
+"""Advice on the next step with a run that has ended, by its final state: (sentence, kit command
+that follows the sentence)."""
 
 
 @app.command()
@@ -72,11 +73,11 @@ def status(
 
 @app.command()
 def watch(run: RunArgument) -> None:
-    """Follow a run in the terminal until it ends. Ctrl-C ends the view; the job goes on.
+    """Follow a run in the terminal until it ends. Ctrl-C ends the view, and the job continues.
 
     Each new alert runs the command `on_alert = "..."` of ~/.config/kit/config.toml, with the alert
-    in $KIT_MESSAGE, and as JSON in $KIT_ALERT. To be called at night: nohup kit watch RUN
-    >/dev/null &
+    in $KIT_MESSAGE, and as JSON in $KIT_ALERT. To get alerts while you are away: nohup kit watch
+    RUN >/dev/null &
     """
     monitor.watch(Run.open(run))
     _tell_next(run)
@@ -89,10 +90,11 @@ def logs(
     follow: FollowOption = False,
 ) -> None:
     """Print the log of one rank, or the log of the job's script if the rank has printed nothing."""
-    # Directories of jobs that score or build data have no spec.json.
+    # The directory of a job that scores a checkpoint or builds data has no spec.json.
     is_other = (run / "job.json").exists() and not (run / "spec.json").exists()
     job = Job.attach(run) if is_other else Run.open(run).job
-    # A progress bar redraws its line after a carriage return. Every redraw is printed as a line.
+    # A progress bar begins each redraw with a carriage return. Each redraw is printed as its own
+    # line.
     lines = io.IncrementalNewlineDecoder(None, translate=True)
     if follow:
         for line in job.follow(rank):
@@ -112,7 +114,7 @@ def logs(
 
 
 def _tell_next(run: Path) -> None:
-    """Prints advice on the next step with a run, which depends on the run's state."""
+    """Prints the user's next step with a run. It depends on the state of the run."""
     status = read_status(run)
     text, command = NEXT.get(status.state, ("Follow it:", "watch"))
     report = read_exit(run)
@@ -129,7 +131,9 @@ def stop(
         bool, typer.Option("--now", help="End the job at once, without a checkpoint.")
     ] = False,
 ) -> None:
-    """Ask a run to write a checkpoint and stop after its current step; with --now, end it now."""
+    """Ask a run to write a checkpoint and stop after its current step; with --now, end the job at
+    once without a checkpoint.
+    """
     job = _living(run, "stop")
     if now:
         job.cancel()
@@ -188,15 +192,16 @@ def runs(
 
 
 def _tell_why(run: Run) -> None:
-    """Prints a comparison of a run's speed with the estimate, and how the time of its nodes was
-    spent. If there is no estimate, prints the reason.
+    """Prints a comparison of a run's measured speed with the planner's estimate, or the reason why
+    there is no estimate. Also prints how the time of the run's nodes was spent.
     """
     spent = monitor.ledger(run)
     try:
         comparison = monitor.compare_speed(run)
         pace = comparison.to_dict()
         facts = _facts(comparison)
-    except (ConfigError, RunError) as error:  # The site lacks a number, or there are too few steps.
+    # The site lacks a number that the estimate needs, or the run has too few steps.
+    except (ConfigError, RunError) as error:
         pace = {"verdict": str(error)}
         facts = [("pace", str(error))]
     used = {"share": spent.goodput, "usd": spent.usd, "parts": spent.rows()}
@@ -209,7 +214,7 @@ def _tell_why(run: Run) -> None:
 
 
 def _facts(comparison: "SpeedComparison") -> list[tuple[str, str]]:
-    """Returns rows (name, text) for a table of a run's predicted and measured speeds."""
+    """Returns rows (name, text) of a table that compares a run's predicted and measured speeds."""
 
     def shares(parts: dict[str, float], whole: float) -> str:
         return ", ".join(
@@ -220,7 +225,7 @@ def _facts(comparison: "SpeedComparison") -> list[tuple[str, str]]:
 
     measured_s = dict(comparison.parts_s)
     recorded_s = sum(measured_s.values())
-    # The sum of the medians of all parts can exceed the median of the whole step.
+    # The sum of the medians of the parts can be larger than the median of the whole step.
     whole_s = max(comparison.took_s, recorded_s)
     if measured_s:
         measured_s["other"] = whole_s - recorded_s
@@ -238,7 +243,9 @@ def _facts(comparison: "SpeedComparison") -> list[tuple[str, str]]:
 
 
 def _ledger_tables(spent: "Ledger") -> list[Table | str]:
-    """Returns two tables of how the time of a run's nodes was spent: by part, and by attempt."""
+    """Returns two tables on how the time of a run's nodes was spent: one with a row per category of
+    time (training, saving ...), one with a row per attempt.
+    """
     from kit.monitor.text import duration
 
     has_price = spent.usd is not None
@@ -275,11 +282,12 @@ def _ledger_tables(spent: "Ledger") -> list[Table | str]:
 
 
 def _living(run: Path, what: str) -> Job:
-    """Returns the job of a run, if a request can be sent to the job. `what` names the request.
+    """Returns the job of a run if the job is still live, so that a request can be sent to it.
+    `what` names the request in error messages.
 
     Raises:
-        RunError: The run does not exist, was imported, or has ended, so that no trainer would read
-            the request.
+        RunError: The run does not exist, was imported, or has ended. No trainer would read the
+            request.
         JobError: The run belongs to another user.
     """
     if not run.exists():
@@ -305,7 +313,9 @@ def _living(run: Path, what: str) -> Job:
 
 
 def _compare(folder: Path, names: list[str], out: Path | None) -> None:
-    """Draws the curves of some runs below a folder in one figure, and prints its file."""
+    """Draws the curves of several runs in one figure. `names` are the names of run directories in
+    `folder`. Prints the path of the figure's file.
+    """
     file = check_picture(owned_output(out, folder / "compare.png"))
     if missing := [name for name in names if not (folder / name).is_dir()]:
         raise RunError(
@@ -321,7 +331,7 @@ def _compare(folder: Path, names: list[str], out: Path | None) -> None:
 
 
 def _drawn(table: "RunsTable") -> Table | str:
-    """Returns the table of runs for a terminal, with each state in its colour."""
+    """Returns the table of runs for a terminal. Each state is printed in its colour."""
     from kit.monitor.runs import cell_text, column_heading
     from kit.monitor.text import STATE_COLOURS
 

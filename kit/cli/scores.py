@@ -1,4 +1,4 @@
-"""Commands on what a model can do: eval, eval-data, generate."""
+"""Commands that score a model or generate text: eval, eval-data, generate."""
 
 import os
 from pathlib import Path
@@ -171,11 +171,12 @@ def evaluate(
         ),
     ] = None,
 ) -> None:
-    """Score a checkpoint of a run, or a Hugging Face folder with any decoder that transformers
-    loads, with lm-eval. With --follow, score each new checkpoint until the job ends. `kit
-    eval-data` downloads the benchmarks first.
+    """Score a checkpoint of a run with lm-eval, or a Hugging Face folder with any decoder that
+    transformers loads. With --follow, score each new checkpoint until the job ends. `kit eval-data`
+    downloads the benchmarks first.
 
-    Options have the names and meanings of lm-eval's; its spelling with underscores is accepted too.
+    Options have the names and meanings of lm-eval's options. Names with underscores, as in lm-eval,
+    are accepted too.
     """
     if suite is not None and tasks is not None:
         raise ConfigError(f"--suite {suite}: not with --tasks {tasks}. Give one of them.")
@@ -235,10 +236,11 @@ def evaluate(
 
 
 def _report_place(folder: Path, out: str | Path | None) -> Path:
-    """Returns the path of the report on a Hugging Face folder.
+    """Returns the path of the score report on a Hugging Face folder.
 
-    If `out` ends with .json, the path is `out`. Otherwise the report is a file in the folder `out`,
-    as with lm-eval's `--output_path`. If `out` is None, the report is beside `folder`.
+    If `out` ends with .json and is not a folder, the path is `out`. Otherwise the report is a file
+    in the folder `out`, as with lm-eval's `--output_path`. If `out` is None, the report is in the
+    parent folder of `folder`.
     """
     from kit.evaluate.scoring import report_beside
 
@@ -259,8 +261,9 @@ def _run(
     follow: bool,
     submit: bool,
 ) -> None:
-    """Scores checkpoints of a run, and prints the scores. For a mirror, the command runs on the
-    other side, where the checkpoints are, and `submit` is required.
+    """Scores checkpoints of a run, and prints the scores. If the run directory is a local mirror,
+    the command runs on the login node, where the checkpoints are. In this case `submit` must be
+    True, so that jobs score them.
     """
     from kit.evaluate import evaluate as score
 
@@ -282,7 +285,7 @@ def _run(
         return
     _tell_layout(opened, options)
     report = score(opened, step, tasks, **options)
-    # In a job, only rank 0 prints.
+    # If a job of several ranks runs this command, only rank 0 prints.
     if os.environ.get("RANK", "0") == "0":
         _print(report, asked)
         if owner := opened.other_owner:
@@ -291,8 +294,8 @@ def _run(
 
 
 def _tell_layout(run: Run, options: dict[str, Any]) -> None:
-    """Prints on which devices a job will score, if this process does not score itself. The ranks of
-    a job print nothing.
+    """Prints on how many devices a job will score a checkpoint. Prints nothing if this process
+    scores it, or if this process is a rank of the job.
     """
     from kit.evaluate.benchmarks import Options
     from kit.evaluate.devices import layout
@@ -306,7 +309,9 @@ def _tell_layout(run: Run, options: dict[str, Any]) -> None:
 
 
 def _print(report: "EvalReport", asked: str | tuple[str, ...] | None, *more: str) -> None:
-    """Prints scores. For the suite of HLAT, also prints the published tables of HLAT."""
+    """Prints a report of scores, then `more`. For the suite `hlat`, also prints the tables of
+    scores that the HLAT paper published.
+    """
     if asked == "hlat":
         from kit.evaluate.hlat import compare
 
@@ -396,9 +401,11 @@ def generate(
     from kit.evaluate.continuation import continued_texts
 
     refuse_elsewhere(Path(model).expanduser(), ". Run this command there.")
-    # The arguments of a process are bytes. They are decoded as UTF-8 in any locale.
+    # Python decodes command-line arguments by the locale. Here they are decoded as UTF-8 in any
+    # locale.
     prompt = os.fsencode(prompt).decode(errors="replace")
-    # The prompt is printed with the first generated text, after the model has been loaded.
+    # The prompt is printed together with the first generated text, since loading the model takes
+    # time.
     unprinted = [plain(prompt)]
 
     def show(text: str) -> None:

@@ -1,3 +1,3 @@
-"""Configuration of a run: its model (`ModelSpec`), layout (`Plan`) and training (`Recipe`), and the
-rules that they must obey.
+"""Configuration of a run: its model (`ModelSpec`), its layout on devices (`Plan`), its training
+(`Recipe`), and the rules that these records must obey.
 """

@@ -1,5 +1,5 @@
-"""The rules for a plan and the model that it splits. `kit.config.rules` has the rules for a plan
-alone.
+"""The rules for a plan together with the model that it splits. `kit.config.rules` has the rules for
+a plan alone.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,8 @@ from typing import Any
 from kit.config.rules import Rule
 
 TRN1_CORES = 32
-"""Number of NeuronCores of a node of type trn1.32xlarge. Engine neuron has one rank per core."""
+"""Number of NeuronCores of a node of type trn1.32xlarge. Engine neuron has one rank per
+NeuronCore."""
 
 
 def _divided(
@@ -19,11 +20,13 @@ def _divided(
     more: int = 0,
     **kwargs: Any,
 ) -> Rule:
-    """Returns the rule that a degree of the plan divides a number of the model. If `more` is not 0,
-    the degree may also divide the sum of the number and `more`.
+    """Returns the rule that a number of the model, such as its layers, must be divisible by a
+    degree of the plan. If `more` is not 0, it is enough that the number plus `more` is divisible by
+    the degree.
 
-    `what` is the field of the model. `count` returns the number if it differs from that field.
-    `degree` returns the degree, and `name` its name in the error message.
+    `what` is the field of the model. `count` returns the number if it is not the value of this
+    field. `degree` returns the degree, and `name` its name for the error message. `kwargs` are
+    further fields of the Rule.
     """
     number = count or (lambda plan, spec: getattr(spec, what))
 
@@ -47,15 +50,17 @@ def _divided(
 
 
 def _over_heads(plan: Any) -> Any:
-    """Returns the number of ranks over which attention heads are split. It includes the ranks of
-    context parallelism if they exchange heads all-to-all (Ulysses).
+    """Returns the number of ranks over which attention heads are split. If context parallelism
+    exchanges heads all-to-all (Ulysses), its ranks are included.
     """
     is_exchanged = plan.is_one_of("context_exchange", "all_to_all")
     return plan.tensor_parallel * (1 + is_exchanged * (plan.context_parallel - 1))
 
 
 def _head_degrees(plan: Any) -> str:
-    """Returns the degrees over which attention heads are split, for an error message."""
+    """Returns the names of the degrees over which attention heads are split, for an error
+    message.
+    """
     exchanged = _over_heads(plan) > plan.tensor_parallel
     return "tensor_parallel x context_parallel" if exchanged else "tensor_parallel"
 
@@ -63,8 +68,9 @@ def _head_degrees(plan: Any) -> str:
 def _sequence_parts(plan: Any) -> Any:
     """Returns the number of parts into which a sequence is split.
 
-    Each rank of context parallelism has two parts: one near the start of the sequence and one near
-    its end. All ranks then have equal work under the causal mask.
+    Each context parallel rank has two parts: one near the start of the sequence and one near its
+    end. The ranks then have equal work, since tokens near the end attend to more tokens under the
+    causal mask.
     """
     tensor = 1 + plan.sequence_parallel * (plan.tensor_parallel - 1)
     return tensor * (1 + (plan.context_parallel > 1) * (2 * plan.context_parallel - 1))
@@ -90,9 +96,9 @@ MODEL_RULES = (
             f" {spec.name!r} is not one. Use engine 'native', or another model."
         ),
     ),
-    # On Trn1 NxD (0.9 to 0.18: parallel_layers/parallel_state.py) spreads each tensor group of four
-    # ranks over its node, interleaved with other groups of its pipeline stage. But NxD adds up the
-    # gradients of copied heads as if the four ranks were neighbours.
+    # On Trn1, NxD (0.9 to 0.18: parallel_layers/parallel_state.py) does not put the four ranks of a
+    # tensor group next to each other. It spreads them over the node, between ranks of other groups.
+    # But NxD sums the gradients of copied heads as if the four ranks were neighbours.
     Rule(
         applies_to=lambda engine: engine.copies_kv_heads,
         breaks=lambda plan, spec: (plan.tensor_parallel == 4) & (plan.kv_replication(spec) > 1),
@@ -102,8 +108,9 @@ MODEL_RULES = (
             f" wrong ranks. Use {spec.num_kv_heads}, or 8 and more."
         ),
     ),
-    # All tensor groups of four ranks on a node must be replicas of each other, so the number of
-    # groups must divide the number of replicas. With less than a node, all groups must be replicas.
+    # NxD makes all tensor groups of four ranks on a node replicas of each other. The number of
+    # groups per node must therefore divide the number of replicas. If there is less than one node,
+    # all groups must be replicas.
     Rule(
         applies_to=lambda engine: engine.copies_kv_heads,
         breaks=lambda plan, _: (
@@ -124,7 +131,7 @@ MODEL_RULES = (
         "num_layers",
         lambda plan: plan.num_stages,
         lambda _: "the number of pipeline stages, nor with embedding and loss as a layer each,",
-        more=2,  # Embedding and loss count as a layer each (`Plan.stage_layers`).
+        more=2,  # Embedding and loss may count as one layer each (`Plan.stage_layers`).
         applies_to=lambda engine: engine.splits_ends_of_model,
     ),
     _divided(

@@ -1,4 +1,6 @@
-"""Plan: how a model is split over devices, and its batch into micro-batches. No torch."""
+"""Plan: how a model is split over devices, and how its batch is split into micro-batches. Imports
+no torch.
+"""
 
 import dataclasses
 import math
@@ -17,21 +19,22 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
 ContextExchange = Literal["ring", "all_to_all"]
 
 MOST_DEVICES = 2**22
-"""Largest number of devices of a plan. No machine has more. Programs that show a run need memory in
-proportion to its devices, so the limit also bounds their memory."""
+"""Largest number of devices of a plan. No existing machine has more. Programs that show a run need
+memory in proportion to its number of devices, so the limit also bounds their memory."""
 PLANNED_ONLY = ("fp8", "mxfp8", "nvfp4")
-"""Precisions that the kit plans, but that no engine of the kit trains."""
+"""Precisions for which the kit can plan a training, but in which no engine of the kit can train."""
 
 
 def logits_at_once(gpu_bytes: float | None) -> int:
-    """Returns the number of logits in one chunk of the loss, from 2^25 to 2^28, for a GPU with
-    `gpu_bytes` of memory. None stands for a CPU, for which it returns 2^25.
+    """Returns the number of logits in one chunk of the loss, between 2^25 and 2^28, for a GPU with
+    `gpu_bytes` of memory. If `gpu_bytes` is None, the device is a CPU and the result is 2^25.
 
-    Each chunk reads the complete output projection and adds to its gradient, so fewer chunks are
-    faster. For example, 8,192 tokens with a vocabulary of 128,000 are 31 chunks of 2^25 logits, but
-    only 4 chunks of 2^28. The 31 chunks cost an H100 about 65 ms (modelled from its bandwidth).
-    Above the smallest size, all copies of a chunk (10 bytes per logit) take at most a sixteenth of
-    the memory. Larger chunks do not speed up a CPU (measured).
+    The loss is computed in chunks to save memory. Each chunk reads the complete output projection
+    and adds to its gradient, so fewer chunks are faster. For example, 8,192 tokens with a
+    vocabulary of 128,000 are 31 chunks of 2^25 logits, but only 4 chunks of 2^28. The 31 chunks
+    cost an H100 about 65 ms (modelled from its bandwidth). Above the smallest size, a chunk with
+    all tensors of its size (10 bytes per logit) takes at most a sixteenth of the memory. Larger
+    chunks do not make a CPU faster (measured).
     """
     if gpu_bytes is None:
         return 2**25
@@ -39,9 +42,9 @@ def logits_at_once(gpu_bytes: float | None) -> int:
 
 
 def refuse(rules: Iterable[Rule], capabilities: Capabilities, *asked: Any) -> None:
-    """Raises ConfigError with the error message of the first broken rule. Only rules that apply to
-    an engine with `capabilities` count. `asked` are the arguments of the rules: a plan, a plan and
-    a model, or a recipe and a plan.
+    """Raises ConfigError with the error message of the first broken rule. Rules that do not apply
+    to an engine with `capabilities` are skipped. `asked` are the arguments of the rules: a plan, a
+    plan and a model, or a recipe and a plan.
     """
     for rule in rules:
         if rule.applies_to(capabilities) and rule.breaks(*asked):
@@ -50,41 +53,46 @@ def refuse(rules: Iterable[Rule], capabilities: Capabilities, *asked: Any) -> No
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Record):
-    """Parallel degrees, batch and memory options of one training job."""
+    """Degrees of parallelism, batch sizes and memory options of one training job."""
 
-    tensor_parallel: int = field_doc("devices that share each weight matrix", from_one, default=1)
+    tensor_parallel: int = field_doc(
+        "number of devices over which each weight matrix is split", from_one, default=1
+    )
     pipeline_parallel: int = field_doc(
-        "devices that share the stack of layers", from_one, default=1
+        "number of devices over which the transformer blocks are distributed", from_one, default=1
     )
     data_parallel: int = field_doc(
-        "replicas, each with its own part of the batch", from_one, default=1
+        "number of replicas, each of which trains on its own part of the batch", from_one, default=1
     )
     context_parallel: int = field_doc(
-        "devices that share each sequence; can be planned but not trained", from_one, default=1
+        "number of devices over which each sequence is split; can be planned but not trained",
+        from_one,
+        default=1,
     )
     context_exchange: ContextExchange = field_doc(
-        "communication of attention over a split sequence: keys and values around a ring, or"
-        " all-to-all between sequence and heads (Ulysses)",
+        "communication of attention when a sequence is split: keys and values around a ring, or"
+        " all-to-all exchange of sequence parts for heads (Ulysses)",
         default="ring",
     )
     virtual_stages: int = field_doc(
-        "number of pipeline stages on each pipeline device", from_one, default=1
+        "number of pipeline stages that each pipeline device has", from_one, default=1
     )
     zero_stage: int = field_doc(
-        "stage of ZeRO. 0 replicates all states. Over data_parallel, 1 shards the optimizer"
-        " states, 2 also the gradients, 3 also the weights.",
+        "stage of ZeRO, which shards states over data_parallel. 0 shards nothing, 1 the"
+        " optimizer states, 2 also the gradients, 3 also the weights.",
         must(lambda stage: 0 <= stage <= 3, "Allowed: 0, 1, 2, 3."),
         default=0,
     )
     shard_size: int | None = field_doc(
         "number of neighbouring replicas over which ZeRO shards. Each of the data_parallel /"
-        " shard_size groups of replicas has a complete copy (HSDP; engine native). Default:"
-        " data_parallel.",
+        " shard_size groups of replicas has a complete copy of the states (HSDP; engine native)."
+        " Default: data_parallel.",
         from_one,
         default=None,
     )
     sequence_parallel: bool = field_doc(
-        "whether norms and residuals are sharded along the sequence over tensor_parallel",
+        "whether activations of norms and residuals are split along the sequence over"
+        " tensor_parallel",
         default=False,
     )
     schedule: Schedule = field_doc(
@@ -92,29 +100,32 @@ class Plan(Record):
         default="1f1b",
     )
     recompute: Recompute = field_doc(
-        "activations that are computed again in the backward pass", default="none"
+        "which activations are computed again in the backward pass instead of being saved",
+        default="none",
     )
     recompute_layers: int | None = field_doc(
-        "number of blocks per pipeline device to which recompute 'full' applies: the first blocks"
-        " of each of its stages (engine native); default: all blocks",
+        "number of blocks per pipeline device that recompute 'full' recomputes: the first"
+        " blocks of each of the device's stages (engine native); default: all blocks",
         from_one,
         default=None,
     )
     micro_batch_size: int = field_doc(
-        "sequences in one forward pass of one replica", from_one, default=1
+        "number of sequences in one forward pass of one replica", from_one, default=1
     )
     global_batch_size: int = field_doc(
-        "sequences in one optimizer step, over all replicas", from_one, default=1
+        "number of sequences in one optimizer step, over all replicas", from_one, default=1
     )
     precision: Precision = field_doc(
-        "precision of training. bf16 keeps master weights, optimizer states and gradient"
-        " reduction in fp32. With engine neuron and zero_stage 0, bf16 keeps none of them in fp32"
+        "number format of training. bf16 has master weights, optimizer states and gradient"
+        " reduction in fp32. With engine neuron and zero_stage 0, bf16 has none of them in fp32"
         " and uses stochastic rounding. fp16 also scales the loss (engine deepspeed). fp8, mxfp8"
-        " and nvfp4 are precisions of the matrix products of linear layers, which can be planned"
+        " and nvfp4 are formats of the matrix products of linear layers, which can be planned"
         " but not trained.",
         default="fp32",
     )
-    compile: bool = field_doc("whether each block is compiled with torch.compile", default=False)
+    compile: bool = field_doc(
+        "whether torch.compile compiles each transformer block", default=False
+    )
     engine: EngineName = field_doc(
         "implementation of the training step: torch itself, DeepSpeed, or NeuronX Distributed",
         default=DEFAULT_ENGINE,
@@ -135,11 +146,11 @@ class Plan(Record):
 
     @property
     def recomputes_whole(self) -> bool:
-        """Whether full recomputation repeats a block to its end. If not, it stops before the last
-        matrix product, as `ModelSpec.hardware_flops_per_token` describes.
+        """Whether full recomputation repeats each block to its end. Otherwise it stops before the
+        last matrix product of the block, as `ModelSpec.hardware_flops_per_token` describes.
 
-        A compiled block is one operation, which cannot stop before its end. For NxD's blocks, whose
-        recomputation was never counted, the property is assumed to be true.
+        A compiled block is one operation, which cannot stop before its end. For blocks of NxD, the
+        property is assumed to be true, since their recomputation has never been measured.
         """
         return self.compile or self.capabilities.runs_on_trainium
 
@@ -159,8 +170,8 @@ class Plan(Record):
 
     @property
     def num_devices(self) -> int:
-        """Number of devices: tensor x context x pipeline x data parallelism. Each device has one
-        process.
+        """Number of devices: tensor x context x pipeline x data parallel degree. Each device has
+        one process.
         """
         return (
             self.tensor_parallel
@@ -171,7 +182,7 @@ class Plan(Record):
 
     @property
     def untrained(self) -> tuple[str, ...]:
-        """Names of the fields whose values the kit can plan, but no engine can train."""
+        """Names of the fields whose values the kit can plan, but with which no engine can train."""
         names = []
         if self.context_parallel > 1:
             names.append("context_parallel")
@@ -181,7 +192,9 @@ class Plan(Record):
 
     @property
     def num_shards(self) -> int:
-        """Number of replicas over which ZeRO shards states. It is 1 for ZeRO stage 0."""
+        """Number of replicas over which the states are sharded at the plan's ZeRO stage. It is 1
+        for ZeRO stage 0.
+        """
         return 1 if self.zero_stage == 0 else self.shard_group
 
     @property
@@ -190,12 +203,12 @@ class Plan(Record):
         return self.pipeline_parallel * self.virtual_stages
 
     def stage_layers(self, spec: ModelSpec, stage: int) -> range:
-        """Returns the blocks of one pipeline stage, as a range of their numbers. All stages have an
-        equal number of consecutive blocks if the stages divide the blocks.
+        """Returns the numbers of the blocks of one pipeline stage, as a range. If the number of
+        stages divides the number of blocks, all stages have equal numbers of consecutive blocks.
 
         Otherwise the embedding and the loss count as one block each. The first and the last stage
-        then have one block less than the other stages, so they may have none (Llama 3, arXiv
-        2407.21783, section 3.3.2: 126 layers in 128 places).
+        then have one block less than the other stages, possibly none. Llama 3 has this layout, with
+        126 layers in 128 places (arXiv 2407.21783, section 3.3.2).
         """
         share = math.ceil(spec.num_layers / self.num_stages)
         first = stage * share - (share * self.num_stages > spec.num_layers)
@@ -205,8 +218,8 @@ class Plan(Record):
         """Returns the number of blocks that full recomputation repeats in one pipeline stage. They
         are the first blocks of the stage.
 
-        The stages of a device have equal shares of `recompute_layers`. The remainder goes to its
-        first stages, whose activations are kept for the longest time.
+        `recompute_layers` is divided equally among the stages of a device. The remainder goes to
+        the first stages of the device, since their activations are saved for the longest time.
         """
         layers = len(self.stage_layers(spec, stage))
         if self.recompute_layers is None:
@@ -220,27 +233,28 @@ class Plan(Record):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether ZeRO shards over groups of `shard_size` replicas. Each group has a complete copy
-        of the states.
+        """Whether ZeRO shards within groups of `shard_size` replicas (HSDP). Each group has a
+        complete copy of the states.
         """
         return self.shard_size is not None
 
     @property
     def shard_group(self) -> int:
-        """Number of replicas over which ZeRO stages 1 to 3 shard states. It does not depend on the
-        stage.
+        """Number of replicas over which ZeRO stages 1 to 3 shard states. It has this value also at
+        stage 0, at which nothing is sharded.
         """
         return self.shard_size or self.data_parallel
 
     def is_one_of(self, field: str, *names: str) -> bool:
-        """Returns whether a field has one of the values `names`. Rules call this method. `Layouts`
-        has the method for arrays, so rules also work on the layouts of a search.
+        """Returns whether a field has one of the values `names`. Rules call this method instead of
+        comparing. `Layouts` has a method of this name for arrays of layouts, so one rule works on a
+        plan and on a search.
         """
         return getattr(self, field) in names
 
     def kv_replication(self, spec: ModelSpec) -> int:
-        """Returns the number of tensor parallel ranks that hold each key/value head. It is above 1
-        only with an engine that copies key/value heads.
+        """Returns the number of tensor parallel ranks that hold a copy of each key/value head. It
+        can be above 1 only with an engine that copies key/value heads.
         """
         is_multiple = self.tensor_parallel % spec.num_kv_heads == 0
         if not self.capabilities.copies_kv_heads or not is_multiple:
@@ -249,16 +263,16 @@ class Plan(Record):
 
     @property
     def num_microbatches(self) -> int:
-        """Number of micro-batches that each replica runs in one optimizer step."""
+        """Number of micro-batches that each replica computes in one optimizer step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
 
     def check(self, spec: ModelSpec, num_processes: int | None = None) -> None:
-        """Checks that an engine can train `spec` with this plan. If `num_processes` is given, it
-        must be equal to `num_devices`.
+        """Checks that an engine can train the model `spec` with this plan. If `num_processes` is
+        given, it must be equal to `num_devices`.
 
         Raises:
             ConfigError: The number of processes is wrong, or a size of the model is not divisible
-                by a degree of the plan. Or the engine does not support the model or the plan.
+                by a degree of the plan, or the engine does not support the model or the plan.
         """
         for name in self.untrained:
             trained = {"context_parallel": "1", "precision": "bf16"}[name]
@@ -269,12 +283,12 @@ class Plan(Record):
         self.check_shapes(spec, num_processes)
 
     def check_shapes(self, spec: ModelSpec, num_processes: int | None = None) -> None:
-        """Checks that this plan can split `spec`, also for plans that the kit can only estimate and
-        not train.
+        """Checks that this plan can split the model `spec`. Unlike `check`, it accepts plans that
+        the kit can estimate but not train.
 
         Raises:
             ConfigError: The number of processes is wrong, or a size of the model is not divisible
-                by a degree of the plan. Or the engine does not support the model.
+                by a degree of the plan, or the engine does not support the model.
         """
         if num_processes is not None and num_processes != self.num_devices:
             raise ConfigError(

@@ -1,5 +1,5 @@
-"""Recipe: optimizer, learning-rate schedule, data, length and checkpoints of a training run. No
-torch.
+"""Recipe: optimizer, learning-rate schedule, data, length and checkpoints of a training run.
+Imports no torch.
 """
 
 import dataclasses
@@ -10,8 +10,8 @@ from cluster.record import ConfigError, Record, field_doc, must
 from kit.config.spec import above_0
 
 PROFILED = 100
-"""Largest number of profiled steps. The trace of more steps would have hundreds of megabytes, and a
-rank keeps the complete trace in memory before it writes the file."""
+"""Largest number of steps that can be profiled. The trace of more steps would have hundreds of
+megabytes, and a rank keeps the complete trace in memory until it writes the file."""
 
 above_0_or_null = must(lambda number: number > 0, "Give a number above 0, or null.")
 from_0 = must(lambda number: number >= 0, "Give 0 or more.")
@@ -20,35 +20,37 @@ below_1 = must(lambda number: 0 <= number < 1, "Give at least 0 and below 1.")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSource(Record):
-    """One source of a data mix. Its shards are read as a single data set, in a single order."""
+    """One source of a data mix. Its files are read as one data set, in one order."""
 
     paths: tuple[str, ...] = field_doc(
-        "folders made by `kit data build` with the tokenizer of recipe.data, Megatron prefixes"
-        " (PREFIX.bin and .idx) with its vocabulary, or patterns of both (web/part_*)"
+        "token files of the source: folders made by `kit data build` with the tokenizer of"
+        " recipe.data, Megatron prefixes (PREFIX.bin and .idx) with its vocabulary, or patterns"
+        " of both (web/part_*)"
     )
     weight: float = field_doc(
-        "share of the sequences after the last of recipe.phases, in any scale; shares are rounded"
-        " to 1/65,536 of the mix",
+        "weight of the source in the mix after the last of recipe.phases, in any unit; the"
+        " resulting fractions are rounded to 1/65,536 of the sequences",
         default=1.0,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataPhase(Record):
-    """A part of the run with its own weights of the data sources.
+    """A part of the run in which the data sources have other weights.
 
-    A new phase does not restart a source: each source is read on from where the phase before ended.
+    A new phase does not restart a source: reading continues where the phase before ended.
     """
 
     until_tokens: float = field_doc("number of tokens of the run after which the phase ends")
     weights: tuple[float, ...] = field_doc(
-        "weights of the data sources, one for each of recipe.sources; 0: the source is not read"
+        "weights of the data sources in this phase, one for each of recipe.sources; 0: the"
+        " source is not read"
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(Record):
-    """Optimizer, learning-rate schedule, data and checkpoint cadence of one run.
+    """Optimizer, learning-rate schedule, data and checkpoints of one training run.
 
     Example:
 
@@ -63,9 +65,9 @@ class Recipe(Record):
     """
 
     data: str = field_doc(
-        "folder made by `kit data build`, with tokenizer, validation text and, if recipe.sources"
-        " is empty, training text. A pattern of parts of a dataset (web/part_*) reads them as one"
-        " dataset."
+        "folder made by `kit data build`, with tokenizer, validation text and, if"
+        " recipe.sources is empty, training text. A pattern (web/part_*) reads several parts of"
+        " a dataset as one dataset."
     )
     num_steps: int = field_doc(
         "number of optimizer steps of the whole run",
@@ -73,15 +75,16 @@ class Recipe(Record):
         must(lambda steps: steps < 2**53, "Give less than 2**53, which is what metrics can count."),
     )
     learning_rate: float = field_doc(
-        "peak learning rate, reached at the end of warm-up", above_0, default=3e-4
+        "highest learning rate, reached at the end of warm-up", above_0, default=3e-4
     )
     min_learning_rate: float = field_doc(
-        "learning rate at the end of the schedule", from_0, default=3e-5
+        "learning rate at the end of the schedule and after it", from_0, default=3e-5
     )
     schedule: Literal["cosine", "wsd", "constant"] = field_doc(
-        "learning-rate schedule after warm-up. cosine: falls to the floor along a cosine, as in"
-        " the Frontier and HLAT papers. wsd: stays at the peak, then falls linearly (arXiv"
-        " 2404.06395, 2405.18392). constant: stays at the peak to the end.",
+        "learning-rate schedule after warm-up. cosine: falls along a cosine to"
+        " min_learning_rate, as in the Frontier and HLAT papers. wsd: stays at learning_rate,"
+        " then falls linearly (arXiv 2404.06395, 2405.18392). constant: stays at learning_rate"
+        " to the end.",
         default="cosine",
     )
     warmup_steps: int = field_doc("number of steps of linear warm-up", from_0, default=0)
@@ -92,42 +95,45 @@ class Recipe(Record):
         default=None,
     )
     decay_share: float = field_doc(
-        "share of the steps up to decay_steps, counted back from decay_steps, in which wsd falls",
+        "fraction of the steps up to decay_steps, at their end, in which the schedule wsd falls",
         must(lambda share: 0 < share <= 1, "Give a number above 0 up to 1."),
         default=0.1,
     )
     cosine_floor: Literal["rescaled", "clamped"] = field_doc(
-        "shape of the cosine at its floor. rescaled: it ends at the floor, as in Megatron."
-        " clamped: it runs towards zero and stops at the floor, as in HLAT.",
+        "how the cosine reaches min_learning_rate. rescaled: it ends there, as in Megatron."
+        " clamped: it falls towards zero and stops there, as in HLAT.",
         default="rescaled",
     )
     beta1: float = field_doc("AdamW: decay of the first moment", below_1, default=0.9)
     beta2: float = field_doc("AdamW: decay of the second moment", below_1, default=0.95)
     eps: float = field_doc("AdamW: number added to the denominator", above_0, default=1e-8)
     weight_decay: float = field_doc(
-        "AdamW: weight decay of every weight, norms included, as in HLAT", from_0, default=0.1
+        "AdamW: weight decay of all weights, including norms, as in HLAT", from_0, default=0.1
     )
     gradient_clip: float | None = field_doc(
-        "largest global gradient norm, to which larger gradients are scaled down; null: no"
-        " clipping",
+        "largest norm of all gradients; gradients with a larger norm are scaled down to it;"
+        " null: no clipping",
         above_0_or_null,
         default=1.0,
     )
-    seed: int = field_doc("seed of the initial weights and of the data order", default=1234)
+    seed: int = field_doc(
+        "seed from which the initial weights and the data order are computed", default=1234
+    )
     validation_every: int | None = field_doc(
-        "number of steps between computations of the validation loss; default: none is computed",
+        "number of steps from one computation of the validation loss to the next; default: it"
+        " is never computed",
         above_0_or_null,
         default=None,
     )
     validation_sequences: int = field_doc(
-        "number of validation sequences per validation loss, limited by the size of the"
-        " validation set; the selection never changes",
+        "number of sequences over which the validation loss is computed, at most the size of"
+        " the validation set; they are always the same sequences",
         above_0,
         default=64,
     )
     checkpoint_every: int | None = field_doc(
-        "number of steps between checkpoints; the last step always has a checkpoint; default:"
-        " only the last step",
+        "number of steps from one checkpoint to the next; the last step always has a"
+        " checkpoint; default: only the last step",
         above_0_or_null,
         default=None,
     )
@@ -142,49 +148,51 @@ class Recipe(Record):
     )
     hung_after_s: float | None = field_doc(
         "seconds after which a step counts as hung and its rank ends the attempt, if it also"
-        " takes 10 times as long as the steps before; default above 64 ranks: 600; null or engine"
-        " neuron: no limit",
+        " takes 10 times as long as the longest recent step; default above 64 ranks: 600; null"
+        " or engine neuron: no limit",
         above_0_or_null,
         default=150.0,
     )
     keep_last: int = field_doc("number of newest checkpoints that are kept", above_0, default=2)
     keep_every: int | None = field_doc(
-        "interval in steps: checkpoints at its multiples are never deleted; default: only"
-        " keep_last counts",
+        "interval in steps: checkpoints at multiples of it are never deleted; default: only the"
+        " newest keep_last checkpoints are kept",
         above_0_or_null,
         default=None,
     )
     mask_documents: bool = field_doc(
-        "whether attention ends at the end of each document, as in Llama 3 (arXiv 2407.21783,"
-        " 3.2). Positions continue through a sequence. The Frontier and HLAT papers train without"
-        " it. Needs engine native and no pipeline.",
+        "whether tokens attend only to their own document, as in Llama 3 (arXiv 2407.21783,"
+        " 3.2). Positions are counted through the whole sequence. The Frontier and HLAT papers"
+        " train without it. Needs engine native and no pipeline.",
         default=False,
     )
     init_from: str | None = field_doc(
-        "folder in Hugging Face's format (config.json, *.safetensors) with the weights before"
-        " step 1 (engines native and deepspeed); null: random initialisation",
+        "folder in Hugging Face's format (config.json, *.safetensors) whose weights the run"
+        " starts from (engines native and deepspeed); null: random initial weights",
         default=None,
     )
     hook: str | None = field_doc(
-        "Python file with on_step(state) -> dict of numbers for the metrics, see"
-        " kit/trainer/hook.py. Each launch and resume copies it into the run directory as"
-        " hook.py. It may import modules beside the original file if the job can read that"
-        " folder.",
+        "Python file with on_step(state) -> dict of numbers, which are added to the metrics of"
+        " each step (kit/trainer/hook.py). Each launch and resume copies it into the run"
+        " directory as hook.py. It may import modules from the folder of the original file if"
+        " the job can read that folder.",
         default=None,
     )
     profile_steps: tuple[int, int] | None = field_doc(
-        "first and last step to record into RUN/profile, for ui.perfetto.dev: at most 100 steps"
-        " (engines native and deepspeed); default: none is recorded",
+        "first and last step that the profiler records into RUN/profile, for ui.perfetto.dev:"
+        " at most 100 steps (engines native and deepspeed); default: none is recorded",
         default=None,
     )
     profile_ranks: tuple[int, ...] = field_doc(
-        "ranks whose steps are recorded by the profiler", default=(0,)
+        "ranks whose steps the profiler records", default=(0,)
     )
     sources: tuple[DataSource, ...] = field_doc(
-        "data sources to mix for training; default: the training text in recipe.data", default=()
+        "data sources that are mixed for training; default: the training text in recipe.data",
+        default=(),
     )
     phases: tuple[DataPhase, ...] = field_doc(
-        "phases at the start of the run with other weights of the sources, in order", default=()
+        "phases at the start of the run in which the sources have other weights, in order",
+        default=(),
     )
 
     def __post_init__(self) -> None:
@@ -240,7 +248,8 @@ class Recipe(Record):
     def learning_rate_at(self, step: int) -> float:
         """Returns the learning rate of optimizer step `step`. The first step is 1.
 
-        It rises linearly to the peak during warm-up. Then it depends on `schedule`:
+        During warm-up it rises linearly to the peak, `learning_rate`. The floor is
+        `min_learning_rate`. After warm-up the result depends on `schedule`:
 
         - `constant`: It stays at the peak.
         - `wsd`: It stays at the peak, and falls linearly to the floor in the last `decay_share` of
@@ -250,7 +259,7 @@ class Recipe(Record):
           (NeMo, Megatron). With `clamped` it runs towards zero and stops at the floor: max(floor,
           peak c), as in HLAT's released scheduler. The clamped cosine reaches the floor earlier.
 
-        After `decay_steps`, `wsd` and `cosine` stay at the floor, `min_learning_rate`.
+        After `decay_steps`, `wsd` and `cosine` stay at the floor.
         """
         if 0 < self.warmup_steps >= step:
             return self.learning_rate * step / self.warmup_steps

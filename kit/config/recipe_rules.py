@@ -1,4 +1,4 @@
-"""Rules that a recipe must obey under the engine and layout of a plan. No torch."""
+"""Rules for a recipe together with the engine and layout of a plan. Imports no torch."""
 
 from kit.config.plan import Plan, refuse
 from kit.config.recipe import Recipe
@@ -6,8 +6,8 @@ from kit.config.rules import Rule
 
 
 def _only_native_takes_back(name: str, allowed: str) -> Rule:
-    """Returns the rule that field `name` of the recipe is neither `skip` nor `roll_back` with an
-    engine that cannot undo a step. Only engine native can.
+    """Returns the rule that field `name` of the recipe must not be `skip` or `roll_back` with an
+    engine that cannot drop the update of a step. Only engine native can.
     """
     return Rule(
         applies_to=lambda engine: not engine.can_drop_update,
@@ -65,13 +65,13 @@ RECIPE_RULES = (
     _only_native_takes_back("on_nan", "'stop'"),
     _only_native_takes_back("on_spike", "'ignore' or 'stop'"),
 )
-"""Rules whose functions take (recipe, plan). Reasons of two rules: DeepSpeed and NxD apply an
-update before its loss can be judged, or cannot load a checkpoint twice. Masks of documents need the
-tokens that end documents, which only the first pipeline stage reads."""
+"""Rules whose functions take (recipe, plan). The reasons of the last three rules: DeepSpeed and NxD
+apply an update before its loss can be judged, or cannot load a checkpoint twice. To mask documents,
+a stage needs the tokens that end documents, which only the first pipeline stage reads."""
 
 
 def check_recipe(recipe: Recipe, plan: Plan) -> None:
-    """Raises ConfigError if the recipe has a setting that the plan's engine or layout does not
-    support.
+    """Raises ConfigError if the engine or the layout of the plan does not support a setting of the
+    recipe.
     """
     refuse(RECIPE_RULES, plan.capabilities, recipe, plan)

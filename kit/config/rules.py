@@ -1,4 +1,5 @@
-"""The rules of a plan. Each rule has the condition that breaks it and its error message.
+"""The rules of a plan. Each rule has a condition that is true if the rule is broken, and an error
+message.
 
 A plan is checked in four places:
 
@@ -10,10 +11,11 @@ A plan is checked in four places:
 
 `kit.launcher.prepare` makes all of these checks before a launch.
 
-`Rule.breaks` uses attributes that both `Plan` and `kit.estimate.theory.layouts.Layouts` have. They
-are single values of one plan or arrays of many layouts. One rule therefore refuses a plan and masks
-the candidates of a search. It uses only comparisons, arithmetic, `&` and `|`, which have one
-meaning for values and arrays. The operators `~`, `and` and `or` have not.
+`Rule.breaks` uses only attributes that both `Plan` and `kit.estimate.theory.layouts.Layouts` have.
+In a Plan an attribute is one value. In Layouts it is an array with one value per layout of a
+search. Therefore one rule both rejects a plan and marks the forbidden layouts of a search. Rules
+must use only comparisons, arithmetic, `&` and `|`, which work equally on values and arrays. The
+operators `~`, `and` and `or` do not.
 """
 
 import dataclasses
@@ -25,24 +27,26 @@ from kit.engines.capabilities import Capabilities
 
 MULTI_STAGE_SCHEDULES = ("interleaved", "zero_bubble", "zbv")
 SPLIT_SCHEDULES = ("zero_bubble", "zbv")
-"""Schedules that split the backward pass into two halves: input gradients and weight gradients."""
+"""Schedules that split the backward pass into two halves: gradients of inputs, and gradients of
+weights."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One rule for a plan (`PLAN_RULES`), for a plan and a model (`kit.config.model_rules`), or for
-    a recipe and a plan (`kit.config.recipe_rules`).
+    """One rule: for a plan (`PLAN_RULES`), for a plan and a model (`kit.config.model_rules`), or
+    for a recipe and a plan (`kit.config.recipe_rules`).
     """
 
     breaks: Callable[..., Any]
-    """Function that takes (plan), (plan, spec) or (recipe, plan) and returns whether the rule is
-    broken. With layouts in place of the plan it returns a boolean mask of them."""
+    """Function that takes (plan), (plan, spec) or (recipe, plan), and returns whether the rule is
+    broken. If `Layouts` are passed as the plan, it returns a boolean array with one value per
+    layout."""
     sentence: Callable[..., str]
     """Function that takes the arguments of `breaks` and returns the error message: the field, its
-    value, what is allowed, what to do."""
+    value, what is allowed, and what to do."""
     applies_to: Callable[[Capabilities], bool] = lambda _: True
-    """Function that returns whether the rule applies to an engine, by the engine's capabilities.
-    By default a rule applies to all engines."""
+    """Function that takes the capabilities of an engine and returns whether the rule applies to
+    this engine. By default a rule applies to all engines."""
 
 
 def _with_engine(
@@ -51,8 +55,8 @@ def _with_engine(
     breaks: Callable[[Any], Any],
     reason: str,
 ) -> Rule:
-    """Returns a rule for the engines of `applies_to`. Its error message names the engine, the
-    field, the value and `reason`.
+    """Returns a rule for the engines that `applies_to` selects. Its error message contains the
+    engine, the field, the value and `reason`.
     """
     return Rule(
         applies_to=applies_to,
@@ -65,7 +69,9 @@ def _with_engine(
 
 
 def _shards(breaks: Callable[[Any], Any], reason: Callable[[Any], str], **kwargs: Any) -> Rule:
-    """Returns a rule for plans with a `shard_size`. The error message ends with `reason`."""
+    """Returns a rule for plans that have a `shard_size`. Its error message ends with the result of
+    `reason`.
+    """
     return Rule(
         breaks=lambda plan: plan.is_hybrid & breaks(plan),
         sentence=lambda plan: f"plan.shard_size: {plan.shard_size} is not allowed {reason(plan)}.",
@@ -74,7 +80,7 @@ def _shards(breaks: Callable[[Any], Any], reason: Callable[[Any], str], **kwargs
 
 
 def _piped(breaks: Callable[[Any], Any], sentence: Callable[[Any], str]) -> Rule:
-    """Returns a rule for plans with a pipeline of at least two devices."""
+    """Returns a rule for plans with pipeline parallelism, so with at least two pipeline devices."""
     return Rule(breaks=lambda plan: (plan.pipeline_parallel > 1) & breaks(plan), sentence=sentence)
 
 
@@ -158,9 +164,9 @@ PLAN_RULES = (
             " Raise global_batch_size or lower micro_batch_size."
         ),
     ),
-    # Reason for this rule and the next, measured with torch 2.13: recomputation runs once for each
-    # half of the backward pass, and selective recomputation fails. With ZeRO 3 the second half
-    # reads weights that are already dropped, so gradients are silently wrong.
+    # The reason for this rule and the next rule was measured with torch 2.13. Recomputation runs
+    # once for each half of the backward pass, and selective recomputation fails. With ZeRO 3, the
+    # second half reads weights that are already freed, so gradients are wrong without an error.
     _piped(
         lambda plan: (
             plan.is_one_of("schedule", *SPLIT_SCHEDULES)
@@ -235,7 +241,7 @@ PLAN_RULES = (
         "its Frontier recipe has none; turn it off",
     ),
     # Torch's selective recomputation identifies operations by their order. ZeRO 3 changes the
-    # order, since it gathers and drops weights.
+    # order, since it gathers and frees weights.
     _with_engine(
         lambda engine: not engine.selective_recompute_with_zero_3,
         "recompute",
@@ -260,8 +266,8 @@ PLAN_RULES = (
         lambda plan: plan.compile,
         "compiled blocks were not tried under it; turn it off",
     ),
-    # Measured with DeepSpeed 0.19.8: in bf16 at stage 0 gradients are not summed in fp32, and the
-    # result deviates by 8e-3.
+    # Measured with DeepSpeed 0.19.8: in bf16 at ZeRO stage 0, gradients are not summed in fp32, and
+    # the result deviates by 8e-3.
     _with_engine(
         lambda engine: not engine.bf16_without_zero,
         "precision",
@@ -284,4 +290,5 @@ PLAN_RULES = (
         "its graphs are compiled by neuronx-cc; turn it off",
     ),
 )
-"""Rules of a plan alone, in the order of the checks. A rule may rely on all earlier rules."""
+"""Rules for a plan alone, in the order in which they are checked. A rule may assume that all
+earlier rules are satisfied."""

@@ -1,8 +1,9 @@
-"""ModelSpec: the shapes of a decoder, its parameter count and its FLOPs per token. No torch.
+"""ModelSpec: the sizes of a decoder-only transformer, its number of parameters and its FLOPs per
+token. Imports no torch.
 
-Notation in formulas: L is the number of layers (blocks), h the hidden size, a the number of heads.
-k is the number of key/value heads, d the head size (h = a d), f the feed-forward size. V is the
-vocabulary size, s the sequence length.
+Notation in formulas: L is the number of layers (transformer blocks), h the hidden size, a the
+number of heads. k is the number of key/value heads, d the head size (h = a d), f the feed-forward
+size. V is the vocabulary size, s the sequence length.
 """
 
 import dataclasses
@@ -18,49 +19,51 @@ above_0 = must(lambda number: number > 0, "Give a number above 0.")
 
 
 class FlopBasis(enum.Enum):
-    """Definition of the FLOPs per token that a published FLOP/s number counts.
+    """Definitions of the FLOPs per token from which published FLOP/s are computed.
 
-    MODEL is the kit's definition. The other definitions are from papers and other code. Formulas
-    use the notation of this module.
+    MODEL is the kit's definition. The other definitions are from papers and from other code. The
+    formulas use the letters that this module defines.
     """
 
     MODEL = "model"
-    """6 x matmul parameters + 12 L h s. The output projection counts, the embedding look-up does
-    not. The full attention map counts, causal or not."""
+    """6 x matmul parameters + 12 L h s. The output projection is included, the embedding look-up is
+    not. Attention is counted without the causal mask, for all pairs of tokens."""
     MEGATRON = "megatron"
-    """72 L h^2 (1 + s/6h + V/12Lh): equation 3 of Narayanan et al. 2021 (arXiv 2104.04473) without
-    its recomputation."""
+    """72 L h^2 (1 + s/6h + V/12Lh): equation 3 of Narayanan et al. 2021 (arXiv 2104.04473), without
+    the recomputation that this equation contains."""
     MEGATRON_RECOMPUTE = "megatron_recompute"
-    """96 L h^2 (1 + s/6h + V/16Lh): equation 3 of Narayanan et al. 2021, which has one more forward
-    pass than MEGATRON for recomputation. It counts hardware FLOPs. The Frontier paper's code prints
-    this number (`throughput_calculator` of Megatron-DeepSpeed with activation checkpointing)."""
+    """96 L h^2 (1 + s/6h + V/16Lh): equation 3 of Narayanan et al. 2021. It contains one more
+    forward pass than MEGATRON, for recomputation, so it counts hardware FLOPs. The Frontier paper's
+    code prints this number (`throughput_calculator` of Megatron-DeepSpeed with activation
+    checkpointing)."""
     NXDT = "nxdt"
     """3 x the FLOPs of the forward pass, as AWS Neuron's training library counts them. The
-    embedding counts as a second h x V matrix product, and the softmax counts too."""
+    embedding counts as a second matrix product of size h x V. The softmax is included."""
     SIX_N = "six_n"
-    """6 x all parameters. This convention gives the statement "120 million exaFLOP for 1T
-    parameters on 20T tokens"."""
+    """6 x all parameters. The often quoted number of 120 million exaFLOP for 1T parameters on 20T
+    tokens uses this definition."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling(Record):
-    """Scaling of rotary frequencies for longer sequences as in Llama 3.1 (arXiv 2407.21783). The
+    """Scaling of rotary frequencies for longer sequences, as in Llama 3.1 (arXiv 2407.21783). The
     fields have Hugging Face's names.
     """
 
     factor: float = field_doc("factor by which low frequencies are divided", default=8.0)
     low_freq_factor: float = field_doc(
-        "number of turns over original_max_position_embeddings tokens up to which a frequency is"
-        " low and divided by `factor`",
+        "a frequency with at most this number of turns over original_max_position_embeddings"
+        " tokens is low, and is divided by `factor`",
         default=1.0,
     )
     high_freq_factor: float = field_doc(
-        "number of turns over original_max_position_embeddings tokens from which a frequency is"
-        " not changed",
+        "a frequency with at least this number of turns over original_max_position_embeddings"
+        " tokens is not changed",
         default=4.0,
     )
     original_max_position_embeddings: int = field_doc(
-        "sequence length before the extension, in tokens", default=8192
+        "sequence length, in tokens, for which the model was trained before the scaling",
+        default=8192,
     )
 
     def __post_init__(self) -> None:
@@ -74,18 +77,19 @@ class RopeScaling(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSpec(Record):
-    """The shapes of one decoder-only transformer (GPT or Llama family)."""
+    """All sizes and variants of one decoder-only transformer (GPT or Llama family)."""
 
     name: str = field_doc("name of the model")
     num_layers: int = field_doc("number of transformer blocks", above_0)
     hidden_size: int = field_doc("width of the residual stream", above_0)
     num_heads: int = field_doc("number of query heads", above_0)
     num_kv_heads: int = field_doc(
-        "number of key/value heads; fewer than num_heads: grouped-query attention", above_0
+        "number of key/value heads; if fewer than num_heads, attention is grouped-query attention",
+        above_0,
     )
     ffn_hidden_size: int = field_doc("width inside the feed-forward block", above_0)
-    vocab_size: int = field_doc("number of rows of the embedding, padding included", above_0)
-    sequence_length: int = field_doc("longest sequence, in tokens", above_0)
+    vocab_size: int = field_doc("number of tokens in the vocabulary, including padding", above_0)
+    sequence_length: int = field_doc("length of the longest sequence, in tokens", above_0)
     norm: Literal["layernorm", "rmsnorm"] = field_doc(
         "type of the normalisation layers, which come before attention, before feed-forward and"
         " after the last block"
@@ -109,8 +113,8 @@ class ModelSpec(Record):
     )
     init_std: float = field_doc("standard deviation of the initial weights", above_0, default=0.02)
     scaled_init: bool = field_doc(
-        "whether the initial weights of projections to the residual stream are divided by sqrt(2"
-        " L), with L transformer blocks",
+        "whether the initial weights of the output projections of attention and feed-forward"
+        " are divided by sqrt(2 L), with L transformer blocks",
         default=True,
     )
 
@@ -137,7 +141,7 @@ class ModelSpec(Record):
         embeddings. `shapes` are fields of ModelSpec and may replace these defaults.
 
         Raises:
-            ConfigError: A shape is missing, unknown, or inconsistent with another shape.
+            ConfigError: A field is missing, unknown, or inconsistent with another field.
         """
         defaults: dict[str, Any] = dict(
             norm="layernorm",
@@ -156,7 +160,7 @@ class ModelSpec(Record):
         embeddings. `shapes` are fields of ModelSpec and may replace these defaults.
 
         Raises:
-            ConfigError: A shape is missing, unknown, or inconsistent with another shape.
+            ConfigError: A field is missing, unknown, or inconsistent with another field.
         """
         defaults: dict[str, Any] = dict(
             norm="rmsnorm",
@@ -170,11 +174,11 @@ class ModelSpec(Record):
 
     @classmethod
     def preset(cls, name: str) -> Self:
-        """Returns the spec of a model in PRESETS: `demo`, the GPTs of the Frontier paper, HLAT's
-        Llamas, or public references.
+        """Returns the spec of a named model. PRESETS has `demo`, the GPTs of the Frontier paper,
+        HLAT's Llamas, and public models.
 
         Raises:
-            ConfigError: No preset has that name.
+            ConfigError: No preset has this name.
         """
         if name not in PRESETS:
             raise ConfigError(f"spec.preset: {name!r} is unknown. {_suggestion(name)}")
@@ -183,7 +187,7 @@ class ModelSpec(Record):
 
     @property
     def family(self) -> Literal["gpt", "llama"]:
-        """Family of the model: `llama` if its positions are rotary, and otherwise `gpt`."""
+        """Family of the model: `llama` if its positions are rotary, otherwise `gpt`."""
         return "llama" if self.positions == "rotary" else "gpt"
 
     @property
@@ -193,15 +197,16 @@ class ModelSpec(Record):
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward block has a gate beside its up projection."""
+        """Whether the feed-forward block has a gate projection in addition to its up projection."""
         return self.activation == "swiglu"
 
     # Parameters -----------------------------------------------------------------------------------
 
     @property
     def matmul_params_per_layer(self) -> int:
-        """Number of weights of one block that multiply activations. Attention has 2 h^2 + 2 h k d,
-        the feed-forward block 2 h f, or 3 h f with a gate. The module defines the letters.
+        """Number of weights of one block that are multiplied with activations. Attention has 2 h^2
+        + 2 h k d of them, and the feed-forward block 2 h f, or 3 h f with a gate. The letters are:
+        hidden size h, key/value heads k, head size d, feed-forward size f.
         """
         attention = (
             2 * self.hidden_size**2 + 2 * self.hidden_size * self.num_kv_heads * self.head_size
@@ -211,13 +216,13 @@ class ModelSpec(Record):
 
     @property
     def params_per_layer(self) -> int:
-        """Number of weights of one block, with norms and biases."""
+        """Number of weights of one block, including norms and biases."""
         return self.matmul_params_per_layer + 2 * self._norm_params + self._biases_per_layer
 
     @property
     def _biases_per_layer(self) -> int:
-        """Number of biases of one block, norms excluded: of queries, keys and values, the attention
-        output, and the two or three feed-forward projections.
+        """Number of biases of one block, without norms: biases of queries, keys and values, of the
+        attention output, and of the two or three feed-forward projections.
         """
         if not self.bias:
             return 0
@@ -228,19 +233,21 @@ class ModelSpec(Record):
 
     @property
     def _norm_params(self) -> int:
-        """Number of weights of one norm. LayerNorm has biases, too."""
+        """Number of weights of one norm. LayerNorm has biases in addition."""
         return 2 * self.hidden_size if self.norm == "layernorm" else self.hidden_size
 
     @property
     def embedding_params(self) -> int:
-        """Number of weights of the token embedding and of learned positions."""
+        """Number of weights of the token embedding and, if positions are learned, of the position
+        embedding.
+        """
         learned = self.sequence_length * self.hidden_size if self.positions == "learned" else 0
         return self.vocab_size * self.hidden_size + learned
 
     @property
     def output_params(self) -> int:
-        """Number of weights of the final norm and of the output projection. A tied projection has
-        no weights of its own.
+        """Number of weights of the final norm and of the output projection. A projection that is
+        tied to the embedding is not counted.
         """
         if self.tied_embeddings:
             return self._norm_params
@@ -254,14 +261,14 @@ class ModelSpec(Record):
     # FLOPs ----------------------------------------------------------------------------------------
 
     def flops_per_token(self, basis: FlopBasis = FlopBasis.MODEL) -> float:
-        """Returns the training FLOPs per token, forward and backward, at the full sequence length
-        in the given basis.
+        """Returns the training FLOPs per token, forward and backward, at the full sequence length.
+        `basis` selects the definition of FLOPs.
 
-        The kit's MFU uses `FlopBasis.MODEL`, 6 x matmul parameters + 12 L h s. The factor 6 is 2
-        FLOPs per weight in the forward pass and 4 in the backward pass, for the gradients of input
-        and weight. The term 12 L h s is 6 times the two s x s products of attention, each of width
-        h. The full attention map counts, causal or not. Source: PaLM (arXiv 2204.02311), appendix
-        B.
+        The kit's MFU uses `FlopBasis.MODEL`: 6 x matmul parameters + 12 L h s, with L layers,
+        hidden size h and sequence length s. The factor 6 is 2 FLOPs per weight in the forward pass,
+        and 4 in the backward pass for the gradients of input and weight. The term 12 L h s is 6
+        times the two s x s products of attention, each of width h. Attention is counted without the
+        causal mask, for all pairs of tokens. Source: PaLM (arXiv 2204.02311), appendix B.
         """
         L = self.num_layers  # noqa: N806
         h = self.hidden_size
@@ -289,21 +296,22 @@ class ModelSpec(Record):
         whole: bool,
         layers: int | None = None,
     ) -> float:
-        """Returns the FLOPs per token that the devices execute, for HFU: the model FLOPs and the
+        """Returns the FLOPs per token that the devices execute, for HFU: the model FLOPs plus the
         FLOPs of recomputation.
 
-        `full` repeats the forward pass of all blocks, or of `layers` blocks
-        (`Plan.recomputed_layers`). Each repetition of a block has 2 x its matmul weights + 4 h s
-        FLOPs. The module defines the letters h, s and f.
+        `recompute` 'full' repeats the forward pass of all blocks, or of `layers` blocks
+        (`Plan.recomputed_layers`). To repeat a block takes 2 x its matmul weights + 4 h s FLOPs,
+        with hidden size h and sequence length s.
 
-        With `whole`, blocks are repeated to their end. Megatron's reentrant checkpoint does that,
-        and the kit if `Plan.recomputes_whole`. Otherwise the last matrix product is not repeated,
-        which saves 2 h f FLOPs per block. Torch's non-reentrant checkpoint stops once it has the
-        last tensor that the backward pass needs
-        (`torch.utils.checkpoint.set_checkpoint_early_stop`).
+        If `whole` is True, blocks are repeated to their end. Megatron's reentrant checkpoint does
+        this, and so does the kit if `Plan.recomputes_whole` is True. Otherwise the last matrix
+        product of a block is not repeated, which saves 2 h f FLOPs per block, with feed-forward
+        size f. Torch's non-reentrant checkpoint stops as soon as it has the last tensor that the
+        backward pass needs (`torch.utils.checkpoint.set_checkpoint_early_stop`).
 
-        `selective` repeats only element-wise operations (norms, rotary positions, activation). No
-        FLOP basis counts these operations, so the result is equal to the model FLOPs.
+        `recompute` 'selective' repeats only element-wise operations (norms, rotary positions,
+        activation). No definition of FLOPs counts these operations, so the result is equal to the
+        model FLOPs.
         """
         if recompute != "full":
             return self.flops_per_token()
@@ -343,14 +351,16 @@ def _divisors(number: int) -> str:
 PRESETS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("presets.toml").read_text(encoding="utf-8")
 )
-"""Shapes and family of each named model, by name. The sources are in the file presets.toml."""
+"""Family and sizes of each named model, by name of the model. Sources are given in the file
+presets.toml."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([mbt])\b")
 
 
 def _suggestion(name: str) -> str:
-    """Returns the end of an error message about an unknown preset. It suggests the presets of the
-    size in the name, or the preset with the closest name if the name contains no size.
+    """Returns the end of an error message about an unknown preset. If the name contains a size such
+    as 7b, it suggests the presets of this size. Otherwise it suggests the preset with the closest
+    name.
     """
     size = _SIZE.search(name.lower())
     if size is None:

@@ -1,5 +1,5 @@
-"""Builds the engine of a plan (`Engine` in engine.py), and checks whether installed packages and
-site can run it.
+"""Builds the engine of a plan (`Engine` in engine.py), and checks whether the installed packages
+and the site's devices can run this engine.
 """
 
 import importlib.metadata
@@ -27,12 +27,12 @@ def build_engine(
     initialise: bool = True,
     document_end: int | None = None,
 ) -> "Engine":
-    """Returns the engine that the plan names.
+    """Returns the engine that the plan names, for this rank.
 
     The process group must have `plan.num_devices` ranks, and `Plan.check` must have accepted the
     plan for the model. If `initialise` is False, the weights stay unset until a checkpoint is
-    loaded. With `document_end`, the token that ends a document, the native engine restricts
-    attention to tokens of the same document.
+    loaded. `document_end` is the token that ends a document. If it is given, the native engine
+    restricts attention to tokens of the same document.
 
     Raises:
         ConfigError: The installed torch or the environment cannot run the plan.
@@ -58,8 +58,8 @@ def build_engine(
 def check_engine(plan: Plan, *, here: bool = False) -> None:
     """Raises an error if the installed packages cannot run the plan's engine.
 
-    For engine neuron, NxD is imported: in a child process, or in this process if `here` is True. A
-    rank passes `here`.
+    Engine neuron is checked by an import of NxD: in a child process, or in this process if `here`
+    is True. A training rank passes True, since it must not start a second process on its cores.
 
     Raises:
         MissingPackageError: The engine's package is not installed or not supported.
@@ -100,7 +100,7 @@ def check_site(spec: ModelSpec, plan: Plan, site: Site) -> None:
     """Raises ConfigError if the plan's engine cannot train the model on the devices of the site."""
     device = site.device.name
     platform = site.device.trainium
-    # A local site may be a Trainium host whose site file does not name the platform.
+    # A local site may be a Trainium host whose site file does not name the Trainium platform.
     elsewhere = site.device.is_gpu or (platform is None and site.scheduler != "local")
     if plan.engine == "neuron" and elsewhere:
         raise ConfigError(

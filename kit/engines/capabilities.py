@@ -1,5 +1,5 @@
-"""Capabilities of each engine. Rules, planner, launcher and trainer query these records instead of
-comparing engine names.
+"""Capabilities of each engine, as one record per engine. Rules, planner, launcher and trainer read
+these records instead of comparing engine names.
 """
 
 import dataclasses
@@ -12,33 +12,38 @@ DEFAULT_ENGINE: EngineName = "native"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Capabilities of one engine. The defaults describe an engine without restrictions."""
+    """Capabilities of one engine. The default values describe an engine without restrictions."""
 
     # Plans that the engine trains
     scales_loss: bool = False
-    """Whether the engine scales the loss. Without loss scaling, fp16 loses small gradients."""
+    """Whether the engine scales the loss in fp16. Without loss scaling, small gradients are rounded
+    to zero in fp16."""
     max_zero_stage: int = 3
     """Highest ZeRO stage that the engine supports."""
     max_zero_stage_with_pipeline: int = 3
     """Highest ZeRO stage that the engine supports with pipeline parallelism."""
     shards_within_groups: bool = True
-    """Whether ZeRO may shard over fewer than all replicas (`Plan.shard_size`)."""
+    """Whether ZeRO may shard over a subset of the replicas (`Plan.shard_size`)."""
     schedules_other_than_1f1b: bool = True
     """Whether the engine's pipeline runs schedules other than 1F1B."""
     splits_ends_of_model: bool = True
-    """Whether embedding and loss may count as one layer each when layers are assigned to stages."""
+    """Whether embedding and loss may count as one layer each when layers are assigned to pipeline
+    stages."""
     sequence_parallel: bool = True
-    """Whether the engine can split activations between matrix products along the sequence."""
+    """Whether the engine supports sequence parallelism: activations between matrix products are
+    split along the sequence."""
     copies_kv_heads: bool = False
-    """Whether several tensor parallel ranks may hold a copy of one key/value head."""
+    """Whether a key/value head may be copied to several tensor parallel ranks. This is needed if
+    there are more ranks than key/value heads."""
     bf16_without_zero: bool = True
-    """Whether the engine trains in bf16 at ZeRO stage 0. DeepSpeed would sum gradients in bf16 at
-    this stage."""
+    """Whether the engine trains in bf16 at ZeRO stage 0. DeepSpeed does not: at this stage it would
+    sum gradients in bf16."""
     pure_bf16_without_zero: bool = False
-    """Whether bf16 at ZeRO stage 0 means stochastic rounding and no fp32 copies of the weights."""
+    """Whether training in bf16 at ZeRO stage 0 uses stochastic rounding and no fp32 copies of the
+    weights."""
     selective_recompute_with_zero_3: bool = True
-    """Whether selective recomputation works with ZeRO 3, which gathers weights and frees them
-    again."""
+    """Whether selective recomputation works with ZeRO 3, which gathers weights for each use and
+    then frees them."""
     recomputes_some_blocks: bool = True
     """Whether the engine can recompute only some of the blocks (`Plan.recompute_layers`)."""
     compiles_blocks: bool = True
@@ -48,33 +53,35 @@ class Capabilities:
 
     # Recipes that the engine trains
     can_drop_update: bool = True
-    """Whether the loss of a step can be judged before its update, and a checkpoint can be loaded
-    again during training."""
+    """Whether the engine can judge the loss of a step before its update, and load a checkpoint
+    again during training. Both are needed to drop the update of a bad step."""
     starts_from_weights: bool = True
     """Whether a run may start from the weights of a Hugging Face folder."""
     torch_profiler: bool = True
-    """Whether torch's profiler records the device."""
+    """Whether torch's profiler records operations on the engine's devices."""
     masks_documents: bool = True
-    """Whether tokens may be restricted to attend to their own document."""
+    """Whether the engine can restrict each token's attention to the token's own document."""
 
     # How the engine runs
     works_ahead: bool = False
-    """Whether a GPU may work on a step while the host launches the next step."""
+    """Whether a GPU may still compute a step while the host launches the next step."""
     portable_checkpoints: bool = True
-    """Whether checkpoints can be read by other engines and with other layouts."""
+    """Whether other engines and other layouts (degrees of parallelism) can read the engine's
+    checkpoints."""
     runs_on_trainium: bool = False
-    """Whether the engine trains on Trainium, through graphs that neuronx-cc may compile at any
-    step. Other engines train on GPUs and CPUs."""
+    """Whether the engine trains on Trainium. There, neuronx-cc may compile a new graph at any step.
+    Other engines train on GPUs and CPUs."""
     validates_whole_batches: bool = False
-    """Whether the engine computes the validation loss of whole global batches only."""
+    """Whether the engine computes the validation loss only of whole global batches."""
 
     # What the planner assumes
     is_torch_native: bool = False
-    """Whether the kit's own decoder runs under torch's FSDP2, DTensor and pipelining."""
+    """Whether the engine runs the kit's own decoder with torch's FSDP2, DTensor and pipelining."""
     flash_attention: int = 2
-    """Version of fused attention. 0 means that the attention scores are written to memory."""
+    """Version of FlashAttention, the fused attention, that the engine uses. 0 means unfused
+    attention, which writes the attention scores to memory."""
     memory_model: Literal["torch", "deepspeed", "megatron"] = "torch"
-    """Code base whose activations and buffers the memory estimate assumes
+    """Code base whose activations and buffers the planner's memory estimate assumes
     (`kit.estimate.theory.activations`)."""
     searched_zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     """ZeRO stages that the planner searches unless the user names others."""
@@ -82,7 +89,8 @@ class Capabilities:
 
 CAPABILITIES: dict[EngineName, Capabilities] = {
     "native": Capabilities(works_ahead=True, is_torch_native=True),
-    # The restrictions come from the Frontier recipe, or were measured with DeepSpeed 0.19.8.
+    # The restrictions come from the Frontier recipe (arXiv 2312.12705), or were measured with
+    # DeepSpeed 0.19.8.
     "deepspeed": Capabilities(
         scales_loss=True,
         max_zero_stage_with_pipeline=1,
@@ -98,9 +106,9 @@ CAPABILITIES: dict[EngineName, Capabilities] = {
         masks_documents=False,
         memory_model="deepspeed",
     ),
-    # NxD's attention writes the scores to memory, as HLAT's did, and its layers follow
-    # Megatron-LM's. At ZeRO stage 0 there are no fp32 master weights. The user may choose this
-    # lower precision, but the planner does not search it.
+    # The attention of NxD writes the scores to memory, as the attention of HLAT did. The layers of
+    # NxD follow those of Megatron-LM. Training at ZeRO stage 0 has no fp32 master weights. The user
+    # may choose this lower precision, but the planner does not search ZeRO stage 0.
     "neuron": Capabilities(
         max_zero_stage=1,
         shards_within_groups=False,

@@ -1,5 +1,5 @@
-"""A run's configuration in the format of its engine, as files of the run directory. Imports no
-torch.
+"""A run's configuration in the format that its engine's library reads, as files of the run
+directory. Imports no torch.
 """
 
 import json
@@ -17,9 +17,9 @@ DEEPSPEED, MEGATRON, NEURON = FILES = CONFIG_FILE, "megatron_deepspeed.txt", "ne
 def configuration_files(spec: ModelSpec, plan: Plan, recipe: Recipe) -> dict[str, str]:
     """Returns the texts of the engine's configuration files, by file name.
 
-    Engine deepspeed has DeepSpeed's JSON and, for a GPT, the command line of Megatron-DeepSpeed.
-    Engine neuron has the arguments of NxD. The native engine needs only plan.json and recipe.json,
-    so the result is empty.
+    For engine deepspeed, the files are DeepSpeed's JSON and, if the model is a GPT, the command
+    line of Megatron-DeepSpeed. For engine neuron, the file has the arguments of NxD. The native
+    engine needs only plan.json and recipe.json, so the result is empty.
     """
     if plan.engine == "neuron":
         return {NEURON: _json(nxd_arguments(spec, plan))}

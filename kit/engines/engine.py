@@ -1,5 +1,5 @@
-"""The interface of every engine: an optimizer step with its loss and gradient norm, and, for
-portable engines, the state for checkpoints.
+"""The interface of every engine: an optimizer step that returns its loss and gradient norm, and,
+for portable engines, the state for checkpoints.
 """
 
 import abc
@@ -21,22 +21,23 @@ from kit.config.spec import ModelSpec
 from kit.parallel.groups import build_mesh, data_rank
 
 Accepts: TypeAlias = Callable[[float, float], bool]
-"""Function that gets the loss and the gradient norm of a step. It returns whether the step may
-update the weights."""
+"""Function that takes the loss and the gradient norm of a step as arguments. It returns whether the
+step may update the weights."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of AdamW's two moments in the state of torch's optimizer."""
+"""Names of AdamW's two moments in the optimizer state of torch's AdamW."""
 PHASES = ("forward_backward_s", "reduction_s", "optimizer_s")
-"""Phases of a step, as columns of the metrics with seconds on rank 0. `reduction_s` covers the
-gradient reduction that the backward pass does not hide, the gradient norm and clipping."""
+"""Phases of a step, as names of columns of metrics.jsonl. Each column has the seconds of a phase on
+rank 0. `reduction_s` covers the gradient norm, clipping, and the part of the gradient reduction
+that does not overlap with the backward pass."""
 
 
 class StepResult:
-    """Loss and gradient norm of one step, copied to the host asynchronously. `read` waits for a
-    GPU.
+    """Loss and gradient norm of one step, which are copied to the host asynchronously. `read` waits
+    until the copy has arrived.
 
-    The step begins when the object is made. The object also records when the phases of the step
-    end. This costs no time: the host's clock is read, or on a GPU events are recorded for which
-    nothing waits.
+    The step begins when the object is made. The object also records the times at which the phases
+    of the step end. Recording does not delay the step: on a CPU the host's clock is read, and on a
+    GPU an event is recorded that nothing waits for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,8 +46,8 @@ class StepResult:
         self.mark()
 
     def mark(self) -> None:
-        """Records the end of one of PHASES. Called at the end of each phase. On a GPU the recorded
-        time is when the GPU reaches this point.
+        """Records the end of one of PHASES. The engine calls it at the end of each phase. On a GPU,
+        the recorded time is the time at which the GPU reaches this point of its stream.
         """
         self.marks.append(self._now())
 
@@ -55,7 +56,8 @@ class StepResult:
         same device.
         """
         both = torch.stack((torch.as_tensor(loss), torch.as_tensor(norm)))
-        self.values = both.to("cpu", non_blocking=True)  # From a GPU, into pinned memory.
+        # The copy of GPU values is asynchronous and goes to pinned host memory.
+        self.values = both.to("cpu", non_blocking=True)
         self.arrived = self._now()
 
     def read(self) -> tuple[float, float]:
@@ -66,8 +68,8 @@ class StepResult:
         return loss, norm
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of each phase that has ended, by its name in PHASES. Called after
-        `read`.
+        """Returns the seconds of each phase that has ended, by the phase's name in PHASES. It must
+        be called after `read`, when a GPU has passed the recorded points.
         """
         over = [mark for mark in self.marks if not self.is_gpu or mark.query()]
         phases = {}
@@ -85,16 +87,19 @@ class StepResult:
 
 
 class Engine(abc.ABC):
-    """An engine on one rank. It trains this rank's part of a model. `build_engine` makes it."""
+    """An engine on one rank: trains the part of the model that this rank holds. `build_engine`
+    makes it.
+    """
 
     data_rank: int
-    """Index of the replica that this rank belongs to. It selects the part of each global batch that
-    this rank reads."""
+    """Index of the data-parallel replica that this rank belongs to. It selects which part of each
+    global batch this rank reads."""
     decoders: Sequence[Any] = ()
-    """The kit's own modules that this rank holds, one per virtual stage. Empty on engines other
-    than native."""
+    """Decoder modules of the kit that this rank holds, one per virtual pipeline stage. Empty on
+    engines other than native."""
     optimizer: Any
-    """Optimizer. During training only its steps change weights and moments."""
+    """Optimizer of this rank's parameters. During training, weights and moments change only in its
+    steps."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, recipe: Recipe, device: torch.device) -> None:
         self.spec = spec
@@ -106,34 +111,39 @@ class Engine(abc.ABC):
     def begin_step(
         self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
     ) -> StepResult:
-        """Begins one optimizer step. Returns its loss and gradient norm, equal on all ranks.
+        """Begins one optimizer step. Returns its loss and gradient norm, which are equal on all
+        ranks.
 
-        The native engine may return while a GPU still works on the step, and only this engine calls
-        `accepts`. Other engines return when the step is over.
+        The native engine may return while a GPU still computes the step. Other engines return when
+        the step is complete, and never call `accepts`.
 
         Args:
             samples: this replica's sequences, int64 of shape [num_microbatches x micro_batch_size,
-                T + 1].
+                T + 1]. T is the sequence length. Each sequence has one more token, the target of
+                the last position.
             learning_rate: learning rate of the update.
-            accepts: function that is called before the weights are updated, or None.
+            accepts: function that is called before the weights are updated. If it returns False,
+                the update is left out. If None, the update always takes place.
         """
 
     def train_step(self, samples: Tensor, learning_rate: float) -> tuple[float, float]:
-        """Runs one optimizer step until its end. Returns (loss, gradient norm before clipping)."""
+        """Runs one optimizer step and waits for its end. Returns (loss, gradient norm before
+        clipping).
+        """
         return self.begin_step(samples, learning_rate).read()
 
     @abc.abstractmethod
     def validation_loss(self, samples: Tensor) -> float:
         """Returns the mean loss in nats per token, equal on all ranks.
 
-        `samples` has the shape that `begin_step` takes. Engines other than neuron accept fewer
-        micro-batches, too.
+        `samples` has the shape that `begin_step` takes, [number of sequences, T + 1]. Engine neuron
+        needs the sequences of a full step. Other engines also accept fewer micro-batches.
         """
 
     def loss_scaling(self) -> dict[str, float]:
-        """Returns metrics columns about loss scaling in fp16: `loss_scale`, the scale of the next
-        step's loss, and `skipped_steps`, the number of steps so far that overflowed. Empty in other
-        precisions.
+        """Returns columns of metrics.jsonl about loss scaling in fp16. `loss_scale` is the scale of
+        the next step's loss. `skipped_steps` is the number of steps so far whose gradients
+        overflowed. In other precisions the result is empty.
         """
         return {}
 
@@ -159,14 +169,14 @@ class PortableEngine(Engine):
 
     @abc.abstractmethod
     def named_parameters(self) -> dict[str, Parameter]:
-        """Returns this rank's parameters by global name. A tied output weight has the embedding's
-        name.
+        """Returns this rank's parameters by their names in the complete model. If the output weight
+        is tied to the embedding, it has the name of the embedding's weight.
         """
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns weights and AdamW moments in fp32, by name (`state_key`). The names depend
-        neither on the layout nor on the engine.
+        """Returns weights and AdamW moments in fp32, by the names that `state_key` makes. The names
+        depend neither on the layout nor on the engine.
         """
 
     @abc.abstractmethod
@@ -175,25 +185,29 @@ class PortableEngine(Engine):
 
         Args:
             fill: function that is called once with the tensors that this rank needs, by the names
-                of `state_dict`. It writes the new values into these tensors. Tensors that it does
-                not write keep their weights, or moments of zero.
-            num_updates: number of updates that the moments have taken, for AdamW's bias correction.
+                of `state_dict`. It writes the new values into these tensors. A weight that it does
+                not write keeps its value, and a moment that it does not write is zero.
+            num_updates: number of updates that the loaded moments contain, for AdamW's bias
+                correction.
         """
 
     def loss_context(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context in which the loss and its backward pass are computed: with tensor
-        parallelism torch's `loss_parallel`, otherwise an empty context.
+        """Returns the context manager in which the loss and its backward pass must run: torch's
+        `loss_parallel` with tensor parallelism, otherwise an empty context.
         """
         return loss_parallel() if self.tensor_mesh is not None else contextlib.nullcontext()
 
     def micro_batches(self, samples: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (inputs, targets) of each micro-batch, both [B, T] on the device."""
+        """Yields (inputs, targets) of each micro-batch, both of shape [micro_batch_size, T] on the
+        device.
+        """
         for part in samples.to(self.device, non_blocking=True).split(self.plan.micro_batch_size):
             yield part[:, :-1].contiguous(), part[:, 1:].contiguous()
 
     def mean_over_replicas(self, loss: Tensor) -> Tensor:
-        """Returns the mean loss over the replicas, on all ranks. `loss` must be zero on ranks
-        without a last stage, and equal on all tensor parallel ranks of a replica.
+        """Returns the mean of the loss over all replicas, on all ranks. On ranks without the last
+        pipeline stage, `loss` must be zero. On the tensor parallel ranks of a replica, it must be
+        equal.
         """
         loss = loss / (self.plan.data_parallel * self.plan.tensor_parallel)
         dist.all_reduce(loss)
@@ -201,8 +215,8 @@ class PortableEngine(Engine):
 
 
 def state_key(kind: str, name: str) -> str:
-    """Returns the name of a tensor of a parameter in a checkpoint. `kind` is "weight" or one of
-    MOMENTS.
+    """Returns the name under which a checkpoint stores a tensor of a parameter. `kind` is "weight"
+    or one of MOMENTS.
 
     Examples: `model.layers.3.attention.query.weight`, `adamw.exp_avg.layers.3...`.
     """
@@ -224,8 +238,8 @@ def adamw(parameters: Iterable[Any], recipe: Recipe) -> torch.optim.AdamW:
 
 
 def adamw_state(parameter: Tensor, step: int) -> dict[str, Tensor]:
-    """Returns AdamW's state of a parameter after `step` steps, with moments of zero. Loading a
-    checkpoint then fills the moments.
+    """Returns AdamW's state of a parameter after `step` updates, with moments of zero. The caller
+    then fills the moments from a checkpoint.
     """
     moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in MOMENTS}
     return {"step": torch.tensor(float(step), device=parameter.device), **moments}

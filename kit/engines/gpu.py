@@ -1,5 +1,5 @@
 """Settings of torch and NCCL on a rank's device: kernels, memory allocation, timeouts of
-collectives, and the record of the last collectives. Also recognises errors of exhausted memory.
+collectives, and NCCL's record of the last collectives. Also recognises out-of-memory errors.
 """
 
 import contextlib
@@ -19,17 +19,18 @@ from kit.torch_private import attention_choice, nccl_trace, set_cuda_timeouts
 
 TRACE_FILE = "TORCH_FR_DUMP_TEMP_FILE"
 TIMEOUT_S = 300.0
-"""Shortest timeout of a collective after the first step, in seconds, since a rank that compiles
-again may delay the others. torchtitan uses this value for the start of training."""
+"""Shortest timeout of a collective after the first step, in seconds. It must not be shorter,
+since a rank that compiles again delays the other ranks. torchtitan uses 300 s for the start of
+training."""
 
 
 def set_environment(logs: Path) -> None:
-    """Sets environment variables of torch and NCCL that are not set yet. Must be called before the
-    first tensor is on a GPU.
+    """Sets environment variables of torch and NCCL, unless the user has set them. Must be called
+    before the first tensor is on a GPU.
 
-    torch's allocator gets expandable segments, which fragment less (HIP does not have them). NCCL
-    records its last collectives. If a collective times out, NCCL writes the record to a file in
-    `logs`, which `torchfrtrace` reads.
+    torch's allocator uses expandable segments, which reduce fragmentation (not available on HIP).
+    NCCL records its last collectives. If a collective times out, NCCL writes the record to a file
+    in `logs`, which the tool `torchfrtrace` reads.
     """
     settings = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     if torch.version.hip is None and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -39,11 +40,12 @@ def set_environment(logs: Path) -> None:
 
 
 def shorten_timeouts(hung_after_s: float | None) -> None:
-    """Shortens the timeout of collectives on GPUs. Called after the first step, which needs a
-    longer timeout.
+    """Shortens the timeout of collectives on GPUs. Must be called after the first step, which needs
+    the longer timeout because it compiles.
 
-    The new timeout is longer than `hung_after_s`, the limit of the watchdog in seconds. If
-    `hung_after_s` is None, the timeout is not changed.
+    The new timeout is twice `hung_after_s`, the seconds after which the watchdog calls a step hung.
+    It is at least TIMEOUT_S and at most COLLECTIVE_TIMEOUT. If `hung_after_s` is None, the timeout
+    is not changed.
     """
     if hung_after_s is not None:
         timeout = datetime.timedelta(seconds=max(TIMEOUT_S, 2 * hung_after_s))
@@ -51,20 +53,21 @@ def shorten_timeouts(hung_after_s: float | None) -> None:
 
 
 def dump_flight_recorder() -> None:
-    """Writes NCCL's record of this rank's last collectives, if there is one, to this rank's
-    file.
+    """Writes NCCL's record of this rank's last collectives to this rank's file in the folder of
+    logs. Does nothing if NCCL has no record.
     """
     if TRACE_FILE not in os.environ:
         return
     trace = nccl_trace()
     if trace:
-        # The last line of the log must say why the rank is ended, not that the disk is full.
+        # If the disk is full, the error is suppressed: the last line of the log must give the
+        # reason why the rank is ended.
         with contextlib.suppress(OSError):
             write_atomic(Path(f"{os.environ[TRACE_FILE]}{dist.get_rank()}"), trace)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether the error means that memory ran out: on a GPU, in this process, or in torch's
+    """Returns whether the error means that memory is exhausted: on a GPU, in Python, or in torch's
     CPU allocator.
     """
     told = ("out of memory", "can't allocate memory")
@@ -73,10 +76,10 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def choose_kernels(device: torch.device, plan: Plan) -> None:
-    """Lets NVIDIA GPUs use TF32 for the few fp32 matrix products of a plan in bf16.
+    """Allows TF32 on NVIDIA GPUs for the few matrix products that are fp32 in a bf16 plan.
 
-    The setting holds for the life of this process. Nothing is changed for a plan in fp32, whose
-    products are computed in fp32.
+    The setting lasts until this process ends. In an fp32 plan nothing is changed, since its matrix
+    products are computed in full fp32.
     """
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if is_nvidia and plan.precision == "bf16":
@@ -84,13 +87,13 @@ def choose_kernels(device: torch.device, plan: Plan) -> None:
 
 
 def chosen_kernels(spec: ModelSpec, plan: Plan, device: torch.device) -> dict[str, str]:
-    """Returns the kernels that training this model uses on the device.
+    """Returns the names of the kernels with which this model is trained on the device.
 
-    `attention` is the backend that torch chooses for attention. `fp32_products` is "fp32" or
-    "TF32".
+    The key `attention` has the backend that torch chooses for attention. The key `fp32_products`
+    has the format in which fp32 matrix products are computed, "fp32" or "TF32".
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[plan.precision]
-    # A longer sequence uses the same kernel, but needs more memory.
+    # torch chooses one kernel for all lengths. A short sequence needs less memory.
     length = min(spec.sequence_length, 256)
     num_heads = spec.num_heads // plan.tensor_parallel or 1
     num_kv_heads = spec.num_kv_heads // plan.tensor_parallel or 1

@@ -1,4 +1,4 @@
-"""The native engine: one optimizer step of a Plan with torch's own DTensor, fully_shard and
+"""The native engine: runs the optimizer steps of a plan with torch's own DTensor, fully_shard and
 pipelining.
 """
 
@@ -33,8 +33,8 @@ from kit.parallel.tensor import cross_entropy
 
 
 class NativeEngine(PortableEngine):
-    """The native engine on one rank. It trains this rank's part of a model. `build_engine` makes
-    it.
+    """The native engine on one rank: trains the part of the model that this rank holds.
+    `build_engine` makes it.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class NativeEngine(PortableEngine):
         if spec.tied_embeddings and self.pipeline_group is not None:
             self.tied = _TiedStages(self)
         self.document_end: int | None = None
-        """Token that ends a document, if tokens attend to their own document only. None if tokens
-        attend to all earlier tokens."""
+        """Token that ends a document, if each token attends only to its own document. None if each
+        token attends to all earlier tokens."""
         self.schedule = None
         if self.pipeline_group is not None:
             self.schedule = build_schedule(
@@ -69,24 +69,29 @@ class NativeEngine(PortableEngine):
                 device=device,
                 loss=lambda logits, targets: cross_entropy(logits, targets, self.tensor_mesh),
             )
-        # One group per placement: fused and foreach kernels cannot mix plain tensors and DTensors.
+        # One parameter group per mesh and placement, since AdamW's fused and foreach kernels cannot
+        # mix plain tensors and DTensors.
         self.optimizer = adamw(
             [{"params": group} for group in group_parameters(self.parameters())], recipe
         )
 
     def parameters(self) -> list[Parameter]:
-        """Returns this rank's parameters. A tied parameter is listed once per stage."""
+        """Returns this rank's parameters. If embedding and output share a weight, and this rank has
+        both as separate stages, the weight is listed twice.
+        """
         return [parameter for decoder in self.decoders for parameter in decoder.parameters()]
 
     def mask_documents(self, end: int) -> None:
-        """Restricts attention to tokens of the same document. The token `end` ends a document."""
+        """Restricts attention to tokens of the same document. `end` is the token that ends a
+        document.
+        """
         self.document_end = end
 
     def begin_step(
         self, samples: Tensor, learning_rate: float, accepts: Accepts | None = None
     ) -> StepResult:
-        """Begins one optimizer step and returns its loss and gradient norm. A GPU may still work on
-        the step afterwards, unless `accepts` is given.
+        """Begins one optimizer step and returns its loss and gradient norm. Without `accepts`, a
+        GPU may still compute the step when the function returns.
         """
         self.optimizer.zero_grad()
         result = StepResult(self.device)
@@ -96,7 +101,7 @@ class NativeEngine(PortableEngine):
         if self.tied is not None:
             self.tied.reduce_gradients()
         copy = self.tied.output if self.tied is not None else None
-        # A tied weight counts once in the norm.
+        # A tied weight counts once in the norm, so the copy of the output is left out.
         counted = [parameter for parameter in self.parameters() if parameter is not copy]
         norm = global_norm(counted, self.pipeline_group)
         if self.recipe.gradient_clip is not None:
@@ -118,7 +123,7 @@ class NativeEngine(PortableEngine):
 
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
-        """Returns the mean loss in nats per token."""
+        """Returns the mean loss of the sequences in nats per token, over all replicas."""
         loss = torch.zeros((), device=self.device)
         with self.loss_context():
             for x_BT, y_BT, past in self._micro_batches_with_past(samples):
@@ -128,8 +133,8 @@ class NativeEngine(PortableEngine):
         return self.mean_over_replicas(loss / (len(samples) // self.plan.micro_batch_size)).item()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns weights and optimizer states by global name. They are the tensors themselves, not
-        copies. Tensors that are split over ranks are DTensors.
+        """Returns weights and AdamW moments by their names in the complete model. The tensors are
+        not copied, so the next step changes them. Tensors that are split over ranks are DTensors.
         """
         state: dict[str, Tensor] = {}
         for name, parameter in self.named_parameters().items():
@@ -140,8 +145,8 @@ class NativeEngine(PortableEngine):
         return state
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Returns this rank's parameters by global name. A tied output weight has the embedding's
-        name.
+        """Returns this rank's parameters by their names in the complete model. If the output weight
+        is tied to the embedding, it has the name of the embedding's weight.
         """
         named = {}
         for decoder in self.decoders:
@@ -158,14 +163,14 @@ class NativeEngine(PortableEngine):
         fill(self.state_dict())
         if self.tied is not None:
             # A rank with the first and the last stage has two copies of the tied weight. `fill` has
-            # written only the embedding.
+            # written only the copy of the embedding.
             self.tied.copy_to_output(self.optimizer)
 
     # Forward and backward -------------------------------------------------------------------------
 
     def _forward_backward(self, samples: Tensor) -> Tensor:
-        """Accumulates gradients of the mean loss. Returns the mean loss, or zero if this rank has
-        no last stage.
+        """Adds the gradients of the mean loss to the parameters. Returns the mean loss, or zero if
+        this rank does not have the last pipeline stage.
         """
         if self.schedule is not None:
             return self._run_schedule(self.schedule, samples)
@@ -183,11 +188,12 @@ class NativeEngine(PortableEngine):
     def _micro_batches_with_past(
         self, samples: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Past | None]]:
-        """Yields (inputs, targets, past) of each micro-batch. `past` is what tokens attend to, or
-        None for all earlier tokens.
+        """Yields (inputs, targets, past) of each micro-batch. `past` describes which tokens each
+        token may attend to. If `past` is None, each token attends to all earlier tokens.
 
-        The beginnings of documents are found in `samples` in host memory. To find them on a GPU,
-        the host would wait until the GPU has finished the previous micro-batch.
+        Where there is a kernel for documents, the document boundaries are searched in `samples` in
+        host memory. A search on the GPU would make the host wait until the GPU has finished the
+        previous micro-batch.
         """
         has_kernel = has_document_kernel(
             self.device,
@@ -210,8 +216,8 @@ class NativeEngine(PortableEngine):
     def _run_schedule(self, schedule: Any, samples: Tensor) -> Tensor:
         samples = samples.to(self.device, non_blocking=True)
         losses = []
-        # Pipelines of torch 2.11 and 2.12 reject inputs whose strides differ from the inputs with
-        # which the stages were built.
+        # Pipelines of torch 2.11 and 2.12 reject an input whose strides differ from those of the
+        # input with which the stage was built, so both slices are made contiguous.
         first = [samples[:, :-1].contiguous()] if self.is_first else []
         last = {"target": samples[:, 1:].contiguous(), "losses": losses} if self.is_last else {}
         with self.loss_context():
@@ -221,8 +227,8 @@ class NativeEngine(PortableEngine):
         return torch.stack(losses).mean().detach()
 
     def _loss(self, tokens_BT: Tensor, targets_BT: Tensor, past: Past | None) -> Tensor:
-        """Returns the mean loss of a micro-batch, or zero without a gradient if this rank has no
-        last stage. With a pipeline `past` must be None.
+        """Returns the mean loss of a micro-batch. Returns zero without a gradient if this rank does
+        not have the last pipeline stage. With a pipeline, `past` must be None.
         """
         if self.pipeline_group is None and self.tensor_mesh is None:
             return self.decoders[0](tokens_BT, targets_BT, past=past)
@@ -240,8 +246,8 @@ class NativeEngine(PortableEngine):
 
 
 class _TiedStages:
-    """The tied embedding weight, of which the first and the last pipeline stage each hold a copy.
-    The copies stay equal because both get the sum of their gradients.
+    """The tied embedding weight in a pipeline: the first and the last stage each hold a copy. The
+    copies stay equal because both are updated with the sum of their gradients.
     """
 
     def __init__(self, engine: NativeEngine) -> None:
@@ -249,13 +255,14 @@ class _TiedStages:
         outputs = [decoder.output for decoder in engine.decoders if decoder.output]
         self.embedding = cast(Parameter, embeddings[0].tokens.weight) if embeddings else None
         self.output = cast(Parameter, outputs[0].weight) if outputs else None
-        # Pairs of ranks of the first and the last stage with equal other coordinates. With `zbv`
-        # the first pipeline rank has both stages.
+        # Each group is a pair of ranks, one of the first and one of the last stage, whose other
+        # mesh coordinates are equal. In the schedule `zbv`, one rank has both stages and needs no
+        # group.
         ends = engine.mesh.mesh[[0, -1]].flatten(1).t().tolist()
         self.group: Any = None if engine.plan.schedule == "zbv" else split_world(ends, "tied")
 
     def reduce_gradients(self) -> None:
-        """Replaces the gradients of both copies by their sum."""
+        """Replaces the gradient of each copy by the sum of the gradients of both copies."""
         if self.embedding is not None and self.output is not None:
             total = cast(Tensor, self.embedding.grad) + cast(Tensor, self.output.grad)
             self.embedding.grad = total
@@ -267,8 +274,8 @@ class _TiedStages:
 
     @torch.no_grad()
     def copy_to_output(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copies weight and moments from the embedding to an output on the same rank, since loading
-        a checkpoint fills only the embedding.
+        """Copies weight and moments from the embedding to the output layer if both are on this
+        rank, since loading a checkpoint fills only the embedding.
         """
         if self.embedding is None or self.output is None:
             return

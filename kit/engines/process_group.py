@@ -1,5 +1,5 @@
-"""Makes this rank join its process group, over gloo, NCCL or XLA. RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR and MASTER_PORT describe the group.
+"""Makes this rank join its process group, over gloo, NCCL or XLA. The environment variables RANK,
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe the group.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from kit.engines.capabilities import EngineName
 from kit.parallel.groups import COLLECTIVE_TIMEOUT, connect, cpu_group
 
 JOIN_S_PER_RANK = datetime.timedelta(seconds=0.5)
-"""Time limit for joining the process group, per rank. With a fixed limit, every third start of
-10,992 ranks failed (Megatron-LM PR 1006)."""
+"""Time limit for joining the process group, per rank of the group. With a fixed limit, every third
+start of 10,992 ranks failed (Megatron-LM PR 1006)."""
 LOOK_UP_S = 60.0
-"""Seconds for which a rank tries to look up MASTER_ADDR. Torch itself would try for up to twice the
-time limit for joining."""
+"""Seconds for which a rank retries to look up MASTER_ADDR by name. Torch itself would retry for up
+to twice the time limit for joining."""
 LOOK_UP_EVERY_S = 2.0
-"""Seconds between two tries to look up MASTER_ADDR."""
+"""Seconds between two look-ups of MASTER_ADDR."""
 
 
 def start_process_group(engine: EngineName = "native", site: Site | None = None) -> torch.device:
     """Joins this rank's process group and returns the device on which this rank computes. The
-    backend is gloo, gloo and NCCL, or XLA.
+    group's backend is gloo on CPUs, gloo and NCCL on GPUs, and XLA for engine neuron.
 
     Raises:
-        ConfigError: The site's device is a GPU, but this rank cannot have a GPU.
+        ConfigError: The site's device is a GPU, but no GPU is available to this rank.
         RuntimeError: MASTER_ADDR cannot be looked up, or a rank did not join in time.
     """
     for name, value in {
@@ -54,7 +54,8 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
 
         return start_xla_process_group()
     if _has_gpu(site):
-        # If a launcher shows each rank only one device, its index is 0.
+        # If the launcher makes only one GPU visible to each rank, this GPU has index 0 in the rank.
+        # The modulo maps every LOCAL_RANK to this index.
         device = torch.device(
             "cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
         )
@@ -71,17 +72,21 @@ def start_process_group(engine: EngineName = "native", site: Site | None = None)
 
 
 def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
-    """Returns the arguments of `init_process_group` for a store that connects the ranks of one
-    machine. Returns no arguments where torch has to make the store.
+    """Returns the arguments with which `init_process_group` uses a store that only this machine can
+    reach. Returns {} if the ranks run on several machines or under torchrun, because torch must
+    then make the store.
 
-    A single rank needs no port. Torch's own store listens on all networks and accepts every client.
+    A single rank uses a store in its own memory, which needs no port. Torch's own store listens on
+    all networks and accepts every client. The store for several local ranks therefore listens on
+    127.0.0.1 only.
     """
     if os.environ["WORLD_SIZE"] == "1":
         alone: Any = dist.HashStore()  # type: ignore[reportPrivateImportUsage]
         return {"store": alone, "rank": 0, "world_size": 1}
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    # On several machines torch makes the store. Under torchrun its agent already has one.
+    # On several machines torch makes the store. Under torchrun, torchrun's agent has already made a
+    # store.
     if address != "127.0.0.1" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {}
     rank = int(os.environ["RANK"])
@@ -94,10 +99,11 @@ def local_store(timeout: datetime.timedelta) -> dict[str, Any]:
 
 
 def check_address(address: str, limit_s: float = LOOK_UP_S) -> None:
-    """Raises RuntimeError if this machine cannot look up the address at which the ranks meet.
+    """Raises RuntimeError if this machine cannot look up the network name `address`, through which
+    the ranks find each other.
 
-    The look-up is repeated for `limit_s` seconds, since a name service may fail for a moment, or
-    may know a new name only after a while.
+    The look-up is repeated for up to `limit_s` seconds, since a name service may fail for a moment,
+    and a new name may become known only after a while.
     """
     deadline = time.monotonic() + limit_s
     while True:
@@ -116,17 +122,18 @@ def check_address(address: str, limit_s: float = LOOK_UP_S) -> None:
 
 
 def _has_gpu(site: Site | None) -> bool:
-    """Returns whether this rank computes on a GPU. On a local site the site's device decides, since
-    MFU is computed with the peak of this device.
+    """Returns whether this rank computes on a GPU. On a local site, the rank uses a GPU only if the
+    site's device is a GPU, since MFU is computed with the peak FLOP/s of the site's device.
     """
     # `device_count` alone may ask the driver's library, which also counts GPUs whose driver is too
-    # old for torch.
+    # old for torch. Therefore `is_available` is called first.
     gpus = 0
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     is_local = site is not None and site.scheduler == "local"
-    # On other sites, a scheduler may show each rank only its own device.
+    # A local site needs one GPU per rank. On a cluster, the scheduler may show each rank only its
+    # own GPU, so one visible GPU is enough.
     needed = ranks if is_local else 1
     if site is not None and site.device.is_gpu and gpus < needed:
         raise ConfigError(
@@ -145,10 +152,11 @@ def _has_gpu(site: Site | None) -> bool:
 
 
 def control_group() -> Any:
-    """Returns the group of all ranks in which they agree on what to do next. It is on the CPU, so
-    that its collectives are never part of a graph.
+    """Returns the process group in which all ranks agree on what to do next. It works on CPU
+    tensors, so that its collectives never become part of a compiled graph.
 
-    It is the world's own group, except under XLA, whose group has no CPU backend.
+    With gloo it is the world's own group. Under XLA it is a new group, since XLA's group has no CPU
+    backend.
     """
     if "gloo" in dist.get_backend_config():
         return dist.group.WORLD
@@ -156,25 +164,25 @@ def control_group() -> Any:
 
 
 def _prepare_for_connections() -> None:
-    """Lets gloo connect only ranks that communicate, and raises this process's limit of open files
-    and sockets to its maximum.
+    """Makes gloo connect two ranks only when they communicate, and raises this process's limit of
+    open files and sockets to the highest allowed value.
 
-    By default gloo connects each rank with all others, for each group. Then 1,024 descriptors are
-    used up at 250 to 335 ranks. Above 1,000 ranks, reading all addresses from rank 0 takes longer
-    than gloo waits (github.com/pytorch/gloo/issues/327 and 419).
+    By default, gloo connects each rank with all other ranks, once per group. A limit of 1,024
+    descriptors is then used up at 250 to 335 ranks. Above 1,000 ranks, reading all addresses from
+    rank 0 takes longer than gloo waits (github.com/pytorch/gloo/issues/327 and 419).
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError):  # macOS reports a maximum that it does not grant
+    with contextlib.suppress(ValueError):  # macOS reports a highest value that it does not accept.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed memory instead of returning it to the kernel, for the life of this
-    process.
+    """Makes glibc reuse freed memory instead of returning it to the kernel. The setting lasts until
+    this process ends.
 
-    Each step allocates the same large tensors again. On a CPU, allocating fresh pages for these
-    tensors took a sixth of a demo step.
+    Each step allocates and frees the same large tensors. On a CPU, new memory pages for these
+    tensors took a sixth of the time of a demo step.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -184,7 +192,7 @@ def keep_freed_memory() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process with exit code `code` and skips Python's finalization. During finalization
+    """Ends this process with exit code `code`, without Python's finalization. During finalization
     gloo's threads may release tensors, and torch 2.13 then aborts.
     """
     sys.stdout.flush()

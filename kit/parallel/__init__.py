@@ -1,3 +1,1 @@
-"""Application of a Plan to the model, with one file per kind of parallelism. `apply.py` combines
-the kinds.
-"""
+"""Applies a Plan to the model: one file per kind of parallelism. `apply.py` combines the kinds."""

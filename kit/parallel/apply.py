@@ -1,5 +1,5 @@
-"""Construction of the model's parts on one rank under a Plan: pipeline, tensor and data parallelism
-are applied in this order.
+"""Builds the part of the model that one rank holds under a Plan. Pipeline, tensor and data
+parallelism are applied in this order.
 """
 
 import torch
@@ -21,12 +21,12 @@ from kit.torch_private import local_part
 def build_decoders(
     spec: ModelSpec, plan: Plan, mesh: DeviceMesh, *, device: torch.device, seed: int | None
 ) -> list[Decoder]:
-    """Returns one Decoder per pipeline stage of this rank, with layers and matrices split by the
-    plan, weights initialised and sharded.
+    """Returns one Decoder per pipeline stage of this rank. Its layers and matrices are split as the
+    plan says, and its weights are initialised and sharded.
 
-    Blocks get memory one at a time, so that at most one complete block is in memory beside the
-    shards. On the device `meta` parameters have shapes only. If `seed` is None, weights stay
-    uninitialised, for a checkpoint that is loaded afterwards.
+    Blocks are allocated one at a time, so that memory holds at most one unsharded block in addition
+    to the shards. On the device `meta`, parameters have shapes but no memory. If `seed` is None,
+    weights stay uninitialised until a checkpoint is loaded.
     """
     decoders = []
     for stage in stage_indices(plan, pipeline_rank(mesh)):
@@ -62,8 +62,8 @@ def build_decoders(
 def _materialise(
     module: Module, spec: ModelSpec, prefix: str, device: torch.device, seed: int | None
 ) -> None:
-    """Allocates the parameters of a meta module on `device` and initialises them if there is a
-    seed. It does nothing if `device` is `meta`.
+    """Allocates the parameters of a meta module on `device`, and initialises them if there is a
+    seed. Does nothing if `device` is `meta`.
     """
     if device.type == "meta":
         return
@@ -73,6 +73,7 @@ def _materialise(
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             whole = initial_weight(spec, prefix + name, parameter.shape, seed, device)
-            # All ranks compute an equal full tensor, so splitting needs no communication.
+            # Every rank computes the same full tensor, so its shard is cut out without
+            # communication.
             part = local_part(whole, parameter) if isinstance(parameter, DTensor) else whole
             local(parameter).copy_(part)

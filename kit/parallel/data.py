@@ -29,19 +29,20 @@ from kit.model import Decoder
 
 
 def needs_sharding(plan: Plan) -> bool:
-    """Returns whether the model needs fully_shard: the plan has replicas, or computes in bf16 with
-    fp32 master weights.
+    """Returns whether the model needs fully_shard. It is needed if the plan has several
+    data-parallel replicas, or computes in bf16 with fp32 master weights.
     """
     return plan.data_parallel > 1 or plan.precision == "bf16"
 
 
 def shard_ends(decoder: Decoder, plan: Plan, mesh: DeviceMesh) -> None:
-    """Applies fully_shard to the modules of a decoder outside its blocks, in place. The blocks must
-    be sharded already.
+    """Applies fully_shard to the modules of a decoder that are outside its blocks, in place. The
+    blocks must be sharded already.
 
-    The embedding is one group of weights, and norm and output are another. Each group is gathered
-    and reduced while blocks compute. If embedding and output share a weight, all three modules are
-    in the group of the decoder itself.
+    The embedding forms one group of weights, and the final norm forms another group with the output
+    layer. The weights of a group are gathered together, and its gradients are reduced together,
+    while blocks compute. If embedding and output share a weight, all three modules belong to the
+    group of the decoder itself.
     """
     tied = (
         decoder.spec.tied_embeddings
@@ -50,7 +51,8 @@ def shard_ends(decoder: Decoder, plan: Plan, mesh: DeviceMesh) -> None:
     )
     if decoder.embedding is not None and not tied:
         shard(decoder.embedding, plan, mesh)
-        # The gradient of an embedding does not depend on its weights.
+        # The gradient of an embedding does not depend on its weights, so the backward pass need not
+        # gather them.
         cast(FSDPModule, decoder.embedding).set_unshard_in_backward(False)
     if decoder.norm is not None and decoder.output is not None and not tied:
         shard([decoder.norm, decoder.output], plan, mesh, last=True)
@@ -60,17 +62,18 @@ def shard_ends(decoder: Decoder, plan: Plan, mesh: DeviceMesh) -> None:
 def shard(
     module: Module | list[Module], plan: Plan, mesh: DeviceMesh, *, last: bool = False
 ) -> None:
-    """Applies fully_shard to one group of weights, in place. A group with `last` stays gathered
-    after its forward pass, since its backward pass follows at once.
+    """Applies fully_shard to a module or a list of modules, whose weights form one group, in place.
+    If `last` is True, the weights stay gathered after the forward pass, since the backward pass of
+    these modules follows at once.
 
-    In bf16 weights are cast for compute. Master weights, gradients and the reduction of gradients
-    stay in fp32.
+    In bf16, weights are cast to bf16 for compute. Master weights, gradients and the reduction of
+    gradients stay in fp32.
     """
     axes = mesh["replicate", "shard"] if plan.data_parallel > plan.num_shards else mesh["shard"]
     policy = MixedPrecisionPolicy()
     if plan.precision == "bf16":
-        # Inputs are not cast: the rotary table must stay fp32, and activations are bf16 from the
-        # embedding on.
+        # Inputs of modules are not cast to bf16. The rotary table must stay fp32, and activations
+        # are already bf16 after the embedding.
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -80,8 +83,9 @@ def shard(
 
 
 def prepare_backward(decoder: Module, plan: Plan, *, last_microbatch: bool) -> None:
-    """Sets whether a sharded decoder reduces gradients and drops gathered weights in the next
-    backward pass, by the ZeRO stage of the plan. Other decoders are left unchanged.
+    """Sets what a sharded decoder does in its next backward pass, according to the plan's ZeRO
+    stage: whether it reduces gradients over the ranks, and whether it frees gathered weights. A
+    decoder without fully_shard is not changed.
     """
     if isinstance(decoder, FSDPModule):
         decoder.set_requires_gradient_sync(last_microbatch or plan.zero_stage >= 2)
@@ -91,10 +95,12 @@ def prepare_backward(decoder: Module, plan: Plan, *, last_microbatch: bool) -> N
 
 
 def drop_gathered(decoder: Module) -> None:
-    """Drops the gathered weights of a sharded decoder after a forward pass without a backward pass.
+    """Frees the gathered weights of a sharded decoder. Must be called after a forward pass without
+    a backward pass.
 
-    Below ZeRO 3 such a forward pass leaves gathered weights in place of the sharded parameters that
-    the optimizer has. A checkpoint at that time would find no optimizer moments for any parameter.
+    Below ZeRO 3, such a forward pass leaves gathered weights in place of the sharded parameters
+    that the optimizer knows. If a checkpoint were written in this state, it would find no optimizer
+    moments for any parameter.
     """
     for module in decoder.modules():
         if isinstance(module, FSDPModule):

@@ -1,5 +1,5 @@
-"""Global gradient norm, correct under every kind of parallelism, and gradient clipping by this
-norm.
+"""The gradient norm of the complete model, correct for every kind of parallelism, and gradient
+clipping by this norm.
 """
 
 import torch
@@ -12,8 +12,9 @@ from kit.torch_private import multiply
 
 
 def reduce_partial(parameters: list[Parameter]) -> None:
-    """Sums partial gradients over the ranks of their mesh axis, in place. Under sequence
-    parallelism the norms have partial gradients.
+    """Sums partial gradients over the ranks of the mesh axis on which they are partial, in place.
+    Partial gradients occur under sequence parallelism: each rank has only the gradient of its part
+    of the sequence for the weights of norms.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -23,13 +24,14 @@ def reduce_partial(parameters: list[Parameter]) -> None:
 
 
 def global_norm(parameters: list[Parameter], pipeline_group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the L2 norm of the gradients of the complete model as a scalar tensor. Each weight
+    """Returns the L2 norm of the gradients of the complete model, as a scalar tensor. Each weight
     counts once.
 
-    `parameters` are the parameters of this rank without copies that another stage owns. Their
-    gradients must be reduced. The squared norms of local shards are summed over the axes that shard
-    them, then over the pipeline. Replicated gradients are equal on all ranks of an axis, so they
-    are not summed. All ranks must call it.
+    `parameters` are this rank's parameters, without copies of weights that another stage owns.
+    Their gradients must already be reduced over the replicas. The squared norms of local shards are
+    summed over the mesh axes that shard the weights, then over the pipeline. On an axis on which
+    gradients are replicated, all ranks have equal gradients, so nothing is summed. All ranks must
+    call it.
     """
     total = torch.zeros((), dtype=torch.float32, device=parameters[0].device)
     for group in group_parameters([p for p in parameters if p.grad is not None]):
@@ -45,14 +47,14 @@ def global_norm(parameters: list[Parameter], pipeline_group: dist.ProcessGroup |
 
 
 def clip(parameters: list[Parameter], norm: Tensor, limit: float) -> None:
-    """Scales all gradients by limit / norm if the norm is above the limit, in place."""
+    """Multiplies all gradients by limit / norm if the norm is above the limit, in place."""
     scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
     multiply(local_gradients(parameters), scale)
 
 
 def group_parameters(parameters: list[Parameter]) -> list[list[Parameter]]:
-    """Returns the parameters grouped by mesh and placement. Torch's fused and foreach kernels
-    cannot mix plain tensors and DTensors.
+    """Returns the parameters in groups with equal mesh and placement. Torch's fused and foreach
+    kernels cannot mix plain tensors and DTensors in one call.
     """
     groups: dict[object, list[Parameter]] = {}
     for parameter in parameters:

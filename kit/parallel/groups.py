@@ -1,5 +1,6 @@
-"""Process groups: their creation with one call per axis for any number of ranks, and their
-connection before first use. Also the exchange of values and errors between ranks, and the mesh.
+"""Process groups: creates the groups of a mesh axis with one call for any number of ranks, and
+connects groups before their first use. Also builds the mesh, and exchanges values and errors
+between ranks.
 """
 
 import contextlib
@@ -21,20 +22,21 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
-    """Creates one process group per list of ranks and returns the group that contains this rank, or
+    """Creates one process group per list of ranks. Returns the group that contains this rank, or
     None. The lists must be disjoint.
 
     All ranks must call it with equal lists. If the world's group is bound to a device, torch makes
-    a group by splitting NCCL's communicator of all ranks. One call per list would then take minutes
-    at thousands of ranks, so one call makes all groups.
+    a group by splitting NCCL's communicator, in which all ranks take part. With one call per list,
+    this would take minutes at thousands of ranks. Therefore one call makes all groups.
     """
     world: Any = dist.group.WORLD
     if len(lists[0]) == world.size():
         return world
     if world.bound_device_id is not None:
-        # Groups of an axis communicate only tensors on the device, so they need only NCCL. Before
-        # 2.13 torch splits the gloo group of the world too, and warns once per rank and axis that
-        # gloo gets NCCL's options. The warning is harmless, since nothing uses these gloo groups.
+        # The groups of a mesh axis communicate only GPU tensors, so they need only NCCL. Torch
+        # before 2.13 cannot restrict the split to NCCL: it also splits the world's gloo group, and
+        # warns once per rank and axis that gloo receives the options of NCCL. The warning is
+        # harmless, since the split gloo groups are never used.
         options: Any = {"timeout": COLLECTIVE_TIMEOUT, "group_desc": name}
         if "backend" in signature(dist.split_group).parameters:
             options["backend"] = "cuda:nccl"
@@ -50,22 +52,24 @@ def split_world(lists: Sequence[Sequence[int]], name: str) -> Any:
 
 
 def cpu_group(name: str) -> Any:
-    """Returns a new gloo group of all ranks, for tensors in host memory. Its connections are made.
+    """Returns a new gloo group of all ranks, for tensors in host memory. The ranks are already
+    connected.
 
     Raises:
         RuntimeError: A rank did not connect within COLLECTIVE_TIMEOUT.
     """
-    # The `new_group` of Torch-XLA accepts no description.
+    # No `group_desc` is passed, since the `new_group` of Torch-XLA does not accept it.
     group: Any = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     connect(group, name, COLLECTIVE_TIMEOUT)
     return group
 
 
 def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
-    """Makes the connections of a new gloo group. Groups of other backends are left unchanged.
+    """Connects the ranks of a new gloo group. Groups of other backends are not changed.
 
-    Without this call, gloo may connect at first use. If a rank has ended by then, gloo's wait for
-    the rank may end long before or after the timeout (github.com/pytorch/gloo/issues/520).
+    Without this call, gloo may connect two ranks only when they first communicate. If one of the
+    ranks has exited before, the other rank may wait for much less or much more time than the
+    timeout (github.com/pytorch/gloo/issues/520).
 
     Raises:
         RuntimeError: A rank did not connect within `timeout`.
@@ -84,8 +88,8 @@ def connect(group: Any, name: str, timeout: datetime.timedelta) -> None:
 
 
 def from_rank_0(ask: Callable[[], Found], group: Any = None) -> Found:
-    """Calls `ask` on rank 0 only and returns its result on all ranks. If `ask` reads files, only
-    rank 0 reads them.
+    """Calls `ask` on rank 0 only and returns its result on all ranks. If `ask` reads files, for
+    example, only rank 0 accesses the disk.
 
     All ranks must call it. `group` must be a CPU group of all ranks. An error of `ask` is raised on
     all ranks.
@@ -100,18 +104,20 @@ def from_rank_0(ask: Callable[[], Found], group: Any = None) -> Found:
 
 @contextlib.contextmanager
 def raised_on_all(group: Any = None) -> Iterator[None]:
-    """Raises an error that occurs on one rank in the context on all ranks, so that no rank waits
-    for the failed rank. All ranks must enter and leave the context.
+    """Context manager that raises an error of one rank on all ranks, so that no rank waits for the
+    failed rank. All ranks must enter and leave the context.
 
-    If several ranks fail, the error of the lowest rank is raised. CheckpointError, ConfigError,
-    DataError and OSError keep their type. Any other exception becomes a CheckpointError.
+    If several ranks fail, the error of the rank with the lowest number is raised. CheckpointError,
+    ConfigError, DataError and OSError keep their type. Any other exception becomes a
+    CheckpointError.
     """
     met: list[Any] = [None]
     try:
         yield
     except (CheckpointError, ConfigError, DataError, OSError) as error:
         met = [error]
-    except Exception as error:  # Pickling an exception of unknown type may fail.
+    # Errors are sent to the other ranks by pickle, which may fail for an exception of unknown type.
+    except Exception as error:
         met = [CheckpointError(f"{type(error).__name__}: {error}")]
         met[0].__cause__ = error
     num_ranks = dist.get_world_size()
@@ -124,13 +130,14 @@ def raised_on_all(group: Any = None) -> Iterator[None]:
 
 
 def final_barrier() -> None:
-    """Waits until all ranks are ready to end. It uses the store of the rendezvous, and waits at
-    most COLLECTIVE_TIMEOUT.
+    """Waits until all ranks are ready to exit. Uses the key-value store of the rendezvous, and
+    waits for at most COLLECTIVE_TIMEOUT.
 
-    Gloo's barrier is no alternative. A rank that has passed the barrier ends. The connection of
-    another rank to it may then break, or may never be made if it is made at first use (seen in one
-    of four runs of four ranks). If the store is gone, all ranks have passed, or rank 0 has failed,
-    which its supervisor reports. Both cases are no error.
+    Gloo's barrier cannot be used here. A rank exits as soon as it has passed the barrier. Its
+    connection to another rank may then break, or may never be made if gloo connects only at first
+    use (seen in one of four runs of four ranks). If the store no longer exists, either all ranks
+    have passed, or rank 0 has failed, which its supervisor reports. Neither case is an error of
+    this rank.
     """
     store = default_store()
     with contextlib.suppress(RuntimeError):
@@ -141,8 +148,9 @@ def final_barrier() -> None:
 
 @contextlib.contextmanager
 def unbound_device() -> Iterator[None]:
-    """Unbinds the world's group from its device within the context, so that a library may create
-    groups in loops. NCCL then connects only the members of a group, at first use.
+    """Context manager that unbinds the world's group from its GPU. A library may then create
+    process groups in a loop: NCCL connects only the members of a group, at its first use. With a
+    bound GPU, all ranks would take part in each new group.
     """
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
@@ -157,10 +165,11 @@ def build_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     """Returns the mesh over all ranks with the axes (pipeline, replicate, shard, tensor). Axes of
     size 1 are left out, except `shard`, which fully_shard always needs.
 
-    Tensor parallel ranks are neighbours, since they communicate most. Ranks of different pipeline
-    stages are farthest apart, as in Megatron-LM (arXiv 2104.04473). Replicas are on the axis
-    `replicate` for ZeRO 0 and on the axis `shard` for ZeRO 1 to 3. With a `shard_size` they are on
-    both axes, and replicas that share states are neighbours.
+    Ranks of one tensor parallel group have consecutive numbers, since they communicate most. Ranks
+    of different pipeline stages are farthest apart, as in Megatron-LM (arXiv 2104.04473).
+    Data-parallel replicas are on the axis `replicate` for ZeRO 0 and on the axis `shard` for ZeRO 1
+    to 3. With a `shard_size`, the replicas are on both axes. Replicas between which one set of
+    weights and optimizer states is sharded are then neighbours.
     """
     sizes = {
         "pipeline": plan.pipeline_parallel,
@@ -185,8 +194,8 @@ def pipeline_rank(mesh: DeviceMesh) -> int:
 
 
 def data_axis(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
-    """Returns the one-axis mesh over the replicas, which read different sequences. The plan must
-    have no `shard_size`.
+    """Returns the mesh with the one axis over the data-parallel replicas, which read different
+    sequences. The plan must have no `shard_size`.
     """
     if plan.zero_stage == 0 and plan.data_parallel > 1:
         return mesh["replicate"]
@@ -194,7 +203,7 @@ def data_axis(mesh: DeviceMesh, plan: Plan) -> DeviceMesh:
 
 
 def data_rank(mesh: DeviceMesh) -> int:
-    """Returns the index of the replica that this rank is part of."""
+    """Returns the index of the data-parallel replica that this rank belongs to."""
     copy = 0
     if "replicate" in (mesh.mesh_dim_names or ()):
         copy = mesh["replicate"].get_local_rank()

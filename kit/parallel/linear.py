@@ -1,8 +1,8 @@
-"""Tensor parallelism with plain tensors: Megatron-style layers, made from the model's table of
+"""Tensor parallelism with plain tensors: layers as in Megatron-LM, made from the model's table of
 splits, `TENSOR_PARALLEL_SPLIT`.
 
-Engines that cannot train DTensors as weights use these layers. Source of the layers: Megatron-LM,
-arXiv 1909.08053, section 3.
+Engines that cannot train weights that are DTensors use these layers. Source of the layers:
+Megatron-LM, arXiv 1909.08053, section 3.
 """
 
 import re
@@ -19,15 +19,16 @@ from kit.model import TENSOR_PARALLEL_SPLIT
 
 
 def split_of(path: str) -> str | None:
-    """Returns the kind of split of a layer's matrix: `column`, `row` or `vocabulary`. Returns None
-    if the matrix is not split. `path` is the name of the layer in the complete model.
+    """Returns how a layer's matrix is split: `column` (by output features), `row` (by input
+    features) or `vocabulary`. Returns None if the matrix is not split. `path` is the name of the
+    layer in the complete model.
     """
     return TENSOR_PARALLEL_SPLIT.get(re.sub(r"^layers\.\d+\.", "", path))
 
 
 def split_dim(name: str) -> int | None:
-    """Returns the dimension along which a parameter is split over the ranks, or None if each rank
-    has the full parameter. `name` is the name of the parameter in the complete model.
+    """Returns the dimension along which a parameter is split over the tensor parallel ranks, or
+    None if each rank has the full parameter. `name` is the parameter's name in the complete model.
     """
     path, _, kind = name.rpartition(".")
     split = split_of(path)
@@ -37,8 +38,8 @@ def split_dim(name: str) -> int | None:
 
 
 def rank_part(whole: Tensor, name: str, group: ProcessGroup | None) -> Tensor:
-    """Returns this rank's shard of a full parameter. Without a group, or if the parameter is not
-    split, it returns the full parameter.
+    """Returns this rank's shard of a full parameter. If `group` is None, or the parameter is not
+    split, returns the full parameter.
     """
     dim = split_dim(name)
     if group is None or dim is None:
@@ -48,10 +49,10 @@ def rank_part(whole: Tensor, name: str, group: ProcessGroup | None) -> Tensor:
 
 def split_layers(module: nn.Module, group: ProcessGroup) -> None:
     """Replaces each layer in the table of splits by its tensor parallel layer, in place. The caller
-    must fill the weights of the new layers.
+    must set the weights of the new layers.
 
-    `module` is a decoder, or a part of a decoder with the decoder's names of layers. It should be
-    on the meta device.
+    `module` is a decoder, or a part of a decoder whose layers have their names in the decoder. It
+    should be on the meta device.
     """
 
     def copied(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -60,8 +61,9 @@ def split_layers(module: nn.Module, group: ProcessGroup) -> None:
     for path, parent in list(module.named_modules()):
         path = path + "." if path else ""
         splits = {name: split_of(path + name) for name, _ in parent.named_children()}
-        # If a module also has a row-split layer, its column-split layers read one input. They share
-        # one copy of it, and so one all-reduce of its gradient.
+        # In a module that also has a row-split layer, all column-split layers read the same input.
+        # The input is copied to the ranks once for all of them, so its gradient needs only one
+        # all-reduce.
         shared = "row" in splits.values()
         if shared:
             parent.register_forward_pre_hook(copied)
@@ -77,8 +79,8 @@ def split_layers(module: nn.Module, group: ProcessGroup) -> None:
 
 
 def column_part(whole: nn.Linear, group: ProcessGroup) -> nn.Linear:
-    """Returns a linear layer with this rank's share of the output features. The caller must pass
-    its input through `copy_to_ranks`.
+    """Returns a linear layer with this rank's part of the output features. The caller must pass the
+    layer's input through `copy_to_ranks`.
     """
     return nn.Linear(
         whole.in_features, whole.out_features // group.size(), bias=whole.bias is not None
@@ -86,8 +88,8 @@ def column_part(whole: nn.Linear, group: ProcessGroup) -> nn.Linear:
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer whose input features are split over the ranks. Each rank gets the full output,
-    to which the bias is added once.
+    """A linear layer whose input features are split over the ranks. Each rank receives the full
+    output, and the bias is added once.
     """
 
     def __init__(self, whole: nn.Linear, group: ProcessGroup) -> None:
@@ -102,7 +104,7 @@ class RowParallelLinear(nn.Linear):
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
-    """An embedding whose vocabulary is split over the ranks. Each rank gets the full output."""
+    """An embedding whose vocabulary is split over the ranks. Each rank receives the full output."""
 
     def __init__(self, whole: nn.Embedding, group: ProcessGroup) -> None:
         super().__init__(whole.num_embeddings // group.size(), whole.embedding_dim)
@@ -120,18 +122,20 @@ PARTS: dict[str, Callable[[Any, ProcessGroup], nn.Module]] = {
     "row": RowParallelLinear,
     "vocabulary": VocabularyParallelEmbedding,
 }
-"""Constructor of the tensor parallel layer for each kind of split in `TENSOR_PARALLEL_SPLIT`. It
-takes the full layer and the group of ranks."""
+"""Functions that make the tensor parallel layer, by the kind of split in `TENSOR_PARALLEL_SPLIT`.
+Their arguments are the full layer and the group of ranks."""
 
 
 def copy_to_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns x. The backward pass sums the gradients of x over the ranks of the group."""
+    """Returns x unchanged. The backward pass sums the gradients of x over the ranks of the
+    group.
+    """
     return _CopyToRanks.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns the sum of x over the ranks of the group. In the backward pass each rank's x gets the
-    gradient of the sum.
+    """Returns the sum of x over the ranks of the group. In the backward pass, the gradient of each
+    rank's x is the gradient of the sum.
     """
     return _SumOverRanks.apply(x, group)  # pyright: ignore[reportReturnType]
 

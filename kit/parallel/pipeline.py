@@ -1,4 +1,6 @@
-"""Pipeline parallelism: the stages of each pipeline rank, and torch's schedules over the stages."""
+"""Pipeline parallelism: which stages each pipeline rank has, and torch's schedules that run the
+stages.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,22 +18,23 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 SCHEDULES = {
-    "gpipe": "ScheduleGPipe",  # arXiv 1811.06965
+    "gpipe": "ScheduleGPipe",  # GPipe, arXiv 1811.06965
     "1f1b": "Schedule1F1B",  # PipeDream-Flush, arXiv 2006.09503
-    "interleaved": "ScheduleInterleaved1F1B",  # arXiv 2104.04473
-    "zero_bubble": "ScheduleInterleavedZeroBubble",  # arXiv 2401.10241
-    "zbv": "ScheduleZBVZeroBubble",  # arXiv 2401.10241
+    "interleaved": "ScheduleInterleaved1F1B",  # interleaved 1F1B of Megatron-LM, arXiv 2104.04473
+    "zero_bubble": "ScheduleInterleavedZeroBubble",  # zero bubble pipeline, arXiv 2401.10241
+    "zbv": "ScheduleZBVZeroBubble",  # V-shaped zero bubble pipeline, arXiv 2401.10241
 }
-"""Names of classes in torch.distributed.pipelining, by `Plan.schedule`. Names do not need the
-import of this module, which takes a second and is not needed without a pipeline."""
+"""Names of the schedule classes in torch.distributed.pipelining, by `Plan.schedule`. The classes
+themselves would need an import that takes a second, also without a pipeline."""
 
 
 def stage_indices(plan: Plan, pipeline_rank: int) -> list[int]:
-    """Returns the numbers of a pipeline rank's stages, counted from 0 over the complete model.
+    """Returns the indices of the stages that a pipeline rank has, counted from 0 over the complete
+    model.
 
-    Rank r of p ranks has the stages r, r + p, r + 2 p, and so on. In the V-shaped schedule `zbv`
-    the second half of the stages runs back from the last rank to rank 0. Rank 0 therefore has the
-    first and the last stage.
+    With p pipeline ranks, rank r has the stages r, r + p, r + 2 p, and so on. In the V-shaped
+    schedule `zbv`, the first half of the stages runs from rank 0 to the last rank, and the second
+    half runs back. Rank 0 therefore has the first and the last stage.
     """
     if plan.schedule == "zbv" and plan.pipeline_parallel > 1:
         return [pipeline_rank, plan.num_stages - 1 - pipeline_rank]
@@ -47,10 +50,10 @@ def build_schedule(
     device: torch.device,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> "PipelineScheduleSingle | PipelineScheduleMulti":
-    """Returns torch's schedule over this rank's stages. Its gradients are the mean over
-    micro-batches.
+    """Returns torch's schedule object for this rank's stages. The gradients that it computes are
+    the mean over the micro-batches.
 
-    `loss` takes (logits, targets) of one micro-batch.
+    `loss` is a function of (logits, targets) of one micro-batch.
     """
     from torch.distributed import pipelining
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
@@ -70,8 +73,9 @@ def build_schedule(
     ]
     kind: Any = getattr(pipelining, SCHEDULES[plan.schedule])
     if plan.schedule == "1f1b" and plan.num_microbatches < plan.num_stages:
-        # Torch's 1F1B needs at least one micro-batch per stage. With fewer micro-batches, GPipe has
-        # equal step time and equal memory on the first stage, which saves all of them in both.
+        # Torch's 1F1B needs at least as many micro-batches as stages. With fewer micro-batches,
+        # GPipe has equal step time. The memory of the first stage is also equal, since both
+        # schedules save the activations of all micro-batches there.
         kind = pipelining.ScheduleGPipe
     held: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
     return kind(held, n_microbatches=plan.num_microbatches, loss_fn=loss)
@@ -86,10 +90,10 @@ def forward_only(
     pipeline_rank: int,
     group: ProcessGroup,
 ) -> Tensor | None:
-    """Returns the logits of one micro-batch if this rank has the last stage, and otherwise None.
+    """Returns the logits of one micro-batch if this rank has the last stage, otherwise None.
 
-    The stages run one after the other with plain sends and receives, since torch's schedules have
-    no forward pass alone for `zbv`. All ranks of the pipeline must call it.
+    The stages run one after the other with plain sends and receives, since torch's schedule for
+    `zbv` cannot run a forward pass alone. All ranks of the pipeline must call it.
     """
     owner = {
         index: rank for rank in range(plan.pipeline_parallel) for index in stage_indices(plan, rank)
@@ -110,7 +114,8 @@ def forward_only(
 
 def _handed_to(stage: int, spec: ModelSpec, plan: Plan) -> Tensor:
     """Returns a meta tensor with shape and dtype of the input of `stage`: tokens for the first
-    stage, hidden states for the others. For stage `num_stages` it describes the logits.
+    stage, hidden states for the other stages. If `stage` is `num_stages`, the tensor describes the
+    logits.
     """
     dtype = torch.bfloat16 if plan.precision == "bf16" else torch.float32
     batch = plan.micro_batch_size

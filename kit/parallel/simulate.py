@@ -1,5 +1,5 @@
-"""Simulation of one rank of a plan of any size: its stages and shards. A fake process group and
-the meta device replace the other processes and the memory.
+"""Simulates one rank of a plan with any number of ranks, to show its stages and shards. A fake
+process group replaces the other processes, and the meta device needs no memory.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from kit.torch_private import fake_store
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardedParameter:
-    """One parameter on one rank: its shape before tensor and data parallelism split it, the shape
-    of the rank's shard, and the placement as text.
+    """One parameter on one rank. Its fields are the shape before tensor and data parallelism split
+    it, the shape of the rank's shard, and the placement as text.
     """
 
     name: str
@@ -32,8 +32,8 @@ class ShardedParameter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankView:
-    """Stages, layers and parameters of one rank of a plan. `coordinates` are its indices on the
-    axes of the mesh, by name of the axis.
+    """Stages, layers and parameters of one rank of a plan. `coordinates` has the rank's index on
+    each axis of the mesh, by name of the axis.
     """
 
     rank: int
@@ -44,13 +44,13 @@ class RankView:
 
     @property
     def num_params(self) -> int:
-        """Number of weights that this rank stores, over all its local shards."""
+        """Number of weights that this rank stores, summed over its shards."""
         return sum(torch.Size(parameter.local_shape).numel() for parameter in self.parameters)
 
 
 def view_rank(spec: ModelSpec, plan: Plan, rank: int) -> RankView:
-    """Returns stages, layers and parameters of `rank`. It runs the code that splits a model for
-    training, for that rank alone, on the meta device.
+    """Returns stages, layers and parameters of `rank`. Runs the code that splits a model for
+    training, only for this rank and on the meta device.
 
     Raises:
         RunError: This process is already part of a process group.

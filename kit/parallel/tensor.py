@@ -27,11 +27,11 @@ V_AXIS = Shard(-1)
 
 
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
-    """Splits the decoder's matrices over the ranks of a one-axis `mesh` and adds the communication,
-    in place.
+    """Splits the decoder's matrices over the ranks of the one-axis `mesh` and adds the
+    communication between them, in place.
 
-    Afterwards the logits of a rank have shape [B, T, V / tensor_parallel], for which this module's
-    `cross_entropy` is made. B is the micro-batch, T the sequence length, V the vocabulary size.
+    Afterwards the logits of a rank have shape [B, T, V / tensor_parallel]: micro-batch B, sequence
+    length T, vocabulary size V. `cross_entropy` of this module takes these logits.
     """
     between_blocks = T_AXIS if sequence_parallel else Replicate()
     styles: dict[str, ParallelStyle] = {}
@@ -43,8 +43,8 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
         else:
             styles[name] = ColwiseParallel()
     styles["output"] = ColwiseParallel(input_layouts=between_blocks, output_layouts=V_AXIS)
-    # Column-split matrices that read one input share its gathered copy. Their gradients of the
-    # input are then reduced over the ranks only once.
+    # Column-split matrices with a common input share one gathered copy of it. The gradient of this
+    # input is then reduced over the ranks only once.
     styles |= {
         "attention": PrepareModuleInput(
             input_layouts=(between_blocks, None), desired_input_layouts=(Replicate(), None)
@@ -68,7 +68,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
         parallelize_module(module, mesh, here)
     if decoder.embedding is not None:
         # The local part of a DTensor is a view. Without the clone, a compiled block returns a
-        # gradient that DTensor does not accept.
+        # gradient that DTensor rejects.
         decoder.embedding.register_forward_hook(lambda _module, _inputs, x_BTH: x_BTH.clone())
     decoder.tie()
 
@@ -76,9 +76,9 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh, *, sequence_parall
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """Returns the mean negative log-likelihood per token in nats, computed in fp32.
 
-    If `mesh`, a mesh of the tensor axis, is given, the logits have only this rank's share of the
-    vocabulary and are never gathered. Then call the function and its backward pass inside torch's
-    `loss_parallel`.
+    If `mesh` is given, it is the mesh of the tensor parallel axis. The logits then cover only this
+    rank's part of the vocabulary, and are never gathered. In this case, the function and its
+    backward pass must run within torch's `loss_parallel`.
     """
     logits = logits_BTV.flatten(0, 1).float()
     if mesh is None:
@@ -86,6 +86,6 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, mesh: DeviceMesh | Non
     loss = F.cross_entropy(
         DTensor.from_local(logits, mesh, (V_AXIS,), run_check=False), targets_BT.flatten()
     )
-    # Zero-bubble schedules detach the loss in place. That is impossible for a view of the DTensor,
-    # so the loss is cloned.
+    # Zero-bubble schedules detach the loss in place. A view of a DTensor cannot be detached in
+    # place, so the loss is cloned.
     return loss.to_local().clone() if isinstance(loss, DTensor) else loss

@@ -1,5 +1,5 @@
-"""The run directory, whose files a job, a notebook and a scheduler use to exchange data. Imports no
-torch.
+"""The run directory, through whose files a job, a notebook and a scheduler exchange data. Imports
+no torch.
 
 spec.json plan.json recipe.json site.json     configuration of the run (plan.attempt_01.json and
                                               site.attempt_01.json: configuration of attempt 1)
@@ -37,11 +37,12 @@ Kind = TypeVar("Kind", bound=Record)
 HOOK = "hook.py"
 """Name of the copy of the recipe's hook in the run directory."""
 LAUNCH_LOCK = ".launch.lock"
-"""Name of the file that a launch locks, and removes at its end. Only the owner of the file can open
-it, so that other readers of the run cannot lock it."""
+"""Name of the file that a launch locks, and removes when it ends. Only the file's owner can open
+it, so that another user who may read the run cannot lock it."""
 POLICY = ("on_nan", "on_spike", "hung_after_s", "hook", "profile_steps", "profile_ranks")
-"""Fields of a recipe that may change when a run is resumed, since they do not change the result of
-a step. The numbers of steps (`num_steps`, `decay_steps`) may change too."""
+"""Fields of a recipe that may change when a run is resumed, since they do not change the result
+of a normal step. Besides these fields, the numbers of steps (`num_steps`, `decay_steps`) may
+change."""
 
 
 class Run(Owned):
@@ -77,11 +78,11 @@ class Run(Owned):
     def prepare(
         cls, directory: str | Path, *, spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site
     ) -> Self:
-        """Returns a run with this configuration, for a new directory or for the directory of a run
-        that can be resumed. Writes nothing.
+        """Returns a run with this configuration. `directory` is new, or belongs to a run that can
+        be resumed with this configuration. Writes nothing.
 
-        The end of the learning-rate schedule is kept if the run has a checkpoint and `recipe`
-        changes `num_steps` without giving `decay_steps`.
+        If the run has a checkpoint, and `recipe` changes `num_steps` but does not set
+        `decay_steps`, the learning-rate schedule still ends at its former step.
 
         Raises:
             RunError: The directory contains other files, or a run with another model or recipe.
@@ -102,9 +103,10 @@ class Run(Owned):
         return cls(directory, spec=spec, plan=plan, recipe=recipe, site=site)
 
     def asked(self) -> dict[str, str]:
-        """Returns the content of the configuration files of the run, by file name.
+        """Returns the texts of the run's configuration files, by file name.
 
-        spec.json is the last one and must be written last: a directory with spec.json is a run.
+        spec.json is last in the dict and must be written last: a directory with spec.json counts as
+        a run.
 
         Raises:
             RunError: The hook's file cannot be read, and no earlier launch has copied this file to
@@ -157,30 +159,32 @@ class Run(Owned):
 
     @property
     def job(self) -> Job:
-        """Job of the newest attempt. Its methods are `.status()`, `.logs()`, `.stop()`,
+        """Job of the run's newest attempt. Its methods are `.status()`, `.logs()`, `.stop()`,
         `.cancel()` and `.wait()`.
         """
         return Job.attach(self.directory)
 
     @property
     def is_imported(self) -> bool:
-        """Whether the run was converted from another trainer's log. The job, checkpoints and disk
-        of an imported run are not accessible.
+        """Whether the run was converted from the log of another training code. Job, checkpoints and
+        disk of such a run are not accessible.
         """
         return (self.directory / "import.json").exists()
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether checkpoints and disk of the run are not accessible on this machine: they are
-        behind the site's login node, or the run was imported from another trainer's log.
+        """Whether checkpoints and disk of the run are not accessible on this machine. Either they
+        are on a cluster behind a login node, or the run was imported from the log of another
+        training code.
         """
         return self.is_imported or mirror_of(self.directory) is not None
 
     def differing(self, name: str, wanted: Record) -> dict[str, tuple[Any, Any]]:
-        """Returns the fields in which this run's record differs from `wanted`, by dotted key. Each
-        value is (value in this run, value in `wanted`).
+        """Returns the fields in which this run's configuration differs from `wanted`. The key is
+        the field's dotted name, such as "plan.zero_stage". The value is (value in this run, value
+        in `wanted`).
 
-        `name` is "spec", "plan" or "recipe".
+        `name` says which record is compared: "spec", "plan" or "recipe".
         """
         own = getattr(self, name).to_dict()
         return {
@@ -190,11 +194,11 @@ class Run(Owned):
         }
 
     def how_to_go_on(self, plan: Plan, num_steps: int) -> str:
-        """Returns a sentence with the command that resumes this run with `plan` up to `num_steps`,
-        and with the fields of the plan that the command changes.
+        """Returns a sentence with the command that resumes this run with `plan` up to `num_steps`
+        steps, and with the fields of the plan that this changes.
 
-        If the run has a checkpoint of `num_steps` or of a later step, the command says
-        `--steps N`, and the reader must choose N.
+        If the run already has a checkpoint of `num_steps` or of a later step, the command contains
+        `--steps N`, and the user must choose N.
         """
         changes = self.differing("plan", plan)
         is_done = num_steps <= max(self.checkpoints.steps(), default=0)
@@ -211,10 +215,10 @@ class Run(Owned):
         return f"Continue it: `{kit_command('resume', *words)}`{which}. Or use another directory."
 
     def plans(self, damaged: dict[int, str] | None = None) -> dict[int, Plan]:
-        """Returns the plan of each attempt that has started, by attempt.
+        """Returns the plan of each attempt that has started, by number of the attempt.
 
-        If `damaged` is given, a damaged file raises no error. The reason is added to `damaged`,
-        by attempt.
+        If `damaged` is given, a damaged file raises no error. Instead, the reason is stored in
+        `damaged`, by number of the attempt.
 
         Raises:
             ConfigError: The file of a plan is damaged, and `damaged` is None.
@@ -222,18 +226,22 @@ class Run(Owned):
         return self._of_attempts(Plan, damaged)
 
     def other_sites(self, damaged: dict[int, str] | None = None) -> dict[int, Site]:
-        """Returns the sites of attempts that ran on another site or device than the run's present
-        site, by attempt.
+        """Returns the sites of attempts that ran on a site or device other than the run's present
+        one, by number of the attempt.
 
-        Other attempts use site.json, since a peak in that file may be corrected after the attempt.
-        `damaged` and errors are as in `plans`.
+        For all other attempts, site.json is valid. This way, a corrected peak FLOP/s in site.json
+        also applies to earlier attempts. `damaged` and errors are as in `plans`: reasons of damaged
+        files are stored in `damaged` instead of raised.
         """
         sites = self._of_attempts(Site, damaged).items()
         here = self.site.name, self.site.device.name
         return {attempt: site for attempt, site in sites if (site.name, site.device.name) != here}
 
     def _of_attempts(self, record: type[Kind], damaged: dict[int, str] | None) -> dict[int, Kind]:
-        """Returns the records of one type, Plan or Site, by attempt. `damaged` is as in `plans`."""
+        """Returns the records of type `record` (Plan or Site) that were stored for attempts, by
+        number of the attempt. If `damaged` is None, a damaged file raises ConfigError. Otherwise
+        the reason is stored in `damaged`.
+        """
         found: dict[int, Kind] = {}
         for file in sorted(self.directory.glob(f"{record.__name__.lower()}.attempt_*.json")):
             match = re.search(r"attempt_(\d+)\.json$", file.name)
@@ -249,8 +257,8 @@ class Run(Owned):
         return found
 
     def metrics(self, rows: list[dict[str, Any]] | None = None) -> "Metrics":
-        """Returns the steps that are recorded so far. If `rows` of metrics.jsonl are given, returns
-        these rows instead, in their order and with repeated steps.
+        """Returns the steps that are recorded so far, as columns. If `rows` of metrics.jsonl are
+        given, returns these rows instead, in their order and including repeated steps.
         """
         from kit.run.metrics import Metrics, rows_to_metrics
 
@@ -260,10 +268,11 @@ class Run(Owned):
         return Metrics.read(self.directory / "metrics.jsonl", **facts)
 
     def facts(self) -> dict[str, Any]:
-        """Returns the keyword arguments of `Metrics` from which speeds and MFU are derived.
+        """Returns the keyword arguments of `Metrics` from which speeds and MFU are computed: model,
+        plans and sites.
 
-        An attempt with a damaged plan or site is left out of `plans` and `other_sites`. The reason
-        is in `damaged`, by attempt.
+        If the plan or site of an attempt is damaged, the attempt is left out of `plans` and
+        `other_sites`. The reason is in `damaged`, by number of the attempt.
         """
         damaged: dict[int, str] = {}
         plans = self.plans(damaged)
@@ -278,7 +287,7 @@ class Run(Owned):
         }
 
     def dataset(self) -> "Dataset":
-        """Returns the token files that the run reads."""
+        """Returns the dataset (token files) on which the run trains."""
         from kit.data import Dataset
 
         return Dataset.open(Path(self.recipe.data))
@@ -295,7 +304,9 @@ class Run(Owned):
 
 
 def _check_same_run(old: Run, spec: ModelSpec, plan: Plan, recipe: Recipe) -> None:
-    """Raises RunError if `spec` or `recipe` change a field that must stay when a run is resumed."""
+    """Raises RunError if `spec` or `recipe` changes a field that may not change when a run is
+    resumed. The message names the fields.
+    """
     may_change = {f"recipe.{name}" for name in ("num_steps", "decay_steps", *POLICY)}
     differing = {**old.differing("spec", spec), **old.differing("recipe", recipe)}
     told = [

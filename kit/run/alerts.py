@@ -15,7 +15,8 @@ from cluster.record import ConfigError, Record, field_doc
 from kit.run.tail import Tail
 
 SAME_WITHIN_S = 600.0
-"""Seconds within which two alerts of one event are duplicates, for kinds that belong to no step."""
+"""Seconds within which a second alert of the same event is a duplicate. Used for kinds of alerts
+that do not refer to a step."""
 SAME_WITHIN_STEPS = {
     "guard": 0,
     "nan": 50,
@@ -24,17 +25,21 @@ SAME_WITHIN_STEPS = {
     "rise": 5000,
     "loss_scale": 5000,
 }
-"""Number of steps within which two alerts of one event are duplicates, by kind of alert."""
+"""Number of steps within which a second alert of the same event is a duplicate, by kind of
+alert."""
 ONCE = ("job", "peak", "record")
-"""Kinds of alerts of which an attempt gets only one for each cause, at any step and time. An
-attempt fails once and a file is damaged once, however often and late somebody looks at the run."""
+"""Kinds of alerts that are recorded once per attempt and cause, at any step and time. An attempt
+fails once and a file is damaged once, but these events are found again each time a user looks at
+the run."""
 
 Level = Literal["warning", "error"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Alert(Record):
-    """One alert: a message for the user, with the attempt and step at which it happened."""
+    """One alert: a message for the user, with the attempt and the step at which the event
+    happened.
+    """
 
     kind: str = field_doc(
         "kind of the event: nan, spike, start, rise, loss_scale, peak, record, stall, mfu,"
@@ -42,9 +47,9 @@ class Alert(Record):
         " hook (the user's hook failed) or on_alert (the user's command failed)"
     )
     level: Level = field_doc("severity of the alert")
-    message: str = field_doc("description of the event, with numbers")
-    attempt: int = field_doc("number of the attempt of the run")
-    step: int = field_doc("number of the optimizer step to look at")
+    message: str = field_doc("description of the event for the user, with numbers")
+    attempt: int = field_doc("number of the attempt of the run in which the event happened")
+    step: int = field_doc("number of the optimizer step to which the alert refers")
     time: float = field_doc(
         "Unix time in seconds: the time of the step that caused the alert, or else the time at"
         " which the event was found"
@@ -52,17 +57,18 @@ class Alert(Record):
 
     @property
     def event(self) -> tuple[str, int, str, str]:
-        """Key of the event: (kind, attempt, level, beginning of the message for kinds in ONCE).
-        Two alerts with one event and nearby places are duplicates.
+        """Key of the event, by which duplicates are found: (kind, attempt, level, start of the
+        message). The start of the message is empty for kinds that are not in ONCE. Two alerts are
+        duplicates if their keys are equal and their places are near.
         """
         once = self.message.partition(":")[0] if self.kind in ONCE else ""
         return self.kind, self.attempt, self.level, once
 
     @property
     def place(self) -> tuple[float, float]:
-        """(position of the alert, distance up to which another alert of the event is a duplicate).
-        Both are steps for kinds in SAME_WITHIN_STEPS, and zero for kinds in ONCE. For other kinds
-        they are seconds.
+        """Returns (position of the alert, largest distance from the position of a duplicate). The
+        unit is steps for kinds in SAME_WITHIN_STEPS and otherwise seconds. For kinds in ONCE both
+        are zero, so that every alert of the event is a duplicate.
         """
         if self.kind in ONCE:
             return 0.0, 0.0
@@ -72,7 +78,7 @@ class Alert(Record):
 
 
 class AlertLog(Tail, Owned):
-    """The alerts of a run in the order in which they were recorded.
+    """The alerts of a run (alerts.jsonl), in the order in which they were recorded.
 
     Several processes may write to the file. Duplicates of an alert are left out.
 
@@ -90,12 +96,14 @@ class AlertLog(Tail, Owned):
         return self.file.parent
 
     def read(self) -> list[Alert]:
-        """Reads the alerts that were written since the last call, and returns all alerts."""
+        """Reads the alerts that were written to the file since the last call. Returns all alerts
+        read so far.
+        """
         while lines := self.new_lines():
             for line in lines.splitlines():
                 try:
                     self._take(Alert.from_json(line.decode()))
-                # The line is torn, or another version of the kit has written it.
+                # The line is torn, or another version of the kit has written it in another format.
                 except (
                     ConfigError,
                     UnicodeDecodeError,
@@ -110,10 +118,11 @@ class AlertLog(Tail, Owned):
         self._places: dict[tuple, list[float]] = defaultdict(list)
 
     def add(self, alerts: list[Alert], *, raises: bool = False) -> list[Alert]:
-        """Writes the alerts that are new, and returns them. Alerts of another user's run are only
-        kept in memory.
+        """Writes those of the given alerts that are not duplicates, and returns them. If the run
+        belongs to another user, the alerts are kept only in memory.
 
-        An alert that cannot be written is kept in memory too. With `raises`, its OSError is raised.
+        An alert that cannot be written is also kept in memory. If `raises` is True, the OSError of
+        the write is raised.
         """
         self.read()
         new = [alert for alert in alerts if self._take(alert)]

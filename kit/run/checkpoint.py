@@ -1,14 +1,14 @@
-"""Checkpoints of a run: they are written in the background, are complete only with their manifest,
-and can be loaded into any layout.
+"""Checkpoints of a run. They are written in the background, are complete only when they have a
+manifest, and can be loaded into any layout (degrees of parallelism).
 
-`checkpoints/step_00000100/` holds the shards of torch's distributed checkpoint and a
-`manifest.json`. A checkpoint is complete if its folder has a name without suffix and a manifest.
-`Checkpoints.manifest` also checks the manifest's own checksum and the sizes of all files. Loading
-checks the checksum of all bytes that it reads.
+`checkpoints/step_00000100/` contains the files of torch's distributed checkpoint and a
+`manifest.json`. A checkpoint is complete if its folder has a manifest and a name without suffix.
+`Checkpoints.manifest` also checks the manifest's own checksum and the sizes of all files. When a
+checkpoint is loaded, the checksum of all bytes that are read is checked.
 
 A checkpoint is written into `step_00000100.partial-<attempt>`. The manifest is written last, and
 then the folder is renamed. Only NxD writes directly into the final folder. A damaged checkpoint is
-renamed to `step_00000100.damaged-<attempt>`, and the previous checkpoint is loaded.
+renamed to `step_00000100.damaged-<attempt>`, and an older checkpoint is loaded.
 """
 
 import dataclasses
@@ -34,19 +34,21 @@ BYTES_PER_PARAM = 12
 """Bytes of a checkpoint per parameter: one fp32 weight and two fp32 Adam moments."""
 MANIFEST = "manifest.json"
 DESCRIPTION = ".metadata"
-"""Name of the file in which torch describes the tensors of a checkpoint."""
+"""Name of the file in which torch's distributed checkpoint describes its tensors (names, shapes,
+positions in the files)."""
 DESCRIPTION_BYTES = 1 << 30
-"""Largest number of bytes of the description that are read."""
+"""Largest number of bytes of the description that are read, 1 GiB. It limits memory if the file is
+not trusted."""
 READ_BYTES = 16 << 20
-"""Bytes that are read at once to compute a checksum."""
+"""Number of bytes that are read at a time to compute a checksum, 16 MiB."""
 LEFT_OVER = re.compile(r"step_\d+\.(partial-\d+|replaced-\d+|deleting(-[0-9a-f]+)?)")
-"""Pattern of the names of folders that a killed attempt leaves. Folders with another suffix, such
-as `step_00000100.best`, are the user's and are never changed."""
+"""Pattern of the names of folders that a killed attempt leaves behind. Folders with another suffix,
+such as `step_00000100.best`, belong to the user and are never changed."""
 
 
 def refuse_elsewhere(run_dir: Path, advice: str) -> None:
-    """Raises ConfigError if the checkpoints of a run are behind a login node. `advice` is the end
-    of the error message.
+    """Raises ConfigError if the checkpoints of a run are on a cluster behind a login node. `advice`
+    is the end of the error message, which tells the user what to do.
     """
     if mirror_of(run_dir):
         raise ConfigError(f"{run_dir}: its checkpoints are behind a login node{advice}")
@@ -54,38 +56,47 @@ def refuse_elsewhere(run_dir: Path, advice: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest(Record):
-    """Record of a complete checkpoint: its step, model and layout, and the files that belong to
-    it.
+    """Content of manifest.json, which makes a checkpoint complete: its step, model and layout, and
+    the sizes and checksums of its files.
     """
 
-    step: int = field_doc("number of optimizer steps that were done")
+    step: int = field_doc("number of optimizer steps of the run when the checkpoint was saved")
     attempt: int = field_doc("number of the attempt of the run that wrote the checkpoint")
-    samples: int = field_doc("number of sequences consumed: the complete state of the data order")
-    tokens: int = field_doc("number of tokens consumed")
-    seed: int = field_doc("seed of the data order")
+    samples: int = field_doc(
+        "number of training sequences that the run has read, which is the complete state of the"
+        " data order"
+    )
+    tokens: int = field_doc("number of training tokens that the run has read")
+    seed: int = field_doc("seed from which the order of the data is computed")
     skipped: int = field_doc(
-        "number of steps whose update was dropped; AdamW has done step - skipped updates", default=0
+        "number of steps whose update was dropped; AdamW has applied `step` minus `skipped`"
+        " updates",
+        default=0,
     )
     recent_losses: tuple[float, ...] = field_doc(
-        "recent finite losses with which the next losses are compared (`kit.trainer.bad_steps`)",
+        "finite losses of the last steps, with which the next losses are compared to find"
+        " spikes (`kit.trainer.bad_steps`)",
         default=(),
     )
-    time: float = field_doc("Unix time at which the manifest was made, in seconds")
-    spec: ModelSpec = field_doc("shapes of the saved model")
+    time: float = field_doc("Unix time, in seconds, at which the manifest was made")
+    spec: ModelSpec = field_doc("model whose weights are saved, with all sizes")
     plan: Plan = field_doc(
-        "layout that wrote the checkpoint, which can be loaded into another layout"
+        "plan with which the checkpoint was written; it can be loaded with other degrees of"
+        " parallelism"
     )
-    files: dict[str, int] = field_doc("size of each file in bytes, by name")
+    files: dict[str, int] = field_doc("size of each file of the checkpoint in bytes, by file name")
     checksums: dict[str, int] = field_doc(
-        "CRC-32 of each file, by name. Files of tensors are left out, since torch stores a CRC-32"
-        " with each tensor. The CRC-32 of the manifest is computed without itself.",
+        "CRC-32 of each file, by file name. Files with tensors are left out, since torch stores"
+        " a CRC-32 with each tensor. The CRC-32 of the manifest itself is computed without its"
+        " own entry.",
         default_factory=dict,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.files:
-            check_file_below(name, "manifest.files")  # NxD writes its files into subfolders.
+            # Names may contain subfolders, since NxD writes into subfolders.
+            check_file_below(name, "manifest.files")
 
 
 class Checkpoints:
@@ -94,7 +105,7 @@ class Checkpoints:
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory)
         self.undeleted = ""
-        """Sentence that says which folder could not be deleted and why. Empty if every deletion
+        """Sentence that says which folder could not be deleted and why. Empty if every deletion has
         succeeded."""
 
     def steps(self) -> list[int]:
@@ -105,8 +116,8 @@ class Checkpoints:
         return sorted(step for step in found if os.path.exists(self.path(step) / MANIFEST))
 
     def unreadable(self) -> list[str]:
-        """Returns the folders of checkpoints that this user may not enter, relative to the run
-        directory. Their checkpoints are missing from `steps`.
+        """Returns the folders of checkpoints that this user may not enter, as paths relative to the
+        run directory. `steps` does not list their checkpoints.
         """
         try:
             names = sorted(os.listdir(self.directory))
@@ -125,8 +136,8 @@ class Checkpoints:
         ]
 
     def saved_at(self, step: int) -> float:
-        """Returns the unix time at which the checkpoint at `step` was complete, by the clock of
-        the machine that wrote it. Returns 0 if the time cannot be read.
+        """Returns the Unix time, in seconds, at which the checkpoint at `step` became complete, by
+        the clock of the machine that wrote it. Returns 0 if the time cannot be read.
         """
         try:
             return float(json.loads(read_small(self.path(step) / MANIFEST))["time"])
@@ -155,14 +166,14 @@ class Checkpoints:
         return self.directory / f"step_{step:08d}"
 
     def manifest(self, step: int) -> Manifest:
-        """Returns the manifest of a complete checkpoint. Compares the size of each file with the
-        manifest.
+        """Returns the manifest of the complete checkpoint at `step`, after comparing the size of
+        each file with the size in the manifest.
 
         Raises:
-            DamagedCheckpointError: The step has no complete checkpoint, or a file is missing or
-                has another size.
-            CheckpointError: This directory mirrors a run on another machine. Checkpoints are not
-                mirrored.
+            DamagedCheckpointError: The step has no complete checkpoint, or a file is missing or has
+                another size.
+            CheckpointError: This directory is a local mirror of a run on another machine.
+                Checkpoints are not mirrored.
         """
         path = self.path(step)
         if remote := mirror_of(self.directory.parent):
@@ -186,7 +197,9 @@ class Checkpoints:
             except FileNotFoundError:
                 found = None
             except OSError as error:
-                if error.errno != errno.EINVAL:  # An I/O error does not mean damage.
+                # Only a file that is no plain file means damage. Another I/O error may be
+                # temporary.
+                if error.errno != errno.EINVAL:
                     raise
                 raise _damaged(f"{file} is {error.strerror}", path) from error
             if found != expected:
@@ -195,8 +208,8 @@ class Checkpoints:
         return manifest
 
     def verify(self, manifest: Manifest, names: Iterable[str]) -> None:
-        """Raises DamagedCheckpointError if a file of `names` differs from its checksum in the
-        manifest. Files without a checksum are skipped.
+        """Raises DamagedCheckpointError if the CRC-32 of one of the files `names` differs from the
+        CRC-32 in the manifest. Files without a CRC-32 in the manifest are skipped.
         """
         path = self.path(manifest.step)
         for name in names:
@@ -206,20 +219,21 @@ class Checkpoints:
                 )
 
     def set_aside(self, step: int, attempt: int) -> Path:
-        """Renames the folder of a damaged checkpoint, which then does not count as a checkpoint
-        and can be examined. Returns the new path.
+        """Renames the folder of a damaged checkpoint to `step_N.damaged-ATTEMPT`. It is then not a
+        checkpoint any more, and the user can examine it. Returns the new path.
         """
         kept = self.path(step).with_suffix(f".damaged-{attempt}")
         self.path(step).rename(kept)
         return kept
 
     def describe(self, step: int) -> tuple[Manifest, bytes]:
-        """Returns (manifest of a checkpoint, content of torch's `.metadata` file). The content is
+        """Returns (manifest of a checkpoint, content of torch's file `.metadata`). The content is
         empty if the engine does not write torch's format.
 
         Raises:
-            DamagedCheckpointError: `manifest` raises it, or `.metadata` differs from its checksum.
-            CheckpointError: This directory mirrors a run on another machine.
+            DamagedCheckpointError: The checkpoint is missing or damaged, or the CRC-32 of
+                `.metadata` is wrong.
+            CheckpointError: This directory is a local mirror of a run on another machine.
         """
         manifest = self.manifest(step)
         if DESCRIPTION not in manifest.files:
@@ -229,7 +243,7 @@ class Checkpoints:
             return manifest, stream.read(DESCRIPTION_BYTES)
 
     def check_model(self, manifest: Manifest, spec: ModelSpec) -> None:
-        """Raises CheckpointError if a checkpoint has another model than `spec`. The name of the
+        """Raises CheckpointError if the model of a checkpoint differs from `spec`. The name of the
         model and the settings of its initial weights may differ.
         """
         saved = manifest.spec.to_dict()
@@ -243,30 +257,31 @@ class Checkpoints:
                 )
 
     def complete(self, folder: Path, manifest: Manifest) -> None:
-        """Makes a checkpoint complete by writing its manifest, after all other files are written.
+        """Makes a checkpoint complete by writing its manifest. Must be called after all other files
+        are written.
 
         Raises:
             StaleAttemptError: A newer attempt has taken over the run.
         """
-        # A process that is left over from an old attempt must not replace newer checkpoints.
+        # A process of an old attempt may still run. It must not replace newer checkpoints.
         refuse_stale(self.directory.parent, manifest.attempt)
         seal = {MANIFEST: _own_checksum(manifest.to_dict())}
         manifest.replace(checksums=manifest.checksums | seal).write(folder / MANIFEST)
 
     def prune(self, *, keep_last: int, keep_every: int | None) -> list[int]:
-        """Deletes all checkpoints except the newest `keep_last` and those at multiples of
-        `keep_every`. Returns the steps of the checkpoints that `steps` does not list any more.
+        """Deletes all checkpoints except the newest `keep_last` checkpoints and those whose step is
+        a multiple of `keep_every`. Returns the steps that `steps` no longer lists.
 
-        Folders that an earlier deletion could not delete are deleted too. The manifests of the
-        newest checkpoints are flushed to the disk first, so that a complete checkpoint survives a
-        loss of power. Torch flushes its own files.
+        Also tries again to delete folders that could not be deleted earlier. Before any deletion,
+        the manifests of the newest checkpoints are flushed to disk, so that they survive a power
+        failure. Torch flushes its own files.
         """
         steps = self.steps()
         kept = [self.path(step) for step in steps[-keep_last:]]
         for place in (*(folder / MANIFEST for folder in kept), *kept, self.directory):
             _flush(place)
         for left_over in self._left_over():
-            # A newer attempt may be writing a partial checkpoint.
+            # Partial folders are not deleted, since a newer attempt may be writing them.
             if ".partial" not in left_over.suffix:
                 self.delete(left_over)
         surplus = [
@@ -276,24 +291,25 @@ class Checkpoints:
 
     def delete(self, folder: Path) -> bool:
         """Deletes a folder, or a symbolic link to a folder. Returns whether the name of the folder
-        is free now.
+        is now free.
 
-        An error is stored in `undeleted` and not raised, because training can continue without the
-        deletion. For example, NFS keeps a folder while a process has one of its files open.
-        `prune` tries again.
+        If the deletion fails, the error is described in `undeleted` and not raised, since training
+        can continue. For example, NFS keeps a folder while a process has one of its files open. The
+        next call of `prune` tries again.
         """
         doomed = folder
         try:
             if ".deleting" not in folder.suffix:
-                # The folder is renamed first, since a half-deleted folder must not look complete.
-                # The new name is random, since an undeleted folder of this step may exist already.
+                # The folder is renamed first, since a half-deleted folder must not look like a
+                # complete checkpoint. The new name is random, since an older undeleted folder of
+                # this step may exist.
                 doomed = folder.with_suffix(f".deleting-{os.urandom(4).hex()}")
                 folder.rename(doomed)
             if doomed.is_symlink():
                 doomed.unlink()
                 return True
-            # The first call deletes everything that can be deleted. The second call raises the
-            # error of what is left.
+            # The first call deletes everything that can be deleted. If something is left, the
+            # second call raises the error.
             shutil.rmtree(doomed, ignore_errors=True)
             if doomed.exists():
                 shutil.rmtree(doomed)
@@ -305,12 +321,12 @@ class Checkpoints:
         return not os.path.lexists(folder)
 
     def recover(self) -> list[int]:
-        """Cleans up the folders that a killed attempt left. Returns the steps of all complete
-        checkpoints.
+        """Renames or deletes the folders that a killed attempt left behind. Returns the steps of
+        all complete checkpoints.
 
-        A complete checkpoint that does not have its final name yet is renamed. Other folders with a
-        name that matches LEFT_OVER are deleted. Links, files and folders with other names are the
-        user's and are not changed.
+        A folder that is complete but does not have its final name yet is renamed to this name.
+        Other folders whose names match LEFT_OVER are deleted. Links, files and folders with other
+        names belong to the user and are not changed.
         """
         for folder in self._left_over():
             final = folder.with_suffix("")
@@ -322,7 +338,9 @@ class Checkpoints:
         return self.steps()
 
     def _left_over(self) -> list[Path]:
-        """Returns the folders that a killed attempt or a failed deletion has left."""
+        """Returns the folders whose names match LEFT_OVER: a killed attempt or a failed deletion
+        has left them.
+        """
         return [
             path
             for path in sorted(self.directory.glob("step_*.*"))
@@ -330,8 +348,8 @@ class Checkpoints:
         ]
 
     def check_space(self, spec: ModelSpec) -> None:
-        """Raises CheckpointError if less than 1.05 times the size of a checkpoint of `spec` is free
-        on the disk.
+        """Raises CheckpointError if the disk has less free space than 1.05 times the size of a
+        checkpoint of the model `spec`.
         """
         needed = int(1.05 * BYTES_PER_PARAM * spec.num_params)
         existing = next(path for path in (self.directory, *self.directory.parents) if path.exists())
@@ -344,14 +362,15 @@ class Checkpoints:
 
 
 def _flush(place: Path) -> None:
-    """Waits until the content of a file, or the list of names in a folder, is on the disk. Does
+    """Waits until the content of a file, or the list of names in a folder, is written to disk. Does
     nothing if the file system cannot flush a folder.
     """
     handle = os.open(place, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # Some file systems cannot flush folders.
+        # Some file systems cannot flush a folder, and report EINVAL.
+        if error.errno != errno.EINVAL:
             raise
     finally:
         os.close(handle)
@@ -365,9 +384,9 @@ def _damaged(what: str, path: Path) -> DamagedCheckpointError:
 def checksum(file: Path) -> int:
     """Returns the CRC-32 of the content of a file.
 
-    CRC-32 detects every single flipped bit. It protects against accidents and not against forgery.
-    Speeds measured on one core of an AMD EPYC: CRC-32 1,500 MB/s, SHA-256 960 MB/s with support
-    in hardware, BLAKE2b 460 MB/s.
+    CRC-32 detects every single flipped bit. It protects against accidental damage but not against
+    forgery. Speeds measured on one core of an AMD EPYC: CRC-32 1,500 MB/s, SHA-256 with hardware
+    support 960 MB/s, BLAKE2b 460 MB/s.
     """
     value = 0
     buffer = memoryview(bytearray(READ_BYTES))
@@ -378,16 +397,18 @@ def checksum(file: Path) -> int:
 
 
 def _own_checksum(manifest: dict[str, Any]) -> int:
-    """Returns the CRC-32 of the content of a manifest, without the manifest's own checksum."""
+    """Returns the CRC-32 of the content of a manifest, computed without the entry for the manifest
+    itself.
+    """
     others = {name: value for name, value in manifest["checksums"].items() if name != MANIFEST}
     return zlib.crc32(json.dumps({**manifest, "checksums": others}, sort_keys=True).encode())
 
 
 def cause(error: BaseException) -> str:
-    """Returns the reason of an error in saving or loading a checkpoint, followed by the ranks that
-    failed.
+    """Returns the reason why saving or loading a checkpoint has failed, followed by the ranks on
+    which it failed.
 
-    The attribute `failures` of torch's CheckpointException has the error of each failed rank,
+    The attribute `failures` of torch's CheckpointException contains the error of each failed rank,
     either alone or as (error, traceback).
     """
     failures = getattr(error, "failures", {})

@@ -1,12 +1,14 @@
-"""Reads torch's distributed checkpoints without running code that a file may contain.
+"""Reads torch's distributed checkpoints without running code that a checkpoint may contain.
 
-Torch describes a distributed checkpoint in a pickled file `.metadata`, and also unpickles objects
-that are no tensors. This reader accepts only the classes that torch itself writes for tensors. A
-description that names another class is refused before any of its code runs, and so are objects that
-are no tensors. Torch reads the tensors with `weights_only`. Before that, their bytes are compared
-with the CRC-32 that torch saves but does not check.
+Torch describes a distributed checkpoint in a pickled file `.metadata`. Unpickling an untrusted file
+can run any code, and torch also unpickles saved objects that are not tensors. This reader accepts
+only the classes that torch itself writes for tensors. If the description names another class or an
+object that is not a tensor, it is rejected before any code runs. Torch reads the tensors with
+`weights_only`. Before that, this reader compares the bytes of each tensor with the CRC-32 that
+torch saves but does not check.
 
-Each tensor is read and checked separately, however large the checkpoint is.
+Tensors are read and checked one by one, so that memory does not depend on the size of the
+checkpoint.
 """
 
 import argparse
@@ -44,21 +46,22 @@ UNUSED = {
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
 }
-"""(module, name) of the classes that torch 2.11 to 2.14 write to `.metadata`, and that no reader
-needs. They are accepted, and their objects are loaded empty."""
+"""(module, name) of classes that torch 2.11 to 2.14 write to `.metadata` but that are not needed to
+read tensors. They are accepted, and their objects are loaded as empty objects."""
 FAULTS = (RuntimeError, ValueError, LookupError, AssertionError, EOFError, pickle.UnpicklingError)
-"""Exceptions that reading can raise if a tensor is missing, is no tensor or has another shape."""
+"""Exceptions that torch's reader can raise if the checkpoint has no tensor of a name, or has
+another object or another shape under this name."""
 
 
 class CheckpointTensors:
-    """The tensors of one complete checkpoint, by their names in the checkpoint, such as
-    `model.norm.weight`.
+    """The tensors of one complete checkpoint. They are found by their names in the checkpoint, such
+    as `model.norm.weight`.
     """
 
     def __init__(
         self, checkpoints: Checkpoints, described: tuple[Manifest, bytes], spec: ModelSpec
     ) -> None:
-        """Reads the description of the checkpoint, and no tensor.
+        """Reads the description of the checkpoint but no tensor.
 
         Args:
             checkpoints: checkpoints of the run.
@@ -88,8 +91,8 @@ class CheckpointTensors:
         except FAULTS as error:
             raise self._unreadable(error) from error
         for place in self._metadata.storage_data.values():
-            # `Checkpoints.manifest` has checked the files of the manifest: each is a plain file
-            # with the recorded size. Other files are not checked, so they are not read.
+            # For the files in the manifest, `Checkpoints.manifest` has checked that each is a plain
+            # file of the recorded size. Other files are unchecked, so they are not read.
             if place.relative_path not in manifest.files:
                 raise self._unreadable(
                     ValueError(f"its manifest does not list {place.relative_path}")
@@ -97,16 +100,17 @@ class CheckpointTensors:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def fill_all(self, state: dict[str, Tensor]) -> None:
-        """Copies tensors of the checkpoint into the tensors of the same names in `state`. Shapes
-        must be equal. Dtypes and strides may differ.
+        """Copies tensors of the checkpoint into the tensors of equal name in `state`. Shapes must
+        be equal. Dtypes and strides may differ.
 
-        For a DTensor, only this rank's shard is filled, and other ranks need not call this method.
-        Each file is opened once.
+        For a DTensor, only this rank's shard is filled, and the other ranks need not call this
+        method. Each file is opened once.
 
         Raises:
             DamagedCheckpointError: The bytes of a tensor have changed since they were written.
-            CheckpointError: The checkpoint has no tensor with a name and shape of `state`.
-            OSError: A file cannot be read now.
+            CheckpointError: The checkpoint has no tensor of the name and shape of a tensor in
+                `state`.
+            OSError: A file cannot be read at present.
         """
         planner = DefaultLoadPlanner()
         try:
@@ -122,8 +126,8 @@ class CheckpointTensors:
 
     def _unreadable(self, error: Exception, what: str = "") -> CheckpointError:
         text = next(iter(str(error).splitlines()), type(error).__name__)
-        # The directory of a zip archive has no checksum. Torch's own reader reports flipped bits in
-        # the directory with this message.
+        # The directory of a zip archive has no checksum. If bits of the directory are flipped,
+        # torch's own reader reports this message.
         kind = DamagedCheckpointError if "failed reading zip archive" in text else CheckpointError
         return kind(
             f"{self.path} cannot be read: {what}{text}. Move it away to use an earlier checkpoint."
@@ -131,16 +135,17 @@ class CheckpointTensors:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Unpickles numbers, texts, lists, dictionaries and objects of the classes in `kept`. Runs no
-    code of the pickle. `check_pickle` checks the bytes first.
+    """Unpickles numbers, texts, lists, dictionaries and objects of the classes in `kept`, without
+    running code of the pickle. `check_pickle` first checks the bytes.
 
-    Objects of other classes are loaded as empty objects. A pickle may set attributes of the classes
-    that it names, and a class is shared by the whole process. So each object gets a new subclass
-    that only this load uses and that cannot be changed. Only objects of the classes in `keys` can
-    be keys of a dictionary, since the hash of other objects may take unlimited time.
+    Objects of other classes are loaded as empty objects. A pickle could set attributes of a class
+    that it names, and the whole process shares the class. Therefore each load makes new subclasses
+    that only this load uses and whose attributes cannot be set. Only objects of the classes in
+    `keys` may be keys of a dictionary, since computing the hash of another object may take
+    unlimited time.
 
     Attributes:
-        kept: real class of the objects, by (module, name) in the pickle.
+        kept: classes whose objects are loaded, by (module, name) in the pickle.
         keys: classes of `kept` whose objects may be keys of a dictionary.
 
     Raises:
@@ -164,14 +169,18 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 class _FrozenType(type):
-    """Metaclass of classes whose attributes a pickle cannot set."""
+    """Metaclass of the classes that the unpickler makes. A pickle cannot set attributes of these
+    classes.
+    """
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise pickle.UnpicklingError(f"it would change {cls.__name__}.{name}")
 
 
 class _EmptyObject(dict):
-    """Replacement for objects of unknown classes. It ignores its arguments and its state."""
+    """Empty object that replaces an object of an unknown class. It ignores its arguments and its
+    state.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -180,10 +189,10 @@ class _EmptyObject(dict):
 
 
 class TensorsOnlyReader(FileSystemReader):
-    """`FileSystemReader` for checkpoints of unknown origin. Reads only tensors, and runs no code of
+    """Torch's `FileSystemReader` for untrusted checkpoints. Reads only tensors, and runs no code of
     the checkpoint.
 
-    `description` is the content of the checkpoint's `.metadata`.
+    `description` is the content of the checkpoint's file `.metadata`.
     """
 
     def __init__(self, path: Path, description: bytes) -> None:
@@ -194,15 +203,15 @@ class TensorsOnlyReader(FileSystemReader):
         """Returns the description of the checkpoint.
 
         Raises:
-            pickle.UnpicklingError: The description contains other objects than tensors.
+            pickle.UnpicklingError: The description contains objects other than tensors.
             ConfigError: The description names a file in another folder.
         """
-        # The garbage collector would search a million small objects for cycles. The search takes 7
-        # times as long as the unpickling.
+        # Garbage collection is turned off. It would search a million small objects for reference
+        # cycles, which takes 7 times as long as the unpickling.
         gc.disable()
         try:
             metadata = _MetadataUnpickler(self.description).load()
-        except Exception as error:  # Untrusted bytes may lead to any exception.
+        except Exception as error:  # Untrusted bytes may raise any exception.
             raise pickle.UnpicklingError(f"its .metadata cannot be read: {error}") from error
         finally:
             gc.enable()
@@ -211,7 +220,7 @@ class TensorsOnlyReader(FileSystemReader):
         return metadata
 
     def _slice_file(self, file: Any, sinfo: Any) -> io.BytesIO:
-        """Returns a stream of the bytes of one tensor, which are a zip archive.
+        """Returns a stream with the bytes of one tensor, which form a zip archive.
 
         Raises:
             DamagedCheckpointError: The bytes have changed since they were written.
@@ -235,14 +244,16 @@ class TensorsOnlyReader(FileSystemReader):
 
 
 class _Index(MetadataIndex):
-    """Replacement for torch's `MetadataIndex`, which is the key of a tensor's place in the files.
+    """Replaces torch's `MetadataIndex`, which is the key under which the position of a tensor in
+    the files is stored.
 
-    It is equal to torch's index of the tensor, so torch's reader finds the place. Its hash takes
-    little time for any untrusted content.
+    It is equal to torch's index of the tensor, so that torch's reader finds the position. Computing
+    its hash takes little time whatever an untrusted file contains.
     """
 
     def __hash__(self) -> int:
-        # If each nested tuple contained the next one twice, a hash would take 2^depth steps.
+        # A file could nest tuples so that each tuple contains the next one twice. Computing the
+        # hash would then take 2^depth steps.
         if type(self.fqn) is not str or not isinstance(self.offset, torch.Size | None):
             raise pickle.UnpicklingError("it has an index that is no name and offset of a tensor")
         return super().__hash__()
@@ -252,7 +263,7 @@ class _Index(MetadataIndex):
 
 
 class _MetadataUnpickler(PlainUnpickler):
-    """Unpickles `.metadata`. Refuses a pickle that names a class which torch does not write."""
+    """Unpickles `.metadata`. Rejects a pickle that names a class that torch does not write."""
 
     kept: ClassVar = {
         (METADATA, "Metadata"): Metadata,
@@ -264,14 +275,14 @@ class _MetadataUnpickler(PlainUnpickler):
     keys: ClassVar = (_Index,)
 
     def find_class(self, module: str, name: str) -> Any:
-        # Only Python 3.13 names the module of PosixPath `pathlib._local`.
+        # Python 3.13 alone writes `pathlib._local` as the module of PosixPath.
         asked = (
             module.replace("pathlib._local", "pathlib"),
             name,
         )
         if asked == ("torch", "Size"):
-            return torch.Size  # A built-in type, whose attributes cannot be set.
-        # Other names of the module `torch` are dtypes, which no reader needs.
+            return torch.Size  # This is a built-in type, whose attributes cannot be set.
+        # Other names in the module `torch` are dtypes, which are not needed to read tensors.
         if module != "torch" and asked not in UNUSED and asked not in self.kept:
             raise pickle.UnpicklingError(
                 f"it asks for {module}.{name}, which no description of tensors needs; nothing"
@@ -281,10 +292,11 @@ class _MetadataUnpickler(PlainUnpickler):
 
 
 def _check(metadata: Any) -> None:
-    """Checks an unpickled description.
+    """Raises an error unless an unpickled description describes only tensors in files of the
+    checkpoint's own folder.
 
     Raises:
-        pickle.UnpicklingError: The description contains other objects than tensors.
+        pickle.UnpicklingError: The description contains objects other than tensors.
         ConfigError: The description names a file in another folder.
     """
     tables = isinstance(metadata, Metadata) and (

@@ -1,7 +1,9 @@
-"""Columns: metrics.jsonl as NumPy columns, which grow with the file. Only new bytes are read.
+"""Reads metrics.jsonl into NumPy columns, which grow with the file. Only bytes that are new in the
+file are read.
 
-From the first step of an attempt on, its steps replace the steps of older attempts. All code that
-reads steps uses `that_count`, which implements this rule.
+A restarted attempt may repeat steps of older attempts. From its first step on, its steps replace
+the steps of older attempts. All code that reads steps uses `that_count`, which implements this
+rule.
 """
 
 import json
@@ -24,7 +26,7 @@ COLUMNS = (
     "learning_rate",
     "memory_bytes",
 )
-"""Columns that `Metrics` always has. A value that a line lacks is NaN."""
+"""Columns that `Metrics` always has. The value is NaN for a step whose line lacks the column."""
 OPTIONAL_COLUMNS = (
     "validation_loss",
     "validation_s",
@@ -45,24 +47,25 @@ OPTIONAL_COLUMNS = (
 
 - `validation_s`: seconds of the validation after the step.
 - `skipped_steps`: number of steps without an update since the start of the attempt.
-- `nan_steps`: number of skipped steps with a NaN loss in one line of another trainer's log.
-- `consumed_tokens`: number of tokens at the end of the step, as counted by another trainer.
+- `nan_steps`: number of skipped steps with a NaN loss in one line of another training code's log.
+- `consumed_tokens`: number of tokens at the end of the step, as counted by another training code.
 - `data_s`: seconds for which rank 0 waited for its batch.
 - `forward_backward_s`, `reduction_s`, `optimizer_s`: seconds of the three phases of the native
   engine on rank 0.
 - `waiting_s`: seconds, within these phases, for which rank 0 waited for other ranks. Recorded on a
-  CPU only.
-"""
+  CPU only."""
 NAMES: tuple[str, ...] = (*COLUMNS, *OPTIONAL_COLUMNS)
 FAST_FROM_BYTES, FAST_BLOCK_BYTES, MOST_ROOM = 2**18, 2**20, 2**22
-"""FAST_FROM_BYTES: least bytes for the parser of pyarrow. Shorter text is parsed by `json` in less
-time than the import of pyarrow takes. FAST_BLOCK_BYTES: block size of pyarrow in bytes. MOST_ROOM:
-largest number of unread steps for which memory is reserved. They reserve 0.7 GB, of which unused
-pages take no memory."""
+"""FAST_FROM_BYTES is the smallest size of a text that pyarrow parses. `json` parses a shorter text
+in less time than the import of pyarrow takes. FAST_BLOCK_BYTES is pyarrow's block size in bytes.
+MOST_ROOM is the largest number of unread steps for which memory is reserved. They reserve 0.7 GB,
+but pages that are not written use no memory."""
 
 
 class Growing:
-    """Array of float64 values, [rows, n], that grows at the end of its second dimension."""
+    """Array of float64 values, [rows, n], to which values can be appended along the second
+    dimension.
+    """
 
     def __init__(self, rows: int) -> None:
         self._data = np.empty((rows, 1024))
@@ -73,17 +76,17 @@ class Growing:
         return self._data[:, : self.length]
 
     def extend(self, values: ArrayLike, start: int | None = None, to_come: int = 0) -> None:
-        """Appends values, [rows, n]. If `start` is given, they replace all values from index
-        `start` on.
+        """Appends values of shape [rows, n]. If `start` is given, the new values replace all values
+        from index `start` on.
 
         `to_come` is the number of further values that are expected. Memory for them is reserved
-        now, so that less is copied later.
+        now, so that less must be copied later.
         """
         values = np.asarray(values)
         start = self.length if start is None else start
         needed = start + values.shape[-1]
         if needed > self._data.shape[1]:
-            # Memory that is reserved and not written takes no pages.
+            # np.empty only reserves memory. Pages that are never written use no physical memory.
             grown = np.empty((len(self._data), needed + max(self._data.shape[1], to_come)))
             grown[:, :start] = self._data[:, :start]
             self._data = grown
@@ -93,13 +96,13 @@ class Growing:
 
 class Columns(Tail):
     """The steps of a metrics file in ascending order, each step once. `columns["loss"]` is a
-    float64 array with NaN for lines without a loss.
+    float64 array, with NaN for steps whose line has no loss.
 
     Attributes:
-        revision: number that changes whenever rows that were read before have changed, after a new
-            attempt or a replacement of the file.
-        skipped_lines: number of lines so far that are torn or are not written by the kit.
-        first_steps: first step of each attempt, by attempt.
+        revision: number that changes whenever rows that were already read have changed. The cause
+            is a new attempt that repeats steps, or a replaced file.
+        skipped_lines: number of lines so far that are torn or were not written by the kit.
+        first_steps: number of the first step of each attempt, by number of the attempt.
     """
 
     def __init__(self, file: Path) -> None:
@@ -118,7 +121,7 @@ class Columns(Tail):
 
     def poll(self, limit_bytes: int = CHUNK_BYTES) -> bool:
         """Reads at most `limit_bytes` of the lines that were added since the last call. Returns
-        whether there is more to read.
+        whether more lines can be read at once.
         """
         text = self.new_lines(limit_bytes)
         if not text:
@@ -129,23 +132,23 @@ class Columns(Tail):
         return self.unread_bytes > 0
 
     def read_all(self) -> "Columns":
-        """Reads all lines that are in the file now. Returns the columns themselves."""
+        """Reads all lines that are in the file at present. Returns `self`."""
         while self.poll():
             pass
         return self
 
     def restart(self) -> None:
-        """Drops all steps. The next `poll` reads the file from its beginning."""
+        """Removes all steps from memory. The next `poll` reads the file from its beginning."""
         super().restart()
-        # A column without any finite value stays empty and takes no memory.
+        # A column without any finite value stays empty, so that it takes no memory.
         self._columns = {name: Growing(1) for name in NAMES}
         self.skipped_lines = 0
         self.first_steps: dict[int, int] = {}
         self.revision += 1
 
     def _append(self, rows: np.ndarray, to_come: int) -> None:
-        """Adds parsed rows, [names, n], which are in the order of the file. `to_come` is the number
-        of rows that are expected later.
+        """Adds parsed rows, an array [columns of NAMES, n], in the order of the file. `to_come` is
+        the number of rows that are expected later.
         """
         start = int(np.searchsorted(self["step"], rows[0].min(initial=np.inf)))
         self.revision += start < len(self)
@@ -162,15 +165,15 @@ def tokens_seen(
 ) -> np.ndarray:
     """Returns the cumulative number of tokens at the end of each step.
 
-    A recorded count is used where there is one. Between recorded counts, the tokens of each step
-    are added. If `before` is None, the steps before the first recorded count are counted backwards
-    from it, since a log may begin in the middle of a run.
+    Where a cumulative count was recorded, it is used. After a recorded count, the tokens of each
+    step are added to it. If `before` is None, the counts before the first recorded count are
+    computed backwards from it, since a log may begin in the middle of a run.
 
     Args:
         tokens: number of tokens of each step.
         consumed: recorded cumulative count at the end of each step. NaN if it was not recorded.
-        before: cumulative number of tokens before these steps. None if they are the first steps
-            of a run.
+        before: cumulative number of tokens before these steps. None if they are the first steps of
+            a run.
     """
     counted = (before or 0.0) + np.nancumsum(tokens)
     told = np.flatnonzero(np.isfinite(consumed))
@@ -186,16 +189,17 @@ def tokens_seen(
 def that_count(
     steps: ArrayLike, attempts: ArrayLike, first_steps: dict[int, int] | None = None
 ) -> np.ndarray:
-    """Returns the indices of the valid rows in ascending order of their steps, each step once.
+    """Returns the indices of the rows that are valid, in ascending order of their steps, each step
+    once.
 
-    A row is invalid if a newer attempt has begun at its step or at an earlier step. If two rows of
-    one attempt have the same step, the later row is valid.
+    A row is invalid if a newer attempt has begun at the row's step or at an earlier step. If two
+    rows of one attempt have the same step, only the later row is valid.
 
     Args:
         steps: step of each row, in the order of the file.
         attempts: attempt of each row.
-        first_steps: first step of each attempt in earlier rows, by attempt. The first steps of
-            attempts in these rows are added to it.
+        first_steps: first step of each attempt in earlier rows, by number of the attempt. The first
+            steps of attempts in these rows are added to this dict.
     """
     steps = np.asarray(steps, float)
     attempts = np.asarray(attempts, float)
@@ -205,7 +209,7 @@ def that_count(
         firsts[int(attempt)] = min(first, firsts.get(int(attempt), first))
     numbers = sorted(firsts)
     starts = [float(firsts[number]) for number in numbers]
-    # Least first step of all newer attempts, for each attempt.
+    # For each attempt, the smallest first step of all newer attempts.
     bounds = np.append(np.minimum.accumulate(starts[::-1])[::-1][1:], np.inf)
     kept = np.flatnonzero(steps < bounds[np.searchsorted(numbers, attempts)])
     order = kept[np.argsort(steps[kept], kind="stable")]
@@ -214,22 +218,25 @@ def that_count(
 
 
 def parse_lines(text: bytes) -> tuple[np.ndarray, int]:
-    """Returns (values of the lines, number of skipped lines). The values are an array [names, n].
+    """Returns (values of the lines, number of skipped lines). The values are an array of shape
+    [columns of NAMES, n].
 
-    Lines that are torn or not written by the kit are skipped. `text` must consist of whole lines.
+    Lines that are torn or were not written by the kit are skipped. `text` must consist of complete
+    lines.
     """
     if len(text) >= FAST_FROM_BYTES:
-        # JSON has no NaN, so the second attempt replaces NaN by null.
+        # JSON has no NaN, which Python's json writes for a NaN loss. The second call replaces NaN
+        # by null.
         if found := _parse_fast(text) or _parse_fast(text.replace(b": NaN", b": null")):
             return found
-    # A torn line makes the slow parser necessary for this chunk only.
+    # If a line is torn, the slow parser is needed, but only for this chunk of the file.
     rows, skipped = parse_rows(text)
     return values_of(rows), skipped
 
 
 def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
-    """Returns the result of `parse_lines`, computed by pyarrow. Returns None if a line is not one
-    flat JSON object with numbers in the kit's columns.
+    """Parses lines with pyarrow, which is fast. Returns the result of `parse_lines`, or None if a
+    line is not a flat JSON object with numbers in the kit's columns.
     """
     import pyarrow
     import pyarrow.json
@@ -247,13 +254,14 @@ def _parse_fast(text: bytes) -> tuple[np.ndarray, int] | None:
         return None
     if table.num_rows != text.count(b"\n"):
         return None
-    # Conversion of a Python NaN to an Arrow scalar, or `to_numpy`, would import pandas, which takes
-    # a second.
+    # The NaN is made from a buffer. To convert a Python NaN to an Arrow scalar, or to call
+    # `to_numpy`, would import pandas, which takes a second.
     (nan,) = pyarrow.Array.from_buffers(
         pyarrow.float64(), 1, [None, pyarrow.py_buffer(np.array([np.nan]))]
     )
     rows = np.stack([_floats(column.fill_null(nan)) for column in table.columns])
-    # Step and attempt must be integers that float64 represents exactly. NaN fails the comparison.
+    # Step and attempt must be integers that float64 can represent exactly. For NaN the comparison
+    # is False.
     ours = (np.abs(rows[:2]) < 2.0**53).all(axis=0)
     rows[:2] = np.trunc(rows[:2])
     if ours.all():
@@ -273,9 +281,10 @@ def _floats(column: Any) -> np.ndarray:
 
 
 def parse_rows(text: bytes) -> tuple[list[dict[str, Any]], int]:
-    """Returns (rows of the lines, number of skipped lines).
+    """Returns (rows of the lines as dicts, number of skipped lines).
 
-    Lines that are torn or not written by the kit are skipped. `text` must consist of whole lines.
+    Lines that are torn or were not written by the kit are skipped. `text` must consist of complete
+    lines.
     """
     found = [parse_row(line) for line in text.splitlines()]
     rows = [row for row in found if row is not None]
@@ -283,7 +292,9 @@ def parse_rows(text: bytes) -> tuple[list[dict[str, Any]], int]:
 
 
 def values_of(rows: list[dict[str, Any]]) -> np.ndarray:
-    """Returns the values of rows as an array, [names, n]. It has NaN where a row lacks a value."""
+    """Returns the values of rows as an array of shape [columns of NAMES, n]. A value that a row
+    lacks is NaN.
+    """
     values = np.empty((len(NAMES), len(rows)))
     for place, row in enumerate(rows):
         values[:, place] = [float_or_nan(row.get(name)) for name in NAMES]
@@ -291,15 +302,15 @@ def values_of(rows: list[dict[str, Any]]) -> np.ndarray:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Returns the row in a line of `metrics.jsonl`, with step and attempt as integers. Returns None
-    if the line is torn or not written by the kit.
+    """Returns a line of metrics.jsonl as a dict, with step and attempt as integers. Returns None if
+    the line is torn or was not written by the kit.
     """
     try:
         row = json.loads(line)
         step = int(row["step"])
         attempt = int(row["attempt"])
         for value in filter(is_number, row.values()):
-            float(value)  # Raises OverflowError for an integer with hundreds of digits.
+            float(value)  # This raises OverflowError for an integer with hundreds of digits.
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
     if max(abs(step), abs(attempt)) >= 2**53:
@@ -308,10 +319,12 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Returns whether a recorded value is a number. A bool is not a number."""
+    """Returns whether a recorded value is a number. A bool does not count as a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def float_or_nan(value: Any) -> float:
-    """Returns a value of a row of `parse_row` as a float. Returns NaN if it is not a number."""
+    """Returns a value of a row that `parse_row` returned as a float. Returns NaN if the value is
+    not a number.
+    """
     return float(value) if is_number(value) else float("nan")

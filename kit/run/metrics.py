@@ -1,5 +1,5 @@
-"""Metrics: the steps in `metrics.jsonl`, with tokens/s, MFU and HFU derived from spec, plan and
-site.
+"""Metrics: the steps in metrics.jsonl as columns, with tokens/s, MFU and HFU, which are computed
+from spec, plan and site.
 
 Imports no torch.
 """
@@ -31,53 +31,58 @@ from kit.run.columns import (
 )
 
 MOST_WAITING = 200_000
-"""Largest number of lines that wait in memory for the disk. A line has about 500 bytes. A run with
-one step per second produces this number in two days."""
+"""Largest number of lines that are kept in memory while they cannot be written to disk. A line has
+about 500 bytes. A run with one step per second reaches this number after two days."""
 WRITE_BYTES = 1 << 20
-"""Bytes of lines that are joined for one write to the disk."""
+"""Number of bytes of lines that are joined for one write to the disk, 1 MiB."""
 SPEED_STEPS = 20
-"""Number of the newest steps whose median is shown, wherever a view shows one number for tokens/s,
-MFU, HFU or time per step."""
+"""Number of newest steps over which a median is taken, where a view shows a single number for
+tokens/s, MFU, HFU or time per step."""
 MAX_ABOVE_PEAK = 0.05
-"""Largest share of a run's steps that may be faster than the peak. With a larger share the peak is
-taken to be wrong, and no MFU is given."""
+"""Largest fraction of a run's steps that may be faster than the peak FLOP/s of the device. If more
+steps are faster, the peak must be wrong, and no MFU is shown."""
 RECENT_STEPS = 100
-"""Number of the last steps whose mean step time predicts the time left."""
+"""Number of last steps whose mean step time is used to predict the time left."""
 PERIODS = 5
-"""Number of the last periods of each kind of pause, such as validation, that predict the time
-left."""
+"""Number of last periods of each kind of pause (such as validation) that are used to predict the
+time left. A period reaches from one pause to the next."""
 LOOK_BACK_STEPS = 20_000
-"""Largest number of steps from which the time left is predicted. It bounds the work for a long
-run."""
+"""Largest number of last steps that are used to predict the time left. It limits the computation
+for a long run."""
 
 
 class MetricsWriter:
-    """Appends one line per optimizer step to `metrics.jsonl`. Lines that cannot be written wait in
-    memory.
+    """Appends one line per optimizer step to metrics.jsonl. If lines cannot be written, they are
+    kept in memory and written later.
 
-    One thread may call `add` while another one calls `flush`.
+    One thread may call `add` while another thread calls `flush`.
     """
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.stream: io.FileIO | None = None
         self.waiting = deque[bytes]()
-        """Lines from `add` that `flush` has not moved to `pending`, oldest first."""
+        """Lines that `add` has received and that `flush` has not moved to `pending` yet, oldest
+        first."""
         self.pending = bytearray()
-        """Bytes that `flush` writes next. The beginning of the first line may be written
-        already."""
+        """Bytes that `flush` writes next. If a write was incomplete, they begin in the middle of a
+        line."""
         self.is_begun = False
-        """Whether the file was opened before."""
+        """Whether this object has opened the file before."""
         self.num_dropped = 0
-        """Number of lines that were dropped, because MOST_WAITING lines were waiting."""
+        """Number of lines that were dropped because MOST_WAITING lines were already waiting."""
 
     @property
     def num_unwritten(self) -> int:
-        """Number of lines that are not in the file, including dropped lines."""
+        """Number of lines that are not in the file: lines that wait in memory, and dropped
+        lines.
+        """
         return len(self.waiting) + self.pending.count(b"\n") + self.num_dropped
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Adds the lines of some steps to the waiting lines. Never waits for the disk."""
+        """Adds one line per row to the lines in memory. `flush` writes them later. Never waits for
+        the disk.
+        """
         for row in rows:
             if len(self.waiting) < MOST_WAITING:
                 self.waiting.append(f"{json.dumps(row)}\n".encode())
@@ -85,10 +90,10 @@ class MetricsWriter:
                 self.num_dropped += 1
 
     def flush(self) -> None:
-        """Writes all waiting lines. Readers see them immediately.
+        """Writes all lines that wait in memory. Readers of the file see them immediately.
 
         Raises:
-            OSError: Some lines could not be written. They wait for the next call.
+            OSError: Some lines could not be written. They stay in memory for the next call.
         """
         if not self.waiting and not self.pending:
             return
@@ -102,20 +107,24 @@ class MetricsWriter:
                 del self.pending[: stream.write(self.pending)]
         except OSError as error:
             if error.errno not in FULL:
-                # A handle of a network file system may stay stale, so the next call opens a new
-                # one.
+                # On a network file system the file handle may stay invalid after an error, so the
+                # next call opens the file again.
                 self.stream = None
                 with contextlib.suppress(OSError):
                     stream.close()
             raise
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Writes the waiting lines and then the lines of some steps. Raises OSError as `flush`."""
+        """Adds one line per row, and writes all lines that wait in memory to the file.
+
+        Raises:
+            OSError: Some lines could not be written. They stay in memory for the next call.
+        """
         self.add(rows)
         self.flush()
 
     def close(self) -> None:
-        """Closes the file. Waiting lines are not written."""
+        """Closes the file. Lines that wait in memory are not written."""
         if self.stream is not None:
             self.stream.close()
 
@@ -123,7 +132,8 @@ class MetricsWriter:
         """Opens the file for appending and returns its stream."""
         self.stream = appending(self.file)
         if not self.is_begun:
-            # After a torn last line of a killed attempt, a line break must come first.
+            # A killed attempt may have left a torn last line. New lines must then begin with a line
+            # break.
             self.pending[:0] = line_break(self.stream)
             self.is_begun = True
         return self.stream
@@ -131,10 +141,10 @@ class MetricsWriter:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """The steps of a run in ascending order, each step once. From the first step of an attempt on,
-    its steps replace the steps of older attempts.
+    """The steps of a run in ascending order, each step once. A restarted attempt may repeat steps
+    of older attempts. From its first step on, its steps replace those of older attempts.
 
-    `metrics["loss"]` is one column as an array.
+    `metrics["loss"]` is one column as an array with one value per step.
     """
 
     columns: dict[str, np.ndarray]
@@ -143,26 +153,29 @@ class Metrics:
     site: Site
     skipped_lines: int
     other_sites: Mapping[int, Site] = dataclasses.field(default_factory=dict)
-    """Sites of attempts that did not run on `site`, by attempt."""
+    """Sites of attempts that ran on another site than `site`, by number of the attempt."""
     damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """Reason why the plan or site of an attempt cannot be read, by attempt. The steps of such an
-    attempt have neither MFU nor HFU."""
+    """Reason why the plan or site of an attempt cannot be read, by number of the attempt. The steps
+    of this attempt have neither MFU nor HFU."""
     is_imported: bool = False
-    """Whether the steps were converted from another trainer's log."""
+    """Whether the steps were converted from the log of another training code."""
 
     @classmethod
     def read(cls, file: Path, **facts: Any) -> "Metrics":
-        """Returns the metrics in a `metrics.jsonl`. Without the file, they have no steps.
+        """Returns the steps in a metrics.jsonl as Metrics. If the file does not exist, there are no
+        steps.
 
-        Lines that are torn or not written by the kit are skipped and counted. `facts` are the
-        fields `spec`, `plans`, `site` and, optionally, `other_sites`, `damaged` and `is_imported`,
-        as `kit.run.Run.facts` returns them.
+        Lines that are torn or were not written by the kit are skipped and counted. `facts` are the
+        fields `spec`, `plans`, `site` and, optionally, `other_sites`, `damaged` and `is_imported`.
+        `kit.run.Run.facts` returns them.
         """
         return cls.of(Columns(file).read_all(), **facts)
 
     @classmethod
     def of(cls, read: Columns, **facts: Any) -> "Metrics":
-        """Returns the metrics of steps that were read already. `facts` are as in `read`."""
+        """Returns Metrics of steps that were already read into Columns. `facts` are fields such as
+        `spec` and `plans`, which `kit.run.Run.facts` returns.
+        """
         names = [*COLUMNS, *(name for name in OPTIONAL_COLUMNS if np.isfinite(read[name]).any())]
         columns = {name: read[name] for name in names}
         columns |= {name: _whole(columns[name]) for name in ("step", "attempt", "tokens")}
@@ -176,42 +189,44 @@ class Metrics:
 
     @property
     def tokens_per_s(self) -> np.ndarray:
-        """Tokens per second of each step, over all devices."""
+        """Tokens per second of each step, summed over all devices."""
         with np.errstate(all="ignore"):
             return self["tokens"] / self["step_time_s"]
 
     @property
     def total_tokens(self) -> np.ndarray:
-        """Tokens seen at the end of each step."""
+        """Cumulative number of tokens of the run at the end of each step."""
         consumed = self.columns.get("consumed_tokens", np.full(len(self), np.nan))
         return _whole(tokens_seen(_whole(self["tokens"]), consumed))
 
     def mfu(self) -> np.ndarray | None:
-        """Returns the MFU of each step, from 0 to 1: model FLOP/s divided by peak dense FLOP/s of
-        the plan's dtype. Returns None if the peak is unknown or wrong, see `why_no_mfu`.
+        """Returns the MFU (model FLOP/s utilization) of each step, from 0 to 1: model FLOP/s
+        divided by the peak dense FLOP/s of the devices for the plan's dtype. Returns None if the
+        peak is unknown or wrong (`why_no_mfu`).
 
-        If the peak is believable, a single step above the peak is NaN. Causes are a changed clock
-        or a damaged line.
+        If only a few steps are faster than the peak, the peak is believed, and these steps are NaN.
+        They have a wrong time, after a change of the clock or from a damaged line.
         """
         return self._believable(0)
 
     def hfu(self) -> np.ndarray | None:
-        """Returns the HFU of each step, from 0 to 1. Unlike MFU, it counts recomputed FLOPs.
-        Returns None, or NaN for a step, in the cases of `mfu`.
+        """Returns the HFU (hardware FLOP/s utilization) of each step, from 0 to 1. Unlike MFU, it
+        also counts the FLOPs of recomputation. It is None, or NaN for a step, in the same cases as
+        the MFU.
         """
         return self._believable(1)
 
     def speeds(self) -> dict[str, np.ndarray]:
-        """Returns `tokens_per_s` of each step and, if the peak is known and believable, `mfu` and
-        `hfu`, by name.
+        """Returns the speeds of each step as arrays: `tokens_per_s` and, if the peak is known and
+        not too low, `mfu` and `hfu`.
         """
         speeds = {"tokens_per_s": self.tokens_per_s, "mfu": self.mfu(), "hfu": self.hfu()}
         return {name: values for name, values in speeds.items() if values is not None}
 
     @property
     def why_no_mfu(self) -> str | None:
-        """Reason why there is neither MFU nor HFU: `peak unknown`, or `above the peak` if too many
-        steps are faster than the peak. None if both are known.
+        """Reason why neither MFU nor HFU can be computed: `peak unknown`, or `above the peak` if
+        too many steps are faster than the peak. None if both can be computed.
         """
         both = self.utilisations
         if both is None:
@@ -220,15 +235,17 @@ class Metrics:
         return "above the peak" if refutes_peak(int(np.sum(known > 1)), len(known)) else None
 
     def _believable(self, which: int) -> np.ndarray | None:
-        """Returns MFU (`which` is 0) or HFU (`which` is 1), with the rules of `mfu`."""
+        """Returns MFU (`which` is 0) or HFU (`which` is 1) of each step. Steps above the peak are
+        NaN. Returns None if the peak is unknown or wrong.
+        """
         if (both := self.utilisations) is None or self.why_no_mfu:
             return None
         return np.where(both[which] > 1, np.nan, both[which])
 
     @functools.cached_property
     def utilisations(self) -> np.ndarray | None:
-        """MFU and HFU of each step, [2, steps]. Values above 1 are included. None if the peak is
-        unknown.
+        """MFU and HFU of each step, an array [2, steps]. Values above 1 are not removed. None if
+        the peak is unknown.
         """
         rates = np.full((2, len(self)), np.nan)
         for attempt, plan in self.plans.items():
@@ -242,14 +259,16 @@ class Metrics:
 
     @property
     def layouts(self) -> np.ndarray:
-        """Number of the layout of each step, counted from 0. See `layout_numbers`."""
+        """Number of the layout (plan and site) of each step, counted from 0. It grows when an
+        attempt changes the layout (`layout_numbers`).
+        """
         return layout_numbers(self["attempt"], self.plans, self.other_sites)
 
     def summary(self) -> dict[str, Any]:
-        """Returns the numbers of the last step by name. Speeds are medians over the last
-        SPEED_STEPS steps with the layout of the last step.
+        """Returns the values of the last step by name. Speeds are medians over those of the last
+        SPEED_STEPS steps that have the layout of the last step.
 
-        A loss or gradient norm that is not finite is NaN or infinity. A number is None if it was
+        A loss or gradient norm that is not finite is NaN or infinity. A value is None if it was
         never recorded or is unknown.
         """
         if not len(self):
@@ -266,17 +285,17 @@ class Metrics:
 def last_step_values(
     steps: Metrics | Columns, speeds: Mapping[str, np.ndarray], layouts: np.ndarray
 ) -> dict[str, Any]:
-    """Returns the numbers of the last step by name.
+    """Returns the values of the last step by name.
 
-    The result for each name in `speeds` is a median. It is taken over those of the last SPEED_STEPS
-    steps that have the layout of the last step. `speed_steps` is the number of these steps. A loss
-    or gradient norm that is not finite is NaN or infinity. A number is None if it was never
-    recorded or is unknown.
+    The value for each name in `speeds` is a median over those of the last SPEED_STEPS steps that
+    have the layout of the last step. `speed_steps` is the number of these steps. A loss or gradient
+    norm that is not finite is NaN or infinity. A value is None if it was never recorded or is
+    unknown.
 
     Args:
         steps: steps of a run, at least one.
-        speeds: speed of each step, by name.
-        layouts: number of the layout of each step.
+        speeds: arrays with one speed per step, by name of the speed.
+        layouts: number of the layout (plan and site) of each step.
     """
     norms = steps["grad_norm"]
     grad_norm = None
@@ -295,10 +314,11 @@ def last_step_values(
 def layout_numbers(
     attempts: np.ndarray, plans: Mapping[int, Plan], other_sites: Mapping[int, Site]
 ) -> np.ndarray:
-    """Returns the number of the layout of each step, given the attempt of each step. The number
-    grows where an attempt has another plan or another site than the attempt before.
+    """Returns the number of the layout (plan and site) of each step. `attempts` has the attempt of
+    each step. The number grows by one at each attempt whose plan or site differs from that of the
+    attempt before.
 
-    Speed, MFU and time per step are averaged within one layout only.
+    Speed, MFU and time per step are averaged only over steps of one layout.
     """
     numbers = sorted(plans)
     changes = [
@@ -310,8 +330,8 @@ def layout_numbers(
 
 
 def rows_to_metrics(rows: list[dict[str, Any]], **facts: Any) -> Metrics:
-    """Returns rows of metrics.jsonl as metrics, in their order and with repeated steps. `facts` are
-    as in `Metrics.read`.
+    """Returns rows of metrics.jsonl as Metrics, in their order and including repeated steps.
+    `facts` are fields such as `spec` and `plans`, which `kit.run.Run.facts` returns.
     """
     return Metrics(columns=dict(zip(NAMES, values_of(rows), strict=True)), skipped_lines=0, **facts)
 
@@ -319,17 +339,18 @@ def rows_to_metrics(rows: list[dict[str, Any]], **facts: Any) -> Metrics:
 def utilisation_rates(
     spec: ModelSpec, plan: Plan, site: Site, *, is_imported: bool
 ) -> tuple[float, float] | None:
-    """Returns (MFU, HFU) at one token per second. Both are proportional to tokens per second.
-    Returns None if the peak is unknown.
+    """Returns (MFU, HFU) at a speed of one token per second. Both are proportional to tokens per
+    second, so the caller multiplies them by the speed. Returns None if the peak FLOP/s is unknown.
 
-    For the steps of another trainer, full recomputation counts the whole forward pass of each
-    block, as Megatron runs it and as the papers count it.
+    For the steps of another training code, full recomputation is counted as the whole forward pass
+    of each block. Megatron recomputes it this way, and papers count it this way.
     """
     peak = site.peak_flops_per_s(plan.precision)
     devices = plan.num_devices
     if peak is None:
         return None
-    if site.scheduler == "local":  # Processes beyond the number of cores share the cores.
+    # On a local site, processes beyond the number of cores share the cores.
+    if site.scheduler == "local":
         devices = min(devices, site.devices_per_node)
     executed = spec.hardware_flops_per_token(
         plan.recompute,
@@ -340,26 +361,28 @@ def utilisation_rates(
 
 
 def time_left_s(steps: Metrics | Columns, num_steps: int) -> float | None:
-    """Returns the predicted seconds until a run will have done `num_steps` steps. Returns None if
-    the time of a step is unknown.
+    """Returns the predicted seconds until a run has done `num_steps` steps. Returns None if the
+    time of a step is unknown.
 
-    The time of a step is the mean over the last RECENT_STEPS steps of the newest attempt.
-    Validation, saves and other pauses between steps are added at the rate of their last PERIODS
-    periods. So a slow phase in the past does not affect the prediction, however long it was.
+    The prediction uses the mean time of the last RECENT_STEPS steps of the newest attempt. To this
+    it adds validation, saves and other pauses between steps, at the rate of the last PERIODS pauses
+    of each kind. Therefore a slow phase in the past does not affect the prediction, however long it
+    was.
     """
     if not len(steps):
         return None
     first = int(np.argmax(steps["attempt"] == steps["attempt"][-1]))
     first = max(first, len(steps) - LOOK_BACK_STEPS)
     took_s = steps["step_time_s"][first:]
-    # An attempt's first step compiles and connects, which later steps do not.
+    # The first step of an attempt is left out if there are others, since it compiles and connects.
     recent_s = took_s[1:][-RECENT_STEPS:] if len(took_s) > 1 else took_s
     recent_s = recent_s[np.isfinite(recent_s)]
     step_s = float(recent_s.mean()) if recent_s.size else 0.0
     if not step_s > 0:
         return None
     gaps_s = np.diff(steps["time"][first:]) - took_s[1:]
-    # If the clock was set back, a gap is negative, and the gaps beside it may be far too long.
+    # If the clock was set back, one gap is negative, and the gaps next to it may be far too long.
+    # All of them are set to zero.
     is_wrong = ~(gaps_s > -step_s)
     is_beside = is_wrong.copy()
     is_beside[1:] |= is_wrong[:-1]
@@ -380,36 +403,37 @@ def time_left_s(steps: Metrics | Columns, num_steps: int) -> float | None:
 
 
 def _pause_s_per_step(gaps_s: np.ndarray, pauses: np.ndarray) -> float:
-    """Returns the seconds per step that one kind of pause takes.
+    """Returns the seconds per step that one kind of pause takes on average.
 
     Args:
-        gaps_s: seconds between each step and the next one.
-        pauses: indices in `gaps_s` of the pauses of this kind, ascending.
+        gaps_s: seconds between the end of each step and the beginning of the next step.
+        pauses: indices in `gaps_s` of the gaps that are pauses of this kind, ascending.
     """
     if not len(pauses):
         return 0.0
     now = len(gaps_s) - 1
     counted = pauses[-PERIODS:]
-    if len(pauses) <= PERIODS:  # With too few periods, the rate is that over the whole attempt.
+    if len(pauses) <= PERIODS:  # With too few periods, the average is over the whole attempt.
         return float(gaps_s[counted].sum()) / (now + 1)
     begin = pauses[-PERIODS - 1]
     end = pauses[-1]
-    # The present period is longer than all counted periods, so the pauses have become rarer.
+    # If the time since the last pause is longer than each of the counted periods, pauses have
+    # become rarer. The average then includes this time.
     if now - end > np.diff(pauses[-PERIODS - 1 :]).max():
         end = now
     return float(gaps_s[counted].sum()) / float(end - begin)
 
 
 def _column(steps: Metrics | Columns, name: str) -> np.ndarray:
-    """Returns a column of some steps, all NaN if the run lacks it."""
+    """Returns a column of the steps. If the run lacks the column, all values are NaN."""
     if isinstance(steps, Metrics) and name not in steps.columns:
         return np.full(len(steps), np.nan)
     return steps[name]
 
 
 def refutes_peak(above: int, known: int) -> bool:
-    """Returns whether a peak is too low to be true. `above` is the number of steps that are faster
-    than the peak, and `known` the number of all steps with a known speed.
+    """Returns whether too many steps are faster than the peak, so that the peak must be too low.
+    `above` is the number of these steps, and `known` the number of all steps with a known speed.
     """
     return above > MAX_ABOVE_PEAK * known
 
@@ -421,5 +445,5 @@ def median(values: np.ndarray) -> float | None:
 
 
 def _whole(values: np.ndarray) -> np.ndarray:
-    """Returns recorded counts as int64. A value that is NaN or too large for a count becomes 0."""
+    """Returns recorded numbers as int64. A value that is NaN or too large to be exact becomes 0."""
     return np.where(np.abs(values) < 2.0**53, values, 0).astype(np.int64)

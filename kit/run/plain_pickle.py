@@ -1,44 +1,47 @@
-"""A check of pickled bytes before they are loaded: time and memory of loading then grow in
-proportion to the number of bytes.
+"""Checks pickled bytes before they are loaded. The time and memory that loading takes are then at
+most proportional to the number of bytes.
 
-Without the check a few bytes are enough to use up a machine. A memo index of 2^31 reserves 32 GiB.
-A tuple that holds another tuple twice, in forty levels, needs 2^40 steps for its hash. If n keys of
-a table have equal hashes, the loading takes n^2 steps.
+Without the check, a few bytes can exhaust a machine. A memo index of 2^31 reserves 32 GiB. Tuples
+that are nested in forty levels, each containing the next one twice, need 2^40 steps for a hash. If
+n keys of a dictionary have equal hashes, loading takes n^2 steps.
 """
 
 import pickle
 
 LONGEST_INT_BYTES = 7
-"""Largest size of a whole number in bytes. Below 2^61 - 1 a number is its own hash, so no two
-numbers have equal hashes. File offsets and counts stay below 2^55."""
+"""Largest allowed size of an integer in bytes. An integer below 2^61 - 1 is its own hash, so no two
+such integers have equal hashes. File offsets and counts are below 2^55."""
 MOST_SHARED_TUPLES = 8
-"""Largest number of uses of tuples from the memo. Each use at most doubles the time of a hash."""
+"""Largest allowed number of times that a tuple is loaded from the memo. Each use at most doubles
+the time of a hash."""
 TUPLES = frozenset(b"t\x85\x86\x87")
-"""Opcodes that create a tuple."""
+"""Opcodes (instructions of a pickle) that create a tuple."""
 MADE = TUPLES | frozenset(b")]}\x8f\x91\x81\x92R\x93cXTBU\x8c\x8d\x8eC\x8aGQ")
-"""Opcodes that leave a new object on the stack. Only such an object is stored in the memo."""
+"""Opcodes that leave a new object on the stack. An object may be stored in the memo only directly
+after one of these opcodes."""
 WITHOUT_ARGUMENT = b"(.N\x88\x89)]}taesub\x85\x86\x87\x81\x92R\x93\x8f\x90\x91Q\x94"
 SIZES = dict.fromkeys(WITHOUT_ARGUMENT, 0)
 SIZES |= {ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("G"): 8, 0x80: 1, 0x95: 8}
-"""Size of the argument in bytes, for each opcode with an argument of fixed size and no special
-rule in `check_pickle`."""
+"""Number of bytes of the argument, by opcode. It contains all opcodes whose argument has a fixed
+size and that have no special rule in `check_pickle`."""
 TEXTS = {ord("U"): 1, 0x8C: 1, ord("C"): 1, ord("X"): 4, ord("T"): 4, ord("B"): 4, 0x8D: 8, 0x8E: 8}
-"""Size in bytes of the length field, for each opcode of a text or of bytes."""
+"""Number of bytes of the field that holds the length, by opcode. It contains the opcodes of texts
+and of bytes."""
 PUTS = {ord("q"): 1, ord("r"): 4}
 GETS = {ord("h"): 1, ord("j"): 4}
-"""Size in bytes of the memo index. PUTS: opcodes that store an object in the memo. GETS: opcodes
-that load an object from the memo."""
+"""PUTS are the opcodes that store an object in the memo, and GETS those that load an object from
+the memo. The value is the number of bytes of the memo index."""
 MEMOIZE = 0x94
 GLOBAL = ord("c")
 LONG1 = 0x8A
 
 
 def check_pickle(data: bytes) -> None:  # noqa: C901 - one flat case per kind of opcode
-    """Checks pickled bytes as protocols 2 to 5 write them. Takes about a microsecond for 10 bytes.
+    """Checks pickled bytes of protocols 2 to 5. Takes about a microsecond per 10 bytes.
 
     Raises:
         pickle.UnpicklingError: An opcode, a memo index, a number or the sharing of tuples could
-            take time or memory out of proportion to the size of the data.
+            make loading take time or memory out of proportion to the size of the data.
     """
     sizes = SIZES
     tuples = set[int]()
@@ -79,13 +82,13 @@ def check_pickle(data: bytes) -> None:  # noqa: C901 - one flat case per kind of
         else:
             raise pickle.UnpicklingError(f"opcode {opcode:#04x} at byte {place - 1} is not allowed")
         before = opcode
-    if place > len(data):  # Loading would reserve memory for what is missing.
+    if place > len(data):  # If bytes are missing, loading would reserve memory for them.
         raise pickle.UnpicklingError(f"it ends at byte {len(data)}, within an argument")
 
 
 def _check_stored(before: int, place: int) -> None:
-    """Raises UnpicklingError unless the previous opcode, `before`, has created the object that is
-    stored in the memo. `place` is the position in bytes, for the message.
+    """Raises UnpicklingError unless the previous opcode, `before`, has created a new object, which
+    is now stored in the memo. `place` is the position in bytes, which the message reports.
     """
     if before not in MADE:
         raise pickle.UnpicklingError(f"an object is stored a second time at byte {place}")

@@ -1,3 +1,3 @@
-"""The training loop of one rank, with checkpoints, watchdog, heartbeat and reactions to bad
+"""The training loop of one rank, with its checkpoints, watchdog, heartbeat and reactions to bad
 steps.
 """

@@ -1,8 +1,9 @@
-"""Work on the monitoring files of one rank, done in a thread for which training does not wait.
+"""Reads and writes the monitoring files of one rank in a background thread, for which training does
+not wait.
 
-Monitoring files are those by which people and the supervisor watch a run: metrics, heartbeats,
-alerts, the state of the job and the requests to it. A slow file system would slow every step if the
-training thread wrote them. A file system that fails for a moment would end the attempt.
+Monitoring files are those by which users and the supervisor watch a run: metrics, heartbeats,
+alerts, the state of the job and the requests to the job. If the training thread wrote them, a slow
+file system would slow every step, and a temporary error of the file system would end the attempt.
 """
 
 import sys
@@ -14,23 +15,26 @@ from contextlib import suppress
 from cluster.directory_handle import RunDirectory
 
 PASS_EVERY_S = 0.25
-"""Seconds between two passes over all work. A reader sees a step with at most this delay."""
+"""Seconds between two passes, in each of which the due functions are called. A reader of the files
+sees a step with at most this delay."""
 RETRY_EVERY_S = 0.5
-"""Seconds between two tries to write all files at the end of training."""
+"""Seconds between two attempts to write all files at the end of training."""
 
 Work = Callable[[], None]
 
 
 class Background:
-    """Calls the registered work again and again in one thread.
+    """Calls registered functions repeatedly in one thread. Each of these functions is called a
+    piece of work.
 
-    An OSError of one piece of work changes nothing for training: it is counted, the first one is
+    An OSError of one piece of work does not affect training: it is counted, the first one is
     reported, and the work is called again later. Any other error, such as the loss of the run
-    directory, stops the thread, and `check` raises it in the training thread.
+    directory, stops the thread. `check` then raises this error in the training thread.
 
     Args:
-        home: the run directory.
-        report: called once, in the background, with a sentence that describes the first OSError.
+        home: handle of the run directory.
+        report: function that is called once, in the background thread, with a sentence about the
+            first OSError.
     """
 
     def __init__(self, home: RunDirectory, report: Callable[[str], None]) -> None:
@@ -38,47 +42,48 @@ class Background:
         self.report = report
         self.works: list[tuple[Work, float]] = []
         self.called_at: dict[Work, float] = {}
-        """Time of the last call of each piece of work, by `time.monotonic`."""
+        """Time of the last call of each piece of work, in seconds of `time.monotonic`."""
         self.thread: threading.Thread | None = None
         self.changed = threading.Condition()
-        """Guards `wanted`, `finished`, `failure` and `is_ended`."""
+        """Condition that protects `wanted`, `finished`, `failure` and `is_ended`, and is notified
+        when one of them changes."""
         self.wanted = 0
-        """Number of the newest pass that was requested by `wake` or `flush`."""
+        """Number of passes that `wake` or `flush` have requested so far."""
         self.finished = 0
-        """Number of the newest requested pass that has ended."""
+        """Value of `wanted` up to which requested passes have ended."""
         self.failure: Exception | None = None
         self.is_ended = False
         self.num_errors = 0
         self.has_failed = False
-        """Whether a piece of work of the last pass has failed with an OSError."""
+        """Whether a piece of work raised an OSError in the last pass."""
 
     def add(self, work: Work, every_s: float = 0.0) -> None:
-        """Registers work, before `start`. The work is called every `every_s` seconds, or in each
-        pass if `every_s` is shorter than PASS_EVERY_S. The work itself decides whether there is
-        anything to do.
+        """Registers a piece of work. Must be called before `start`. The work is called every
+        `every_s` seconds, or in each pass if `every_s` is shorter than PASS_EVERY_S. It must do
+        nothing if there is nothing to write.
         """
         self.works.append((work, every_s))
 
     def start(self) -> None:
-        """Starts the thread, if there is work."""
+        """Starts the thread if work is registered."""
         if self.works and self.thread is None:
             self.thread = threading.Thread(target=self._run, name="monitoring", daemon=True)
             self.thread.start()
 
     def check(self) -> None:
-        """Raises the error that stopped the thread, if any. Never waits."""
+        """Raises the error that stopped the thread, if there is one. Never waits."""
         if self.failure is not None:
             raise self.failure
 
     def wake(self) -> None:
-        """Begins a pass at once, without waiting for it."""
+        """Requests a pass at once and does not wait for it."""
         with self.changed:
             self.wanted += 1
             self.changed.notify_all()
 
     def flush(self, limit_s: float) -> bool:
         """Calls all work once more and waits for the end of this pass, for at most `limit_s`
-        seconds. Returns whether all work succeeded.
+        seconds. Returns whether all work succeeded within this time.
         """
         if self.thread is None:
             return True
@@ -92,10 +97,10 @@ class Background:
         return is_over and self.failure is None and not self.has_failed
 
     def finish(self, limit_s: float) -> bool:
-        """Calls all work until all of it succeeds, for at most `limit_s` seconds, and ends the
-        thread. Returns whether all work succeeded.
+        """Calls all work until all of it succeeds, for at most `limit_s` seconds, and then stops
+        the thread. Returns whether all work succeeded.
 
-        Work that hangs in the file system is left to its thread, which ends with the process.
+        If work hangs in the file system, the thread is not waited for. It ends with the process.
         """
         deadline = time.monotonic() + limit_s
         is_done = self.flush(limit_s)
@@ -135,11 +140,14 @@ class Background:
                 return
 
     def _pass(self, *, calls_all: bool) -> Exception | None:
-        """Calls the work that is due, or all work. Returns the error that ends the thread."""
+        """Calls the work that is due, or all work. Returns the error that must stop the thread, or
+        None.
+        """
         has_failed = False
         try:
             if self.has_failed:
-                # Work opens files again after an error, maybe in another directory of this name.
+                # After an error, work opens its files again. By now a different directory may have
+                # the name of the run directory, so the directory is checked first.
                 self.home.check()
             for work, every_s in self.works:
                 now = time.monotonic()

@@ -1,4 +1,5 @@
-"""The reaction to a bad step: a loss or gradient norm that is not finite, or a loss spike.
+"""The reaction to a bad step: a step whose loss or gradient norm is not finite, or whose loss is a
+spike.
 
 The recipe chooses one of three reactions.
 
@@ -8,10 +9,11 @@ skip        the update is dropped and training continues with the next batch (na
 roll_back   weights and optimizer return to the newest checkpoint, and the data since this
             checkpoint is left out (native engine)
 
-The step number grows in each case. Every step reads a new batch and has a row in the metrics, with
-the number of dropped updates in `skipped`. AdamW counts only the applied updates, step - skipped.
-PaLM, too, rolled back and left out data (arXiv 2204.02311, section 5.1).
-For `skip` and `roll_back` the host waits for the GPU after each step.
+With each reaction the step number grows, every step reads a new batch, and every step has a row in
+metrics.jsonl. The column `skipped` has the number of dropped updates. AdamW counts only the applied
+updates: the number of steps minus the number of dropped updates. The authors of PaLM also rolled
+back and left out data (arXiv 2204.02311, section 5.1). For `skip` and `roll_back`, the host waits
+for the GPU after each step.
 """
 
 import math
@@ -34,33 +36,34 @@ from kit.trainer.spikes import WINDOW, stands_out
 from kit.trainer.watchdog import Watchdog
 
 MAX_BAD_STEPS = 10
-"""Number of bad steps in a row after which training ends, since skipping and rolling back did not
-help."""
+"""Number of consecutive bad steps after which training ends with an error, since dropping updates
+did not help."""
 
 Reaction = Literal["go on", "stop", "skip", "roll_back"]
-"""Reactions to a step, the mildest first."""
+"""Reactions to a step, from mildest to strongest. "go on" is the reaction to a good step."""
 REACTIONS: tuple[Reaction, ...] = get_args(Reaction)
 
 
 class StepJudge:
     """Judges the steps of one attempt by their loss and gradient norm.
 
-    All ranks see the same losses, so all come to the same result unless a fault is local to a rank.
+    All ranks see the same losses, so all ranks reach the same result, unless a fault affects only
+    one rank.
     """
 
     def __init__(self, recipe: Recipe, plan: Plan) -> None:
         self.recipe = recipe
         self.recent: tuple[float, ...] = ()
-        """Finite losses that the next loss is compared with (`kit.trainer.spikes`), oldest first,
-        without repetitions."""
+        """Finite losses of the last steps, oldest first, with which the next loss is compared
+        (`kit.trainer.spikes`). A loss that equals the loss before it is left out."""
         self.bad_in_a_row = 0
-        # In fp16 an overflow of the gradient makes the engine lower the loss scale. The engine
+        # In fp16, an overflow of the gradient is normal: the engine lowers the loss scale and
         # itself skips the update of this step.
         self.judges_gradient_norm = plan.precision != "fp16"
 
     def judge(self, loss: float, grad_norm: float) -> tuple[Reaction, str]:
-        """Returns (reaction, problem). The problem describes what is wrong with the step, and is
-        empty for a good step. Changes nothing.
+        """Returns (reaction, problem). The problem is a text that says what is wrong with the step,
+        empty for a good step. Does not change the object.
         """
         if not math.isfinite(loss):
             return self.recipe.on_nan, f"the loss is {loss}"
@@ -73,10 +76,11 @@ class StepJudge:
         return "go on", ""
 
     def record(self, reaction: Reaction, problem: str, loss: float) -> None:
-        """Records a judged step, with which the next steps are compared.
+        """Records the loss and the reaction of a judged step, since later steps are compared with
+        them.
 
         Raises:
-            RunError: MAX_BAD_STEPS steps in a row were bad.
+            RunError: MAX_BAD_STEPS consecutive steps were bad.
         """
         if math.isfinite(loss) and loss not in self.recent[-1:]:
             self.recent = (*self.recent, loss)[-WINDOW:]
@@ -93,14 +97,14 @@ class StepJudge:
 
 
 class BadStepPolicy:
-    """Reacts to bad steps. Every rank has one, and all ranks react together.
+    """Reacts to bad steps. Every rank has a BadStepPolicy, and all ranks react together.
 
     Args:
-        run: the run that is trained.
-        checkpoints: loads the checkpoint of a rollback.
-        group: group of all ranks, on the CPU.
-        watchdog: is paused while a checkpoint is loaded.
-        notices: receive a report of each skipped step.
+        run: run that is trained.
+        checkpoints: manager that loads the checkpoint of a rollback.
+        group: CPU process group of all ranks.
+        watchdog: watchdog that is paused while a checkpoint is loaded.
+        notices: object that receives a report of each skipped step and rollback.
     """
 
     def __init__(
@@ -119,38 +123,43 @@ class BadStepPolicy:
         self.notices = notices
         self.judge = StepJudge(run.recipe, run.plan)
         self.skipped = 0
-        """Number of steps so far whose update was dropped."""
+        """Number of steps of the run so far whose update was dropped."""
         self.verdict: tuple[Reaction, str] | None = None
-        """(reaction, problem) of the step that the engine works on, if the step was judged before
-        its update."""
+        """(reaction, problem) of the step that the engine computes at present, if the step was
+        judged before its update. None otherwise."""
         reactions = {run.recipe.on_nan, run.recipe.on_spike}
         self.continues_after_bad_step = bool(reactions & {"skip", "roll_back"})
-        """Whether training may continue after a bad step. If True, all ranks agree on each
+        """Whether training may continue after a bad step. If True, all ranks must agree on each
         reaction."""
         self.accepts = self._accepts if "skip" in reactions else None
-        """Function that the engine calls before each update, or None if no update can be
-        dropped."""
+        """Function that the engine calls before each update and that returns whether to apply the
+        update. None if the recipe never skips an update."""
 
     def restore(self, manifest: Manifest) -> None:
-        """Restores the state that `manifest_fields` returned when a checkpoint was saved."""
+        """Restores from a manifest the state that `manifest_fields` returned when the checkpoint
+        was saved.
+        """
         self.judge.recent = manifest.recent_losses
         self.skipped = manifest.skipped
 
     def manifest_fields(self) -> dict[str, Any]:
-        """Returns the fields of a checkpoint's manifest that `restore` needs."""
+        """Returns the fields of a checkpoint's manifest from which `restore` restores this
+        object.
+        """
         return {"skipped": self.skipped, "recent_losses": self.judge.recent}
 
     def after_step(self, step: Step) -> None:
         """Reacts to a bad step as the recipe says. All ranks must call it.
 
-        For a bad step, adds `skipped` to the step's row, the number of updates that were dropped.
+        If the step is bad, adds the column `skipped`, the number of updates that were dropped, to
+        `step.row`.
 
         Raises:
             RunError: The recipe says to stop, there is no checkpoint to roll back to, or
-                MAX_BAD_STEPS steps in a row were bad.
+                MAX_BAD_STEPS consecutive steps were bad.
         """
         loss = step.row["loss"]
-        # If updates can be dropped, the ranks agreed on the verdict before the update.
+        # If updates can be skipped, the ranks agreed on the verdict before the update.
         verdict = self.verdict or self._agree(loss, step.row["grad_norm"])
         self.verdict = None
         reaction, problem = verdict
@@ -173,7 +182,9 @@ class BadStepPolicy:
         self.notices.add("guard", f"step {step.number}: {problem}; {result}", step.number)
 
     def _roll_back(self, step: int) -> str:
-        """Loads the newest checkpoint. Returns a description of the rollback for people."""
+        """Loads the newest checkpoint. Returns a description of the rollback for the notice to
+        users.
+        """
         self.checkpoints.finish()
         manifest = self.checkpoints.load_latest()
         if manifest is None:
@@ -190,17 +201,19 @@ class BadStepPolicy:
         )
 
     def _accepts(self, loss: float, grad_norm: float) -> bool:
-        """Returns whether a step may update the weights."""
+        """Returns whether a step may update the weights, as agreed by all ranks. The engine calls
+        it before the update. It stores the verdict, which `after_step` uses later.
+        """
         self.verdict = self._agree(loss, grad_norm)
         return self.verdict[0] != "skip"
 
     def _agree(self, loss: float, grad_norm: float) -> tuple[Reaction, str]:
-        """Returns (reaction, problem). If training may continue after a bad step, the reaction is
-        the strongest reaction of all ranks.
+        """Returns (reaction, problem) of a step. If training may continue after a bad step, the
+        reaction is the strongest reaction among all ranks, so that all ranks react equally.
         """
         reaction, problem = self.judge.judge(loss, grad_norm)
         if self.continues_after_bad_step:
-            # A fault may be local to one rank.
+            # A fault may affect only one rank.
             strongest = torch.tensor([REACTIONS.index(reaction)])
             dist.all_reduce(strongest, dist.ReduceOp.MAX, group=self.group)
             reaction = REACTIONS[int(strongest)]

@@ -1,5 +1,5 @@
-"""Data that one replica reads: its part of each batch, read in advance so that no step waits for
-data, and sequences of the validation set.
+"""Data that one data-parallel replica reads: its part of each training batch, read in advance so
+that no step waits for data, and sequences of the validation set.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,11 +17,11 @@ AHEAD = 2
 
 
 class Batches:
-    """Reads one replica's part of a run's batches. The next AHEAD batches are read while the
-    replica trains on one batch.
+    """Reads one replica's part of a run's batches. While the replica trains on one batch, a thread
+    reads the next AHEAD batches.
 
-    For a GPU the batches are in pinned memory, from which the GPU copies them without a wait of the
-    host.
+    For a GPU the batches are in pinned memory, from which the GPU copies them without making the
+    host wait.
     """
 
     def __init__(self, run: Run, dataset: Dataset, data_rank: int, device: torch.device) -> None:
@@ -39,10 +39,11 @@ class Batches:
         self.coming: dict[int, Future[Tensor]] = {}
 
     def at(self, first: int) -> Tensor:
-        """Returns this replica's part of the global batch that starts at sample `first`, as S
-        sequences [S, T + 1].
+        """Returns this replica's part of the global batch that begins with sample number `first` of
+        the run. Its shape is [S, T + 1]: S sequences of T tokens, and one more token each as the
+        last target.
 
-        Raises the error with which reading has failed.
+        If reading has failed, raises the error of the reading thread.
         """
         size = self.plan.global_batch_size
         firsts = range(first, first + (1 + AHEAD) * size, size)
@@ -57,15 +58,15 @@ class Batches:
         return batch
 
     def validation_loss(self, engine: Engine) -> float:
-        """Returns the mean loss, in nats per token, of the first sequences of the validation set.
-        Each sequence counts once, whatever the layout and batch size.
+        """Returns the mean loss, in nats per token, over the first sequences of the validation set.
+        Each sequence counts once, for every layout and batch size.
         """
         plan = self.plan
         held_out = self.dataset.samples("validation", self.length, self.recipe.seed)
         count = min(self.recipe.validation_sequences, self.dataset.held_out_sequences(self.length))
-        # Micro-batches are always full, since other shapes would be compiled again. Copies of
+        # Micro-batches must be full, since another shape would be compiled again. Copies of
         # sequence 0 fill the last micro-batches, and their loss is subtracted below. NxD's pipeline
-        # needs whole batches.
+        # even needs full global batches.
         unit = plan.data_parallel * plan.micro_batch_size
         if plan.capabilities.validates_whole_batches:
             unit = plan.global_batch_size

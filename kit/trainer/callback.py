@@ -1,4 +1,4 @@
-"""Extensions of the training loop, and the step that they see."""
+"""The interface of extensions of the training loop, and the record of a step that they receive."""
 
 import dataclasses
 from typing import Any
@@ -8,47 +8,53 @@ from kit.engines.engine import StepResult
 
 @dataclasses.dataclass(kw_only=True)
 class Step:
-    """One optimizer step of this rank, from its launch until its row is in the metrics."""
+    """One optimizer step on this rank, from its launch until its row is in metrics.jsonl."""
 
     number: int
     samples: int
-    """Samples of the run so far, this step included."""
+    """Number of samples (sequences) that the run has trained on, this step included."""
     learning_rate: float
     start: float
-    """Time at which the host began the step, by `time.perf_counter`."""
+    """Time at which the host began the step, in seconds of `time.perf_counter`."""
     data_s: float
-    """Seconds for which the host waited for the batch."""
+    """Seconds for which the host waited for the data of the batch."""
     launch_s: float
-    """Seconds until the launch returned. On a CPU the step is computed by then."""
+    """Seconds from the start of the launch until it returned. On a CPU, the step has been computed
+    by then."""
     busy_s: float
-    """Seconds of `launch_s` in which this thread computed or waited for a core."""
+    """Seconds, within `launch_s`, in which the training thread computed or waited for a CPU
+    core."""
     begun: StepResult
-    """Loss and gradient norm. Reading them waits for the device."""
+    """Loss and gradient norm of the step. Reading them waits for the device."""
     work_s: float | None = None
-    """Seconds of this rank's own work, without waits for other ranks. On a GPU, seconds of the
-    newest speed probe. None if unknown."""
+    """Seconds in which this rank worked itself, without waiting for other ranks. On a GPU instead
+    the seconds of the newest speed probe. None if unknown."""
     row: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Row of the metrics. Empty until the step is finished."""
+    """Row of this step in metrics.jsonl, as values by column. Empty until the step is finished."""
 
 
 class Callback:
-    """An extension of the training loop. All ranks call it at the same moments."""
+    """An extension of the training loop. All ranks call each method at the same point of
+    the loop.
+    """
 
     needs_each_result = False
-    """Whether the result of each step must be known before the next step is launched."""
+    """Whether the loop must read the result of each step before it launches the next step."""
 
     def needs_finished_steps(self, step: int) -> bool:
-        """Returns whether all results must be known before `step` is launched."""
+        """Returns whether the loop must read the results of all earlier steps before it launches
+        `step`.
+        """
         return False
 
     def on_start(self) -> None:
-        """Called before the first step, when the engine has its weights."""
+        """Called before the first step, after the engine's weights are set."""
 
     def before_step(self, step: int) -> None:
-        """Called before a step is launched. A GPU may still work on the previous step."""
+        """Called before a step is launched. A GPU may still compute the previous step."""
 
     def after_step(self, step: Step) -> None:
-        """Called when the result of a step is known. May add to `step.row`."""
+        """Called when the result of a step has been read. May add columns to `step.row`."""
 
     def on_end(self) -> None:
-        """Called after the last step, unless an error ends training."""
+        """Called after the last step. Not called if an error ends training."""

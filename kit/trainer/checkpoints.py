@@ -1,8 +1,8 @@
-"""Saving and loading the checkpoints of a run while it trains.
+"""Saves and loads the checkpoints of a run while it trains.
 
 `kit.run.checkpoint` defines when a checkpoint is complete and how it is checked. All ranks save and
-load together. Writing happens in the background. A damaged checkpoint is renamed, never deleted,
-and the previous checkpoint is loaded.
+load together, and checkpoints are written in the background. A damaged checkpoint is renamed, never
+deleted, and an older checkpoint is loaded instead.
 """
 
 import time
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
     from kit.engines.neuron.checkpoint import NxdCheckpoints
 
 CheckpointFormat: TypeAlias = "PortableCheckpoints | NxdCheckpoints"
-"""Writer and reader of the checkpoints of one kind of engine."""
+"""Object that writes and reads the checkpoints of an engine, in the format of the engine."""
 
 
 class CheckpointManager:
     """Saves checkpoints, loads the newest valid one, and keeps as many as the recipe says.
 
-    Every rank has one, and all ranks call its methods together.
+    Every rank has a CheckpointManager, and all ranks call its methods together.
 
     Args:
-        run: the run that is trained.
+        run: run that is trained.
         engine: engine whose weights and optimizer states are saved and loaded.
-        group: group of all ranks, on the CPU.
+        group: CPU process group of all ranks.
         attempt: number of the attempt.
-        notices: receive reports of damaged checkpoints and of checkpoints that cannot be deleted.
+        notices: object that receives reports of damaged checkpoints and of checkpoints that cannot
+            be deleted.
     """
 
     def __init__(
@@ -51,16 +52,16 @@ class CheckpointManager:
         self.notices = notices
         self.format = checkpoint_format(run, engine, group, attempt=attempt)
         self.save_s = 0.0
-        """Seconds that calls of `save` took since `take_stall_s` was called."""
+        """Seconds that calls of `save` took since the last call of `take_stall_s`."""
         self.has_reported_undeleted = False
 
     def save(self, step: int, samples: int, fields: dict[str, Any]) -> None:
-        """Begins to write a checkpoint. Returns as soon as training may continue.
+        """Starts writing a checkpoint. Returns as soon as training may continue.
 
         Args:
-            step: steps of the run so far.
-            samples: samples of the run so far.
-            fields: fields of the manifest from the policy for bad steps.
+            step: number of steps of the run so far.
+            samples: number of samples of the run so far.
+            fields: fields of the manifest that restore the policy for bad steps.
 
         Raises:
             CheckpointError: This or the previous checkpoint could not be written. Older checkpoints
@@ -79,13 +80,13 @@ class CheckpointManager:
         self.save_s += time.perf_counter() - start
 
     def load_latest(self) -> Manifest | None:
-        """Fills the engine from the newest checkpoint that all ranks can read. Returns the
-        checkpoint's manifest, or None if there are no checkpoints.
+        """Loads the newest checkpoint that all ranks can read into the engine. Returns the manifest
+        of this checkpoint, or None if there are no checkpoints.
 
         Damaged checkpoints are reported and renamed, never deleted.
 
         Raises:
-            CheckpointError: There are checkpoints and all of them are damaged. Nothing is renamed.
+            CheckpointError: There are checkpoints, but all of them are damaged. Nothing is renamed.
         """
         problems: dict[int, str] = {}
         for step in reversed(from_rank_0(self.run.checkpoints.steps, self.group)):
@@ -106,8 +107,9 @@ class CheckpointManager:
         return None
 
     def _set_aside(self, problems: dict[int, str], loaded: int) -> None:
-        """Renames damaged checkpoints and reports them. `problems` maps each step to an error
-        message.
+        """Renames damaged checkpoints and reports them. The keys of `problems` are the steps of the
+        checkpoints, and the values are error messages. `loaded` is the step of the checkpoint that
+        was loaded instead.
         """
         sentences = []
         for step, problem in problems.items():
@@ -121,13 +123,13 @@ class CheckpointManager:
 
     def poll(self, step: int) -> None:
         """Raises CheckpointError if the checkpoint that is being written has failed. Never waits.
-        Called after each step.
+        Must be called after each step.
         """
         self.format.poll()
         self._report_undeleted(step)
 
     def finish(self) -> None:
-        """Waits until the checkpoint that is being written, if any, is valid.
+        """Waits until the checkpoint that is being written, if there is one, is complete.
 
         Raises:
             CheckpointError: The checkpoint could not be written. Older checkpoints are intact.
@@ -135,7 +137,7 @@ class CheckpointManager:
         self.format.finish()
 
     def end(self) -> None:
-        """Waits for the last checkpoint at the end of training."""
+        """Waits at the end of training until the last checkpoint is complete."""
         self.finish()
         self._report_undeleted(max(self.run.checkpoints.steps(), default=0))
 
@@ -146,7 +148,7 @@ class CheckpointManager:
         return stall_s
 
     def _report_undeleted(self, step: int) -> None:
-        """Warns, once per attempt, that an old checkpoint could not be deleted."""
+        """Adds a notice, once per attempt, if an old checkpoint could not be deleted."""
         problem = self.run.checkpoints.undeleted
         if problem and not self.has_reported_undeleted:
             self.has_reported_undeleted = True
@@ -154,8 +156,8 @@ class CheckpointManager:
 
 
 def checkpoint_format(run: Run, engine: Engine, group: Any, *, attempt: int) -> CheckpointFormat:
-    """Returns the writer and reader of an engine's checkpoints, for torch's distributed checkpoint
-    or for NxD's files.
+    """Returns the object that writes and reads the checkpoints of an engine: in the format of
+    torch's distributed checkpoint, or as NxD's files.
     """
     if isinstance(engine, PortableEngine):
         return PortableCheckpoints(run, engine, group, attempt=attempt)
@@ -165,11 +167,11 @@ def checkpoint_format(run: Run, engine: Engine, group: Any, *, attempt: int) -> 
 
 
 class PortableCheckpoints(CheckpointWriter):
-    """Checkpoints in the format of torch's distributed checkpoint. Portable engines read them on
-    any layout.
+    """Writes and reads checkpoints in the format of torch's distributed checkpoint. Every portable
+    engine can read them with any layout (degrees of parallelism).
 
-    The state is copied while the next forward and backward pass run. The optimizer step waits until
-    the state is copied.
+    The state is copied while the next forward and backward pass run. The next optimizer step waits
+    until the copy is complete.
     """
 
     def __init__(self, run: Run, engine: PortableEngine, group: Any, *, attempt: int) -> None:
@@ -185,18 +187,18 @@ class PortableCheckpoints(CheckpointWriter):
         engine.optimizer.register_step_pre_hook(lambda *_: self.wait_for_copies())
 
     def save(self, facts: dict[str, Any]) -> None:
-        """Begins to write. Returns as soon as training may continue.
+        """Starts writing a checkpoint. Returns as soon as training may continue.
 
-        `facts` are the fields of the manifest other than attempt, time and files.
+        `facts` has the fields of the manifest except attempt, time and files.
         """
         self.start(self.engine.state_dict(), facts)
 
     def load(self, step: int) -> Manifest:
-        """Fills the engine from the checkpoint of `step` and returns its manifest.
+        """Loads the checkpoint of `step` into the engine and returns its manifest.
 
         Raises:
             DamagedCheckpointError: The checkpoint has changed since it was written. The error is
-                raised on all ranks, and the state of the engine is undefined.
+                raised on all ranks, and the engine's state is then undefined.
         """
         described = from_rank_0(lambda: self.checkpoints.describe(step), self.control)
         tensors = CheckpointTensors(self.checkpoints, described, self.spec)
@@ -211,14 +213,14 @@ class PortableCheckpoints(CheckpointWriter):
 
 
 def load_initial_weights(folder: str, spec: ModelSpec, engine: Engine) -> None:
-    """Fills a new engine with the weights of a Hugging Face folder. Each rank reads its own part of
-    each tensor.
+    """Loads the weights of a Hugging Face folder into a new engine. Each rank reads only its own
+    part of each tensor.
 
     Raises:
-        ConfigError, DataError, MissingPackageError: The folder does not hold this model, or a
+        ConfigError, DataError, MissingPackageError: The folder does not contain this model, or a
             package to read the folder is missing.
     """
-    # Imported here, since no other run needs the converters.
+    # Only this function needs the converters, so other runs do not import them.
     from kit.interop.weights.hugging_face import hugging_face_weights
 
     assert isinstance(engine, PortableEngine), "`check_recipe` refuses others"

@@ -1,9 +1,10 @@
-"""Reports of a rank: its heartbeat, by which the watchdog names a rank that hangs, and notices for
-people who watch the run.
+"""Reports of a rank: its heartbeat, a record of its last step from which the watchdog sees which
+rank hangs, and notices for users who watch the run.
 
-Each rank has a file. In a run of more than MANY ranks, rank 0 gathers the heartbeats of all ranks
-every GATHER_EVERY_S, so that no file system gets many writes at once. The training thread only
-stores values in memory. `kit.trainer.background` calls the methods that read or write files.
+Each rank writes its heartbeat to its own file. In a run of more than MANY ranks, rank 0 instead
+gathers the heartbeats of all ranks every GATHER_EVERY_S seconds and writes them, so that the file
+system does not receive thousands of writes at once. The training thread only stores values in
+memory. The background thread (`kit.trainer.background`) calls the methods that read or write files.
 """
 
 import os
@@ -34,14 +35,14 @@ from kit.trainer.callback import Step
 BEAT_EVERY_S = 1.0
 """Seconds between two heartbeats of a rank."""
 RECENT = 15
-"""Number of steps whose medians are in a heartbeat, since a single step says little on a busy
-machine."""
+"""Number of last steps over which a heartbeat has medians of seconds. On a busy machine, the time
+of a single step varies too much."""
 
 
 class Notices:
-    """Notices for people about an attempt, such as a loss of data or a feature that is off.
+    """Notices for users about an attempt, such as a loss of data or a feature that is turned off.
 
-    `newest` is the last notice on rank 0, or an empty text if there was none.
+    `newest` is the text of the last notice on rank 0, empty if there is none.
     """
 
     def __init__(self, directory: Path, attempt: int) -> None:
@@ -49,11 +50,14 @@ class Notices:
         self.attempt = attempt
         self.newest = ""
         self.unwritten = deque[Alert]()
-        """Notices that are not in the alerts and the history yet, oldest first."""
+        """Notices that are not yet written to alerts.jsonl and to the history of the run, oldest
+        first."""
 
     def add(self, kind: str, notice: str, step: int) -> None:
-        """Prints a notice on rank 0. `write` adds the notice to the alerts and the history, and the
-        next heartbeat adds it to state.json.
+        """Prints a notice on rank 0 and stores it. `write` later adds it to alerts.jsonl and the
+        history, and the next heartbeat adds it to state.json.
+
+        `kind` is the kind of the alert, and `step` the step at which the problem occurred.
         """
         if dist.get_rank() != 0:
             return
@@ -71,10 +75,10 @@ class Notices:
         self.unwritten.append(alert)
 
     def write(self) -> None:
-        """Writes the notices that were added since the last call.
+        """Writes the notices that were added since the last call to alerts.jsonl and the history.
 
         Raises:
-            OSError: Not all notices could be written. The next call tries again.
+            OSError: Not all notices could be written. The next call writes the rest.
         """
         while self.unwritten:
             alert = self.unwritten[0]
@@ -86,14 +90,14 @@ class Notices:
 
 
 class Heartbeat:
-    """The heartbeat of a rank: the record of its last step.
+    """Stores and writes the heartbeat of a rank, which is a record of the rank's last step.
 
     Args:
-        home: the run directory.
+        home: handle of the run directory.
         attempt: number of the attempt.
-        group: group of all ranks, on the CPU.
-        notices: notices of the attempt.
-        wake: function that begins the next background pass at once.
+        group: CPU process group of all ranks.
+        notices: notices of the attempt, of which the newest is written to state.json.
+        wake: function that starts the next pass of the background thread at once.
     """
 
     def __init__(
@@ -120,25 +124,33 @@ class Heartbeat:
         self.is_gathered = self.num_ranks > MANY
         self.gathered_at = float("-inf")
         self.gathered: list[Any] | None = None
-        """Heartbeats of all ranks, on rank 0, until they are written."""
+        """On rank 0, gathered heartbeats of all ranks that are not yet written. None if there are
+        none."""
         self.last = dict[str, Any]()
-        """Fields of RankHeartbeat about the last step. Each step replaces the object."""
+        """Fields of RankHeartbeat that describe the last step. Each step stores a new dict, so that
+        a change is seen by identity."""
         self.written: dict[str, Any] = self.last
-        """Value of `last` that this rank's file contains."""
+        """Value of `last` when this rank's heartbeat file was last written. If `last` is another
+        object now, the file is out of date."""
         self.recorded: dict[str, Any] = self.last
-        """Value of `last` that state.json contains."""
+        """Value of `last` when state.json was last written. If `last` is another object now, the
+        file is out of date."""
         self.final: dict[str, Any] | None = None
-        """Fields of state.json at the end of training, until they are written."""
+        """Fields of state.json at the end of training. None before the end, and after they have
+        been written."""
         self.must_answer = False
-        """Whether the watchdog has requested a heartbeat, to see that this process still runs."""
+        """Whether the watchdog has requested a new heartbeat, which shows that this process is
+        still running."""
         self.recent = deque[list[float | None]](maxlen=RECENT)
-        """Seconds of the last RECENT steps: the time of each of PARTS, and the rank's own time."""
+        """Seconds of the last RECENT steps. Each list has the seconds of each phase in PARTS, and
+        then the seconds in which the rank worked without waiting for other ranks."""
         self.remembered: dict[int, float] | None = None
-        """Time of each rank's heartbeat by its own clock, at the last `look_at_ranks`."""
+        """Time in each rank's heartbeat when `look_at_ranks` was last called, by rank. The time is
+        from the clock of the rank's node."""
 
     def after_step(self, step: Step) -> None:
-        """Stores the values of a step for the next heartbeat."""
-        # Without the time of waiting for other ranks, the rank's own time is unknown.
+        """Stores the values of a finished step for the next heartbeat."""
+        # The rank's own work is known only if the time of waiting for other ranks was measured.
         work_s = step.work_s if "waiting_s" in step.row else None
         self.recent.append([*map(step.row.get, PARTS), work_s])
         self.last = {
@@ -149,12 +161,14 @@ class Heartbeat:
         }
 
     def end(self, state: JobState, reason: str, step: int) -> None:
-        """Stores how training ended. On rank 0 the next `write_state` records it."""
+        """Stores how training ended. On rank 0 the next call of `write_state` writes it to
+        state.json.
+        """
         if self.beat.rank == 0:
             self.final = {"state": state, "reason": reason, "step": step}
 
     def write(self) -> None:
-        """Writes this rank's file, if there was a step since the last call.
+        """Writes this rank's heartbeat file, if a step has finished since the last call.
 
         Raises:
             JobError: The run directory is lost.
@@ -166,8 +180,8 @@ class Heartbeat:
             self.written = last
 
     def write_state(self) -> None:
-        """Writes state.json if there was a step since the last call, or if training has ended.
-        Called on rank 0 only.
+        """Writes state.json if a step has finished since the last call, or if training has ended.
+        Only rank 0 calls it.
 
         Raises:
             JobError: The run directory is lost, or belongs to a newer attempt.
@@ -187,33 +201,37 @@ class Heartbeat:
             self.final = None
 
     def answer(self) -> None:
-        """Requests a heartbeat with the present time while a step is late. Never waits, since the
-        watchdog calls it.
+        """Requests a heartbeat with the present time, although no step has finished. The watchdog
+        calls this while a step is late, so it never waits.
         """
         self.must_answer = True
         self.wake()
 
     def write_answer(self) -> None:
-        """Writes this rank's file with the present time, if `answer` has requested it. Writes
-        nothing into a directory that has taken the place of the run directory.
+        """Writes this rank's heartbeat file with the present time if `answer` has requested it.
+        Writes nothing if another directory has replaced the run directory.
         """
         if self.must_answer and not self.is_gathered and not self.home.why_lost():
             write_rank_heartbeat(self.directory, self._newest().replace(time=time.time()))
         self.must_answer = False
 
     def must_gather(self) -> bool:
-        """Returns whether all ranks must call `gather` now. Only rank 0's result counts."""
+        """Returns whether `gather` is due. All ranks must then call it. The ranks follow the result
+        of rank 0.
+        """
         return self.is_gathered and time.monotonic() - self.gathered_at > GATHER_EVERY_S
 
     def gather(self) -> None:
-        """Sends the heartbeats of all ranks to rank 0. All ranks must call it."""
+        """Sends the newest heartbeats of all ranks to rank 0, which stores them for
+        `write_gathered`. All ranks must call it.
+        """
         self.gathered_at = time.monotonic()
         lines: list[Any] | None = [None] * self.num_ranks if self.beat.rank == 0 else None
         dist.gather_object(self._newest().line, lines, dst=0, group=self.group)
         self.gathered = lines
 
     def write_gathered(self) -> None:
-        """Writes the heartbeats that rank 0 has gathered since the last call."""
+        """Writes the heartbeats that rank 0 has gathered, unless they are already written."""
         lines = self.gathered
         if lines is not None:
             write_all_heartbeats(self.directory, lines)
@@ -221,20 +239,24 @@ class Heartbeat:
                 self.gathered = None
 
     def _newest(self) -> RankHeartbeat:
-        columns = zip(*list(self.recent), strict=True)  # A copy: training adds steps meanwhile.
+        # The list is copied, since the training thread adds steps meanwhile.
+        columns = zip(*list(self.recent), strict=True)
         *parts_s, own_s = map(_median, columns) if self.recent else [None]
         return self.beat.replace(**self.last, parts_s=tuple(parts_s), own_s=own_s)
 
     def look_at_ranks(self) -> None:
-        """Remembers the heartbeats of all ranks, for `silent_ranks`."""
+        """Stores the heartbeat times of all ranks, with which `silent_ranks` compares later. Does
+        nothing if heartbeats are gathered on rank 0.
+        """
         if not self.is_gathered:
             self.remembered = self._beats_of_ranks()
 
     def silent_ranks(self) -> list[int] | None:
-        """Returns the ranks whose heartbeat has not changed since `look_at_ranks`, or None if
-        `look_at_ranks` remembered no heartbeats.
+        """Returns the ranks whose heartbeat has not changed since the last call of `look_at_ranks`.
+        Returns None if no heartbeat times are stored.
 
-        The times of two ranks are not compared, since each rank uses the clock of its own node.
+        The times of different ranks are not compared, since each rank uses the clock of its own
+        node.
         """
         if self.remembered is None:
             return None

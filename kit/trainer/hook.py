@@ -1,5 +1,5 @@
-"""A researcher's own numbers of each step, from a Python file with `on_step(state) -> dict[str,
-float]`.
+"""Runs a user's hook after each step: a Python file with `on_step(state) -> dict[str, float]` that
+computes additional numbers for metrics.jsonl.
 """
 
 import dataclasses
@@ -23,35 +23,37 @@ from kit.trainer.heartbeat import Notices
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepState:
-    """State of a step, which a hook may read but must not change. The next step has not begun."""
+    """State after a step, which a hook may read but must not change. The next step has not
+    begun.
+    """
 
     step: int
-    tokens: int  # tokens of the run so far
+    tokens: int  # number of tokens that the run has trained on
     loss: float  # nats per token
-    grad_norm: float  # before clipping
+    grad_norm: float  # gradient norm before clipping
     learning_rate: float
     rank: int
     num_ranks: int
-    parts: tuple[torch.nn.Module, ...]  # this rank's modules after the update (engine native)
+    parts: tuple[torch.nn.Module, ...]  # this rank's modules after the update (only engine native)
 
 
 class Hook(Callback):
-    """Calls the copy of a hook in a run directory, on one rank.
+    """Calls a user's hook on one rank. The run directory contains a copy of the hook's file.
 
-    Every rank calls the hook after every step, so the hook may communicate. Rank 0's numbers are
-    recorded as `hook/NAME`. The hook's own time is recorded as `hook/seconds` and is not part of
-    any step's time.
+    Every rank calls the hook after every step, so the hook may use collectives. The numbers of rank
+    0 are recorded as columns `hook/NAME`. The time of the hook is recorded as `hook/seconds`, and
+    is not part of a step's time.
 
-    The hook is turned off on all ranks if it raises an exception on any rank, or returns anything
-    but a dict of numbers. It stays off for the rest of the attempt, an alert is added, and training
-    continues. If the hook fails on one rank before a collective, the other ranks wait in the
-    collective until the watchdog ends them.
+    If the hook raises an exception on any rank, or does not return a dict of numbers, it is turned
+    off on all ranks for the rest of the attempt. An alert is added, and training continues. If the
+    hook fails on one rank before a collective, the other ranks wait in the collective until the
+    watchdog ends them.
 
     Raises:
         ConfigError: The file is damaged or has no `on_step`.
     """
 
-    needs_each_result = True  # The hook reads the weights after the step.
+    needs_each_result = True  # The hook reads the weights directly after the step.
 
     def __init__(self, run: Run, engine: Engine, group: Any, notices: Notices) -> None:
         self.run = run
@@ -60,8 +62,8 @@ class Hook(Callback):
         self.notices = notices
         self.file = run.directory / HOOK
         self.is_on = True
-        # The hook can import modules beside the user's file. The folder is last in sys.path, so
-        # they shadow no other modules.
+        # The hook may import modules from the folder of the user's file. The folder is last in
+        # sys.path, so that its modules do not hide installed modules.
         if (folder := str(Path(str(run.recipe.hook)).parent)) not in sys.path:
             sys.path.append(folder)
         try:
@@ -72,8 +74,8 @@ class Hook(Callback):
             ) from error
 
     def after_step(self, step: Step) -> None:
-        """Adds the hook's numbers to the row. If the hook fails, turns the hook off on all ranks
-        and reports the reason.
+        """Adds the hook's numbers to the row of the step. If the hook fails, turns it off on all
+        ranks and reports the reason.
         """
         if not self.is_on:
             return
@@ -107,8 +109,8 @@ class Hook(Callback):
         return {f"hook/{name}": value for name, value in found.items()} | {"hook/seconds": seconds}
 
     def _located(self, error: Exception) -> str:
-        """Returns a text with file, line and error. If the error was raised in another file, the
-        line is the hook's line that led to the error.
+        """Returns a text with file, line and error. If another file raised the error, the line is
+        the line of the hook that called it.
         """
         calls = reversed(traceback.extract_tb(error.__traceback__))
         ours = next((call.lineno for call in calls if call.filename == str(self.file)), None)
@@ -118,8 +120,8 @@ class Hook(Callback):
 
 
 def _checked(numbers: Any) -> dict[str, float]:
-    """Returns the hook's numbers as floats. Tensors and NumPy arrays of one element count as
-    numbers.
+    """Returns the hook's numbers as floats. Tensors and NumPy arrays with one element are
+    accepted.
     """
     if not isinstance(numbers, dict):
         raise TypeError(

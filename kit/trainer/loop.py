@@ -1,6 +1,7 @@
 """The training loop of one rank.
 
-`Trainer.train` is the loop. It writes raw times and tokens only. Readers derive MFU from them.
+`Trainer.train` is the loop. It writes only measured values such as times and tokens. Readers
+compute MFU from these values.
 """
 
 import contextlib
@@ -39,18 +40,21 @@ from kit.trainer.telemetry import Telemetry, busy_s
 from kit.trainer.watchdog import Watchdog, patience_s
 
 REQUESTS_EVERY_S = 0.5
-"""Seconds between two agreements of the ranks on requests to stop or to save."""
+"""Target time, in seconds, between two steps at which the ranks agree on requests to stop or to
+save."""
 REQUESTS_MAX_STEPS = 32
-"""Largest number of steps between two agreements on requests, since any of the steps may be
-slow."""
+"""Largest number of steps between two agreements on requests, since later steps may be slower than
+the last steps."""
 FLUSH_WAIT_S = 10.0
-"""Longest wait, in seconds, for the metrics of the steps before a checkpoint."""
+"""Longest wait, in seconds, until the metrics of all steps before a checkpoint are written."""
 END_WAIT_S = 60.0
-"""Longest wait, in seconds, for the last metrics and the last state at the end of training."""
+"""Longest wait, in seconds, until the last metrics and the last state are written at the end of
+training."""
 FAILURE_WAIT_S = 10.0
-"""Longest wait, in seconds, for the last metrics after an error, since other ranks wait too."""
+"""Longest wait, in seconds, until the last metrics are written after an error. It is short, since
+the other ranks wait, too."""
 ASYNCHRONOUS_DEVICES = ("cuda",)
-"""Device types that work on a step while the host launches the next one."""
+"""Device types that compute a step while the host launches the next step."""
 
 
 class Trainer:
@@ -64,11 +68,11 @@ class Trainer:
         self.rank = dist.get_rank()
         self.device = device
         self.control = control_group()
-        """Group of all ranks, on the CPU."""
+        """CPU process group of all ranks."""
         self.home = RunDirectory(run.directory)
 
-        # A killed attempt may have left unfinished checkpoints. They are put in order before any
-        # rank looks for the newest one.
+        # A killed attempt may have left unfinished checkpoints. Rank 0 renames or deletes them
+        # before any rank looks for the newest checkpoint.
         has_checkpoint = from_rank_0(run.checkpoints.recover, self.control)
         dataset = run.dataset()
         document_end = dataset.eos_id if self.recipe.mask_documents else None
@@ -106,28 +110,32 @@ class Trainer:
             run, self.checkpoints, self.control, watchdog=self.watchdog, notices=self.notices
         )
         self.callbacks: list[Callback] = [Profiler(run, self.control, device, self.watchdog)]
-        """Extensions of the loop. They are called in this order."""
+        """Extensions of the training loop, in the order in which they are called."""
         if self.recipe.hook:
             self.callbacks.append(Hook(run, self.engine, self.control, self.notices))
 
         self.step, self.samples = self._load_state()
-        """Steps and samples of the run so far, launched steps included."""
+        """Numbers of steps and samples of the run so far, including launched steps that are not
+        finished."""
         self.launched: deque[Step] = deque()
-        """Launched steps whose result was not read yet, oldest first."""
+        """Launched steps whose result has not been read yet, oldest first."""
         self.max_unfinished = 0
-        """Number of launched steps that may be unfinished when the next step is launched."""
+        """Number of launched steps that may be unfinished when the next step is launched. It is 1
+        if the device computes while the host launches the next step, and no result is needed
+        before. Otherwise it is 0."""
         works_ahead = self.plan.capabilities.works_ahead and device.type in ASYNCHRONOUS_DEVICES
         if works_ahead and not self._needs_each_result():
             self.max_unfinished = 1
         self.rows: list[dict[str, Any]] = []
-        """Metrics rows of finished steps that the background thread does not have yet."""
+        """Rows of finished steps for metrics.jsonl that are not yet passed to the background
+        thread."""
         self.finished_at = 0.0
-        """Time at which the last step finished, by `time.perf_counter`."""
+        """Time at which the last step finished, in seconds of `time.perf_counter`."""
         self.next_agreement = 0
-        """Step after which the ranks agree on requests again."""
+        """Number of the step after which the ranks next agree on requests."""
 
     def _load_state(self) -> tuple[int, int]:
-        """Fills the engine from the newest valid checkpoint, or from the weights that the recipe
+        """Loads the newest valid checkpoint into the engine, or else the weights that the recipe
         names. Returns (steps, samples) of the run so far.
         """
         manifest = self.checkpoints.load_latest()
@@ -154,11 +162,12 @@ class Trainer:
         return any(callback.needs_each_result for callback in self.callbacks)
 
     def train(self) -> str:
-        """Trains until the recipe's last step or a request to stop. Returns why training ended.
+        """Trains until the recipe's last step or a request to stop. Returns the reason why training
+        ended.
 
-        On a GPU a step is launched before the result of the previous step is read. At most
-        `max_unfinished` steps are without a result. All results are read before a checkpoint is
-        saved or the validation loss is computed.
+        On a GPU, a step is launched before the result of the previous step is read. At most
+        `max_unfinished` launched steps are without a result. All results are read before a
+        checkpoint is saved or the validation loss is computed.
         """
         should_stop = False
         with self._last_rows_written():
@@ -168,7 +177,8 @@ class Trainer:
                     callback.before_step(self.step + 1)
                 self._launch_step()  # next batch, forward, backward, clip, optimizer
                 self._finish_steps(self.max_unfinished)  # metrics row, reaction to a bad step
-                self.background.check()  # raises if this attempt has lost the run directory
+                # Raises an error if this attempt has lost the run directory.
+                self.background.check()
 
                 should_stop, should_save = self._agree_on_requests()
                 is_last = self.step == self.recipe.num_steps
@@ -193,8 +203,8 @@ class Trainer:
             callback.on_start()
 
     def _launch_step(self) -> None:
-        """Launches one optimizer step on the next batch. A GPU may still work on the step after the
-        return.
+        """Launches one optimizer step on the next batch. A GPU may still compute the step when the
+        function returns.
         """
         start = time.perf_counter()
         learning_rate = self.recipe.learning_rate_at(self.step + 1)
@@ -218,7 +228,9 @@ class Trainer:
         )
 
     def _finish_steps(self, max_unfinished: int = 0) -> None:
-        """Finishes the oldest launched steps until `max_unfinished` are left."""
+        """Finishes launched steps, oldest first, until at most `max_unfinished` are left. To finish
+        a step is to read its result, judge it and call the callbacks.
+        """
         while len(self.launched) > max_unfinished:
             step = self._read_result()
             self.watchdog.after_step(step)
@@ -232,8 +244,9 @@ class Trainer:
             self.heartbeat.after_step(step)
 
     def _read_result(self) -> Step:
-        """Waits for the oldest launched step. Returns the step with its metrics row. The row is
-        recorded even if the reaction to the step ends the run.
+        """Waits for the oldest launched step and reads its result. Returns the step with its
+        metrics row. The row is stored before the step is judged, so that it is written even if a
+        bad loss ends the run.
         """
         step = self.launched.popleft()
         step.row = self._metrics_row(step)
@@ -244,7 +257,8 @@ class Trainer:
         loss, grad_norm = step.begun.read()
         previous_finished_at = self.finished_at
         self.finished_at = time.perf_counter()
-        # A step that was launched early waited until the device had finished the previous step.
+        # A step that was launched early could begin only when the device had finished the previous
+        # step.
         begun_at = max(previous_finished_at, step.start)
         length = self.run.spec.sequence_length
         batch_size = self.plan.global_batch_size
@@ -269,8 +283,8 @@ class Trainer:
     def _agree_on_requests(self) -> tuple[bool, bool]:
         """Returns (should stop, should save), equal on all ranks.
 
-        Rank 0 finds the requests and broadcasts them. It also chooses the number of steps until the
-        next agreement, so that a request is honoured within about a second.
+        Rank 0 reads the requests and broadcasts them. It also chooses the number of steps until the
+        next agreement, so that training acts on a request within about a second.
         """
         if self.step < min(self.next_agreement, self.recipe.num_steps):
             return False, False
@@ -295,20 +309,25 @@ class Trainer:
         return bool(should_stop), bool(should_save)
 
     def _is_due(self, every: int | None, is_last: bool = False) -> bool:
-        """Returns whether an action with a period of `every` steps happens after the last launched
-        step. If `every` is None, it never happens. If `is_last`, it always happens.
+        """Returns whether an action that is repeated every `every` steps is due after the last
+        launched step. If `every` is None, the action is never due. Otherwise it is also due if
+        `is_last` is True.
         """
         if every is None:
             return False
         return is_last or self.step % every == 0
 
     def _needs_finished_steps(self) -> bool:
-        """Returns whether a callback needs all results before the next step is launched."""
+        """Returns whether a callback needs the results of all launched steps before the next step
+        is launched.
+        """
         next_step = self.step + 1
         return any(callback.needs_finished_steps(next_step) for callback in self.callbacks)
 
     def _validate(self) -> None:
-        """Adds the validation loss, and the seconds that it took, to the row of the last step."""
+        """Computes the validation loss. Adds it, and the seconds that it took, to the row of the
+        last step.
+        """
         row = self.rows[-1]
         start = time.perf_counter()
         with self.watchdog.paused():
@@ -316,16 +335,17 @@ class Trainer:
         row["validation_s"] = round(time.perf_counter() - start, 6)
 
     def _write_rows(self) -> None:
-        """Hands the metrics of finished steps to the background thread."""
+        """Passes the metrics of finished steps to the background thread, which writes them."""
         if self.rank == 0:
             self.metrics.add(self.rows)
         self.rows.clear()
 
     def _save(self) -> None:
-        """Begins to write a checkpoint of the last step."""
+        """Starts writing a checkpoint of the last step."""
         if self.rank == 0:
             with self.watchdog.paused():
-                # A run that resumes from this checkpoint has the metrics of all steps before it.
+                # The metrics of all steps before this checkpoint must be on disk, since a run that
+                # resumes from the checkpoint does not compute them again.
                 self.background.flush(FLUSH_WAIT_S)
         self.background.check()
         self.home.check()
@@ -333,7 +353,7 @@ class Trainer:
             self.checkpoints.save(self.step, self.samples, self.bad_steps.manifest_fields())
 
     def _end(self) -> None:
-        """Ends the callbacks and the watchdog, and waits for the last checkpoint."""
+        """Ends the callbacks and the watchdog, and waits until the last checkpoint is complete."""
         for callback in self.callbacks:
             callback.on_end()
         self.watchdog.stop()
@@ -341,7 +361,7 @@ class Trainer:
         self.background.check()
 
     def _report_end(self) -> str:
-        """Writes the last state and metrics. Returns why training ended."""
+        """Writes the last state and metrics. Returns the reason why training ended."""
         if self.step < self.recipe.num_steps:
             state = JobState.STOPPING
             reason = f"stopped by request after step {self.step}; resume continues from there"
@@ -356,16 +376,18 @@ class Trainer:
 
     @contextlib.contextmanager
     def _last_rows_written(self) -> Iterator[None]:
-        """Writes the metrics of all finished steps if an error ends training."""
+        """Context manager that writes the metrics of all finished steps if an error ends
+        training.
+        """
         try:
             yield
         except Exception as error:
-            # `check` raises if the run directory is lost, which then is the cause of this error on
-            # every rank.
+            # If the run directory is lost, `check` raises. This loss is then the cause of the error
+            # on every rank, and is reported instead.
             self.home.check()
-            # After a bad step the results of later steps are useless.
+            # After a bad step the results of later steps are useless, so they are not read.
             if not isinstance(error, RunError):
-                with contextlib.suppress(Exception):  # A failed device gives no more results.
+                with contextlib.suppress(Exception):  # A failed device returns no more results.
                     while self.launched:
                         self.telemetry.after_step(self._read_result())
             self._finish_background(FAILURE_WAIT_S)
@@ -382,7 +404,8 @@ class Trainer:
             background.add(self.notices.write)
             background.add(self.requests.look)
             background.add(self.heartbeat.write_gathered)
-        if not self.heartbeat.is_gathered:  # Otherwise most ranks write no file and need no thread.
+        # With gathered heartbeats, most ranks write no file and need no thread.
+        if not self.heartbeat.is_gathered:
             background.add(self.heartbeat.write, beat_s)
             background.add(self.heartbeat.write_answer)
         if self.rank == 0:
@@ -390,7 +413,9 @@ class Trainer:
         background.start()
 
     def _finish_background(self, limit_s: float) -> None:
-        """Has the last metrics, notices and heartbeat written, for at most `limit_s` seconds."""
+        """Makes the background thread write the last metrics, notices and heartbeat. Waits for at
+        most `limit_s` seconds.
+        """
         self._write_rows()
         with self.watchdog.paused():
             self.background.finish(limit_s)
@@ -403,8 +428,8 @@ class Trainer:
             )
 
     def _report_disk(self, problem: str) -> None:
-        """Reports an error of the file system with the monitoring files. Called in the background
-        thread.
+        """Reports the first file system error of the monitoring files. The background thread calls
+        it.
         """
         if self.rank == 0:
             self.notices.add("disk", problem, self.step)

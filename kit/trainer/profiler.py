@@ -1,8 +1,9 @@
-"""Records the steps `recipe.profile_steps` of the ranks `profile_ranks`.
+"""Records with torch's profiler the steps in `recipe.profile_steps` on the ranks in
+`recipe.profile_ranks`.
 
-A rank writes `rank_00000.trace.json.gz` into RUN/profile/step_N/ (Chrome's trace format, for
-ui.perfetto.dev). On a GPU it also writes `rank_00000.memory.pickle` (for pytorch.org/memory_viz). N
-is the first recorded step.
+Each of these ranks writes `rank_00000.trace.json.gz` into RUN/profile/step_N/ (Chrome's trace
+format, for ui.perfetto.dev). On a GPU it also writes `rank_00000.memory.pickle` (for
+pytorch.org/memory_viz). The number in the file name is the rank, and N is the first recorded step.
 """
 
 import os
@@ -18,13 +19,14 @@ from kit.trainer.callback import Callback
 from kit.trainer.watchdog import Watchdog
 
 MEMORY_EVENTS = 200_000
-"""Number of the newest allocations and releases that a memory snapshot contains."""
+"""Number of the newest memory allocations and releases that a memory snapshot contains."""
 
 
 class Profiler(Callback):
     """The profiler of one rank.
 
-    All ranks begin and end together, so that no rank waits for another within a step.
+    All ranks begin and end recording together, including those that record nothing. Otherwise ranks
+    would wait within a recorded step for a rank that still writes its profile.
     """
 
     def __init__(
@@ -35,18 +37,21 @@ class Profiler(Callback):
         self.device = device
         self.rank = dist.get_rank()
         self.watchdog = watchdog
-        self.first, self.last = run.recipe.profile_steps or (0, 0)  # no step has the number 0
+        # The numbers of steps begin at 1, so (0, 0) means that no step is recorded.
+        self.first, self.last = run.recipe.profile_steps or (0, 0)
         self.is_on = False
         self.recording: torch.profiler.profile | None = None
 
     def needs_finished_steps(self, step: int) -> bool:
-        """Returns whether recording begins or ends before `step`. A run may resume in the middle of
-        the steps to record.
+        """Returns whether recording begins or ends before `step`. A run may also resume in the
+        middle of the steps to record.
         """
         return self.is_on != (self.first <= step <= self.last)
 
     def before_step(self, step: int) -> None:
-        """Begins to record, or writes the recorded steps."""
+        """Begins to record, or ends recording and writes the profile, if one of them is due before
+        `step`.
+        """
         if self.needs_finished_steps(step):
             with self.watchdog.paused():
                 if self.is_on:
@@ -55,7 +60,7 @@ class Profiler(Callback):
                     self._begin(step)
 
     def on_end(self) -> None:
-        """Writes the steps that were recorded until the last step."""
+        """Writes the profile if the run ends while steps are recorded."""
         if self.is_on:
             with self.watchdog.paused():
                 self._end()
@@ -67,8 +72,8 @@ class Profiler(Callback):
         self.folder = self.run.directory / "profile" / f"step_{step}"
         if self.device.type == "cuda":
             record_memory(MEMORY_EVENTS)
-        # Records the CPU and, if there is one, the GPU. `acc_events` has no effect on a single
-        # cycle: it only silences a warning of torch 2.10 to 2.12.
+        # This records the CPU and, if there is one, the GPU. `acc_events` has no effect on a single
+        # recording: it only suppresses a warning of torch 2.10 to 2.12.
         self.recording = torch.profiler.profile(record_shapes=True, acc_events=True)
         self.recording.start()
 
@@ -84,7 +89,8 @@ class Profiler(Callback):
         if self.recording is None:
             return
         self.recording.stop()
-        self.folder.parent.mkdir(exist_ok=True)  # Never makes a removed run again.
+        # No `parents=True`: if the run directory has been deleted, it must not be created again.
+        self.folder.parent.mkdir(exist_ok=True)
         self.folder.mkdir(exist_ok=True)
         name = f"rank_{self.rank:05d}"
         self._replace(f"{name}.trace.json.gz", self.recording.export_chrome_trace)
@@ -92,11 +98,12 @@ class Profiler(Callback):
             self._replace(f"{name}.memory.pickle", lambda file: write_memory(Path(file)))
 
     def _replace(self, name: str, write: Callable[[str], object]) -> None:
-        """Replaces the file `name` of the profile. `write` writes the content to the path that it
-        gets.
+        """Replaces the file `name` of the profile. `write` is a function that writes the content to
+        a given path.
 
-        The path has a random name, and the file is then renamed. So a link under `name`, which
-        another user may have made, is replaced, and its target keeps its content.
+        The content is first written to a file with a random name, which is then renamed. Another
+        user may have made a symbolic link under `name`. The renaming replaces the link and does not
+        change the file to which the link points.
         """
         part = self.folder / f".{os.urandom(4).hex()}.{name}"
         try:

@@ -1,5 +1,5 @@
-"""Requests of users and of the supervisor. The background thread finds them, and training acts on
-them between two steps.
+"""Requests to a running job, to stop or to save a checkpoint, from users or the supervisor. The
+background thread reads them, and training acts on them between two steps.
 """
 
 from pathlib import Path
@@ -11,20 +11,23 @@ REQUESTS: tuple[Request, ...] = get_args(Request)
 
 
 class Requests:
-    """The requests in a run directory, for rank 0.
+    """The requests that rank 0 finds as files in the run directory.
 
-    The background thread calls `look`, the training thread `take`.
+    The background thread calls `look`, which accesses the disk. The training thread calls `take`,
+    which does not.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.found = set[Request]()
-        """Requests that training has not acted on yet."""
+        """Requests that were found and on which training has not acted yet."""
         self.taken = dict[Request, int]()
-        """Step after which training acted on each request, until `look` has recorded the step."""
+        """Step after which training acts on each request, by request, until `look` has written the
+        step to disk."""
 
     def look(self) -> None:
-        """Finds new requests, and records the steps at which training acted on earlier requests.
+        """Reads new requests from the disk. Also records on disk the steps after which training
+        acts on earlier requests.
 
         Raises:
             OSError: A file could not be read or written. The next call tries again.
@@ -33,18 +36,21 @@ class Requests:
             if request in self.taken:
                 note_step(self.directory, request, self.taken[request])
                 del self.taken[request]
-            # The record of one request must not be mistaken for the next request's record.
+            # No new request of this kind is read before the step of the earlier request is
+            # recorded. Otherwise this step could be recorded for the new request.
             if request in self.found or request in self.taken:
                 continue
             if take_request(self.directory, request):
                 self.found.add(request)
 
     def take(self, request: Request, step: int) -> bool:
-        """Returns whether there is a request of this kind. The caller acts on the request after
+        """Returns whether a request of this kind was found. If so, the caller must act on it after
         `step`.
         """
         if request not in self.found:
             return False
-        self.taken[request] = step  # Set first, so that `look` always finds the request.
+        # The step is set first, so that `look`, in its thread, finds the request in at least one of
+        # the two containers.
+        self.taken[request] = step
         self.found.discard(request)
         return True

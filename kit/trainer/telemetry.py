@@ -1,5 +1,5 @@
-"""Measurements of a rank beside its steps, made without waiting for its device: its memory, own
-work and speed. Also controls Python's garbage collection.
+"""Measures memory, own work and speed of a rank without waiting for the rank's device. Also
+controls when Python collects garbage.
 """
 
 import functools
@@ -17,19 +17,22 @@ from kit.config.plan import Plan
 from kit.trainer.callback import Step
 
 COLLECT_EVERY = 20
-"""Steps between two garbage collections. The model's reference cycles hold no tensors. An eager
-step with selective recomputation leaves some 200 objects per layer and micro-batch, so that rare
-collections would find millions. A save also makes millions of objects, which all stay."""
+"""Number of steps between two garbage collections. Rare collections are safe, since the model's
+reference cycles hold no tensors. They must not be too rare: an uncompiled step with selective
+recomputation leaves about 200 objects per layer and micro-batch, so a collection would have to
+search millions. Saving a checkpoint also makes millions of objects, all of which stay alive."""
 PROBE_EVERY_S = 60.0
-"""Seconds between two speed probes of a GPU."""
+"""Seconds between two speed probes of a GPU. A speed probe is a short measurement of matrix
+products."""
 PROBE_SIZE, PROBE_PRODUCTS, PROBE_PARTS = 4096, 12, 5
-"""Rows of a probe's square matrices, products per timed part, and timed parts per probe. The 5 x 12
-products of 0.14 TFLOP take some 15 ms on an H100 and 50 ms on half an MI250X."""
+"""Size of a speed probe: rows of its square matrices, matrix products per timed part, and timed
+parts per probe. The 5 x 12 products of 0.14 TFLOP take about 15 ms on an H100 and 50 ms on half an
+MI250X."""
 
 
 class Telemetry:
-    """Adds the memory of this rank to each row and, on a CPU, the seconds for which this rank
-    waited for others. On a GPU it measures the speed of matrix products.
+    """Adds memory use of this rank to the row of each step. On a CPU, also adds the seconds for
+    which this rank waited for other ranks. On a GPU, measures the speed of matrix products.
     """
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
@@ -37,11 +40,11 @@ class Telemetry:
         self.probe = SpeedProbe(device) if device.type == "cuda" else None
         self.collects = (
             not plan.capabilities.runs_on_trainium
-        )  # On Trainium cycles may hold tensors.
+        )  # On Trainium, reference cycles may hold tensors.
 
     def after_step(self, step: Step) -> None:
-        """Adds memory and waiting time to the row, sets the step's own work, and collects garbage
-        when it is due.
+        """Adds memory and waiting time to `step.row`, sets `step.work_s`, and collects garbage if
+        it is due.
         """
         step.row |= memory_row(self.device)
         if self.device.type == "cpu":
@@ -55,17 +58,20 @@ class Telemetry:
 
 
 def collect_garbage(step: int) -> None:
-    """Collects recent garbage at certain steps, which are equal on all ranks. If ranks collected at
-    different steps, they would wait for each other's pauses. Older objects are not searched.
+    """Collects recent garbage at certain steps, which are the same on all ranks. If ranks collected
+    at different steps, each rank would wait for the pauses of all others. Older objects are not
+    searched.
     """
     if step % COLLECT_EVERY == 1:
-        gc.disable()  # Repeated, since loading a checkpoint enables collection.
+        # Loading a checkpoint enables automatic collection, so it is disabled each time.
+        gc.disable()
         gc.collect(1)
 
 
 def memory_row(device: torch.device) -> dict[str, Any]:
-    """Returns the metrics columns about memory: peaks in bytes on this rank's device or, on a CPU,
-    of its process. On a GPU also counts allocation retries. XLA does not report memory.
+    """Returns the columns of metrics.jsonl about memory. `memory_bytes` is the peak in bytes on
+    this rank's device or, on a CPU, of its process. On a GPU there are also the reserved peak and
+    the number of allocation retries. On XLA, which does not report memory, the value is None.
     """
     if device.type == "xla":
         return {"memory_bytes": None}
@@ -81,8 +87,8 @@ def memory_row(device: torch.device) -> dict[str, Any]:
 
 
 def busy_s() -> float:
-    """Returns the seconds for which this thread has computed or, where Linux reports it, waited for
-    a core.
+    """Returns the seconds for which this thread has computed so far. On Linux, the seconds in which
+    the thread waited for a CPU core are included.
     """
     try:
         told = os.pread(_schedule(threading.get_native_id()), 64, 0)
@@ -93,21 +99,23 @@ def busy_s() -> float:
 
 @functools.cache
 def _schedule(thread: int) -> int:
-    """Returns the descriptor of the open file with two times of a thread, in nanoseconds: on a
-    core, and in the queue of a core.
+    """Returns the descriptor of the open file schedstat of a thread. The file has two times in
+    nanoseconds: on a CPU core, and waiting for a CPU core.
 
-    Each step reads the file twice. Opening costs four times as much as reading.
+    The file stays open because each step reads it twice, and opening costs four times as much as
+    reading.
     """
     return os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY)
 
 
 class SpeedProbe:
-    """Measures the seconds of matrix products on this rank's GPU, every PROBE_EVERY_S. Step times
-    do not show the speed of one GPU, since all ranks wait for the slowest rank.
+    """Measures how long matrix products take on this rank's GPU, every PROBE_EVERY_S seconds. Step
+    times do not show that one GPU is slow, since all ranks wait for the slowest rank.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Random values: a product of zeros needs less power, which would hide a slow clock.
+        # The matrices have random values. Products of zeros need less power, which would hide a GPU
+        # that lowers its clock under load.
         own = torch.Generator(device).manual_seed(0)
         self.matrix = torch.randn(
             PROBE_SIZE, PROBE_SIZE, generator=own, dtype=torch.float16, device=device
@@ -118,15 +126,16 @@ class SpeedProbe:
         self.seconds = None
 
     def look(self) -> float | None:
-        """Returns the seconds of the fastest part of the newest finished probe, or None before the
-        first. Launches the next probe when it is due.
+        """Returns the seconds of the fastest part of the newest finished probe, or None if no probe
+        has finished. Launches the next probe if it is due.
         """
         if self.marks and self.marks[-1].query():
             self.seconds = min(start.elapsed_time(end) for start, end in pairwise(self.marks)) / 1e3
             self.marks = []
         if not self.marks and time.monotonic() - self.asked_at > PROBE_EVERY_S:
             self.asked_at = time.monotonic()
-            self.marks = [self._part() for _ in range(1 + PROBE_PARTS)]  # the first warms up
+            # The first part only warms up the GPU.
+            self.marks = [self._part() for _ in range(1 + PROBE_PARTS)]
         return self.seconds
 
     def _part(self) -> torch.cuda.Event:

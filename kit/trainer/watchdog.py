@@ -1,11 +1,11 @@
-"""A watchdog in each rank. If a step never ends, the watchdog ends the attempt, so that a restart
-can begin.
+"""A watchdog in each rank: ends the attempt if a step does not end, so that the supervisor can
+restart the ranks.
 
-A rank that is frozen, or waits for a frozen rank, blocks all others in their collectives until the
-collectives time out (ten minutes and more). Time is counted in ticks of this process. So neither a
-changed clock nor a process that was frozen and thawed as a whole looks like a hang. A file system
-that hangs may cause the hang, but cannot block the watchdog. Files are read and written by threads
-for which the watchdog does not wait.
+A rank that is frozen blocks all other ranks in their collectives until the collectives time out,
+after ten minutes or more. The watchdog counts its own ticks instead of reading a clock. Therefore
+neither a changed clock nor a process that was suspended and continued looks like a hang. The
+watchdog itself never accesses a file system, since a file system that hangs may be the cause of the
+hang. Files are read and written by threads for which the watchdog does not wait.
 """
 
 import contextlib
@@ -26,34 +26,36 @@ from kit.trainer.callback import Step
 TICK_S = 0.5
 """Seconds between two checks of the watchdog."""
 STEPS, REMEMBERED = 10, 20
-"""A step may take at least STEPS times the longest of the last REMEMBERED steps, even if the
-recipe's limit is shorter."""
+"""STEPS and REMEMBERED: a step may always take STEPS times as long as the longest of the last
+REMEMBERED steps, even if the limit of the recipe is shorter."""
 OTHERS_WAIT_S = 5.0
-"""Seconds that ranks other than 0 wait after the limit before they end. Rank 0 reports a hang, so
-if another rank ends first, rank 0 itself hangs. On a GPU rank 0 waits, too, so that all ranks can
-dump their collectives first."""
+"""Seconds that ranks other than 0 wait after the limit before they end. Rank 0 ends first and
+reports the hang. If another rank ends first, rank 0 itself hangs. On a GPU rank 0 waits for
+DUMP_WAIT_S, so that all ranks can first write their record of the last collectives."""
 LOOK_SHARE = 0.75
-"""Share of the limit after which rank 0 remembers the heartbeats of all ranks. After half of the
-limit, a running rank writes a heartbeat every TICK_S, so its heartbeat has changed when the limit
-is reached."""
+"""Fraction of the limit after which rank 0 stores the heartbeat times of all ranks. After half of
+the limit, a rank that still runs writes a heartbeat every TICK_S seconds. Its heartbeat therefore
+changes between this point and the limit."""
 DUMP_WAIT_S = 2.0
-"""Seconds that rank 0 waits after the limit on a GPU, until all ranks have dumped their
-collectives."""
+"""Seconds that rank 0 waits after the limit on a GPU, so that all ranks can write their record of
+the last collectives."""
 REPORT_WAIT_S = 15.0
-"""Longest wait, in seconds, for the report of a hang before the process ends."""
+"""Longest time, in seconds, for writing the report of a hang before the process ends."""
 MANY_LIMIT_S = 600.0
-"""Limit, in seconds, for a step in runs of more than MANY ranks whose recipe has the default
-limit."""
+"""Limit for a step, in seconds, in runs of more than MANY ranks whose recipe has the default
+`hung_after_s`."""
 
 
 def patience_s(recipe: Recipe, plan: Plan) -> float | None:
-    """Returns the seconds that a step may take, or None if there is no limit.
+    """Returns the seconds that a step may take before the attempt is ended, or None if there is no
+    limit.
 
-    The limit is the recipe's `hung_after_s`. If this is the default and there are more than MANY
-    ranks, the limit is MANY_LIMIT_S. The file system of a large machine may fail over to another
-    server, which takes two minutes, and a restart of thousands of ranks costs more than a wait.
+    The limit is the recipe's `hung_after_s`. If this field has its default value and there are more
+    than MANY ranks, the limit is MANY_LIMIT_S. On a large machine, the file system may fail over to
+    another server, which takes two minutes, and a restart of thousands of ranks costs more than a
+    longer wait.
     """
-    # On Trainium any step may compile, which takes longer than any useful limit.
+    # On Trainium any step may compile a graph, which takes longer than any useful limit.
     if plan.capabilities.runs_on_trainium:
         return None
     is_asked = recipe.hung_after_s != Recipe.hung_after_s
@@ -66,12 +68,14 @@ class Watchdog:
     Args:
         limit_s: shortest limit for a step, in seconds. If None, steps are not watched.
         rank: number of this rank.
-        alive: called each TICK_S while a step is late. It makes this rank's heartbeat report that
-            the process still runs, and never waits for the file system.
-        look_at_ranks: remembers the heartbeats of all ranks, for `silent_ranks`.
-        silent_ranks: returns the ranks whose heartbeat has not changed since `look_at_ranks`, or
-            None if that is unknown.
-        dump: writes this process's record of its last collectives.
+        alive: function that is called every TICK_S seconds while a step is late. It requests a
+            heartbeat that shows that the process still runs, and does not wait for the file system.
+        look_at_ranks: function that stores the heartbeat times of all ranks, with which
+            `silent_ranks` compares later.
+        silent_ranks: function that returns the ranks whose heartbeat has not changed since
+            `look_at_ranks`, or None if this is unknown.
+        dump: function that writes this process's record of its last collectives. None if there is
+            no record.
     """
 
     def __init__(
@@ -94,18 +98,21 @@ class Watchdog:
         self.silent_s = 0.0
         self.step = 0
         self.has_compiled = False
-        self.pauses = 1  # until the first step is done
+        self.pauses = 1  # one pause until the first step is done
         self.ended = threading.Event()
 
     def start(self) -> None:
-        """Starts the thread, and registers for events of torch's compiler."""
+        """Starts the thread, and registers functions that torch's compiler calls when it begins and
+        ends.
+        """
         on_compile(self.compile_begins, self.compile_ends)
         if self.limit_s is not None:
             threading.Thread(target=self._watch, args=(self.limit_s,), daemon=True).start()
 
     def after_step(self, step: Step) -> None:
-        """Begins to wait for the next step. The first step has no limit. The times of the first
-        step and of steps that compiled do not count for the limit of later steps.
+        """Restarts the time limit, now for the next step. The first step has no limit. The time of
+        the first step, and of steps in which torch compiled, is not used for the limits of later
+        steps.
         """
         if self.step == 0:
             gpu.shorten_timeouts(self.limit_s)
@@ -117,20 +124,20 @@ class Watchdog:
         self.has_compiled = False
 
     def compile_begins(self, *_: object) -> None:
-        """Suspends the limit until `compile_ends`. torch may compile at any step, for example for a
-        new shape.
+        """Suspends the limit until `compile_ends` is called. torch may compile at any step, for
+        example for a new shape.
         """
         self.has_compiled = True
         self.pauses += 1
 
     def compile_ends(self, *_: object) -> None:
-        """Ends the suspension. The time without a step is counted from zero again."""
+        """Ends the suspension of the limit. The time of the step is then counted from zero."""
         self.pauses -= 1
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspends the limit within the context. A validation may compile, and a checkpoint may
-        wait for its disk.
+        """Context manager that suspends the limit. It is used for operations that may be slow: a
+        validation may compile, and saving a checkpoint may wait for the disk.
         """
         self.pauses += 1
         try:
@@ -163,7 +170,9 @@ class Watchdog:
             if self.silent_s > LOOK_SHARE * limit_s and self.rank == 0 and not looking:
                 looking = _start(self.look_at_ranks)
             if self.silent_s > limit_s and self.dump and not dumping:
-                dumping = _start(self.dump)  # All ranks dump before the first rank ends the others.
+                # All ranks write their record before the first rank ends, since that ends the
+                # others.
+                dumping = _start(self.dump)
             if self.silent_s > limit_s + end_wait_s:
                 _start(self._report_hang).join(REPORT_WAIT_S)
                 os._exit(1)

@@ -52,7 +52,7 @@ def test_notebook_table_rows_have_field_tooltips():
     shown = Small(first=1)._repr_html_()
     assert f"<tr title='where it &lt;begins&gt;'>{cell}first</td>" in shown
     shown = kit.Plan(pipeline_parallel=2)._repr_html_()
-    title = "devices that share the stack of layers"
+    title = "number of devices over which the transformer blocks are distributed"
     assert f"<tr title='{title}'>{cell}pipeline parallel</td>" in shown
 
 

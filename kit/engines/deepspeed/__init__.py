@@ -1,1 +1,1 @@
-"""The engine that uses DeepSpeed."""
+"""The engine `deepspeed`, which trains with the library DeepSpeed."""

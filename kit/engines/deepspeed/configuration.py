@@ -1,5 +1,5 @@
-"""Configuration of a plan for other projects: DeepSpeed's JSON and Megatron-DeepSpeed's command
-line.
+"""Converts a plan and a recipe to the configuration of two other projects: DeepSpeed's JSON and the
+command line of Megatron-DeepSpeed.
 
 Imports no torch.
 """
@@ -12,7 +12,7 @@ from kit.config.recipe import Recipe
 from kit.config.spec import ModelSpec
 
 CONFIG_FILE = "deepspeed.json"
-"""Name of the file in the run directory to which `deepspeed_config` is written."""
+"""Name of the file in the run directory that holds the result of `deepspeed_config` as JSON."""
 LOSS_SCALING = {
     "loss_scale": 0,
     "initial_scale_power": 16,
@@ -20,19 +20,21 @@ LOSS_SCALING = {
     "hysteresis": 2,
     "min_loss_scale": 1,
 }
-"""Options of dynamic loss scaling in fp16. They are DeepSpeed's defaults, written out so that they
-are visible. The scale begins at 2^16. It is halved when a gradient has overflowed for the second
-time, and steps with an overflow are skipped. It is doubled after 1000 steps without an overflow."""
+"""Options of dynamic loss scaling in fp16. The values are DeepSpeed's defaults, written out so
+that a user sees them. The scale begins at 2^16. It is halved when gradients overflow for the
+second time, and each step with an overflow is skipped. It is doubled after 1000 steps without an
+overflow."""
 
 
 def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    """Returns DeepSpeed's configuration of a plan. All values follow from plan and recipe, so they
-    cannot disagree.
+    """Returns DeepSpeed's configuration of a plan. All values are derived from plan and recipe, so
+    they cannot contradict them.
 
-    The optimizer is torch's AdamW, which is passed to DeepSpeed. DeepSpeed's own AdamW would be
-    compiled when a job starts.
+    The optimizer is not in the configuration, since the kit passes torch's AdamW to DeepSpeed.
+    DeepSpeed's own AdamW would be compiled when a job starts.
     """
-    # At stage 0, DeepSpeed clips but does not report the norm, so the kit does both.
+    # At ZeRO stage 0, DeepSpeed clips gradients but does not report their norm. The kit then
+    # computes the norm and clips, so DeepSpeed must not clip (0.0).
     clip = 0.0
     if plan.zero_stage and recipe.gradient_clip is not None:
         clip = recipe.gradient_clip
@@ -53,12 +55,12 @@ def deepspeed_config(plan: Plan, recipe: Recipe) -> dict[str, Any]:
 
 
 def check_batch(plan: Plan, reported: dict[str, int]) -> None:
-    """Raises ConfigError if DeepSpeed reports batch sizes other than the plan's. The message names
-    both numbers.
+    """Raises ConfigError if a batch size that DeepSpeed reports differs from the plan's. `reported`
+    has the batch sizes by name of the plan's field. The message names both numbers.
 
-    In a 175B run on Frontier, two sources for one number disagreed and nobody noticed. Megatron
-    used micro-batches of 1, DeepSpeed's JSON said 4, and the printed TFLOP/s were four times the
-    real value.
+    In a 175B run on Frontier, the batch size was set in two places with different values, and
+    nobody noticed. Megatron used micro-batches of 1, DeepSpeed's JSON said 4, and the printed
+    TFLOP/s were four times the real value.
     """
     for name, value in reported.items():
         wanted = getattr(plan, name)
@@ -73,11 +75,11 @@ def check_batch(plan: Plan, reported: dict[str, int]) -> None:
 
 def megatron_arguments(spec: ModelSpec, plan: Plan, recipe: Recipe) -> list[str]:
     """Returns the command-line arguments with which Megatron-DeepSpeed's `pretrain_gpt.py` trains
-    the model by the plan.
+    the model as plan and recipe specify.
 
     Raises:
         ConfigError: The model is not a GPT of the Frontier paper, the plan is for another engine,
-            or Megatron-DeepSpeed does not have the recipe's schedule.
+            or Megatron-DeepSpeed does not have the recipe's learning rate schedule.
 
     Source: the launch scripts of the Frontier paper's authors (github.com/olcf/ai-training-series
     and github.com/sajal-vt/Megatron-DeepSpeed-ORNL) and Megatron-DeepSpeed's

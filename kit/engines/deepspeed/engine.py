@@ -1,8 +1,8 @@
-"""The DeepSpeed engine: data parallelism with ZeRO 0-3, or DeepSpeed's PipelineModule. Both can be
-combined with tensor parallelism.
+"""The DeepSpeed engine: data parallelism with ZeRO 0-3, or pipeline parallelism with DeepSpeed's
+PipelineModule. Both can be combined with tensor parallelism.
 
-With tensor, pipeline and data parallelism and ZeRO 1 this is the recipe of the Frontier paper
-(arXiv 2312.12705).
+The combination of tensor, pipeline and data parallelism with ZeRO 1 is the recipe of the Frontier
+paper (arXiv 2312.12705).
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ from kit.parallel.tensor import cross_entropy
 
 
 class DeepSpeedEngine(PortableEngine):
-    """The DeepSpeed engine on one rank. It trains this rank's part of a model. `build_engine` makes
-    it.
+    """The DeepSpeed engine on one rank: trains the part of the model that this rank holds.
+    `build_engine` makes it.
 
     Raises:
         ConfigError: DeepSpeed would train on batch sizes other than the plan's.
@@ -87,12 +87,12 @@ class DeepSpeedEngine(PortableEngine):
         self.state = ShardedState(self.engine, self.optimizer)
 
     def _groups(self) -> SimpleNamespace | None:
-        """Returns Megatron's `mpu`, an object from which DeepSpeed gets groups of ranks, or None if
-        DeepSpeed needs no `mpu`.
+        """Returns an object with the methods of Megatron's `mpu`, from which DeepSpeed reads its
+        groups of ranks. Returns None if DeepSpeed needs no `mpu`.
 
-        `mpu` is needed only with tensor parallelism and without a pipeline, since PipelineModule
-        has its own groups. With a model parallel group of one rank, DeepSpeed's bf16 optimizer
-        would sum the gradient norm over the replicas.
+        `mpu` is needed only for tensor parallelism without a pipeline, since PipelineModule makes
+        its own groups. `mpu` is left out without tensor parallelism: with a model parallel group of
+        one rank, DeepSpeed's bf16 optimizer would sum the gradient norm over the replicas.
         """
         if self.tensor_group is None or self.pipeline_group is not None:
             return None
@@ -107,7 +107,9 @@ class DeepSpeedEngine(PortableEngine):
         )
 
     def parameters(self) -> list[Parameter]:
-        """Returns this rank's parameters. A tied parameter is listed once."""
+        """Returns this rank's parameters. A weight that embedding and output share is
+        listed once.
+        """
         return list(self.module.parameters())
 
     # Steps ----------------------------------------------------------------------------------------
@@ -117,7 +119,8 @@ class DeepSpeedEngine(PortableEngine):
     ) -> StepResult:
         """Runs one optimizer step. Returns its loss and its gradient norm before clipping.
 
-        In fp16, a step whose gradients overflow changes no weight, and its norm is infinite.
+        If gradients overflow in fp16, the step does not change the weights and the returned
+        gradient norm is infinite.
         """
         result = StepResult(self.device)
         self.set_learning_rate(learning_rate)
@@ -138,9 +141,9 @@ class DeepSpeedEngine(PortableEngine):
         return result
 
     def loss_scaling(self) -> dict[str, float]:
-        """Returns metrics columns about loss scaling in fp16: `loss_scale`, the scale of the next
-        step's loss, and `skipped_steps`, the number of steps so far that overflowed. Empty in other
-        precisions.
+        """Returns columns of metrics.jsonl about loss scaling in fp16. `loss_scale` is the scale of
+        the next step's loss. `skipped_steps` is the number of steps so far whose gradients
+        overflowed. In other precisions the result is empty.
         """
         if self.plan.precision != "fp16":
             return {}
@@ -151,7 +154,7 @@ class DeepSpeedEngine(PortableEngine):
 
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
-        """Returns the mean loss in nats per token."""
+        """Returns the mean loss of the sequences in nats per token, over all replicas."""
         count = len(samples) // self.plan.micro_batch_size
         batches = self.micro_batches(samples)
         loss = torch.zeros((), device=self.device)
@@ -168,13 +171,15 @@ class DeepSpeedEngine(PortableEngine):
         return cross_entropy(logits_BTV, targets_BT, self.tensor_mesh)
 
     def _clip(self, *_: Any) -> None:
-        """Computes the gradient norm and clips the gradients before a step at ZeRO stage 0, at
-        which DeepSpeed does not report the norm.
+        """Computes the gradient norm and clips the gradients. It is a hook that runs before the
+        optimizer's step at ZeRO stage 0, since DeepSpeed does not report the norm at this stage.
         """
         total = torch.zeros((), device=self.device)
-        # Split weights first: only their squares are summed over the tensor ranks.
+        # Weights that are split over the tensor ranks come first: their squared norms are summed
+        # over these ranks. Unsplit weights are equal on these ranks and are added once.
         for is_cut in (True, False):
-            # DeepSpeed marks the copy of a tied weight on the last stage, which is left out.
+            # DeepSpeed marks the last stage's copy of a tied weight. The copy is left out of the
+            # norm.
             own = [
                 p.grad
                 for name, p in self.named_parameters().items()
@@ -194,8 +199,8 @@ class DeepSpeedEngine(PortableEngine):
     # Checkpoints ----------------------------------------------------------------------------------
 
     def named_parameters(self) -> dict[str, Parameter]:
-        """Returns this rank's parameters by global name. A tied output weight has the embedding's
-        name.
+        """Returns this rank's parameters by their names in the complete model. If the output weight
+        is tied to the embedding, it has the name of the embedding's weight.
         """
         if self.pipeline_group is None:
             return dict(self.module.named_parameters())
@@ -205,14 +210,15 @@ class DeepSpeedEngine(PortableEngine):
         return {name: parameter for layer in layers for name, parameter in layer.named_parameters()}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns weights and moments by global name, gathered over the replicas. Each tensor is
-        returned by one replica only.
+        """Returns weights and moments by their names in the complete model, in their full size over
+        the replicas. Each tensor is in the result of one replica only, so that it is saved once.
         """
         return self._gathered(of_all=False)
 
     def _gathered(self, of_all: bool) -> dict[str, Tensor]:
-        """Returns weights and moments by global name, gathered over the replicas. If `of_all` is
-        False, only the tensors that this replica saves are returned. All replicas must call it.
+        """Returns weights and moments by their names in the complete model, gathered from the
+        shards of all replicas. If `of_all` is False, only the tensors that this replica saves are
+        returned. All replicas must call it.
         """
         state: dict[str, Tensor] = {}
         for number, (name, parameter) in enumerate(self.named_parameters().items()):
@@ -223,8 +229,8 @@ class DeepSpeedEngine(PortableEngine):
         return state
 
     def _whole(self, value: Tensor, name: str) -> Tensor:
-        """Returns the value as a DTensor, which knows its place in the whole tensor, if tensor
-        ranks share the parameter. Otherwise returns the value itself.
+        """Returns the value as a DTensor, which knows its position in the full tensor, if the
+        parameter is split over the tensor ranks. Otherwise returns the value itself.
         """
         dim = split_dim(name)
         if self.tensor_mesh is None or dim is None:
@@ -243,7 +249,7 @@ class DeepSpeedEngine(PortableEngine):
 
 class ShardedState:
     """Reads and writes weights and AdamW moments of a DeepSpeed engine, which ZeRO shards over the
-    replicas. `optimizer` is the AdamW of torch that DeepSpeed calls.
+    replicas. `engine` is DeepSpeed's engine, and `optimizer` is torch's AdamW that DeepSpeed calls.
     """
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -252,11 +258,11 @@ class ShardedState:
         self.stage = engine.zero_optimization_stage()
 
     def read(self, parameter: Parameter) -> dict[str, Tensor]:
-        """Returns `weight` and, once they exist, the moments of a parameter, in fp32 and in the
-        parameter's shape.
+        """Returns the `weight` of a parameter and, if they exist already, its moments (MOMENTS), in
+        fp32 and in the parameter's shape.
 
-        All replicas must call it, for all parameters in the same order. At ZeRO stage 0 the tensors
-        themselves are returned, at higher stages copies.
+        All replicas must call it, for all parameters in the same order. At ZeRO stage 0 the results
+        are the tensors that training uses. At higher stages they are copies.
         """
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -273,15 +279,16 @@ class ShardedState:
 
     @torch.no_grad()
     def write(self, parameter: Parameter, values: dict[str, Tensor]) -> None:
-        """Replaces weight and moments of a parameter. `values` has the names and shapes that `read`
-        returns, and must be equal on all replicas.
+        """Replaces weight and moments of a parameter. `values` has the names and shapes of the
+        result of `read`, and must be equal on all replicas.
 
         All replicas must call it, for all parameters in the same order.
         """
         import deepspeed
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        # The weights used in the forward pass. Separate fp32 weights are replaced below.
+        # These are the weights of the forward pass. The separate fp32 master weights are replaced
+        # below.
         with deepspeed.zero.GatheredParameters(
             [parameter], modifier_rank=0, enabled=self.stage == 3
         ):
@@ -295,16 +302,19 @@ class ShardedState:
             safe_set_full_optimizer_state(parameter, values[name], name)
 
     def allocate_moments(self, step: int) -> None:
-        """Gives every weight the AdamW state of `step` steps, with moments of zero."""
+        """Sets AdamW's state of every weight to the state after `step` updates, with moments of
+        zero.
+        """
         for flat in self._flat():
             self.optimizer.state[flat] = adamw_state(flat, step)
         if self.stage in (1, 2):
-            self.engine.optimizer._lazy_init_hp_params_optimizer_state()  # As in its first step.
+            # As DeepSpeed does in its first step.
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
     def _flat(self) -> list[Tensor]:
-        """Returns the tensors that AdamW updates: this replica's parts of the parameters, flattened
-        and joined.
+        """Returns the tensors that AdamW updates. With ZeRO, each tensor is this replica's shard of
+        several parameters, flattened and concatenated.
         """
-        if self.stage == 3:  # AdamW has these tensors only during a step.
+        if self.stage == 3:  # The optimizer's groups contain these tensors only during a step.
             return self.engine.optimizer.fp32_partitioned_groups_flat
         return [tensor for group in self.optimizer.param_groups for tensor in group["params"]]

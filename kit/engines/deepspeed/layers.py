@@ -1,5 +1,5 @@
-"""The decoder for DeepSpeed: one module, or a list of layers for PipelineModule. The weights are
-split over the tensor ranks.
+"""The kit's decoder for DeepSpeed: as one module, or as a list of layers for PipelineModule. The
+weights are split over the tensor parallel ranks.
 """
 
 import functools
@@ -23,9 +23,10 @@ TOKENS = "embedding.tokens"
 
 
 class LayerBuilder:
-    """Builds the layers of a model for this rank of `group`, the ranks that share each matrix.
+    """Builds the layers of a model for this rank. `group` has the tensor parallel ranks over which
+    each matrix is split.
 
-    If `group` is None, this rank holds whole matrices. `seed` is the seed of the initial weights.
+    If `group` is None, this rank holds unsplit matrices. `seed` is the seed of the initial weights.
     If `seed` is None, the weights stay unset until a checkpoint is loaded.
     """
 
@@ -45,7 +46,7 @@ class LayerBuilder:
         self.rotary = functools.cache(self._rotary)
 
     def decoder(self) -> Decoder:
-        """Returns all layers as one module."""
+        """Returns the complete decoder as one module, for training without a pipeline."""
         with torch.device("meta"):
             decoder = Decoder(self.spec, recompute=self.plan.recompute)
         self.fill(decoder)
@@ -53,8 +54,8 @@ class LayerBuilder:
         return decoder
 
     def pipeline(self, loss: Callable[[Tensor, Tensor], Tensor]) -> PipelineModule:
-        """Returns this rank's pipeline stage. Each stage has an equal share of the blocks. The
-        first stage also has the embedding, the last stage norm and output.
+        """Returns this rank's pipeline stage. All stages have equal numbers of blocks. The first
+        stage also has the embedding. The last stage also has the final norm and the output layer.
         """
         spec = self.spec
         plan = self.plan
@@ -78,20 +79,22 @@ class LayerBuilder:
         topology = PipeModelDataParallelTopology(
             num_pp=plan.pipeline_parallel, num_mp=plan.tensor_parallel, num_dp=plan.data_parallel
         )
-        # PipelineModule makes 950 groups for 3,072 ranks. With `unbound_device`, NCCL connects each
-        # group at its first use. Autograd must not record the broadcast of the tied weight.
+        # PipelineModule makes 950 process groups for 3,072 ranks. With `unbound_device`, NCCL
+        # connects each group only at its first use. `no_grad` is needed because autograd must not
+        # record the broadcast of the tied weight.
         with quiet(), unbound_device(), torch.no_grad():
             return PipelineModule(
                 layers, topology=topology, loss_fn=loss, partition_method="type:BlockLayer"
             )
 
     def fill(self, module: nn.Module) -> None:
-        """Splits a meta module for this rank, allocates its memory and, if there is a seed, sets
-        its initial weights.
+        """Splits the weights of a meta module for this rank and allocates their memory. If there is
+        a seed, it also sets the initial weights.
 
-        The module must name its weights as the whole decoder does.
+        The weights in the module must have the names that they have in the complete decoder.
         """
-        # A tied weight has two names, and becomes two weights when its layers are replaced.
+        # A tied weight has two names. It becomes two weights when its layers are replaced, so both
+        # names are needed.
         named = module.named_parameters(remove_duplicate=False)
         whole_shapes = {name: parameter.shape for name, parameter in named}
         if self.group is not None:
@@ -99,8 +102,8 @@ class LayerBuilder:
         module.to_empty(device=self.device)
         for name, parameter in module.named_parameters():
             is_cut = self.group is not None and split_dim(name) is not None
-            # DeepSpeed reads these attributes for the gradient norm. If they are True, it sums the
-            # squares of the weight's gradient over the tensor ranks.
+            # DeepSpeed reads these two attributes for the gradient norm. If they are True, it sums
+            # the squared norm of the weight's gradient over the tensor ranks.
             for mark in ("model_parallel", "tensor_model_parallel"):
                 setattr(parameter, mark, is_cut)
             if self.seed is not None:
@@ -117,8 +120,8 @@ class LayerBuilder:
         return block(x_BTH, self.rotary())
 
     def _logits(self, tokens: "PipelineLayer", x_BTH: Tensor) -> Tensor:
-        """Returns logits of this rank's part of the vocabulary, computed with the embedding's
-        weight.
+        """Returns the logits of this rank's part of the vocabulary, computed with the weight of the
+        embedding (tied embeddings).
         """
         x_BTH = x_BTH if self.group is None else copy_to_ranks(x_BTH, self.group)
         return F.linear(x_BTH, tokens.get_parameter(f"{TOKENS}.weight"))
@@ -128,11 +131,11 @@ class PipelineLayer(nn.Module):
     """One layer of the pipeline. Its input is the output of the previous layer.
 
     Args:
-        layers: builder that sets the weights.
-        name: global name of the layer, the prefix of its weights' names.
+        layers: builder whose `fill` allocates and initialises the weights.
+        name: name of the layer in the complete model, which is the prefix of its weights' names.
         build: function that makes the layer's module.
-        run: function that returns the layer's output from the module and the input. By default the
-            module is called.
+        run: function of (module, input) that returns the layer's output. By default, the module is
+            called with the input.
     """
 
     def __init__(
@@ -158,8 +161,8 @@ class PipelineLayer(nn.Module):
 
 
 class BlockLayer(PipelineLayer):
-    """One transformer block. DeepSpeed counts layers of this class to give all stages equal
-    shares.
+    """One transformer block. A separate class, because DeepSpeed counts the layers of this class to
+    give all stages equal numbers of blocks.
     """
 
 

@@ -1,4 +1,4 @@
-"""Checks whether a supported DeepSpeed is installed. Does not import it.
+"""Checks whether a supported version of DeepSpeed is installed, without importing DeepSpeed.
 
 Imports no torch.
 """
@@ -8,13 +8,13 @@ import importlib.metadata
 from kit.errors import MissingPackageError, install_command
 
 SUPPORTED = "0.19"
-"""Supported version of DeepSpeed. The engine reads and sets private attributes of DeepSpeed (fp32
-weights, moments), which change between versions."""
+"""Supported version of DeepSpeed. The engine reads and sets private attributes of DeepSpeed for
+fp32 weights and moments, and these attributes change between versions."""
 
 
 class DeepSpeedError(MissingPackageError):
-    """DeepSpeed has an unsupported version, or is installed but cannot be imported. The message
-    says which.
+    """DeepSpeed has an unsupported version, or it is installed but cannot be imported. The message
+    names the cause.
     """
 
     def __init__(self, reason: str) -> None:

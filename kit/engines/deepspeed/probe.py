@@ -1,5 +1,5 @@
-"""`python -m kit.engines.deepspeed.probe` runs one training step of a tiny model, to check that
-DeepSpeed works on this machine.
+"""`python -m kit.engines.deepspeed.probe` runs one training step of a tiny model on the CPU, to
+check that DeepSpeed works on this machine.
 """
 
 import sys
@@ -16,8 +16,8 @@ from kit.errors import MissingPackageError
 
 
 def main() -> int:
-    """Runs the step. Prints the version of DeepSpeed, or the reason why it cannot run. Returns the
-    exit code.
+    """Runs the training step. Prints the version of DeepSpeed, or the reason why DeepSpeed cannot
+    run. Returns the exit code, 0 or 1.
     """
     spec = ModelSpec.gpt(
         name="probe", num_layers=1, hidden_size=8, num_heads=1, vocab_size=8, sequence_length=4

@@ -1,1 +1,1 @@
-"""The engine that uses NeuronX Distributed."""
+"""The engine `neuron`, which trains with NeuronX Distributed (NxD) on AWS Trainium."""

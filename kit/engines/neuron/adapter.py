@@ -1,10 +1,10 @@
-"""All calls of neuronx_distributed (NxD) and torch_xla in the kit. No other file imports these
+"""All calls of neuronx_distributed (NxD) and torch_xla in the kit. Only this file imports these
 packages.
 
-All arguments are passed by keyword, since parameters were inserted in the middle of several
-signatures between NxD 0.9 and 0.17. `initialize_parallel_model` would now read a model's first
-positional argument as a switch, so it gets the model as a function without arguments. `fuse_qkv` is
-always passed, since its default was reversed.
+All arguments are passed by keyword, since new parameters were inserted into the middle of several
+signatures between NxD 0.9 and 0.17. `initialize_parallel_model` takes the model as `model_fn`, a
+function without arguments: newer versions would read a first positional argument as a switch.
+`fuse_qkv` is always passed, since its default value was reversed.
 """
 
 import functools
@@ -21,12 +21,12 @@ from kit.errors import ConfigError
 
 
 def start_xla_process_group() -> torch.device:
-    """Joins the process group of backend `xla` with the variables that torchrun sets. Returns this
-    rank's device.
+    """Joins the process group of backend `xla`, which reads the environment variables that torchrun
+    sets. Returns this rank's device.
 
     Raises:
-        ConfigError: XLA sees a number of ranks other than the group's size, so XLA's collectives
-            would not connect all ranks.
+        ConfigError: The number of ranks that XLA sees differs from the size of the process group.
+            XLA's collectives would then not connect all ranks.
     """
     require_nxd(here=True)
     import torch_xla.core.xla_model as xm  # pyright: ignore[reportMissingImports]
@@ -45,12 +45,13 @@ def start_xla_process_group() -> torch.device:
 
 
 class Nxd:
-    """Imports NxD's packages and makes all calls to them. Needs a process group.
+    """Imports NxD's packages and makes all calls to them. The process group must exist.
 
     Args:
-        sequence_parallel: whether activations between layers are split along the sequence, in the
-            order [T, B, H].
-        dtype: data type of the weights of layers.
+        sequence_parallel: whether activations between layers are split along the sequence. Their
+            shape is then [T, B, H] instead of [B, T, H] (sequence length, micro-batch, hidden
+            size).
+        dtype: data type of the weights of all layers that this object makes.
     """
 
     def __init__(self, *, sequence_parallel: bool, dtype: torch.dtype) -> None:
@@ -79,14 +80,15 @@ class Nxd:
     # Building -------------------------------------------------------------------------------------
 
     def config(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns NxD's configuration. Also makes NxD's groups of ranks, in which tensor ranks are
-        neighbours.
+        """Returns NxD's configuration for `arguments`. Also makes NxD's process groups. The ranks
+        of a tensor parallel group have consecutive numbers, except for groups of four ranks on
+        Trn1.
         """
         return self._nxd.neuronx_distributed_config(**arguments)
 
     def model(self, *, config: dict[str, Any], build: Callable[[], nn.Module]) -> Any:
-        """Returns NxD's wrapper of the model that `build` returns. The model is split for the
-        pipeline, and its weights are on this rank's device.
+        """Returns NxD's wrapper of the model that `build` returns. The wrapped model is split into
+        pipeline stages, and its weights are on this rank's device.
         """
         return self._nxd.initialize_parallel_model(nxd_config=config, model_fn=build)
 
@@ -99,17 +101,19 @@ class Nxd:
         limit: float | None,
         **defaults: Any,
     ) -> Any:
-        """Returns NxD's wrapper of torch's AdamW, sharded over the replicas if the configuration
-        says so.
+        """Returns NxD's wrapper of torch's AdamW. If the configuration turns on ZeRO 1, the
+        optimizer states are sharded over the replicas.
 
-        NxD sums gradients over sequence parts and replicas, and then calls AdamW. The kit clips the
-        gradients in this call, before AdamW's update. NxD would sum the norm in the weights' bf16,
-        which gave 5 % too little, and would count each copy of a key/value head.
+        In each step, NxD sums the gradients over sequence parts and replicas and then calls AdamW.
+        Within this call, a hook of the kit clips the gradients before the update. NxD's own
+        clipping is off for two reasons. It would compute the norm in the weights' bf16, which gave
+        a norm that was 5 % too small. It would also count each copy of a key/value head.
 
         Args:
             config: result of `Nxd.config`.
             parameters: parameters of this rank.
-            holders: number of tensor ranks that hold equal parts, for each parameter.
+            holders: for each parameter, the number of tensor ranks that hold an equal part. The
+                squared norm of the parameter is divided by this number.
             limit: largest gradient norm. If None, gradients are not clipped.
             defaults: options of AdamW.
         """
@@ -121,7 +125,8 @@ class Nxd:
             groups.append(self._state.get_data_parallel_group())
 
         def adamw(parts: Any, **named: Any) -> torch.optim.Optimizer:
-            # `parts` are the parameters, or this replica's shards of the parameters.
+            # Without ZeRO 1 `parts` are the parameters. With ZeRO 1 they are this replica's shards
+            # of the parameters.
             made = torch.optim.AdamW(parts, **named)
             made.register_step_pre_hook(lambda *_: self._clip(made, holders, limit, groups))
             return made
@@ -131,7 +136,9 @@ class Nxd:
         )
 
     def step(self, *, optimizer: Any) -> Tensor:
-        """Runs an optimizer step and returns the gradient norm before clipping, [1]."""
+        """Runs an optimizer step and returns the gradient norm before clipping, a tensor of shape
+        [1].
+        """
         optimizer.step()
         return self._norm
 
@@ -160,11 +167,14 @@ class Nxd:
         if limit is not None:
             factor = (limit / (self._norm + 1e-6)).clamp(max=1.0)
             for gradient, _ in gradients:
-                # The factor has one dimension, so that bf16 gradients are multiplied in fp32.
+                # The factor has one dimension: multiplying a bf16 gradient by such a tensor is
+                # computed in fp32.
                 gradient.mul_(factor)
 
     def tracing(self) -> list[Any]:
-        """Returns the modules whose functions NxD's tracer must not trace into."""
+        """Returns the modules with functions that NxD's tracer must call as a whole instead of
+        tracing their operations.
+        """
         return [self._mappings]
 
     # Layers ---------------------------------------------------------------------------------------
@@ -172,15 +182,16 @@ class Nxd:
     def column(
         self, *, inputs: int, outputs: int, fused: int = 1, gathered: bool = False
     ) -> nn.Module:
-        """Returns a linear layer that is split over its output features.
+        """Returns a linear layer that is split over its output features (tensor parallelism).
 
         Args:
             inputs: number of input features.
-            outputs: number of output features over all ranks and all fused matrices.
-            fused: number of matrices side by side in the layer. Each rank holds its part of each
-                matrix.
-            gathered: whether the input is the whole sequence although activations are split along
-                the sequence.
+            outputs: number of output features, over all ranks and all fused matrices.
+            fused: number of matrices that the layer contains side by side. Each rank holds its part
+                of each matrix.
+            gathered: whether the input has already been gathered to the whole sequence. Only needed
+                if activations are split along the sequence, since the layer would otherwise gather
+                its input.
         """
         sequence_parallel = self.sequence_parallel and not gathered
         layer = self._layers.ColumnParallelLinear(
@@ -194,15 +205,15 @@ class Nxd:
             sequence_parallel_enabled=sequence_parallel,
         )
         if not sequence_parallel:
-            # From 0.11 on, NxD copies the gradient of a layer's input to this dtype and sums the
-            # copy over the ranks, but returns the original gradient. If the gradient already has
-            # this dtype, there is no copy.
+            # From 0.11 on, NxD casts the gradient of the layer's input to `reduce_dtype`, sums the
+            # cast copy over the ranks, and returns the gradient without the sum. If `reduce_dtype`
+            # is the gradient's own dtype, no copy is made, and the returned gradient is correct.
             layer.reduce_dtype = self.dtype
         return layer
 
     def row(self, *, inputs: int, outputs: int) -> nn.Module:
-        """Returns a linear layer that is split over its input features. Its input is this rank's
-        part of a column layer's output.
+        """Returns a linear layer that is split over its input features. The input is this rank's
+        part of the output of a layer that `column` made.
         """
         return self._layers.RowParallelLinear(
             input_size=inputs,
@@ -215,9 +226,9 @@ class Nxd:
         )
 
     def query_key_value(self, *, inputs: int, query: int, key: int, copies: int) -> nn.Module:
-        """Returns a layer with three outputs: query, key and value. `query` and `key` are numbers
-        of features over all ranks. Each part of the key and value matrices is held by `copies`
-        ranks.
+        """Returns a layer with three outputs: query, key and value. `query` is the number of query
+        features over all ranks, and `key` the number of key features. Each part of the key and
+        value matrices is held by `copies` ranks.
         """
         return self._qkv.GQAQKVColumnParallelLinear(
             input_size=inputs,
@@ -232,37 +243,42 @@ class Nxd:
         )
 
     def embedding(self, *, rows: int, features: int) -> nn.Module:
-        """Returns an embedding that is split over the vocabulary. Its output is not split."""
+        """Returns an embedding whose weight is split over the vocabulary. Each rank gets the full
+        output. `rows` is the vocabulary size, and `features` the hidden size.
+        """
         return self._layers.ParallelEmbedding(
             num_embeddings=rows, embedding_dim=features, dtype=self.dtype, init_method=_leave
         )
 
     def initialise(self, module: nn.Module) -> None:
-        """Makes an NxD layer mark its weights as split, as NxD's gradient norm requires. Other
-        modules are not changed.
+        """Makes a layer of NxD mark its weights as tensor parallel, as NxD's gradient norm
+        requires. Other modules are not changed.
 
-        NxD's layers set the marks only when they initialise their weights, and not on the meta
-        device, on which models are built.
+        NxD's layers set these marks only when they initialise their weights on a real device. The
+        kit builds models on the meta device, so it repeats the initialisation call later.
         """
         for name in ("init_weight_cpu", "initialize_weight_biases"):
             if hasattr(module, name):
                 getattr(module, name)()
 
     def cross_entropy(self, *, logits: Tensor, targets: Tensor) -> Tensor:
-        """Returns each token's negative log-likelihood in nats. `logits` are split over the
-        vocabulary, and are overwritten.
+        """Returns the negative log-likelihood of each token in nats. `logits` are split over the
+        vocabulary, and NxD overwrites them.
         """
         return self._losses.parallel_cross_entropy(vocab_parallel_logits=logits, target=targets)
 
     def cut_sequence(self, x_BTH: Tensor) -> Tensor:
-        """Returns this rank's part of the sequence, in the order [T, B, H]."""
+        """Returns this rank's part of the sequence. The input has shape [B, T, H], and the result
+        has shape [T / tensor ranks, B, H].
+        """
         return self._mappings.scatter_to_sequence_parallel_region(
             input_=x_BTH.transpose(0, 1).contiguous()
         )
 
     def whole_sequence(self, x_TBH: Tensor) -> Tensor:
-        """Returns the whole sequence, [B, T, H]. The next layer must be computed alike by all
-        tensor ranks, or must sum the gradients of its input itself.
+        """Returns the whole sequence, [B, T, H], gathered from all tensor ranks. In the backward
+        pass the gradient is split without a sum over the ranks. Therefore the next layer must
+        either be computed equally by all tensor ranks, or sum the gradients of its input itself.
         """
         whole_TBH = self._mappings.gather_from_sequence_parallel_region(
             input_=x_TBH, to_model_parallel=False
@@ -273,12 +289,14 @@ class Nxd:
 
     @functools.cached_property
     def data_rank(self) -> int:
-        """Index of the replica that this rank belongs to."""
+        """Index of the data-parallel replica that this rank belongs to."""
         return self._state.get_data_parallel_rank()
 
     @functools.cached_property
     def tensor_rank(self) -> int:
-        """Index of the part of each matrix that this rank holds."""
+        """Index of this rank in its tensor parallel group, and so of its part of each split
+        matrix.
+        """
         return self._state.get_tensor_model_parallel_rank()
 
     def sum_over_replicas(self, x: Tensor) -> Tensor:
@@ -289,22 +307,24 @@ class Nxd:
     # Steps and checkpoints ------------------------------------------------------------------------
 
     def mark_step(self) -> None:
-        """Ends a graph. The operations recorded so far are compiled, if the graph is new, and run.
+        """Ends a graph of Torch-XLA. The operations recorded so far are compiled, if the graph is
+        new, and executed.
 
-        No single weight may be read before this call. Reading a weight makes a separate graph, and
-        Torch-XLA 2.9 can confuse two of these graphs (github.com/pytorch/xla/issues/8353).
+        No single weight may be read before this call. Reading one weight makes a separate graph,
+        and Torch-XLA 2.9 can confuse two such graphs (github.com/pytorch/xla/issues/8353).
         """
         self._xm.mark_step()
 
     def save(
         self, *, folder: str, tag: str, model: Any, optimizer: Any, is_sharded: bool, content: dict
     ) -> None:
-        """Begins to write a checkpoint in the background. Returns once all tensors are copied. All
+        """Starts writing a checkpoint in the background. Returns once all tensors are copied. All
         ranks must call it.
 
-        NxD copies tensors in device memory, but its writer reads tensors in host memory later.
-        AdamW counts its steps on the host, so on a slow disk the file could contain a later step.
-        Therefore tensors in host memory are copied first.
+        NxD copies tensors of the device at once, but reads tensors in host memory only when it
+        writes them. AdamW's step counter is in host memory, so on a slow disk the file could
+        contain the counter of a later step. Therefore this function copies the tensors in host
+        memory first.
         """
         self._nxd.save_checkpoint(
             checkpoint_dir_str=folder,
@@ -321,26 +341,27 @@ class Nxd:
         self._nxd.finalize_checkpoint()
 
     def load(self, *, folder: str, tag: str, model: Any, optimizer: Any | None) -> None:
-        """Fills model and optimizer from a checkpoint. All ranks must call it.
+        """Loads a checkpoint into model and optimizer. All ranks must call it.
 
-        NxD is called twice. When the sharded optimizer is loaded, it takes its master weights from
-        the model, and since 0.17 a single call loads the optimizer first.
+        NxD is called twice: first for the model, then for the optimizer. The sharded optimizer sets
+        its master weights from the model when it is loaded. Since NxD 0.17, one call for both would
+        load the optimizer first, and so use the old weights.
         """
         self._nxd.load_checkpoint(path=folder, tag=tag, model=model)
         if optimizer is not None:
             self._nxd.load_checkpoint(path=folder, tag=tag, optimizer=optimizer)
-            optimizer.zero_grad()  # Loading leaves gradients of zero behind.
+            optimizer.zero_grad()  # Loading leaves gradients that are zero, not None.
 
     def restart_master_weights(self, *, optimizer: Any) -> None:
-        """Builds the sharded optimizer again from the model's weights. HLAT does this when the
-        number of replicas has changed.
+        """Rebuilds the sharded optimizer from the model's weights: master weights equal the
+        weights, and moments are zero. HLAT does this when the number of replicas has changed.
         """
         optimizer.optimizer.init_zero()  # torch_xla's ZeroRedundancyOptimizer
 
 
 def _host_tensors_copied(state: Any) -> Any:
-    """Returns the state, in which tensors in host memory are replaced by copies. Dictionaries and
-    lists are rebuilt.
+    """Returns the state with a copy in place of each tensor in host memory. Dictionaries and lists
+    are rebuilt, so the input is not changed.
     """
     if isinstance(state, dict):
         return {name: _host_tensors_copied(value) for name, value in state.items()}
@@ -350,6 +371,6 @@ def _host_tensors_copied(state: Any) -> Any:
 
 
 def _leave(weight: Tensor) -> None:
-    """Leaves a weight unset. The kit sets the initial weights later, so that they do not depend on
-    the layout.
+    """Leaves a weight uninitialised, as `init_method` of NxD's layers. The kit sets the initial
+    weights later, so that they do not depend on the layout.
     """

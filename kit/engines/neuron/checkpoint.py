@@ -1,10 +1,11 @@
-"""Checkpoints of the Neuron engine: NxD's own files, sharded and written in the background, with
-the kit's manifest.
+"""Checkpoints of the Neuron engine: NxD writes its own sharded files in the background, and the kit
+adds a manifest.
 
-`checkpoints/step_00000100/` is a tag of NxD. It contains `model/` and `optim/` with one file per
-rank, and `done` when NxD has finished. The kit adds `manifest.json` with a checksum of each file. A
-checkpoint without a manifest does not count. HLAT saved with `use_xser`. The kit saves the same
-tensors in plain files. `kit.interop.weights.neuron` reads both formats on any machine.
+`checkpoints/step_00000100/` is a tag of NxD, the folder of one checkpoint. It contains `model/` and
+`optim/` with one file per rank, and `done` when NxD has finished. The kit adds `manifest.json` with
+a checksum of each file. A checkpoint without a manifest is ignored. HLAT saved in NxD's format
+`use_xser`, while the kit saves the same tensors in plain files. `kit.interop.weights.neuron` reads
+both formats on any machine.
 """
 
 import time
@@ -24,8 +25,8 @@ from kit.run import Run
 from kit.run.checkpoint import Manifest, checksum
 
 SETTLE_STEPS = 10
-"""Number of steps after which all ranks wait for files that are not written yet. NxD does not
-report when its files are written."""
+"""Number of steps between the start of a save and the step in which all ranks wait until the files
+are complete. NxD does not report when its files are written."""
 
 
 class NxdCheckpoints:
@@ -39,23 +40,24 @@ class NxdCheckpoints:
         self.engine = engine
         self.attempt = attempt
         self.recipe = run.recipe
-        self.pending: dict[str, Any] | None = None  # manifest fields of what NxD writes
+        # Manifest fields of the checkpoint that NxD is writing.
+        self.pending: dict[str, Any] | None = None
         self.steps_to_settle = 0
         self.completing: Future[None] | None = None
-        # Thread that reads files while training continues.
+        # Thread that computes checksums of the written files while training continues.
         self.thread = ThreadPoolExecutor(1)
         self.group = cpu_group("checkpoint")
 
     def save(self, facts: dict[str, Any]) -> None:
-        """Begins to write a checkpoint. Returns as soon as training may continue. `facts` are
-        fields of the manifest.
+        """Starts writing a checkpoint. Returns as soon as training may continue. `facts` has fields
+        of the manifest by name, among them `step`.
         """
         self.finish()
         folder = self.checkpoints.path(facts["step"])
         if dist.get_rank() == 0:
             self.checkpoints.check_space(facts["spec"])
-            # NxD overwrites files of this step from an older attempt. The checkpoint must not count
-            # until NxD has finished.
+            # NxD overwrites files that an older attempt has written for this step. Without its
+            # manifest, the checkpoint is ignored until NxD has finished.
             (folder / "manifest.json").unlink(missing_ok=True)
         self.engine.nxd.save(
             folder=str(folder.parent),
@@ -69,7 +71,8 @@ class NxdCheckpoints:
         self.steps_to_settle = SETTLE_STEPS
 
     def poll(self) -> None:
-        """Begins to complete the pending checkpoint SETTLE_STEPS steps after `save`.
+        """Starts to complete the pending checkpoint SETTLE_STEPS steps after `save`: waits for its
+        files, then computes checksums and writes the manifest in a thread.
 
         Must be called once per step.
         """
@@ -81,11 +84,11 @@ class NxdCheckpoints:
             self.finish()
 
     def take_stall_s(self) -> float:
-        """Returns 0 seconds, since training waits for NxD only within `save`."""
+        """Returns 0 seconds, since training waits for NxD only within the call of `save`."""
         return 0.0
 
     def finish(self) -> None:
-        """Waits until the pending checkpoint, if any, is complete."""
+        """Waits until the pending checkpoint, if there is one, has its manifest."""
         if self.pending is not None:
             self._begin_to_complete(self.pending)
         if self.completing is not None:
@@ -105,15 +108,17 @@ class NxdCheckpoints:
             manifest = Manifest(
                 attempt=self.attempt, time=time.time(), files=files, checksums=checksums, **facts
             )
-            # All tensors are written. A temporary error of the file system must not lose them.
+            # All tensors are already written. A temporary error of the file system must not make
+            # the checkpoint useless, so writing the manifest is retried.
             retry_disk(lambda: self.checkpoints.complete(folder, manifest))
             self.checkpoints.prune(
                 keep_last=self.recipe.keep_last, keep_every=self.recipe.keep_every
             )
 
     def _files(self, folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-        """Returns (sizes in bytes, checksums) of the files that NxD has written, by file name. Each
-        rank reads a share of the files. The checksums are empty on ranks other than 0.
+        """Returns (sizes in bytes, checksums) of the files that NxD has written, each by file name.
+        The ranks share the work of reading the files. On ranks other than 0, the checksums are
+        empty.
         """
         files = from_rank_0(lambda: _sizes(folder), self.group)
         mine = {name: checksum(folder / name) for name in _share(files)}
@@ -122,17 +127,17 @@ class NxdCheckpoints:
         return files, {name: value for part in told or [] for name, value in part.items()}
 
     def load(self, step: int) -> Manifest:
-        """Fills the engine from the checkpoint at `step` and returns its manifest.
+        """Loads the checkpoint at `step` into the engine and returns its manifest.
 
-        If the optimizer is sharded over the replicas and their number has changed, only the weights
-        are read. Then master weights start from the weights and AdamW's moments from zero, as in
-        HLAT.
+        If the optimizer is sharded over the replicas and the number of replicas has changed, only
+        the weights are read. The master weights are then set from the weights, and AdamW's moments
+        start from zero, as in HLAT.
 
         Raises:
             DamagedCheckpointError: The files of the checkpoint have changed since they were
                 written.
-            CheckpointError: The checkpoint was written by another engine or model, or with another
-                ZeRO stage or other tensor and pipeline degrees.
+            CheckpointError: The checkpoint is of another engine or model, or its ZeRO stage or its
+                tensor or pipeline parallel degree differs from the plan's.
         """
         manifest = from_rank_0(lambda: self.checkpoints.manifest(step), self.group)
         self.checkpoints.check_model(manifest, self.spec)
@@ -180,7 +185,9 @@ def _check_layout(saved: Plan, now: Plan, path: Path) -> None:
 
 
 def _share(files: dict[str, int]) -> list[str]:
-    """Returns the files that this rank reads. All ranks read about equal numbers of bytes."""
+    """Returns the names of the files that this rank reads. The files are distributed so that all
+    ranks read about the same number of bytes.
+    """
     return sorted(files, key=lambda name: (-files[name], name))[
         dist.get_rank() :: dist.get_world_size()
     ]

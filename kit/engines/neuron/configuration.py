@@ -1,5 +1,5 @@
-"""Configuration of a plan for NeuronX Distributed (NxD), after HLAT's two recipes. Imports no
-torch.
+"""Configuration of a plan for NeuronX Distributed (NxD), following the two recipes of HLAT (7B and
+70B). Imports no torch.
 
 Source: the released training scripts of HLAT (github.com/awslabs/HLAT, 7b/ and 70b/), arXiv
 2404.10630 section VI.
@@ -14,34 +14,34 @@ from kit.config.plan import Plan
 from kit.config.spec import ModelSpec
 
 PROFILES = {0: "hlat-7b", 1: "hlat-70b"}
-"""Name of the site's set of environment variables for each ZeRO stage. The set has the values that
-HLAT tuned for this stage's recipe."""
+"""Name of a set of environment variables in the site file, by ZeRO stage. HLAT's 7B recipe uses
+ZeRO stage 0, and its 70B recipe stage 1. The set has the values that HLAT tuned for the recipe."""
 CASTS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
-"""Variables with which HLAT's SDK 2.20 converted torch's floats to bf16. Torch-XLA removed them
-after 2.7, so the kit makes the weights bf16 itself. Versions that still read the variables must
-have them off. Source: "Migration From XLA_USE_BF16 / XLA_DOWNCAST_BF16", AWS Neuron documentation
-2.28."""
+"""Environment variables with which HLAT's SDK 2.20 converted torch's floats to bf16. Torch-XLA
+removed them after 2.7, so the kit itself makes the weights bf16. In versions that still read the
+variables, they must be off. Source: "Migration From XLA_USE_BF16 / XLA_DOWNCAST_BF16", AWS Neuron
+documentation 2.28."""
 ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
-"""Variable that turns on stochastic rounding to bf16."""
+"""Environment variable that turns on stochastic rounding to bf16."""
 COMPILER = "NEURON_CC_FLAGS"
-"""Variable with the flags of the compiler."""
+"""Environment variable with the flags of the compiler neuronx-cc."""
 FIRST_GROUP_ALONE = "NEURON_EXPERIMENTAL_COMPRESS_RG"
-"""Variable that makes NxD name only its first tensor parallel group and guess the other groups from
-it, as in HLAT's 70B recipe. With four tensor ranks, which are not neighbours, the guess is
-wrong."""
+"""Environment variable, on in HLAT's 70B recipe, that makes NxD name only its first tensor parallel
+group. The other groups are then guessed from the first. The guess is wrong for groups of four
+ranks, which are not neighbours."""
 TRN1 = ("trn1", "trn1n", "inf2")
-"""Platforms on which NxD places different key/value heads side by side, and copies of one head
-apart."""
+"""Platforms on which NxD puts different key/value heads on neighbouring ranks, and the copies of
+one head on distant ranks."""
 GROUPED = (*TRN1, "trn2")
-"""Platforms on which NxD initialises layers of grouped heads, with or without copies of heads
-(modules/qkv_linear.py, 0.17 and 0.18)."""
+"""Platforms for which NxD implements layers with grouped key/value heads, with or without copies of
+the heads (modules/qkv_linear.py, 0.17 and 0.18)."""
 NO_CAST = "--auto-cast=none"
-"""Compiler flag without which fp32 matrix products are computed in bf16."""
+"""Compiler flag that keeps fp32 matrix products in fp32. Without it, they are computed in bf16."""
 
 
 def nxd_arguments(spec: ModelSpec, plan: Plan) -> dict[str, Any]:
-    """Returns the arguments of `neuronx_distributed_config` that are plain values. The engine adds
-    arguments that are classes.
+    """Returns those arguments of `neuronx_distributed_config` that are plain values and can be
+    written as JSON. The engine adds the arguments that are classes or functions.
     """
     master = plan.zero_stage == 1
     pipeline = _pipeline(spec, plan) if plan.pipeline_parallel > 1 else None
@@ -51,15 +51,17 @@ def nxd_arguments(spec: ModelSpec, plan: Plan) -> dict[str, Any]:
         "sequence_parallel": plan.sequence_parallel,
         "optimizer_config": {
             "zero_one_enabled": master,
-            # The adapter clips, with a norm in fp32 that counts each weight once.
+            # The adapter clips the gradients instead, by a norm in fp32 in which each weight counts
+            # once.
             "grad_clipping": False,
         },
-        # Set explicitly, since the keys from which NxD derives these values have changed between
-        # versions.
+        # These values are set explicitly, since different versions of NxD derive them from
+        # different keys.
         "mixed_precision_config": {
             "use_master_weights": master,
             "use_fp32_grad_acc": master,
-            # HLAT: False, so that resuming lost the digits that bf16 does not hold.
+            # HLAT had False, so that a resume lost the digits of master weights that bf16 cannot
+            # represent.
             "use_master_weights_in_ckpt": master,
         },
         "pipeline_config": pipeline,
@@ -88,10 +90,11 @@ def pipeline_cuts(spec: ModelSpec, plan: Plan) -> list[str]:
 
 
 def needed_environment(plan: Plan, flags: str = "") -> dict[str, str]:
-    """Returns the environment variables that the plan needs, by name. Without them NxD would
-    compute in another precision, or over other ranks.
+    """Returns the environment variables that the plan needs, as values by name. Without them, NxD
+    would compute in another precision, or communicate between other ranks.
 
-    `flags` are the compiler flags of the environment, to which one flag may be added.
+    `flags` are the compiler flags that are set already. One flag is added to them if the plan needs
+    it.
     """
     needed = {ROUNDING: "0", **dict.fromkeys(CASTS, "0")}
     if plan.precision == "bf16" and plan.zero_stage == 0:
@@ -104,8 +107,8 @@ def needed_environment(plan: Plan, flags: str = "") -> dict[str, str]:
 
 
 def job_environment(plan: Plan, site: Site) -> dict[str, str]:
-    """Returns the environment variables of a job: those that the plan needs, and on a cluster those
-    that HLAT tuned, from the site's profile.
+    """Returns the environment variables of a job, as values by name. On a cluster, they include the
+    values that HLAT tuned, from the site's profile for the ZeRO stage.
 
     Raises:
         ConfigError: The site is a cluster without this profile, so it has no Trainium devices.
@@ -117,11 +120,11 @@ def job_environment(plan: Plan, site: Site) -> dict[str, str]:
 
 
 def check_neuron_environment(plan: Plan, environment: Mapping[str, str]) -> None:
-    """Raises ConfigError if environment variables of this process are not what the plan needs. The
-    message names each variable.
+    """Raises ConfigError if the environment variables of this process differ from those that the
+    plan needs. The message names each variable.
 
-    HLAT saw pure bf16 without stochastic rounding diverge. Neither NxD nor the first steps of a
-    loss curve would show this error.
+    HLAT saw training diverge in pure bf16 without stochastic rounding. Neither NxD nor the first
+    steps of a loss curve would reveal this error.
     """
     needed = needed_environment(plan, environment.get(COMPILER, ""))
     wrong = [name for name, value in needed.items() if environment.get(name, "0") != value]
@@ -137,9 +140,10 @@ def check_neuron_environment(plan: Plan, environment: Mapping[str, str]) -> None
 
 def check_platform(plan: Plan, spec: ModelSpec, platform: str) -> None:
     """Raises ConfigError if NxD does not support the model's grouped key/value heads on a platform,
-    or copies heads in an order other than Trn1's.
+    or if it places copies of heads in another order than on Trn1.
 
-    `kit.engines.neuron.weights` knows only the order of Trn1. `platform` is torch_neuronx's name.
+    `kit.engines.neuron.weights` implements only the order of Trn1. `platform` is torch_neuronx's
+    name of the platform, for example "trn1".
     """
     if spec.num_kv_heads < spec.num_heads and platform not in GROUPED:
         raise ConfigError(

@@ -1,11 +1,11 @@
 """The Neuron engine: HLAT's recipes (arXiv 2404.10630) with NeuronX Distributed (NxD) on AWS
 Trainium.
 
-bf16 with zero_stage 0 is the recipe of the 7B model: pure bf16 with stochastic rounding and plain
-data parallelism. bf16 with zero_stage 1 is the recipe of the 70B model: bf16 compute with fp32
-master weights and fp32 gradient accumulation, sharded over the replicas. Both recipes use tensor
-parallelism and weight decay on norms. The 7B recipe has TP 8, the 70B recipe TP 32 with every
-key/value head on 4 ranks, and PP 8.
+bf16 with zero_stage 0 is the recipe of HLAT's 7B model: pure bf16 with stochastic rounding and
+plain data parallelism. bf16 with zero_stage 1 is the recipe of the 70B model: bf16 compute with
+fp32 master weights and fp32 gradient accumulation, sharded over the replicas. Both recipes use
+tensor parallelism and weight decay on norms. The 7B recipe has 8 tensor parallel ranks. The 70B
+recipe has 32 tensor parallel ranks, with every key/value head on 4 of them, and 8 pipeline stages.
 
 NxD training has reached the end of its life. For this engine, stay on SDK 2.28
 (requirements/trainium.txt). `kit.engines.neuron.probe` names the successor. The engine has not run
@@ -32,17 +32,17 @@ from kit.engines.neuron.weights import RankWeights
 from kit.run import Run
 
 COMPILED_STEPS = 4
-"""Number of steps whose graphs are recorded before training. The graphs of the first steps differ
-from the graphs of later steps. Source: github.com/awslabs/HLAT."""
+"""Number of steps that are run to record graphs before training. The graphs of the first steps
+differ from those of later steps, so one step is not enough. Source: github.com/awslabs/HLAT."""
 
 
 class NeuronEngine(Engine):
-    """The Neuron engine on one rank. It trains this rank's part of a Llama model without biases.
-    `build_engine` makes it.
+    """The Neuron engine on one rank: trains the part of a Llama model without biases that this rank
+    holds. `build_engine` makes it.
 
     Raises:
-        ConfigError: The environment would make NxD compute in another precision or over other
-            ranks, or the platform does not support the model's heads.
+        ConfigError: The environment would make NxD compute in another precision or communicate
+            between other ranks, or the platform does not support the model's heads.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class NeuronEngine(Engine):
         self.is_pipelined = plan.pipeline_parallel > 1
         self.nxd = Nxd(sequence_parallel=plan.sequence_parallel, dtype=weight_dtype(plan))
         check_platform(plan, spec, self.nxd.platform)
-        self.config = self.nxd.config(self._arguments())  # makes the groups of ranks
+        # This call also makes NxD's process groups.
+        self.config = self.nxd.config(self._arguments())
         self.data_rank = self.nxd.data_rank
         seed = recipe.seed if initialise else None
         self.weights = RankWeights(spec, plan, self.nxd, seed=seed)
@@ -97,13 +98,13 @@ class NeuronEngine(Engine):
         return arguments
 
     def _build(self) -> NxdLlama:
-        # In a pipeline NxD divides the loss by the number of micro-batches itself.
+        # In a pipeline, NxD itself divides the loss by the number of micro-batches.
         scale = 1.0 if self.is_pipelined else 1 / self.plan.num_microbatches
         return NxdLlama(self.spec, self.plan, self.weights, scale)
 
     def _fill(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Fills a module for which NxD has just allocated memory. NxD 0.9 calls this with one
-        argument, later versions with two.
+        """Sets the weights of a module for which NxD has just allocated memory. NxD 0.9 calls this
+        function with one argument, later versions with two.
         """
         self.nxd.initialise(module)
         self.weights.fill(module)
@@ -113,14 +114,14 @@ class NeuronEngine(Engine):
     ) -> StepResult:
         """Runs one optimizer step. Returns its loss and its gradient norm before clipping.
 
-        The shape of `samples` must be equal in all steps, since another shape is another graph to
-        compile.
+        `samples` must have the same shape in all steps. Another shape is another graph, which must
+        be compiled.
         """
         result = StepResult(self.device)
         loss = self._loss(samples, self.model.run_train)
         self.set_learning_rate(learning_rate)
-        # Sums gradients over sequence parts and replicas. `Nxd._clip` then clips them, as a hook
-        # of the optimizer.
+        # NxD sums the gradients over sequence parts and replicas. `Nxd._clip` then clips them, as a
+        # hook that the optimizer calls before its update.
         norm = self.nxd.step(optimizer=self.optimizer)
         self.optimizer.zero_grad()
         self.nxd.mark_step()
@@ -129,7 +130,7 @@ class NeuronEngine(Engine):
 
     @torch.no_grad()
     def validation_loss(self, samples: Tensor) -> float:
-        """Returns the mean loss in nats per token."""
+        """Returns the mean loss in nats per token, over all replicas."""
         self.model.eval()
         forward = self.model.run_eval if self.is_pipelined else self.model
         loss = self._loss(samples, forward)
@@ -138,7 +139,7 @@ class NeuronEngine(Engine):
 
     def _loss(self, samples: Tensor, forward: Callable[..., Tensor]) -> Tensor:
         """Returns the mean loss over all replicas. In a pipeline, `forward` takes all micro-batches
-        at once.
+        in one call. Without a pipeline, it is called once per micro-batch.
         """
         if self.is_pipelined:
             return forward(**_inputs(samples))
@@ -154,12 +155,14 @@ def _inputs(samples: Tensor) -> dict[str, Tensor]:
 
 
 def record_graphs(run: Run, device: torch.device) -> str:
-    """Runs the steps of a run's compile phase on batches of zeros. Returns a sentence for the log.
-    Trains nothing and writes nothing into the run directory.
+    """Runs training steps on batches of zeros so that their graphs are recorded and compiled before
+    the run starts. Returns a sentence for the log. Trains nothing and writes nothing into the run
+    directory.
 
-    In this phase, `neuron_parallel_compile` has graphs written out instead of executed and compiles
-    them in parallel. It puts them into NEURON_COMPILE_CACHE_URL, where the run finds them. Graphs
-    depend on shapes alone and losses are not computed, so neither data nor checkpoint is read.
+    The tool `neuron_parallel_compile` must run this process. It writes graphs out instead of
+    executing them, compiles them in parallel, and puts them into NEURON_COMPILE_CACHE_URL, where
+    the run finds them. Graphs depend only on shapes and no losses are computed, so neither data nor
+    checkpoints are read.
     """
     engine = NeuronEngine(run.spec, run.plan, run.recipe, device)
     sequences = run.plan.global_batch_size // run.plan.data_parallel

@@ -1,10 +1,11 @@
 """HLAT's Llama, made of NxD's layers. Weights have the names of HLAT's checkpoints, which are
 Hugging Face's names with fused matrices.
 
-Shape letters are those of `kit.model`. With tensor parallelism, N, K, F and V are this rank's part.
-With sequence parallelism, T is this rank's part, and the order is [T, B, H].
-`kit.engines.neuron.weights` defines what tensor ranks hold. Source: github.com/awslabs/HLAT,
-70b/modeling_llama_nxd.py, and arXiv 2404.10630.
+Shape letters are those of `kit.model`: B micro-batch, T sequence, H hidden size, D head size, N
+heads, K key/value heads, F feed-forward, V vocabulary. With tensor parallelism, N, K, F and V count
+only this rank's part. With sequence parallelism, T counts only this rank's part, and the order is
+[T, B, H]. `kit.engines.neuron.weights` defines what each tensor rank holds. Source:
+github.com/awslabs/HLAT, 70b/modeling_llama_nxd.py, and arXiv 2404.10630.
 """
 
 import math
@@ -21,16 +22,16 @@ from kit.engines.neuron.weights import RankWeights
 from kit.model import rotary_table, rotate
 
 MASKED = -10_000.0
-"""Attention score of tokens that a token may not attend to. This is HLAT's number, since minus
+"""Attention score of tokens that a token may not attend to. HLAT uses this number, since minus
 infinity gives NaN in some cases of bf16 rounding."""
 
 
 class NxdLlama(nn.Module):
-    """The whole model for `initialize_parallel_model`. It maps tokens and targets to the mean loss
-    in nats.
+    """The complete model, as `initialize_parallel_model` needs it: maps tokens and targets to the
+    mean loss in nats.
 
-    The loss is multiplied by `loss_scale`. The scale is 1 / number of micro-batches where NxD
-    itself does not divide by this number.
+    The loss is multiplied by `loss_scale`. Without a pipeline, the scale is 1 / number of
+    micro-batches. In a pipeline it is 1, since NxD itself divides by this number.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class NxdLlama(nn.Module):
         self.loss = NxdLoss(weights.nxd, loss_scale)
 
     def forward(self, input_ids: Tensor, labels: Tensor):
-        """Returns the loss. In a pipeline, returns (loss, logits), as NxD's specification of
-        outputs requires.
+        """Returns the loss. In a pipeline, returns (loss, logits), since NxD is configured for
+        these two outputs.
 
-        Both inputs are [B, T]. `labels` are the next tokens.
+        Both inputs are token numbers of shape [B, T]. `labels` are the next tokens of `input_ids`.
         """
         logits_BTV = self.lm_head(self.model(input_ids))
         loss = self.loss(logits_BTV, labels)
@@ -54,14 +55,14 @@ class NxdLlama(nn.Module):
 
 
 class NxdStack(nn.Module):
-    """Embedding, blocks and final norm."""
+    """Embedding, all blocks and the final norm."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, weights: RankWeights) -> None:
         super().__init__()
         self.embed_tokens = weights.embedding("embedding.tokens.weight")
         self.enter = NxdTurn(weights.nxd, weights.nxd.cut_sequence)
-        # Computed on the CPU, where fp32 represents positions of several thousand exactly. On the
-        # device fp32 may be cast to bf16.
+        # The table is computed on the CPU, where fp32 represents positions of several thousand
+        # exactly. On the device, fp32 may be cast to bf16.
         rotary_2TD = rotary_table(spec, spec.sequence_length, torch.device("cpu"))
         self.layers = nn.ModuleList(
             NxdBlock(spec, plan, weights, f"layers.{i}", rotary_2TD) for i in range(spec.num_layers)
@@ -77,8 +78,8 @@ class NxdStack(nn.Module):
 
 
 class NxdTurn(nn.Module):
-    """Converts whole activations [B, T, H] into the activations that blocks exchange, or back.
-    Without sequence parallelism it changes nothing.
+    """Converts activations [B, T, H] of the whole sequence into the split activations that blocks
+    exchange, or back. Without sequence parallelism, the activations are returned unchanged.
     """
 
     def __init__(self, nxd: Nxd, turn: Callable[[Tensor], Tensor]) -> None:
@@ -91,14 +92,14 @@ class NxdTurn(nn.Module):
 
 
 class NxdNorm(nn.Module):
-    """RMSNorm."""
+    """Root-mean-square norm (RMSNorm) over the hidden size."""
 
     def __init__(self, spec: ModelSpec, plan: Plan) -> None:
         super().__init__()
         self.eps = spec.norm_eps
         self.statistics = statistics_dtype(plan)
         self.weight = nn.Parameter(torch.ones(spec.hidden_size, dtype=weight_dtype(plan)))
-        # Because of this attribute NxD sums the gradient over the parts of the sequence.
+        # If this attribute is True, NxD sums the weight's gradient over the parts of the sequence.
         self.weight.sequence_parallel_enabled = plan.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,8 +110,8 @@ class NxdNorm(nn.Module):
 
 
 class NxdCoreAttention(nn.Module):
-    """softmax(Q K^T / sqrt(D)) V. Selective recomputation computes it again in the backward
-    pass.
+    """Attention after the projections: softmax(Q K^T / sqrt(D)) V. A separate module, because
+    selective recomputation computes it again in the backward pass.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -126,7 +127,7 @@ class NxdCoreAttention(nn.Module):
 
 
 class NxdAttention(nn.Module):
-    """Causal self-attention. One layer computes query, key and value."""
+    """Causal self-attention. One fused layer computes query, key and value."""
 
     def __init__(
         self,
@@ -161,16 +162,17 @@ class NxdAttention(nn.Module):
         return self.o_proj(y_BNTD.permute(order).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
-        """Returns [B, heads, T, D]. T is the whole sequence, also with sequence parallelism, since
-        the layer before gathers the sequence.
+        """Splits the features of a projection into heads. Returns shape [B, heads, T, D]. T is the
+        whole sequence even with sequence parallelism, since the projection layer has gathered the
+        sequence.
         """
         order = (1, 2, 0, 3) if self.nxd.sequence_parallel else (0, 2, 1, 3)
         return x.unflatten(-1, (-1, self.head_size)).permute(order)
 
 
 class NxdGate(nn.Module):
-    """silu(gate) * up. It is cheap to compute and as large as the widest activations, so selective
-    recomputation drops it, too.
+    """The product silu(gate) * up. A separate module, because selective recomputation computes it
+    again: it is cheap, and its result is as large as the widest activations.
     """
 
     def forward(self, gate_BTF: Tensor, up_BTF: Tensor) -> Tensor:
@@ -178,7 +180,7 @@ class NxdGate(nn.Module):
 
 
 class NxdFeedForward(nn.Module):
-    """down(silu(gate(x)) * up(x)). One layer computes gate and up."""
+    """The feed-forward layer down(silu(gate(x)) * up(x)). One fused layer computes gate and up."""
 
     def __init__(self, weights: RankWeights, name: str) -> None:
         super().__init__()
@@ -192,7 +194,9 @@ class NxdFeedForward(nn.Module):
 
 
 class NxdBlock(nn.Module):
-    """One pre-norm transformer block. Pipeline stages are made of whole blocks."""
+    """One transformer block with norms before attention and feed-forward. Pipeline stages consist
+    of whole blocks.
+    """
 
     def __init__(
         self,
@@ -218,8 +222,8 @@ class NxdBlock(nn.Module):
 
 
 class NxdLoss(nn.Module):
-    """Mean cross-entropy of logits that are split over the vocabulary. It is computed in fp32 in
-    both recipes.
+    """Mean cross-entropy of logits that are split over the vocabulary. In both recipes of HLAT it
+    is computed in fp32.
     """
 
     def __init__(self, nxd: Nxd, scale: float) -> None:
@@ -228,7 +232,8 @@ class NxdLoss(nn.Module):
         self.scale = scale
 
     def forward(self, logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-        logits_NV = logits_BTV.flatten(0, 1).to(torch.float32, copy=True)  # NxD overwrites it.
+        # NxD overwrites its logits, so they are copied.
+        logits_NV = logits_BTV.flatten(0, 1).to(torch.float32, copy=True)
         return (
             self.nxd.cross_entropy(logits=logits_NV, targets=labels_BT.flatten()).mean()
             * self.scale
@@ -236,9 +241,10 @@ class NxdLoss(nn.Module):
 
 
 LEAVES = (NxdTurn, NxdNorm, NxdLoss)
-"""Modules that NxD's tracer does not trace into, besides blocks and NxD's own layers."""
+"""Modules that NxD's tracer calls as a whole, in addition to blocks and NxD's own layers."""
 RECOMPUTED = {"none": (), "selective": (NxdCoreAttention, NxdGate), "full": (NxdBlock,)}
-"""Modules that are computed again in the backward pass, by `Plan.recompute`."""
+"""Modules that are computed again in the backward pass. The key is the value of
+`Plan.recompute`."""
 
 
 def weight_dtype(plan: Plan) -> torch.dtype:
@@ -247,7 +253,8 @@ def weight_dtype(plan: Plan) -> torch.dtype:
 
 
 def statistics_dtype(plan: Plan) -> torch.dtype:
-    """Returns the data type of norms and softmax. It is fp32, as in HLAT's 70B recipe, except in
-    the pure bf16 of its 7B recipe.
+    """Returns the data type of norms and softmax. It is fp32, as in HLAT's 70B recipe. The
+    exception is bf16 at ZeRO stage 0, HLAT's 7B recipe, which computes everything except the loss
+    in bf16.
     """
     return torch.bfloat16 if plan.precision == "bf16" and plan.zero_stage == 0 else torch.float32

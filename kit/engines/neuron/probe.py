@@ -1,13 +1,12 @@
-"""Checks whether NeuronX Distributed (NxD) can train on this machine. Reports which package is
-missing and where to get it.
+"""Checks whether NeuronX Distributed (NxD) can train on this machine. If it cannot, reports which
+package is missing and where to get it.
 
 NxD training is at the end of its life. SDK 2.28 (PyTorch 2.9) is the last release that AWS
-recommends for training, and PyTorch/XLA training has not been supported since SDK 2.30. Its
-successor is PyTorch itself on Neuron, in public beta since SDK 2.33 for trn2 and trn3. It has a
-device and a process group called `neuron`, and supports DTensor, FSDP2 and pipelining, on which the
-kit's native engine is based. The kit does not use it yet: engine `native` runs on CPUs and GPUs
-only.
-Source: release notes and "TorchNeuron" of the AWS Neuron documentation
+recommends for training, and PyTorch/XLA training has not been supported since SDK 2.30. The
+successor of NxD is PyTorch itself on Neuron, in public beta since SDK 2.33 for trn2 and trn3. It
+has a device and a process group called `neuron`, and supports DTensor, FSDP2 and pipelining, on
+which the kit's native engine is based. The kit does not use this successor yet: engine `native`
+runs on CPUs and GPUs only. Source: release notes and "TorchNeuron" of the AWS Neuron documentation
 (awsdocs-neuron.readthedocs-hosted.com), 2025-12 to 2026-10.
 """
 
@@ -34,19 +33,20 @@ PACKAGES = {
     "torch-neuronx": "torch_neuronx",
     "torch-xla": "torch_xla",
 }
-"""Modules that training imports, by the name of the installed package."""
+"""Names of the modules that training imports. The key is the name of the package that installs the
+module."""
 NO_CODE = "is the public index's placeholder, which holds no code"
 PLACEHOLDERS = {"neuronx-distributed": "0.1", "torch-neuronx": "1.0"}
-"""Versions on the public index that install without an error and contain no code. The real packages
-are in AWS's own index."""
+"""Versions on the public package index that install without an error but contain no code. The real
+packages are in AWS's own index."""
 SUPPORTED = ("0.17", "0.18")
-"""Supported versions of neuronx-distributed, from SDK 2.28 and 2.29. These are the last SDKs with
-NxD training that run on a Python version of the kit."""
+"""Supported versions of neuronx-distributed, from SDK 2.28 and 2.29. They are the last SDKs that
+have NxD training and run on a Python version that the kit supports."""
 ENGINE = "kit.engines.neuron.checkpoint"
-"""Module that imports all other modules of the Neuron engine. They must fit the installed torch,
-too."""
+"""Module whose import also imports all other modules of the Neuron engine. The check imports it,
+since the engine must also fit the installed torch."""
 IMPORT_LIMIT_S = 300.0
-"""Longest time, in seconds, that the import in a child process may take."""
+"""Longest time, in seconds, that the import of NxD in a child process may take."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ class NeuronStatus:
 
     state: State
     reason: str
-    """One sentence. Empty if NxD can train."""
+    """Sentence with the reason why NxD cannot train. Empty if NxD can train."""
     versions: dict[str, str]
-    """Versions of the installed packages, by package name."""
+    """Versions of the packages in PACKAGES that are installed, by package name."""
 
     @property
     def message(self) -> str:
@@ -71,8 +71,8 @@ class NeuronStatus:
 
 
 class NeuronError(MissingPackageError):
-    """NxD is absent, a placeholder, of an unsupported version, or broken. The message says
-    which.
+    """NxD is missing, a placeholder without code, of an unsupported version, or broken. The message
+    names which of these is the case.
     """
 
     def __init__(self, status: NeuronStatus) -> None:
@@ -82,8 +82,8 @@ class NeuronError(MissingPackageError):
 def require_nxd(*, here: bool = False) -> None:
     """Raises NeuronError unless NxD can train.
 
-    NxD is imported in a child process, or in this process if `here` is True. A rank passes `here`,
-    since it must not start a second process on its cores.
+    NxD is imported in a child process, or in this process if `here` is True. A training rank passes
+    True, since it must not start a second process on its NeuronCores.
     """
     status = probe(here=here)
     if status.state != "ok":
@@ -91,10 +91,10 @@ def require_nxd(*, here: bool = False) -> None:
 
 
 def probe(*, here: bool = False) -> NeuronStatus:
-    """Returns what is installed and whether it can train.
+    """Returns which packages are installed and whether NxD can train.
 
-    The packages and the engine are imported in a child process, or in this process if `here` is
-    True.
+    The packages and the kit's engine are imported in a child process, or in this process if `here`
+    is True.
     """
     versions = dict[str, str]()
     for name in PACKAGES:
@@ -125,14 +125,17 @@ def _import_here() -> str:
     for module in (*PACKAGES.values(), ENGINE):
         try:
             importlib.import_module(module)
-        except Exception as error:  # A library that does not fit torch may raise any error.
+        # A library that does not fit the installed torch may raise any exception.
+        except Exception as error:
             what = "the kit's engine " if module == ENGINE else ""
             return f"{what}cannot be imported: {type(error).__name__}: {error}"
     return ""
 
 
 def _judge(versions: dict[str, str]) -> tuple[State, str]:
-    """Returns (state, reason), judged from names and versions of the installed packages alone."""
+    """Returns (state, reason), judged only from names and versions of the installed packages.
+    Nothing is imported.
+    """
     for name, version in versions.items():
         if PLACEHOLDERS.get(name) == version.removesuffix(".post1"):
             return "placeholder", f"{name} {version} {NO_CODE}."
@@ -161,10 +164,11 @@ def _judge(versions: dict[str, str]) -> tuple[State, str]:
 
 
 def _import() -> str:
-    """Runs `_import_here` in a child process and returns its result. A child is used because the
-    import takes the Neuron cores and may crash.
+    """Runs `_import_here` in a child process and returns its result. A child process is used
+    because the import reserves the NeuronCores and may crash.
     """
-    # Without the working directory, which is first in sys.path under `python -m`.
+    # The working directory is left out, since `python -m` puts it first in sys.path and its files
+    # could hide the installed modules.
     folders = [part for part in sys.path if part and part != os.getcwd()]
     path = os.pathsep.join([*folders, str(PACKAGE_ROOT)])
     code = f"import json; from {__name__} import _import_here; print(json.dumps(_import_here()))"

@@ -1,8 +1,8 @@
-"""NxD's layers, and the part of each weight that a tensor rank holds in them.
+"""Makes NxD's layers, and computes the part of each weight that a tensor rank holds.
 
-NxD makes layers without memory and later asks for the weights of one module after another. So every
-module is marked with functions that return its weights on this rank. The order of heads is Trn1's.
-`kit.interop.weights.neuron` reads checkpoints in this order.
+NxD makes layers without memory and later asks for the weights of one module after another.
+Therefore each module stores functions that return its weights on this rank. The order of key/value
+heads over the ranks is that of Trn1. `kit.interop.weights.neuron` reads checkpoints in this order.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from kit.model import Decoder, initial_weight
 
 
 class RankWeights:
-    """Makes layers from the names of their matrices, marks them with what this tensor rank holds,
-    and fills them. Without a seed the weights stay unset.
+    """Makes NxD's layers from the names of their weights in the kit's decoder, and fills them with
+    this tensor rank's part of the initial weights. Without a seed, the weights stay unset.
     """
 
     def __init__(self, spec: ModelSpec, plan: Plan, nxd: Nxd, *, seed: int | None) -> None:
@@ -32,18 +32,21 @@ class RankWeights:
             self.whole = dict(Decoder(spec).named_parameters())
 
     def whole_on_all(self, module: nn.Module, name: str) -> nn.Module:
-        """Marks a module whose whole weight is on every rank. Returns the module."""
+        """Attaches to a module the function that returns its initial weight. Every tensor rank
+        holds the whole weight. Returns the module.
+        """
         return _marked(module, weight=lambda: self._initial(name))
 
     def embedding(self, name: str) -> nn.Module:
-        """Returns an embedding layer. Each rank holds a part of its rows."""
+        """Returns an embedding layer. Each rank holds the rows of its part of the vocabulary."""
         rows, features = self.whole[name].shape
         layer = self.nxd.embedding(rows=rows, features=features)
         return _marked(layer, weight=lambda: self._cut(self._initial(name), 0))
 
     def column(self, *names: str, gathered: bool = False) -> nn.Module:
-        """Returns a column layer for matrices of equal shape. Each rank holds its rows of each
-        matrix, one matrix below the other. `gathered` has the meaning that it has in `Nxd.column`.
+        """Returns a linear layer, split over its output features, that contains matrices of equal
+        shape. Each rank holds its rows of each matrix, one matrix below the other. `gathered` is
+        passed to `Nxd.column`: whether the input is already the whole sequence.
         """
         (outputs, inputs), count = self.whole[names[0]].shape, len(names)
         layer = self.nxd.column(
@@ -54,8 +57,9 @@ class RankWeights:
         )
 
     def row(self, name: str) -> nn.Module:
-        """Returns a row layer. Each rank holds a part of its columns. In an attention output, the
-        columns belong to the rank's query heads.
+        """Returns a linear layer that is split over its input features. Each rank holds a part of
+        the matrix's columns. In the output projection of attention, they are the columns of the
+        rank's query heads.
         """
         outputs, inputs = self.whole[name].shape
 
@@ -68,8 +72,9 @@ class RankWeights:
         return _marked(self.nxd.row(inputs=inputs, outputs=outputs), weight=weight)
 
     def grouped(self, query: str, key: str, value: str) -> nn.Module:
-        """Returns a layer for query, key and value. Each rank holds its query heads and the
-        key/value heads to which they attend. Other ranks may hold copies of these key/value heads.
+        """Returns a layer for query, key and value with grouped heads. Each rank holds its query
+        heads and the key/value heads to which they attend. Other ranks may hold copies of these
+        key/value heads.
         """
         rows, inputs = self.whole[query].shape
         layer = self.nxd.query_key_value(
@@ -83,7 +88,7 @@ class RankWeights:
         )
 
     def holders(self, name: str) -> int:
-        """Returns the number of tensor ranks that hold equal parts of a weight. `name` is NxD's
+        """Returns the number of tensor ranks that hold an equal part of a weight. `name` is NxD's
         name of the weight.
         """
         if name.endswith("norm.weight"):
@@ -91,8 +96,8 @@ class RankWeights:
         return self.copies if name.endswith((".weight_k", ".weight_v")) else 1
 
     def fill(self, module: nn.Module) -> None:
-        """Sets the initial weights of a marked module. Does nothing for other modules, or without a
-        seed.
+        """Sets the initial weights of a module that this class has made. Does nothing for other
+        modules, or without a seed.
         """
         for name, value in getattr(module, "kit_weights", {}).items():
             if self.seed is not None:
@@ -107,11 +112,12 @@ class RankWeights:
         return whole.chunk(self.ranks, dim)[self.rank]
 
     def _spread(self, whole: Tensor) -> Tensor:
-        """Returns the query heads in an order in which each head is on a rank with its key/value
-        head.
+        """Returns the query heads in an order in which each query head is on a rank with its
+        key/value head.
 
-        With k key/value heads and c copies of each, the ranks hold heads 0..k-1, then heads 0..k-1
-        again, c times in all. Position i k + j gets block j c + i of the query heads.
+        With k key/value heads and c copies of each head, the ranks hold key/value heads 0..k-1,
+        then heads 0..k-1 again, c times in all. The query heads are divided into k c blocks.
+        Position i k + j (copy i of key/value head j) gets block j c + i.
         """
         return (
             whole.unflatten(0, (self.spec.num_kv_heads, self.copies, -1))
