@@ -26,8 +26,8 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a name of `_NAMES` and imports its module at first use. Few users need all modules,
-    so `import kit.estimate` stays fast.
+    """Returns the object `name` of the module that `_NAMES` states. The module is imported at first
+    use, so that `import kit.estimate` stays fast. Few users need all modules.
     """
     for module, names in _NAMES.items():
         if name in names:

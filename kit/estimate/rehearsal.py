@@ -1,8 +1,9 @@
-"""Rehearsal of a job of full size: its requirements beside the limits of its site. A rehearsal
-starts no job, so it costs no device hours.
+"""Rehearsal of a job of full size: compares the requirements of the job (nodes, memory, files, disk
+space, ...) with the limits of its site. A rehearsal starts no job, so it costs no device hours.
 
-The code that splits the model runs for each kind of rank. The other numbers are counted from what
-the kit does, or modelled. `docs/benchmarks.md` compares the counts with a small real job.
+The code that splits the model is executed for each kind of rank. All other numbers are computed
+from the behaviour of the kit, or modelled. `docs/benchmarks.md` compares the computed numbers with
+a small real job.
 """
 
 import dataclasses
@@ -30,54 +31,62 @@ from kit.show.results import format_value
 from kit.show.table import Table
 
 MAX_RISK = 0.05
-"""Accepted probability of running out of memory, as in `kit plan`."""
+"""Highest accepted probability, 0 to 1, that a device runs out of memory. It is equal to the
+default of `kit plan`."""
 FILES_PER_RANK = 30
-"""Open files of a rank without process groups, measured by `python -m tests.bench groups`."""
-FILES_PER_GROUP = 6
-"""Open files of a rank for each process group, without the connections of the group. Measured by
+"""Number of open files of a rank before any process group exists, measured by
 `python -m tests.bench groups`."""
+FILES_PER_GROUP = 6
+"""Number of open files of a rank that each process group adds, without the connections to other
+ranks. Measured by `python -m tests.bench groups`."""
 DEVICE_HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
-"""Mean device-hours between two failures: 419 unexpected interruptions of 16,384 H100 in 54 days
-(The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.4). Other machines fail at other
-rates."""
+"""Mean device-hours between two failures of a job. Source: 419 unexpected interruptions of 16,384
+H100 in 54 days (The Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.4). Other machines have
+other failure rates."""
 COPY_BYTES_PER_S = 5e9
-"""Assumed bytes/s from a device to the memory of its host: a sixth of PCIe 4.0 x16 (PCI-SIG:
-31.5 GB/s). Training waits only for this copy. The rest of a save runs in the background."""
+"""Assumed bytes/s at which a checkpoint is copied from a device to the memory of its host: a sixth
+of PCIe 4.0 x16 (31.5 GB/s, PCI-SIG). Training waits only for this copy. All other work of a save
+runs in the background."""
 RESTART_S = 480.0
 """Seconds from a failure to the first step of the next attempt, without the time to read the
 checkpoint. By default Slurm declares a lost node down after 360 s. Imports, process groups and the
-construction of the model are assumed to take 120 s."""
+construction of the model are assumed to need 120 s."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Count:
-    """One requirement of a job, its limit, and how the requirement is known."""
+    """One requirement of a job, e.g. its nodes or its open files, and the limit of the site for
+    this requirement.
+    """
 
     stage: str
     what: str
     value: float | None
-    """Requirement in `unit`. If None, it is unknown."""
+    """Amount that the job needs, in `unit`. If it cannot be computed, the value is None."""
     unit: str = ""
     limit: float | None = None
-    """Highest allowed value in `unit`. If None, there is no limit, or the site file has none."""
+    """Highest amount that the site allows, in `unit`. If None, there is no limit, or the site file
+    does not state one."""
     limit_source: str = ""
-    """Source of the limit, or a text that names the missing field of the site file. Empty if the
-    requirement has no limit."""
+    """Source of the limit. If the site file does not state the limit, the text names the missing
+    field. If the requirement has no limit, the text is empty."""
     known: Literal["run", "counted", "modelled"] = "counted"
-    """`run`: the kit's code was executed. `counted`: computed from what the code does. `modelled`:
-    computed by equations."""
+    """Method by which `value` was found. `run`: the kit's code was executed. `counted`: computed
+    from the behaviour of the code. `modelled`: computed by the planner's equations."""
     note: str = ""
 
     @property
     def fits(self) -> bool | None:
-        """Whether the value is at most the limit. None if the value or the limit is unknown."""
+        """Whether the required amount is at most the limit. If the amount or the limit is unknown,
+        the value is None.
+        """
         if self.limit is None or self.value is None:
             return None
         return self.value <= self.limit
 
     @property
     def row(self) -> tuple[str, ...]:
-        """Cells of the count's row in a table, as texts in the order of `Rehearsal.header`."""
+        """Table row of this requirement. The cells are texts in the order of `Rehearsal.header`."""
         value = "not known"
         if self.value is not None:
             value = format_value(self.value, self.unit)
@@ -90,7 +99,9 @@ class Count:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rehearsal:
-    """Requirements of a job by stage: layout, ranks, start, checkpoints and failures."""
+    """Requirements of a job and the limits of its site. They concern the layout, the ranks, the
+    start, the checkpoints and failures.
+    """
 
     spec: ModelSpec
     plan: Plan
@@ -109,18 +120,18 @@ class Rehearsal:
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """One row per count, as texts in the order of `header`."""
+        """Table rows, one per requirement. The cells are texts in the order of `header`."""
         return [count.row for count in self.counts]
 
     @property
     def fits(self) -> bool:
-        """Whether no value is above a known limit."""
+        """Whether no requirement is above its limit. Unknown amounts and limits are ignored."""
         return all(count.fits is not False for count in self.counts)
 
     @property
     def title(self) -> str:
-        """Model, devices, site and verdict in one line. The verdict names the counts that are above
-        their limits.
+        """Title of the table in one line: model, devices, site and verdict. The verdict names the
+        requirements that are above their limits.
         """
         above = [count.what for count in self.counts if count.fits is False]
         verdict = "every count is under its limit"
@@ -134,7 +145,9 @@ class Rehearsal:
 
     @property
     def never_run(self) -> list[str]:
-        """Parts of the job that no rehearsal can test."""
+        """Texts on what a rehearsal cannot test: the number of devices at once, and the file system
+        of the site.
+        """
         return [
             f"{self.plan.num_devices:,} devices at once (what has: 8 ranks that train, 512"
             " light ones under Slurm, 128 in a process group)",
@@ -169,7 +182,8 @@ def rehearse(
     *,
     hours_between_failures: float | None = None,
 ) -> Rehearsal:
-    """Returns the requirements of a job beside the limits of its site.
+    """Returns the requirements of a job (nodes, memory, files, disk space, ...) and the limits of
+    its site. No job is started.
 
     `hours_between_failures` is the mean time between two failures of the whole job, in hours. The
     default is `DEVICE_HOURS_BETWEEN_FAILURES` divided by the number of devices.
@@ -199,8 +213,8 @@ def rehearse(
 
 
 def _count_size(spec: ModelSpec, plan: Plan, machine: Machine) -> list[Count]:
-    """Returns two counts: the number of nodes, and the memory in GiB of the device that needs
-    most.
+    """Returns two requirements: the number of nodes, and the modelled memory in GiB of the device
+    that needs most memory.
     """
     site = machine.site
     max_nodes = site.slurm.max_nodes if site.slurm else None
@@ -227,8 +241,8 @@ def _count_size(spec: ModelSpec, plan: Plan, machine: Machine) -> list[Count]:
 
 
 def _count_time(plan: Plan, recipe: Recipe, machine: Machine, predicted: Prediction) -> list[Count]:
-    """Returns two counts: the time of a step in seconds, and the time of the run in days. A note
-    gives the number of consecutive jobs that the run needs if the site limits the time of a job.
+    """Returns the predicted time of a step in seconds and of the whole run in days. If the site
+    limits the time of a job, a note states the number of consecutive jobs that the run needs.
     """
     slurm = machine.site.slurm
     step_s = predicted.total_s.item()
@@ -259,8 +273,9 @@ def _count_time(plan: Plan, recipe: Recipe, machine: Machine, predicted: Predict
 
 
 def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Count]:
-    """Returns two counts: the number of weights that the split loses or doubles, and the open files
-    of rank 0, which has the most connections. On Trainium both are unknown, and one count says so.
+    """Returns two requirements. The first is that no weights are lost or doubled when the model is
+    split over the ranks. The second is the number of open files of rank 0, which has the most
+    connections. On Trainium only the first is returned, as unknown.
     """
     if plan.capabilities.runs_on_trainium:
         return [
@@ -281,7 +296,8 @@ def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Count]:
         plan.tensor_parallel,
     )
     groups = [plan.num_devices, *(degree for degree in degrees if degree > 1)]
-    # A process group connects its ranks as a tree.
+    # A process group connects its ranks as a tree, so each rank has at most two connections per
+    # level of the tree.
     files = sum(FILES_PER_GROUP + 2 * math.ceil(math.log2(size)) for size in groups)
     return [
         Count(
@@ -308,17 +324,20 @@ def _count_ranks(spec: ModelSpec, plan: Plan, site: Site) -> list[Count]:
 
 
 def split_model(spec: ModelSpec, plan: Plan) -> tuple[list[RankView], int]:
-    """Runs the code that splits a model for each kind of rank, and returns (views, parameters).
-    Kinds are the first and last tensor and data rank of each kind of pipeline device.
+    """Runs the code that splits a model, once for each kind of rank. Returns (views, number of
+    parameters).
 
-    `views` has one view per kind. `parameters` is the number of parameters of all pipeline devices,
-    before tensor and data parallelism split them. Tied embeddings count once.
+    Pipeline devices with equal numbers of layers and equal first or last stage are of one kind. For
+    each of these kinds, the first and last tensor rank and the first and last data rank are
+    simulated. `views` has one `RankView` per simulated rank. The number of parameters is summed
+    over all pipeline devices, before tensor and data parallelism split them. Tied embeddings count
+    once.
 
     Raises:
         ConfigError: The plan cannot run the model.
     """
-    # The kind of a pipeline device: number of layers of each of its stages, whether it has the
-    # first stage, whether it has the last stage.
+    # The key describes a kind of pipeline device: number of layers of each of its stages, whether
+    # it has the first stage, and whether it has the last stage. The value lists the devices.
     devices_by_kind: dict[tuple, list[int]] = {}
     for device in range(plan.pipeline_parallel):
         stages = stage_indices(plan, device)
@@ -336,14 +355,15 @@ def split_model(spec: ModelSpec, plan: Plan) -> tuple[list[RankView], int]:
         shapes = [parameter.whole_shape for parameter in views[-1].parameters]
         num_params += len(devices) * sum(math.prod(shape) for shape in shapes)
     if spec.tied_embeddings and plan.pipeline_parallel > 1:
-        # The last stage has a copy of the embedding.
+        # The last stage has a copy of the embedding, which was counted a second time.
         num_params -= spec.vocab_size * spec.hidden_size
     return views, num_params
 
 
 def _with_site_limit(fact: Fact | None, name: str, count: Count, unit: float = 1.0) -> Count:
-    """Returns a count with the limit that a site file states in its field `name`. The limit is
-    divided by `unit`. If `fact` is None, the count has no limit and names the missing field.
+    """Returns the requirement `count` with the limit from field `name` of a site file. The limit is
+    divided by `unit`. If the site file does not have the field, `fact` is None. The requirement
+    then has no limit and names the missing field.
     """
     if fact is None:
         return dataclasses.replace(count, limit_source=f"{name} is not stated")
@@ -351,8 +371,9 @@ def _with_site_limit(fact: Fact | None, name: str, count: Count, unit: float = 1
 
 
 def _count_start(plan: Plan, site: Site) -> Count:
-    """Returns the count of nodes whose ranks all read Python's files from the shared disk. It is 0
-    if the environment is packed for each node or in a container.
+    """Returns, as a requirement, the number of nodes whose ranks all read Python's files from the
+    shared disk at the start. The number is 0 if the Python environment is packed for each node or
+    in a container.
     """
     num_nodes = 0
     note = "packed for each node, or in a container"
@@ -373,8 +394,8 @@ def _count_start(plan: Plan, site: Site) -> Count:
 def _count_checkpoints(
     spec: ModelSpec, plan: Plan, recipe: Recipe, site: Site, step_s: float
 ) -> list[Count]:
-    """Returns the size of all checkpoints on disk in TB. If the site file states a write rate, also
-    the seconds to write one checkpoint.
+    """Returns one or two requirements: the size of all checkpoints on disk in TB, and the seconds
+    to write one checkpoint. The second is left out if the site file states no write rate.
     """
     checkpoint_bytes = BYTES_PER_PARAM * spec.num_params
     save_every = recipe.checkpoint_every or recipe.num_steps
@@ -423,8 +444,9 @@ def _count_failures(
     step_s: float,
     hours_between_failures: float,
 ) -> list[Count]:
-    """Returns two counts: the share of time that failures leave for training, and the best time
-    between saves in minutes (Young 1974). Without disk rates in the site file, one count says so.
+    """Returns the share of the time, 0 to 1, that failures leave for training, and the best time
+    between saves in minutes (Young 1974). If the site file states no disk rates, only the share is
+    returned, as unknown, with a note.
     """
     what = f"time that counts, with a failure every {hours_between_failures:.3g} h"
     write_rate = site.storage.write_bytes_per_s
@@ -443,7 +465,8 @@ def _count_failures(
         save_s=save_s,
         lost_s=RESTART_S + read_s + write_s,
     )
-    # One checkpoint is written at a time, so saves are no closer together than one write.
+    # Only one checkpoint is written at a time. The time between saves is therefore at least the
+    # time to write one.
     best_s = max(math.sqrt(2 * save_s * between_failures_s), write_s)
     return [
         Count(
@@ -469,12 +492,13 @@ def _count_failures(
 def time_that_counts(
     interval_s: float, *, between_failures_s: float, save_s: float, lost_s: float
 ) -> float:
-    """Returns the share of the time, 0 to 1, that is spent on steps which no failure undoes.
+    """Returns the share of the time, 0 to 1, that is spent on steps whose result no failure
+    destroys.
 
     `interval_s` is the training time between two saves. Each save delays training by `save_s`.
-    Failures occur at a constant rate, during saves and restarts too. A save counts only if its
-    attempt lasts until the checkpoint is written. Each failure therefore costs `lost_s`: the
-    restart and the time to write.
+    Failures occur at a constant rate, also during saves and restarts. If a failure occurs before
+    the checkpoint is written, the save is useless. Each failure therefore costs `lost_s`: the
+    restart and the time to write a checkpoint.
 
     Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
     (Future Generation Computer Systems 22, 2006), equation 13.

@@ -1,2 +1,2 @@
-"""Measurements of this machine: rates of matrix products, memory and collectives, and slow
+"""Measurements of a machine: rates of matrix products, memory and collectives, and a check for slow
 nodes."""

@@ -1,8 +1,8 @@
-"""Rates of all-reduces over groups of ranks. Each rank runs the command `python -m
-kit.measure.collectives --out FILE`.
+"""Measures the rates of all-reduces over groups of ranks. Each rank of a job runs the command
+`python -m kit.measure.collectives --out FILE`.
 
-The code measures processes of one machine (gloo), and devices of a node and nodes of a cluster
-(NCCL, RCCL).
+The ranks may be processes of one machine (gloo), devices of one node, or devices of several nodes
+of a cluster (NCCL, RCCL).
 """
 
 import argparse
@@ -21,16 +21,17 @@ from kit.measure.timing import best_of, timed
 from kit.parallel.groups import final_barrier
 
 SIZES = (2**10, 2**20, 2**24)
-"""Sizes of the messages in bytes. The smallest shows the latency, the largest the bandwidth."""
+"""Bytes of the messages that are all-reduced. The smallest message shows the latency, the largest
+shows the bandwidth."""
 SECONDS = 0.3
-"""Seconds of all-reduces for each group and message size."""
+"""Approximate seconds of repeated all-reduces for each group of ranks and each message size."""
 MOST_REPEATS = 200
-"""Largest number of all-reduces for each group and message size."""
+"""Largest number of repeated all-reduces for each group of ranks and each message size."""
 
 
 def bus_factor(ranks: int) -> float:
-    """Returns the bytes that each link of a ring carries during an all-reduce, per byte of the
-    message.
+    """Returns the number of bytes that each link of a ring carries during an all-reduce, divided by
+    the bytes of the message. It converts message bytes per second into bus bandwidth.
 
     Source: NCCL tests, PERFORMANCE.md.
     """
@@ -38,11 +39,12 @@ def bus_factor(ranks: int) -> float:
 
 
 def measure(device: torch.device) -> list[dict]:
-    """Returns one row per group and message size. Fields: ranks, bytes, seconds of the fastest
-    all-reduce, bus_bytes_per_s. Groups have 2, 4, 8, ... ranks, and the last group has all ranks.
+    """Measures all-reduces and returns one dict per group of ranks and message size. Its keys are
+    `ranks`, `bytes`, `seconds` (of the fastest all-reduce) and `bus_bytes_per_s`. Groups have 2, 4,
+    8, ... ranks, and the last group has all ranks.
 
-    All ranks of the default process group must call it. A rank has rows only for the groups that it
-    belongs to.
+    All ranks of the default process group must call this function. The result of a rank contains
+    only the groups to which the rank belongs.
     """
     world = dist.get_world_size()
     group_sizes = {world}
@@ -53,7 +55,8 @@ def measure(device: torch.device) -> list[dict]:
     rows = []
     for ranks in sorted(group_sizes):
         group = dist.new_group(list(range(ranks)))
-        if isinstance(group, dist.ProcessGroup):  # Ranks outside the group have a placeholder.
+        # On ranks outside the group, `new_group` returns a placeholder.
+        if isinstance(group, dist.ProcessGroup):
             for size in SIZES:
                 seconds = _best_s(torch.ones(size // 4, device=device), group)
                 rate = bus_factor(ranks) * size / seconds
@@ -67,8 +70,8 @@ def measure(device: torch.device) -> list[dict]:
 def _best_s(message: Tensor, group: dist.ProcessGroup | None) -> float:
     """Returns the seconds of the fastest of several all-reduces of `message` over a group.
 
-    The ranks agree on the number of all-reduces. With different numbers, one rank would wait
-    forever.
+    The ranks first agree on the number of all-reduces. With different numbers, one rank would wait
+    forever for the others.
     """
 
     def run() -> object:
@@ -82,9 +85,9 @@ def _best_s(message: Tensor, group: dist.ProcessGroup | None) -> float:
 
 
 def measure_as_rank(module: str, text: str, measure: Callable[[torch.device], str]) -> int:
-    """Runs the command `python -m module` as one rank: parses its arguments, joins the process
-    group and calls `measure`. Rank 0 writes the text that `measure` returns into the file `--out`.
-    Returns the exit code 0.
+    """Runs the command `python -m module` as one rank and returns the exit code 0. It parses the
+    arguments, starts the process group and calls `measure`. Rank 0 writes the text that `measure`
+    returns into the file `--out`.
 
     Ranks find each other by the environment variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
     MASTER_PORT. `text` is the help text of the command.

@@ -1,5 +1,5 @@
-"""Choice of the device on which local processes compute: the GPUs of this machine if each process
-can have one, and otherwise its CPU cores.
+"""Chooses the device on which the processes of a local run compute: GPUs of this machine if there
+is one per process, and otherwise CPU cores.
 """
 
 from typing import Literal
@@ -12,19 +12,19 @@ DeviceName = Literal["cpu", "cuda"]
 
 
 def torch_device(site: Site) -> DeviceName:
-    """Returns torch's name for the device type of a site. AMD's GPUs are `cuda` too."""
+    """Returns torch's name for the device type of a site. For AMD GPUs this name is `cuda` too."""
     return "cuda" if site.device.is_gpu else "cpu"
 
 
 def on_device(site: Site, plan: Plan, device: DeviceName | None = None) -> Site:
-    """Returns the site with the device on which the ranks of a plan will compute, so that MFU
-    refers to the peak of that device.
+    """Returns the site with the device on which the ranks of a plan will compute. MFU is computed
+    with the peak of this device.
 
-    `device` is `cpu` or `cuda`, and is allowed for local sites only. Without `device`, a local site
-    keeps its device if that device is a GPU or has a known peak. Otherwise the device is this
-    machine's GPU if each rank can have one, or its CPU cores. NCCL does not allow two ranks on one
-    GPU. If the device changes, the numbers of the old device and its links are removed. Other sites
-    are returned unchanged.
+    `device` is `cpu` or `cuda`, and is allowed for local sites only. If it is None, a local site
+    keeps its device if this device is a GPU or has a known peak. Otherwise the device is the GPU of
+    this machine if there is one GPU per rank, or else a CPU core. NCCL does not allow two ranks on
+    one GPU. If the device changes, the numbers of the old device and its links are removed. Sites
+    that are not local are returned unchanged.
 
     Raises:
         ConfigError: `device` is unknown, `device` is given and the site is not this machine, or
@@ -64,8 +64,8 @@ def on_device(site: Site, plan: Plan, device: DeviceName | None = None) -> Site:
 def _gpus() -> int:
     import torch
 
-    # `device_count` alone may count GPUs whose driver is too old for torch, since it may ask the
-    # driver's own library.
+    # `device_count` may ask a library of the driver, and may count GPUs whose driver is too old for
+    # torch. Therefore `is_available` is checked first.
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 

@@ -1,5 +1,5 @@
-"""Rate of matrix products on this machine in FLOP/s. It is the peak for MFU if no data sheet states
-a peak.
+"""Measures the rate of matrix products on this machine in FLOP/s. If no data sheet states a peak,
+MFU is computed with this rate.
 """
 
 import json
@@ -16,18 +16,18 @@ from kit.errors import RunError
 from kit.measure.device import torch_device
 
 SIZE = 512
-"""Number of rows and columns of the square matrices on a CPU. They are large enough for the full
-rate of a core, and small enough for its own cache."""
+"""Number of rows and columns of the square matrices that a CPU core multiplies. The matrices are
+large enough for the full rate of a core, and small enough for its private cache."""
 ROUND_S = 0.2
-"""Seconds of matrix products in one round."""
+"""Seconds for which matrix products are repeated in one round of a measurement."""
 ROUNDS = 15
-"""Largest number of rounds for one peak."""
+"""Largest number of rounds in which the peak of one device and dtype is measured."""
 CHILD_LIMIT_S = 120.0
 """Time limit, in seconds, of the child process that measures a GPU. It includes the import of torch
 and the initialisation of the device."""
 AGREE = 0.03
-"""Largest relative difference between the two best rounds of a measurement that counts as settled.
-"""
+"""Largest relative difference between the rates of the two best rounds at which a measured peak is
+accepted."""
 
 
 def measure_gemm_flops_per_s(
@@ -37,11 +37,12 @@ def measure_gemm_flops_per_s(
     seconds: float = 1.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Returns the best rate of a square matrix product on one CPU core or GPU, in FLOP/s. The
+    """Returns the highest rate in FLOP/s of a square matrix product on one CPU core or one GPU. The
     default device is a GPU, or the CPU if no GPU is available.
 
     Matrix products run on a single thread until `seconds` of wall time have passed. Each is timed
-    by `clock`, and the fastest counts: a peak is the rate of a device that nothing disturbs.
+    by `clock`. The rate of the fastest product is returned, since a peak is the rate of a device
+    without disturbance by other programs.
     """
     import torch
 
@@ -56,17 +57,18 @@ def measure_gemm_flops_per_s(
 
 
 def measure_peak(dtype: str, device: str = "cpu") -> Fact:
-    """Returns the peak of one device in FLOP/s: the best matrix-product rate of several rounds. The
-    rounds end when the two best rates agree to `AGREE`.
+    """Returns the peak of one device in FLOP/s, with its source and error. It is the highest rate
+    of matrix products in several rounds. The rounds end when the relative difference of the two
+    best rates is at most `AGREE`.
 
-    On a CPU a product is timed by the CPU time of its thread, which does not count while other
-    processes use the core. Other processes still slow the product through shared caches, the second
-    hardware thread of the core and its clock rate. Rates of rounds then differ. If no two rounds
-    agree after `ROUNDS` rounds, the machine was too busy: `is_settled` returns False for the peak,
-    and its source says so.
+    On a CPU, a product is timed by the CPU time of its thread. This clock stops while other
+    processes use the core. Other processes still slow the product, through shared caches, the
+    second hardware thread of the core and its clock rate. The rates of the rounds then differ. If
+    no two rounds agree after `ROUNDS` rounds, the machine was too busy. For such a peak
+    `is_settled` returns False, and the source of the peak says that the machine was too busy.
 
-    A GPU is measured by a child process. A process that has used a GPU occupies about 0.9 GB of its
-    memory until it ends, and a notebook may run for days.
+    A GPU is measured by a child process. A process that has used a GPU occupies about 0.9 GB of the
+    GPU's memory until the process ends, and a notebook may run for days.
 
     Raises:
         RunError: The child process failed on the GPU or exceeded its time limit.
@@ -77,8 +79,8 @@ def measure_peak(dtype: str, device: str = "cpu") -> Fact:
 
 
 def peak_here(dtype: str, device: str) -> Fact:
-    """Returns the peak of one device in FLOP/s as `measure_peak` does. This process makes the
-    measurement on a GPU, too.
+    """Returns the peak of one device in FLOP/s, measured as `measure_peak` describes. A GPU is
+    measured in this process too, not in a child process.
     """
     clock = time.thread_time if device == "cpu" else time.perf_counter
     measure = partial(measure_gemm_flops_per_s, dtype, device=device, seconds=ROUND_S, clock=clock)
@@ -94,7 +96,7 @@ def peak_here(dtype: str, device: str) -> Fact:
 
 
 def _peak_by_child(dtype: str, device: str) -> Fact:
-    """Returns the peak of one device in FLOP/s, measured by a child process."""
+    """Returns the peak of one GPU in FLOP/s, measured by a child process that runs this module."""
     try:
         done = subprocess.run(
             source_command("kit.measure.gemm", dtype, device),
@@ -121,20 +123,22 @@ def _peak_by_child(dtype: str, device: str) -> Fact:
 
 
 def is_settled(peak: Fact) -> bool:
-    """Returns whether the two best rounds of a measured peak agree to `AGREE`."""
+    """Returns whether a measured peak is reliable. The rates of its two best rounds then differ by
+    at most `AGREE`.
+    """
     return peak.error is not None and peak.error <= AGREE
 
 
 def measured_site(site: Site, dtype: str = "fp32") -> Site:
-    """Returns a local site whose peak for `dtype` is the matrix-product rate measured on one device
-    of this machine.
+    """Measures the rate of matrix products in `dtype` on one device of this machine. Returns a copy
+    of the local site with this rate as the peak for `dtype`.
     """
     peak = measure_peak(dtype, device=torch_device(site))
     return site.with_measured_peak(dtype, peak.value, peak.source, peak.error)
 
 
 def _spread(rates: list[float]) -> float:
-    """Returns the gap between the two best rates, as a fraction of the best rate."""
+    """Returns the difference between the two highest rates, as a fraction of the highest rate."""
     second, best = sorted(rates)[-2:]
     return 1 - second / best
 

@@ -1,10 +1,13 @@
-"""Check in the first seconds of a job whether every node computes and sends as fast as the others.
+"""Finds slow nodes in the first seconds of a job. All nodes are compared in their rates of matrix
+products and of messages.
 
 One slow node slows all nodes, and the step time does not show which node is slow. `measure_nodes`
-times a matrix product on each rank, and exchanges between neighbours in a ring of nodes. The better
-of a node's two exchanges counts, so that the neighbours of a slow node do not look slow.
+times a matrix product on each rank, and exchanges of messages between neighbours in a ring of
+nodes. For each node, the faster of its two exchanges is used, so that the neighbours of a slow node
+do not look slow.
 
-Ranks that run `python -m kit.measure.node_check --out FILE` write a report of their nodes.
+If the ranks of a job run `python -m kit.measure.node_check --out FILE`, a report on their nodes is
+written into the file.
 """
 
 import dataclasses
@@ -26,22 +29,22 @@ from kit.measure.gemm import measure_gemm_flops_per_s
 from kit.measure.timing import best_of, timed
 
 COMPARED = (("computes", 0.75, "matmul_flops_per_s"), ("sends", 0.5, "bytes_per_s"))
-"""Rates of `NodeRate` that are compared between nodes, as triples (verb for the message, limit,
-field). A node is slow if its rate is below the limit times the median over all nodes. Rates of
-links vary more than rates of devices, so their limit is lower."""
+"""Rates that are compared between nodes, as (verb for the message, limit, field of `NodeRate`). A
+node is slow if its rate is below the limit times the median over all nodes. Rates of links vary
+more than rates of devices, so their limit is lower."""
 SECONDS = 0.3
-"""Seconds of matrix products on each rank."""
+"""Seconds for which each rank repeats matrix products."""
 REPEATS = 3
-"""Number of timed messages, of which the fastest counts."""
+"""Number of timed messages per measurement. The time of the fastest message is used."""
 CPU_NUMBERS = 2**20
-"""Number of fp32 elements in one message between CPUs."""
+"""Number of fp32 elements in one timed message between CPUs, 4 MiB."""
 DEVICE_NUMBERS = 2**24
-"""Number of fp32 elements in one message between devices."""
+"""Number of fp32 elements in one timed message between GPUs or other accelerators, 64 MiB."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeRate(Record):
-    """Measured rates of one node."""
+    """Rates of matrix products and messages that were measured on one node."""
 
     node: str = field_doc("name of the node")
     matmul_flops_per_s: float = field_doc(
@@ -56,21 +59,21 @@ class NodeRate(Record):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodeReport(Record):
-    """Measured rates of all nodes of a job."""
+    """Rates of matrix products and messages that were measured on all nodes of a job."""
 
-    dtype: str = field_doc("dtype of the matrix products")
+    dtype: str = field_doc("dtype of the timed matrix products")
     num_ranks: int = field_doc("number of ranks over all nodes")
     nodes: tuple[NodeRate, ...] = field_doc("rates of the nodes, in rank order")
     all_reduce_bytes_per_s: float | None = field_doc(
-        "bus bandwidth of an all-reduce over all ranks: bytes/s that each rank sends; None: a"
-        " single rank",
+        "bus bandwidth of an all-reduce over all ranks, in bytes/s that each rank sends. If there"
+        " is a single rank, None",
         default=None,
     )
 
     @property
     def slow(self) -> list[str]:
-        """One line of text for each slow node and slow rate. It is empty for fewer than three
-        nodes, since two nodes have no majority to compare with.
+        """One line of text for each slow node and each of its slow rates. With fewer than three
+        nodes the list is empty, since it cannot be decided which of two nodes is slow.
         """
         if len(self.nodes) < 3:
             return []
@@ -89,9 +92,9 @@ class NodeReport(Record):
 
 
 def measure_nodes(device: torch.device, dtype: str) -> NodeReport:
-    """Returns the measured rates of all nodes. All ranks get an equal report.
+    """Measures the rates of all nodes of a job and returns them. The result is equal on all ranks.
 
-    All ranks of the default process group must call it.
+    All ranks of the default process group must call this function.
     """
     own_node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     all_reduce = _all_reduce_bytes_per_s(device)
@@ -119,8 +122,8 @@ def measure_nodes(device: torch.device, dtype: str) -> NodeReport:
 
 
 def record_nodes(report: NodeReport, run_directory: Path) -> None:
-    """Writes the report as node_check.json into a run directory, and prints a line for each slow
-    node.
+    """Writes the report into the file node_check.json of a run directory, and prints a line for
+    each slow rate of a node.
     """
     for line in report.slow:
         print(f"slow node: {line}", flush=True)
@@ -128,8 +131,8 @@ def record_nodes(report: NodeReport, run_directory: Path) -> None:
 
 
 def _all_reduce_bytes_per_s(device: torch.device) -> float | None:
-    """Returns the bus bandwidth of an all-reduce over all ranks in bytes/s, or None for a single
-    rank.
+    """Returns the bus bandwidth of an all-reduce over all ranks in bytes/s. If there is a single
+    rank, the result is None.
     """
     ranks = dist.get_world_size()
     if ranks == 1:
@@ -140,11 +143,11 @@ def _all_reduce_bytes_per_s(device: torch.device) -> float | None:
 
 
 def _exchange_rates(firsts: list[int], device: torch.device) -> list[float]:
-    """Returns the rates of exchanges between this rank's node and its neighbours in the ring, in
-    bytes/s in one direction.
+    """Returns the bandwidths in bytes/s, in one direction, between this rank's node and its
+    neighbours in a ring of all nodes.
 
-    `firsts` has the first rank of each node. All other ranks return an empty list. All ranks must
-    call it.
+    `firsts` has the first rank of each node. Only these ranks exchange messages. All other ranks
+    return an empty list, but must call this function too.
     """
     own = dist.get_rank()
     rates = []
@@ -159,19 +162,21 @@ def _exchange_rates(firsts: list[int], device: torch.device) -> list[float]:
 
 
 def _rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Returns the pairs of neighbours in a ring of nodes, in up to three rounds. A node is in at
-    most one pair of a round.
+    """Returns the pairs of neighbours in a ring of nodes, divided into up to three rounds. In a
+    round, each node is in at most one pair, so that all pairs can exchange messages at once.
     """
     links = num_nodes if num_nodes > 2 else num_nodes - 1
     ring = [(node, (node + 1) % num_nodes) for node in range(links)]
-    paired = links - links % 2  # In an odd ring, the last link shares a node with the first.
+    # In a ring with an odd number of links, the last link and the first share a node. The last link
+    # therefore has a round for itself.
+    paired = links - links % 2
     rounds = (ring[0:paired:2], ring[1:paired:2], ring[paired:])
     return [pairs for pairs in rounds if pairs]
 
 
 def _exchange_bytes_per_s(partner: int, device: torch.device) -> float:
     """Returns the bandwidth in one direction, in bytes/s, while this rank and rank `partner` send
-    to each other.
+    messages to each other at the same time.
     """
     mine = _message(device)
     theirs = _message(device)
@@ -185,13 +190,15 @@ def _exchange_bytes_per_s(partner: int, device: torch.device) -> float:
 
 
 def _best_s(function: Callable[[], object]) -> float:
-    """Returns the seconds of the shortest of REPEATS calls, after one call for warm-up."""
+    """Returns the seconds of the shortest of REPEATS calls of `function`. One call for warm-up
+    comes first and is not timed.
+    """
     timed(function)
     return best_of(REPEATS, function)
 
 
 def _gather(value: Any) -> list[Any]:
-    """Returns the values of all ranks, in rank order."""
+    """Returns the argument `value` of all ranks, in rank order. All ranks must call it."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
@@ -203,8 +210,8 @@ def _message(device: torch.device) -> Tensor:
 
 
 def node_report_json(device: torch.device) -> str:
-    """Returns the report of all nodes as JSON, on every rank. First it checks the result of an
-    all-reduce.
+    """Measures the rates of all nodes and returns them as JSON, on every rank. Before that, the
+    result of an all-reduce is checked.
 
     Raises:
         RuntimeError: The all-reduce of ones does not give the number of ranks.

@@ -1,5 +1,5 @@
-"""Measurements of `kit bench`: the rates of matrix products, memory and collectives on this machine
-that estimates need.
+"""Measurements of `kit bench`: rates of matrix products, memory and collectives on this machine.
+The planner needs them to predict step times.
 """
 
 import json
@@ -22,16 +22,17 @@ from kit.run import Run
 from kit.run.alerts import Alert, AlertLog
 
 TRIAD_NUMBERS = 2**25
-"""Number of elements in each of the three fp32 arrays with which memory bandwidth is measured. An
-array has 128 MiB, which is more than any cache."""
+"""Number of fp32 elements in each of the three arrays a, b and c. Memory bandwidth is measured by
+computing a = b + c. An array has 128 MiB, which is larger than any cache."""
 
 
 def measure_site(site: Site, *, num_processes: int = 2) -> Site:
-    """Returns a local site with measured peak, memory bandwidth and links. The measurement takes
-    about 20 s.
+    """Measures the peak, the memory bandwidth and the links of this machine, and returns the local
+    site with these numbers. The measurement needs about 20 s.
 
-    Peak and memory bandwidth are the rates of one process while no other process computes. Several
-    processes on few cores get less. A calibration on runs measures that loss.
+    Peak and memory bandwidth are the rates of one process while no other process of the measurement
+    computes. If several processes share few cores, their rates are lower. A calibration on runs
+    measures this loss.
 
     Raises:
         ConfigError: The site is not this machine.
@@ -57,10 +58,11 @@ def measure_site(site: Site, *, num_processes: int = 2) -> Site:
 
 
 def remeasure(run: Run) -> dict[str, tuple[Fact | None, Fact]]:
-    """Measures the peak of this machine again for each dtype of a run and writes the peaks into the
-    run's site.json. Returns pairs (old peak, new peak) by dtype.
+    """Measures the peak of this machine again for each dtype of a run, and writes the new peaks
+    into the run's site.json. Returns a dict from dtype to (old peak, new peak). An unknown old peak
+    is None.
 
-    It also adds an alert with the old peak for each dtype. An old peak is None if it was unknown.
+    For each dtype an alert with the old and the new peak is added to the run.
 
     Raises:
         JobError: The run belongs to another user.
@@ -101,7 +103,9 @@ def remeasure(run: Run) -> dict[str, tuple[Fact | None, Fact]]:
 
 
 def _record_peaks(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
-    """Adds an alert with old and new peak for each peak that was measured again."""
+    """Adds one alert to the run for each peak that was measured again. The alert states the old and
+    the new peak.
+    """
     alerts = []
     for dtype, (old, new) in found.items():
         before = "unknown" if old is None else f"{old.value / 1e12:.3g}"
@@ -119,8 +123,8 @@ def _record_peaks(run: Run, found: dict[str, tuple[Fact | None, Fact]]) -> None:
 
 
 def to_toml(site: Site) -> str:
-    """Returns the text of a site file, in TOML, with the devices and measured numbers of a site.
-    The file is based on the site `laptop`.
+    """Returns the text of a site file in TOML, with the devices and the measured numbers of a site.
+    All other values are inherited from the site `laptop`.
     """
 
     def fact(name: str, value: Fact) -> str:
@@ -152,11 +156,11 @@ def to_toml(site: Site) -> str:
 
 
 def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
-    """Runs a module of this package as `num_processes` ranks on this machine and returns the parsed
-    JSON of its result.
+    """Runs a measurement module, e.g. `kit.measure.collectives`, as `num_processes` ranks on this
+    machine. Returns the parsed JSON that the module writes.
 
     Raises:
-        RuntimeError: A rank failed, or the ranks took longer than `limit_s` seconds. The message
+        RuntimeError: A rank failed, or the ranks needed more than `limit_s` seconds. The message
             ends with the last 2,000 characters of rank 0's log.
     """
     with tempfile.TemporaryDirectory(prefix="kit-bench-") as folder:
@@ -180,16 +184,17 @@ def by_ranks(module: str, num_processes: int, limit_s: float = 300) -> Any:
 
 
 def best_rates(rows: list[dict]) -> dict[int, float]:
-    """Returns the highest bus bandwidth over all message sizes in bytes/s, by number of ranks.
-    `rows` is the result of `collectives.measure`.
+    """Returns a dict from number of ranks to the highest bus bandwidth in bytes/s over all message
+    sizes. `rows` is the result of `collectives.measure`.
     """
     slowest_first = sorted(rows, key=lambda row: row["bus_bytes_per_s"])
     return {row["ranks"]: row["bus_bytes_per_s"] for row in slowest_first}
 
 
 def memory_bytes_per_s() -> float:
-    """Returns the memory bandwidth in bytes/s: the best rate of a = b + c on one thread, over
-    arrays that are larger than any cache. Each element counts 12 bytes.
+    """Measures and returns the memory bandwidth of one thread in bytes/s. It is the highest rate of
+    a = b + c over fp32 arrays that are larger than any cache. Each element counts 12 bytes: two
+    reads and one write of 4 bytes.
     """
     import torch
 

@@ -1,4 +1,6 @@
-"""Shortest time of a call on this machine, as a measure of its time without disturbance."""
+"""Measures the shortest time of repeated calls of a function. It is the time of a call that other
+programs do not disturb.
+"""
 
 import contextlib
 import time
@@ -9,8 +11,8 @@ import torch
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread within the context. On a busy machine, several threads wait for
-    each other, so that a measured rate would be too low.
+    """Context manager within which torch uses one thread. On a busy machine, several threads would
+    wait for each other, and a measured rate would be too low.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -21,7 +23,9 @@ def one_thread() -> Iterator[None]:
 
 
 def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Returns the seconds of one call, including the work that it queues on an accelerator."""
+    """Returns the seconds of one call of `run`. The time until a GPU has finished the work that the
+    call started is included.
+    """
     start = clock()
     run()
     if torch.cuda.is_available():
@@ -30,7 +34,9 @@ def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_coun
 
 
 def best_of(count: int, run: Callable[[], object]) -> float:
-    """Returns the seconds of the shortest of `count` calls, on all threads."""
+    """Returns the seconds of the shortest of `count` calls of `run`. Torch's number of threads is
+    not changed.
+    """
     return min(timed(run) for _ in range(count))
 
 
@@ -38,8 +44,8 @@ def best_of(count: int, run: Callable[[], object]) -> float:
 def best_within(
     seconds: float, run: Callable[[], object], clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Returns the seconds of the shortest call on one thread, measured by `clock`. Calls are
-    repeated until `seconds` of wall time have passed, and at least one call is made.
+    """Returns the seconds, measured by `clock`, of the shortest call of `run`. Torch uses one
+    thread. Calls are repeated until `seconds` of wall time have passed. At least one call is made.
     """
     end = time.perf_counter() + seconds
     best = timed(run, clock)

@@ -1,8 +1,8 @@
 """One decoder for the GPT and Llama families: a plain nn.Module without code for parallelism.
 
-Shape letters: B batch, T time (sequence), H hidden, N query heads, K key/value heads, D head size,
-F feed-forward, V vocabulary. On a tensor parallel rank N, K, F and V are smaller, so head counts
-are read from tensors, not from the spec.
+The last letters of a tensor's name are its dimensions: B batch, T time (sequence), H hidden, N
+query heads, K key/value heads, D head size, F feed-forward, V vocabulary. On a tensor parallel rank
+N, K, F and V are smaller, so the numbers of heads are read from tensors, not from the spec.
 """
 
 import hashlib
@@ -38,9 +38,11 @@ TENSOR_PARALLEL_SPLIT = {
     "feed_forward.down": "row",
     "output": "column",
 }
-"""Kind of tensor parallel split of each matrix. `column` splits the output features, and
-`vocabulary` the vocabulary. Both are rows of the stored weight. `row` splits the input features,
-which are columns of the stored weight. Other weights are not split."""
+"""Maps each matrix that tensor parallelism splits to the kind of its split.
+
+`column` splits the output features, and `vocabulary` splits the vocabulary. In both cases the rows
+of the stored weight are split. `row` splits the input features, which are the columns of the stored
+weight. All other weights are not split."""
 
 SAVED = {
     torch.ops.aten.mm.default,
@@ -51,16 +53,18 @@ SAVED = {
     *TENSOR_PARALLEL_SUMS,
 }
 """Operations whose results selective recomputation saves, since they are expensive: matrix
-products, attention and sums over tensor ranks. All other results of a block are recomputed. Tensors
-that sequence parallelism splits are also gathered again, since they are split to save memory.
+products, attention and sums over tensor parallel ranks. All other results of a block are
+recomputed. Tensors that sequence parallelism splits are gathered again in the backward pass, since
+saving the gathered tensors would undo the saving of memory.
 
-All matrix products are saved, on purpose. torchtitan saves every second matrix product by default,
-which needs about a quarter less memory for activations and takes about 2 % more time. A run that
-lacks memory recomputes some blocks in full (`recompute_layers`), which the planner searches for."""
+The results of all matrix products are saved. By default torchtitan saves those of every second
+matrix product, which needs about a quarter less memory for activations and about 2 % more time. If
+a run lacks memory, the planner instead chooses a number of blocks that are recomputed in full
+(`recompute_layers`)."""
 
 
 class Embedding(nn.Module):
-    """Token embedding, plus learned positions if the spec has them."""
+    """Token embedding. If the spec has learned positions, their embedding is added."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -77,8 +81,8 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped key/value heads and, for rotary specs, rotated queries
-    and keys.
+    """Causal self-attention with grouped key/value heads. If the spec has rotary positions, queries
+    and keys are rotated.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -134,7 +138,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block."""
+    """One transformer block: attention and feed-forward layer, each with a norm before it and a
+    residual connection. `recompute` is the kind of activation recomputation.
+    """
 
     def __init__(self, spec: ModelSpec, recompute: Recompute) -> None:
         super().__init__()
@@ -155,11 +161,12 @@ class Block(nn.Module):
         )
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compiles the block as `torch.nn.Module.compile` does. Under full recomputation only the
-        function inside the activation checkpoint is compiled.
+        """Compiles the block with torch.compile. Under full recomputation, only the function inside
+        the activation checkpoint is compiled.
 
-        Dynamo cannot trace an activation checkpoint without a policy. With a policy (selective
-        recomputation) the compiled graph itself saves the results that the policy names.
+        The reason is that Dynamo cannot trace an activation checkpoint without a policy. Selective
+        recomputation has a policy, and the compiled graph itself saves the results that the policy
+        names. The arguments are passed to `torch.compile`.
         """
         if self.recompute == "full":
             self._forward = torch.compile(self._forward, *args, **options)
@@ -174,18 +181,18 @@ class Block(nn.Module):
 
 
 class Output(nn.Linear):
-    """Output projection. It returns logits_BTV or, given targets_BT, the mean loss in nats, without
-    having all logits in memory at once.
+    """Output projection of the decoder. Without targets it returns logits_BTV. If `targets_BT` are
+    given, it returns the mean loss in nats, without having all logits in memory at once.
 
-    The loss is computed in this module, since sharding and hooks of the weight act around the
-    forward pass of the module that holds it.
+    The loss is computed in this module, since sharding and hooks prepare the weight only for the
+    forward pass of the module that has this weight.
     """
 
     compiled = False
 
     def compile(self, *args: Any, **options: Any) -> None:
-        """Compiles only the operations of the loss on logits. The rest are matrix products and a
-        Python loop over chunks.
+        """Compiles only the operations of the loss on logits. All other work of the module is
+        matrix products and a Python loop over chunks, which are not compiled.
         """
         self.compiled = True
 
@@ -198,24 +205,26 @@ class Output(nn.Linear):
 
 
 class Decoder(nn.Module):
-    """A decoder, or the consecutive blocks of a decoder that a pipeline stage holds.
+    """A whole decoder, or the part of a decoder that one pipeline stage has.
 
     Args:
         spec: Shapes of the whole model.
-        layers: Numbers of the blocks to hold, by default all. The embedding comes with the first
-            block of the model, the final norm and the output projection with the last block. A
-            block is named by its number in the model, so the names of weights do not depend on the
-            pipeline stages.
-        is_first, is_last: Whether the stage holds the embedding, or the norm and output projection.
-            If None, `layers` decides. Needed for an uneven stage without blocks.
-        recompute: Which activations are recomputed in the backward pass: none, selective or full.
-        recompute_layers: Number of blocks that are recomputed, from the first of `layers` on, by
-            default all.
+        layers: Numbers of the consecutive blocks that the module has, by default all. With the
+            first block of the model, the module also has the embedding. With the last block, it
+            also has the final norm and the output projection. A block is named by its number in the
+            model, so the names of weights do not depend on the pipeline stages.
+        is_first, is_last: Whether the module has the embedding, and whether it has the norm and the
+            output projection. If None, `layers` decides. They are needed for a stage without
+            blocks.
+        recompute: Activations that are recomputed in the backward pass: none, selective or full.
+        recompute_layers: Number of blocks, counted from the first of `layers`, whose activations
+            are recomputed. By default these are all blocks.
 
-    The forward pass takes tokens_BT (first stage) or x_BTH, and returns logits_BTV (last stage) or
-    x_BTH. If the last stage also gets targets_BT, it returns the mean loss in nats, without having
-    all logits in memory at once. The output projection must then not be split. Without `past`
-    tokens attend to all earlier tokens of their row.
+    The forward pass of the first stage takes tokens_BT, that of any other stage takes activations
+    x_BTH. The last stage returns logits_BTV, any other stage returns activations. If `targets_BT`
+    are given, the last stage instead returns the mean loss in nats, without having all logits in
+    memory at once. In this case the output projection must not be split by tensor parallelism. If
+    `past` is None, each token attends to all earlier tokens of its row.
     """
 
     def __init__(
@@ -245,8 +254,8 @@ class Decoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes the output projection share the weight of the embedding, if the spec ties them and
-        this decoder holds both.
+        """Makes the output projection share the weight of the embedding, if the spec ties both and
+        this module has both.
         """
         if self.spec.tied_embeddings and self.embedding is not None and self.output is not None:
             self.output.weight = self.embedding.tokens.weight
@@ -254,8 +263,9 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, targets_BT: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
-        # Sequence parallelism splits the activations between stages, so only the first stage sees
-        # the true length. In training all stages have the length of the spec.
+        # Only the first stage reads the sequence length from its input. The activations that other
+        # stages receive may be split by sequence parallelism. In training the length of all
+        # sequences is that of the spec.
         length = x.shape[1] if self.embedding is not None else self.spec.sequence_length
         rotary_2TD = self.rotary(length, x.device)
         if self.embedding is not None:
@@ -265,12 +275,13 @@ class Decoder(nn.Module):
         if self.norm is None or self.output is None:
             return x
         inputs = (self.norm(x),) if targets_BT is None else (self.norm(x), targets_BT)
-        # `targets_BT` is passed only if present: hooks of a split projection allow a single input.
+        # `targets_BT` is passed only if present, since the hooks of a split projection allow only
+        # one input.
         return self.output(*inputs)
 
     def rotary(self, length: int, device: torch.device) -> Tensor | None:
-        """Returns the rotary table of `length` positions, [2, T, D] fp32, or None for learned
-        positions. The table is stored for later calls.
+        """Returns cosines and sines of the rotary angles for `length` positions, [2, T, D] fp32.
+        The table is stored for later calls. If the spec has learned positions, the result is None.
         """
         if self.spec.positions != "rotary":
             return None
@@ -283,17 +294,17 @@ class Decoder(nn.Module):
 
 
 def rotary_table(spec: ModelSpec, length: int, device: torch.device) -> Tensor:
-    """Returns cosines and sines of the rotary angles, [2, T, D] fp32.
+    """Returns a table of cosines and sines of the rotary angles, [2, T, D] fp32.
 
-    The table is neither a parameter nor a buffer. It is fp32 in every precision, and is made on the
-    device where it is needed, so that a model built on the meta device needs no refill.
+    The table is neither a parameter nor a buffer. It is fp32 in every precision. It is computed on
+    the device where it is needed, so a model that was built on the meta device needs no new table.
 
-    Source: RoFormer (arXiv 2104.09864). With `spec.rope_scaling` frequencies are scaled by the
-    number of turns that they make in the original length, as in `_compute_llama3_parameters` of
-    transformers.
+    Source: RoFormer (arXiv 2104.09864). With `spec.rope_scaling`, each frequency is scaled. The
+    scale depends on the number of turns that the angle makes in the original sequence length, as in
+    `_compute_llama3_parameters` of the library transformers.
     """
-    # This order of operations gives the numbers of transformers to the last bit, also for long
-    # sequences.
+    # With this order of operations, the numbers are equal to those of the library transformers to
+    # the last bit, also for long sequences.
     exponent_D = (
         torch.arange(0, spec.head_size, 2, dtype=torch.float32, device=device) / spec.head_size
     )
@@ -310,8 +321,9 @@ def rotary_table(spec: ModelSpec, length: int, device: torch.device) -> Tensor:
 
 
 def rotate(x_BNTD: Tensor, rotary_2TD: Tensor) -> Tensor:
-    """Returns x_BNTD with each pair of elements (i, i + D/2) rotated by the angle of its position.
-    The rotation is computed in fp32, and the result has the dtype of x_BNTD.
+    """Returns a copy of `x_BNTD` with rotary position embedding. Each pair of elements (i, i + D/2)
+    of a head is rotated by the angle of the token's position. The rotation is computed in fp32, and
+    the result has the dtype of `x_BNTD`.
     """
     cos_TD, sin_TD = rotary_2TD
     x = x_BNTD.float()
@@ -322,12 +334,13 @@ def rotate(x_BNTD: Tensor, rotary_2TD: Tensor) -> Tensor:
 def initial_weight(
     spec: ModelSpec, name: str, shape: torch.Size, seed: int, device: torch.device
 ) -> Tensor:
-    """Returns the initial value of one unsharded parameter, fp32. It depends only on the spec, the
-    parameter's global name and the seed, so that every layout starts from identical weights.
+    """Returns the initial value of one parameter before sharding, in fp32. It depends only on the
+    spec, the name of the parameter in the whole model, and the seed. Every layout therefore starts
+    from identical weights.
 
-    Norm weights are 1 and biases are 0. Matrices are normal with standard deviation
-    `spec.init_std`. With `scaled_init` matrices that write to the residual stream are divided by
-    sqrt(2 x number of layers) (GPT-2, HLAT).
+    Norm weights are 1 and biases are 0. Elements of matrices are normally distributed with standard
+    deviation `spec.init_std`. With `spec.scaled_init`, matrices whose result is added to the
+    residual stream are divided by sqrt(2 x number of layers), as in GPT-2 and HLAT.
     """
     if name.endswith("norm.weight"):
         return torch.ones(shape, device=device)
@@ -345,7 +358,7 @@ def initial_weight(
 
 
 def empty_decoder(spec: ModelSpec, *, recompute: Recompute = "none") -> Decoder:
-    """Returns a whole decoder on the CPU in fp32 with uninitialised weights."""
+    """Returns a whole decoder on the CPU in fp32. Its weights are allocated but not initialised."""
     with torch.device("meta"):
         decoder = Decoder(spec, recompute=recompute)
     decoder.to_empty(device="cpu")
@@ -354,7 +367,7 @@ def empty_decoder(spec: ModelSpec, *, recompute: Recompute = "none") -> Decoder:
 
 
 def build_decoder(spec: ModelSpec, *, seed: int = 1234, recompute: Recompute = "none") -> Decoder:
-    """Returns a whole decoder on the CPU in fp32, initialised from `seed`."""
+    """Returns a whole decoder on the CPU in fp32. Its initial weights are computed from `seed`."""
     decoder = empty_decoder(spec, recompute=recompute)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
@@ -363,7 +376,7 @@ def build_decoder(spec: ModelSpec, *, seed: int = 1234, recompute: Recompute = "
 
 
 def make_norm(spec: ModelSpec) -> nn.Module:
-    """Returns the normalisation layer of the spec: LayerNorm or RMSNorm."""
+    """Returns a new normalisation layer of the kind that the spec names: LayerNorm or RMSNorm."""
     kind = nn.LayerNorm if spec.norm == "layernorm" else nn.RMSNorm
     return kind(spec.hidden_size, eps=spec.norm_eps)
 

@@ -1,8 +1,9 @@
-"""The loss of the output projection, computed in chunks of tokens.
+"""Output projection and cross-entropy loss, computed together in chunks of tokens.
 
-Logits of 16,384 tokens over a vocabulary of 50,000 need 11 GB with their copies, more than the rest
-of a small model. With chunks only the logits of one chunk exist at a time. Shape letters: N tokens,
-R tokens of a chunk, H hidden, V vocabulary.
+Logits of 16,384 tokens over a vocabulary of 50,000 need 11 GB with their copies. This is more than
+the rest of a small model needs. With chunks, only the logits of one chunk exist at a time. The last
+letters of a tensor's name are its dimensions: N tokens, R tokens of a chunk, H hidden, V
+vocabulary.
 """
 
 import functools
@@ -20,14 +21,16 @@ from kit.config.plan import logits_at_once
 def chunked_cross_entropy(
     x_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, *, compiled: bool = False
 ) -> Tensor:
-    """Returns the mean negative log-likelihood of `targets_N` in nats, fp32, under the logits x
-    W^T.
+    """Returns the mean negative log-likelihood of `targets_N` in nats, fp32. The logits are the
+    product of `x_NH` and the transpose of `weight_VH`.
 
-    The loss and its gradients equal those of `F.cross_entropy(F.linear(x, weight).float(),
-    targets)` up to rounding. No logits are recomputed: gradients are computed in the forward pass,
-    chunk by chunk, and summed in fp32, as in Liger Kernel's FusedLinearCrossEntropy (arXiv
-    2410.10989). Only one backward pass is possible. fp16 is unsupported, since the loss scale is
-    known only in the backward pass. `compiled` makes one kernel of all operations on logits, which
+    Up to rounding, the loss and its gradients are equal to those of
+    `F.cross_entropy(F.linear(x, weight).float(), targets)`. No logits are recomputed. The gradients
+    are computed in the forward pass, chunk by chunk, and summed in fp32, as in Liger Kernel's
+    FusedLinearCrossEntropy (arXiv 2410.10989).
+
+    Only one backward pass is possible. fp16 is unsupported, since the loss scale is known only in
+    the backward pass. With `compiled`, all operations on logits are compiled into one kernel, which
     halves the time of these operations on a CPU.
     """
     gradients = torch.is_grad_enabled() and (x_NH.requires_grad or weight_VH.requires_grad)
@@ -54,19 +57,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             d_RV, log_p_R1 = softmax(F.linear(x_NH[chunk], weight_VH), targets_N[chunk, None])
             loss -= log_p_R1.sum()
             if gradients:
-                # The gradient by the logits, times N, is softmax - one-hot. At the targets it is
-                # p - 1, which expm1 computes from log p with a single rounding.
+                # The gradient of the summed loss by the logits is softmax - one-hot. At a target of
+                # probability p it is p - 1, which expm1 computes from log p with one rounding.
                 d_RV.scatter_(1, targets_N[chunk, None], log_p_R1.expm1().to(d_RV.dtype))
                 torch.mm(d_RV, weight_VH, out=dx_NH[chunk])
                 dweight_VH = _add_product(dweight_VH, d_RV.T, x_NH[chunk])
-            del d_RV  # frees the memory before the next chunk's logits are allocated
+            del d_RV  # The memory is freed before the logits of the next chunk are allocated.
         ctx.gradients = dx_NH, dweight_VH
         return loss / len(x_NH)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        # The gradients are scaled in place, so a second backward pass must fail.
+        # The stored gradients are scaled in place. They are removed, so that a second backward pass
+        # fails instead of scaling them again.
         dx_NH, dweight_VH = ctx.gradients
         ctx.gradients = None
         share = dloss / len(dx_NH)
@@ -74,16 +78,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _softmax_in_place(logits_RV: Tensor, targets_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (probabilities, fp32 logarithms of the targets' probabilities). The probabilities
-    overwrite the logits.
+    """Returns (probabilities of all tokens of the vocabulary, fp32 logarithms of the probabilities
+    of the targets). The probabilities overwrite the logits to save memory.
     """
     log_p_RV = logits_RV.log_softmax(-1, dtype=torch.float32)
     return torch.exp(log_p_RV, out=logits_RV), log_p_RV.gather(1, targets_R1)
 
 
 def _softmax(logits_RV: Tensor, targets_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (probabilities, fp32 logarithms of the targets' probabilities). It is for
-    compilation: the compiled function writes no logarithms of all probabilities to memory.
+    """Returns (probabilities of all tokens of the vocabulary, fp32 logarithms of the probabilities
+    of the targets). This version is compiled. The compiled function does not write the logarithms
+    of all probabilities to memory.
     """
     log_p_RV = logits_RV.log_softmax(-1, dtype=torch.float32)
     return log_p_RV.exp().to(logits_RV.dtype), log_p_RV.gather(1, targets_R1)
@@ -91,24 +96,24 @@ def _softmax(logits_RV: Tensor, targets_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _compiled_softmax() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    # Only two shapes occur: whole chunks, and the last chunk.
+    # Shapes may be static, since only two occur: that of whole chunks, and that of the last chunk.
     return torch.compile(_softmax, dynamic=False)
 
 
 def _rows(vocab_size: int, device: torch.device) -> int:
-    """Returns the number of tokens of a chunk."""
+    """Returns the number of tokens per chunk. On a GPU it depends on the size of its memory."""
     memory = None
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
     rows = max(1, logits_at_once(memory) // vocab_size)
     if rows > 128:
-        rows -= rows % 128  # GPU matrix products are computed in tiles of up to 128 rows
+        rows -= rows % 128  # GPUs compute matrix products in tiles of up to 128 rows.
     return rows
 
 
 def _add_product(total_VH: Tensor | None, left_VR: Tensor, right_RH: Tensor) -> Tensor:
-    """Returns `total_VH` + left x right, in fp32 or wider. If `total_VH` is None, returns the
-    product in its own dtype. `total_VH` may be overwritten.
+    """Returns `total_VH` + `left_VR` x `right_RH`, in fp32 or fp64. If `total_VH` is None, returns
+    the product in the dtype of its operands. `total_VH` may be overwritten.
     """
     if total_VH is None:
         return left_VR @ right_RH
@@ -123,7 +128,7 @@ def _add_product(total_VH: Tensor | None, left_VR: Tensor, right_RH: Tensor) -> 
 @functools.cache
 def _adds_to_fp32(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether torch can add a matrix product of this dtype to an fp32 sum in one kernel.
-    Some versions can, on GPUs.
+    Only some versions of torch can, and only on GPUs.
     """
     total = torch.ones(16, 16, device=device)
     ones = total.to(dtype)

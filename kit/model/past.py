@@ -1,4 +1,6 @@
-"""Attention masks other than the causal mask (`Past`), and attention within documents."""
+"""Attention in which a token does not attend to all earlier tokens of its row (`Past`), for example
+only to tokens of its document.
+"""
 
 import dataclasses
 import inspect
@@ -15,7 +17,9 @@ try:
 
     DOCUMENT_KERNELS = {document_attention()}
     DOCUMENT_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
-except ModuleNotFoundError:  # torch 2.9, the last for Trainium, where this kernel is not called
+except ModuleNotFoundError:
+    # Torch 2.9 does not have this module. It is the last version for Trainium, where the kernel is
+    # not called.
     varlen_attn = None
     DOCUMENT_KERNELS = set()
     DOCUMENT_ARGUMENTS = frozenset()
@@ -23,25 +27,27 @@ except ModuleNotFoundError:  # torch 2.9, the last for Trainium, where this kern
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Past:
-    """Tokens that each token attends to, if these are not all earlier tokens of its row.
-
-    One of the two fields is set.
+    """Description of the tokens to which each token attends, if these are not simply all earlier
+    tokens of its row. Exactly one of the two fields is set.
     """
 
     mask_BTT: Tensor | None = None
-    """Mask that is True where a token (second dimension) attends to a token (third dimension)."""
+    """Boolean mask. It is True if the token of the second dimension attends to the token of the
+    third dimension."""
     begins_N: Tensor | None = None
-    """Positions at which documents begin, as `document_begins` returns them."""
+    """Positions at which documents begin in the concatenated rows (result of `document_begins`).
+    Tokens attend only to earlier tokens of their document."""
 
     @classmethod
     def within_documents(
         cls, tokens_BT: Tensor, end: int, *, device: torch.device, has_kernel: bool = False
     ) -> Self:
-        """Returns the `Past`, on `device`, of tokens that attend only to themselves and earlier
-        tokens of their document. The token `end` ends a document.
+        """Returns a `Past` on `device` with which each token attends only to itself and to earlier
+        tokens of its document. `end` is the token that ends a document.
 
-        With a kernel for documents, `tokens_BT` should be in host memory. Then the host does not
-        wait for a GPU that still computes earlier micro-batches.
+        `has_kernel` is whether the kernel for documents is used (`has_document_kernel`). If so,
+        `tokens_BT` should be in host memory. Otherwise the host would wait for a GPU that still
+        computes earlier micro-batches.
         """
         if has_kernel:
             begins_N = document_begins(tokens_BT, end)
@@ -50,15 +56,16 @@ class Past:
             return cls(begins_N=begins_N.to(device, non_blocking=True))
         tokens_BT = tokens_BT.to(device, non_blocking=True)
         ends_BT = tokens_BT == end
-        document_BT = ends_BT.cumsum(1) - ends_BT.long()  # `end` belongs to the document it ends
+        # The number of a token's document. The token `end` belongs to the document that it ends.
+        document_BT = ends_BT.cumsum(1) - ends_BT.long()
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         same_BTT = document_BT[:, :, None] == document_BT[:, None]
         return cls(mask_BTT=same_BTT & (positions_T <= positions_T[:, None]))
 
 
 def has_document_kernel(device: torch.device, precision: str, *, has_grouped_heads: bool) -> bool:
-    """Returns whether torch has a kernel for attention within documents. It has one for 16-bit
-    formats on NVIDIA's GPUs, and since torch 2.12 also for grouped query heads.
+    """Returns whether torch has a kernel for attention within documents on this device. The kernel
+    exists on NVIDIA GPUs for 16-bit formats. Grouped query heads are supported from torch 2.12 on.
     """
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     if varlen_attn is None or not is_nvidia or precision == "fp32":
@@ -67,14 +74,14 @@ def has_document_kernel(device: torch.device, precision: str, *, has_grouped_hea
 
 
 def document_begins(tokens_BT: Tensor, end: int) -> Tensor:
-    """Returns the positions at which documents begin in the concatenated rows, and at the end the
-    total number of tokens, int32.
+    """Returns the positions, int32, at which documents begin in the concatenated rows. The total
+    number of tokens follows as the last entry.
 
-    A document begins with each row, and after each token `end`. The total is repeated as the start
-    of empty documents until the number of entries is a power of two, so that a compiled block gets
-    few different shapes.
+    A document begins at the start of each row, and after each token `end`. The total is repeated as
+    the start of empty documents until the number of entries is a power of two. A compiled block
+    then has inputs of only few different shapes.
     """
-    # Tokens should be in host memory. On a GPU `nonzero` waits until the GPU is done.
+    # Tokens should be in host memory. On a GPU, `nonzero` waits until the GPU has no work left.
     begins_BT = tokens_BT.roll(1, dims=1) == end
     begins_BT[:, 0] = True
     found_N = begins_BT.flatten().nonzero()[:, 0].int()
@@ -85,18 +92,20 @@ def document_begins(tokens_BT: Tensor, end: int) -> Tensor:
 def attend_within_documents(
     q_BNTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, begins_N: Tensor
 ) -> Tensor:
-    """Returns y_BNTD, the result of attention of each token to itself and to earlier tokens of its
-    document. No mask is written to memory.
+    """Returns the result of attention, y_BNTD, in which each token attends to itself and to earlier
+    tokens of its document. No mask is written to memory.
     """
     num_rows, num_heads, length, _ = q_BNTD.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNTD, k_BKTD, v_BKTD))
-    # Torch 2.10 names causal attention differently, and 2.11 has no grouped heads.
+    # Torch 2.10 has the argument `is_causal`, later versions have `window_size`. Grouped heads are
+    # passed only if needed, since torch 2.11 does not have `enable_gqa`.
     options: dict[str, Any] = {"is_causal": True}
     if "window_size" in DOCUMENT_ARGUMENTS:
         options = {"window_size": (-1, 0)}
     if num_heads != k_BKTD.shape[1]:
         options["enable_gqa"] = True
-    assert varlen_attn is not None  # callers check `has_document_kernel`
+    assert varlen_attn is not None  # Callers have checked `has_document_kernel`.
     y = varlen_attn(q, k, v, begins_N, begins_N, length, length, **options)
-    assert isinstance(y, Tensor)  # without auxiliary results, which come only on request
+    # The function returns a tuple only if auxiliary results are requested.
+    assert isinstance(y, Tensor)
     return y.unflatten(0, (num_rows, length)).transpose(1, 2)

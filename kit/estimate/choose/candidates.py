@@ -1,5 +1,5 @@
-"""Candidates of a search: every layout that a valid Plan can describe for one model, device count
-and batch, as one Layouts object.
+"""Candidates of a search for the fastest layout: every layout that a valid Plan can describe for
+one model, number of devices and batch. They are the elements of one `Layouts` object.
 """
 
 import dataclasses
@@ -37,13 +37,16 @@ SEARCHED_FIELDS = {
     "context_exchange": EXCHANGES,
     "recompute_layers": "blocks of a device",
 }
-"""Fields of a plan that a search chooses and that its argument `only` may restrict, with their
-allowed values. If the allowed values depend on the model, a text describes them."""
+"""Maps each field of `Plan` that a search chooses to the allowed values of the field. The argument
+`only` of the search may restrict these fields. If the values depend on the model or on the number
+of devices, a word describes them."""
 
 
 class Shape(NamedTuple):
-    """Degrees and sizes of one layout. They divide the devices, the batch and the layers without
-    remainder.
+    """Degrees of parallelism, stages per device and micro-batch size of one layout. The product of
+    the four degrees is the number of devices. Replicas times micro-batch size divides the batch.
+    Pipeline devices times stages divides the number of layers. If the engine counts embedding and
+    output as layers, it may instead divide the number of layers plus 2.
     """
 
     tensor_parallel: int
@@ -64,19 +67,19 @@ def candidates(
     node_devices: int = 0,
     **kernels: Any,
 ) -> Layouts:
-    """Returns all layouts of `num_devices` that obey every rule of Plan and of Plan.check_shapes,
-    each once.
+    """Returns all layouts on `num_devices` devices that obey every rule of Plan and of
+    Plan.check_shapes.
 
-    Equal layouts are listed once: ZeRO changes nothing on one replica, and the schedule changes
-    nothing without a pipeline. Layouts that the engine cannot train are left out. The exception is
-    context parallelism, which is included if `only` names it.
+    Layouts that train identically are listed once. The ZeRO stage changes nothing if there is one
+    replica, and the schedule changes nothing without a pipeline. Layouts that the engine cannot
+    train are left out. The exception is context parallelism, which is included if `only` names it.
 
-    With `node_devices`, the number of devices per node, ZeRO 3 may also shard inside a node alone,
-    so that no weight crosses the network. Stages 1 and 2 gather weights once per step and would
-    send more bytes if they sharded inside a node.
+    `node_devices` is the number of devices per node. If it is above 0, layouts are added in which
+    ZeRO 3 shards inside each node, so that no weight crosses the network. ZeRO stages 1 and 2 are
+    not sharded inside nodes. They gather weights once per step and would then send more bytes.
 
-    `only` has allowed values by field of a Plan, e.g. `{"tensor_parallel": [4, 8]}`. `kernels` are
-    keyword arguments of `Layouts.of`.
+    `only` maps a field of Plan to its allowed values, e.g. `{"tensor_parallel": [4, 8]}`. `kernels`
+    are keyword arguments of `Layouts.of`.
 
     Raises:
         ConfigError: A number is below 1, a name in `only` is unknown, or no layout is left. The
@@ -92,7 +95,7 @@ def candidates(
     hybrid = capabilities_of(engine).shards_within_groups and 0 < node_devices < num_devices
     modes = _modes(limits, engine, hybrid=hybrid)
     if "recompute_layers" not in limits:
-        # All layouts have an equal value, and a single value is faster than a column.
+        # All layouts keep the default of `Layouts.of`. One value is faster than a column.
         del modes["recompute_layers"]
     columns = {name: values[:, None] for name, values in shapes.items()}
     columns.update(modes)
@@ -109,7 +112,7 @@ def candidates(
     if not mask.any():
         others = grid.select(allowed(grid, spec, DEFAULT_ENGINE))
         if len(others):
-            # Raises ConfigError with the rule of the engine.
+            # Raises ConfigError with the rule of the engine that these layouts break.
             others.plan(0, engine).check_shapes(spec)
     mask &= _is_listed_once(grid, mask, node_devices)
     if not mask.any():
@@ -118,8 +121,8 @@ def candidates(
 
 
 def allowed(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
-    """Returns a boolean mask of the layouts that break no rule of plans for this model and
-    engine.
+    """Returns a Boolean mask with one element per layout. It is True if the layout breaks none of
+    the rules for plans (`PLAN_RULES`, `MODEL_RULES`) with this model and engine.
     """
     broken = np.zeros(layouts.shape, bool)
     capabilities = capabilities_of(engine)
@@ -131,12 +134,13 @@ def allowed(layouts: Layouts, spec: ModelSpec, engine: EngineName) -> Array:
 
 
 def _is_listed_once(layouts: Layouts, mask: Array, node_devices: int) -> Array:
-    """Returns a boolean mask of a grid of shapes and modes. It leaves one layout of each set of
-    layouts that differ in their fields only.
+    """Returns a boolean mask that is True for one layout of each set of layouts that train
+    identically. `mask` is True for the allowed layouts.
 
-    Without a pipeline all schedules are equal, and 1f1b is kept. On one replica all stages of ZeRO
-    are equal, and the lowest allowed stage is kept. ZeRO 3 inside a node needs at least two
-    replicas per node, no replica on two nodes, and replicas on more than one node.
+    Without a pipeline all schedules are identical, and 1f1b is kept. With one replica all ZeRO
+    stages are identical, and the lowest allowed stage is kept. ZeRO 3 inside a node is kept if a
+    node has at least two replicas, no replica spans two nodes, and the replicas are on several
+    nodes.
     """
     kept_schedule = layouts.schedule.min()
     if np.any(layouts.is_one_of("schedule", "1f1b")):
@@ -154,8 +158,8 @@ def _is_listed_once(layouts: Layouts, mask: Array, node_devices: int) -> Array:
 
 
 def single_precision(layouts: Layouts) -> Layouts:
-    """Returns the layouts with float32 columns in place of float64. Float32 has seven digits and
-    needs half of the memory traffic.
+    """Returns the layouts with their float64 columns converted to float32. Float32 has seven
+    digits, and its arrays need half of the memory traffic.
     """
     narrow = layouts.map(lambda c: c.astype(np.float32) if c.dtype == np.float64 else c)
     return dataclasses.replace(narrow, gated=layouts.gated.astype(np.float32))
@@ -180,7 +184,9 @@ def _limits(only: Mapping[str, Iterable[Any]]) -> dict[str, tuple]:
 def _shapes(
     spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName
 ) -> dict[str, Array]:
-    """Returns the fields of all shapes as columns, by name of the field."""
+    """Returns all values of `Shape` that the model, the devices, the batch and `limits` allow. The
+    result maps each field of `Shape` to an array with one element per shape.
+    """
     shapes: list[Shape] = []
     for t in _choice(limits, "tensor_parallel", _tensor_degrees(spec, num_devices, engine)):
         context_degrees = [1]
@@ -195,7 +201,8 @@ def _shapes(
                 sizes = _choice(limits, "micro_batch_size", divisors(batch // replicas))
                 for v in _choice(limits, "virtual_stages", stages):
                     shapes += [Shape(t, c, p, v, replicas, size) for size in sizes]
-    # Layouts with unequal stages come last, since each chunk that contains one takes longer.
+    # Shapes with stages of unequal size come last. Layouts are evaluated in chunks, and a chunk
+    # with unequal stages takes longer.
     shapes.sort(
         key=lambda shape: spec.num_layers % (shape.pipeline_parallel * shape.virtual_stages) != 0
     )
@@ -205,7 +212,7 @@ def _shapes(
 
 def _stages_of_one(spec: ModelSpec, devices: int, engine: EngineName) -> list[int]:
     """Returns the allowed numbers of stages per device for a pipeline of `devices` devices, in
-    ascending order. `Plan.stage_layers` gives the rule.
+    ascending order. `Plan.stage_layers` defines which blocks each stage has.
     """
     if devices == 1:
         return [1]
@@ -232,10 +239,10 @@ def _tensor_degrees(spec: ModelSpec, num_devices: int, engine: EngineName) -> li
 
 def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[str, Array]:
     """Returns all combinations of schedule, recomputation, ZeRO stage, sequence parallelism and
-    context exchange as columns by name.
+    context exchange. The result maps a field name to an array with one element per combination.
 
-    Column `hybrid` is True if ZeRO shards inside a node only. It is False everywhere unless the
-    argument `hybrid` is True.
+    The array `hybrid` is True where ZeRO 3 shards inside each node. If the argument `hybrid` is
+    False, the array has no True element.
     """
     zero_stages = capabilities_of(engine).searched_zero_stages
     if "zero_stage" in limits:
@@ -263,7 +270,9 @@ def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[s
 def _codes(
     limits: dict[str, tuple], name: str, values: Iterable[str], names: tuple[str, ...]
 ) -> Array:
-    """Returns the allowed values of a field as codes, which are indices into `names`."""
+    """Returns the allowed values of the field `name` as an array of indices into `names`, as
+    columns of `Layouts` need them.
+    """
     return np.array([names.index(value) for value in _choice(limits, name, values)], np.int8)
 
 
@@ -274,8 +283,9 @@ def divisors(number: int) -> list[int]:
 
 
 def nearby_devices(num_devices: int, node_devices: int) -> list[int]:
-    """Returns other numbers of devices to try. The first numbers are 1 to 8 nodes fewer or more,
-    nearest first. Then follow multiples from 1.25 to 256 times `num_devices`, four per doubling.
+    """Returns other numbers of devices, in the order in which a search tries them. The first
+    numbers are 1 to 8 nodes fewer or more, nearest first. Then follow 1.25 to 256 times
+    `num_devices`, with four numbers per doubling.
     """
     nodes = [num_devices + sign * i * node_devices for i in range(1, 9) for sign in (-1, 1)]
     grown = [num_devices * quarters * 2**i // 4 for i in range(8) for quarters in range(5, 9)]
@@ -283,9 +293,9 @@ def nearby_devices(num_devices: int, node_devices: int) -> list[int]:
 
 
 def nearby_batches(batch: int, num_devices: int) -> list[int]:
-    """Returns at most four batches near `batch`, nearest first, that have a larger greatest common
-    divisor with `num_devices`. They allow more replicas, since the number of replicas must divide
-    both the batch and the devices.
+    """Returns at most four batch sizes near `batch` that allow more replicas, nearest first. The
+    number of replicas must divide both the batch and the devices. The returned sizes therefore
+    have a larger greatest common divisor with `num_devices` than `batch` has.
     """
     rounded = {max(1, round(batch / part)) * part for part in divisors(num_devices)}
     shared = math.gcd(batch, num_devices)
@@ -308,8 +318,8 @@ def _none_left(num_devices: int, limits: dict[str, tuple]) -> str:
 def _why_none(
     spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName
 ) -> str:
-    """Returns the error message for a device count and batch that no layout fits, with the nearest
-    batch and the nearest device count that are allowed.
+    """Returns the error message for a number of devices and a batch for which no layout exists. The
+    message states the nearest batch and the nearest number of devices that have a layout.
     """
     if limits and len(_shapes(spec, num_devices, batch, {}, engine)["tensor_parallel"]):
         return _none_left(num_devices, limits)
@@ -321,7 +331,8 @@ def _why_none(
     batches = [max(1, round(batch / count)) * count for count in replicas]
     nearest_batch = min(batches, key=lambda other: abs(other - batch))
     device_counts = set()
-    # With 0 devices `_tensor_degrees` returns the degrees for any device count: all divide 0.
+    # With 0 devices `_tensor_degrees` returns the degrees for any number of devices, since every
+    # degree divides 0.
     for t in _tensor_degrees(spec, 0, engine):
         for p in range(1, spec.num_layers + 3):
             if _stages_of_one(spec, p, engine):

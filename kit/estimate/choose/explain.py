@@ -1,5 +1,5 @@
-"""Explanations of a search: what limits a layout, which changes of the machine would change the
-choice, and the error of the prediction for the nearest published run.
+"""Explanations of a layout that a search found: what limits its speed, on which changed machines
+another layout would be faster, and the prediction error for the most similar published run.
 """
 
 import dataclasses
@@ -16,27 +16,30 @@ from kit.estimate.choose.search import Search, describe_layout, interval_text, s
 from kit.estimate.theory.schedule import simulate_plan
 
 SHORTLIST = 2000
-"""Number of the fastest layouts that are evaluated on a changed machine."""
+"""Number of the fastest layouts that fit on a changed machine and are evaluated on it. The limit
+saves time."""
 WITHIN_REACH = 1.5
-"""Upper limit on the memory of a faster layout, as a multiple of the memory of a device. If a
-faster infeasible layout needs at most this memory, the chosen layout is called limited by memory.
-No small change of the machine makes a larger layout fit."""
+"""Largest memory of a faster layout that does not fit, as a multiple of the memory of a device. If
+such a layout exists, the explanation says that memory limits the chosen layout. Layouts above this
+limit are ignored, since no small change of the machine makes them fit."""
 FAR = 4.0
-"""Distance to the nearest published run, in units of `Nearest.distance`, above which a prediction
-is called outside the measured range."""
+"""Largest `Nearest.distance`, without unit, between a layout and the most similar published run.
+Above it, a warning calls the prediction outside the measured range."""
 PCIE_BYTES_PER_S = 64e9
-"""Bytes/s in each direction over 16 lanes of PCIe 5 (PCI-SIG), the link of H100, H200, B200 and
-MI300X. Optimizer states in the host's memory are copied in both directions in each step. At best
-the two copies overlap."""
+"""Bytes/s in each direction between a GPU and its host over 16 lanes of PCIe 5 (PCI-SIG). H100,
+H200, B200 and MI300X have this link. It limits the offload of optimizer states, which are copied to
+the GPU and back in each step. At best the two copies overlap."""
 ROUNDING = 1e-6
-"""Smallest relative difference of two step times that is not a rounding error."""
+"""Largest relative difference of two step times that counts as a rounding error."""
 SIMULATED_ROUNDS = 6
-"""Number of simulated micro-batches per pipeline device. A longer steady state only repeats the
-slowest stage."""
+"""Number of simulated micro-batches per pipeline device. In a longer simulation each further
+micro-batch would only add the time of the slowest device."""
 USEFUL_TERMS = ("gemm", "attention")
-"""Terms of the step time that compute the model's FLOPs."""
+"""Terms of the modelled step time in which a device computes the FLOPs of the network. All other
+terms are lost time."""
 OUTSIDE_PIPELINE_TERMS = ("data_parallel", "optimizer", "overhead")
-"""Terms of the step time that the simulation of a pipeline does not contain."""
+"""Terms of the modelled step time that the simulation of a pipeline does not contain. Their seconds
+are added to the simulated time."""
 CHANGED_MACHINES = {
     "a network between nodes half as fast": {"network_bytes_per_s": 0.5},
     "links inside a node half as fast": {"near_bytes_per_s": 0.5, "node_bytes_per_s": 0.5},
@@ -48,61 +51,68 @@ CHANGED_MACHINES = {
     "a quarter more memory": {"memory_bytes": 1.25},
     "a quarter less memory": {"memory_bytes": 0.75},
 }
-"""Changed machines by description. Each has a factor for each changed field of `Hardware`."""
+"""Maps the description of a changed machine to its changes. The changes map a field of `Hardware`
+to a factor, by which the number of the present machine is multiplied."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Reasons for a layout, and limits of its prediction."""
+    """Texts that explain why a layout is not faster, what would be faster, and how reliable its
+    predicted step time is.
+    """
 
     simulated_share: float
-    """Ratio of two step times of the layout: simulated over closed form. The simulation runs the
-    pipeline's schedule event by event.
+    """Simulated step time of the layout divided by its step time in closed form. The simulation
+    runs the pipeline's schedule event by event.
 
     The ratio checks the closed form and is not a second estimate of the step time. The simulation
-    uses the stage times of the closed form, but no delays of single ranks. On published runs it is
-    therefore 0 to 10 % shorter. A ratio above 1 means that the closed form is too short for the
-    schedule."""
+    uses the stage times of the closed form, but no delays of single ranks. On published runs the
+    simulated time is therefore 0 to 10 % shorter. A ratio above 1 means that the time in closed
+    form is too short for the schedule."""
     limited_by: str
-    """Reason why the step is not faster: memory, or the largest loss of time."""
+    """Reason why the step is not faster: a faster layout needs too much memory, or the largest
+    loss of time in the step."""
     other_choices: tuple[str, ...]
-    """Texts of two kinds: a changed machine on which another layout is faster, and the fastest
-    layout with other tensor or pipeline degrees."""
+    """Descriptions of layouts that would be faster on changed machines, and of the fastest layout
+    with other tensor or pipeline parallel degrees."""
     nearest: Nearest
-    """Published run most similar to the layout, with the error of its prediction."""
+    """Published run most similar to the layout, with the error of its predicted step time."""
     other_engines: tuple[str, ...]
     """Possible gains from features that the kit's engines do not have: context parallelism, overlap
-    of collectives with computation, offload."""
+    of collectives with computation, and offload to host memory."""
     warnings: tuple[str, ...]
-    """Reasons to distrust the prediction or its interval."""
+    """Reasons to distrust the predicted step time or its 90 % interval."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One layout of a search, with its plan, times and memory."""
+    """One layout that a search recommends, with its plan, predicted times and memory."""
 
     search: Search
     index: int
     tokens: float | None
-    """Training budget in tokens, from which days and price follow. If None, the answer has
-    neither."""
+    """Training budget in tokens, from which days and price are computed. If None, they are not
+    computed."""
     plan: Plan
-    """Plan of the layout, as the engine trains it."""
+    """Plan of the layout, with all settings with which the engine trains it."""
     row: dict[str, Any]
-    """Result of `Search.row`, with HFU and tokens per second. With a token budget also days and
-    price in USD."""
+    """Maps column names to the numbers of the layout: fields of the plan, step time, memory, risk,
+    MFU, HFU and tokens per second. With a token budget also days and price in USD."""
     time_terms_s: dict[str, float]
-    """Seconds of the step by term, largest first. They add up to the step time."""
+    """Maps each term of the modelled step time, e.g. `gemm`, to its seconds. The largest term comes
+    first. The seconds add up to the step time."""
     memory_terms_bytes: dict[str, float]
-    """Bytes of the heaviest device by term, reserve included."""
+    """Maps each term of the modelled memory, e.g. `activations`, to its bytes on the device that
+    needs most memory. The reserve for memory that is not modelled is a term."""
     batch_advice: str | None
-    """Result of `Search.advise_batch`, which is the same for all layouts of a search."""
+    """Recommendation of another batch, or None if no other batch is much faster. All layouts of a
+    search have equal advice."""
 
     @classmethod
     def of(
         cls, search: Search, index: int, tokens: float | None, batch_advice: str | None
     ) -> "Answer":
-        """Returns the answer for one layout of a search."""
+        """Returns the times, memory and plan of the layout with this index in `search.layouts`."""
         plan = search.plan(index)
         layout = search.layouts.select(np.array([index]))
         step_time = search.machine.step_time(layout)
@@ -130,8 +140,8 @@ class Answer:
         )
 
     def explain(self) -> Explanation:
-        """Returns the explanation of the layout. It simulates the pipeline's schedule and evaluates
-        the fastest layouts on changed machines, which takes about 0.1 s.
+        """Returns the explanation of the layout. For it, the pipeline's schedule is simulated, and
+        the fastest layouts are evaluated on changed machines. This needs about 0.1 s.
         """
         machine = self.search.machine
         simulated_share = self._simulate_schedule()
@@ -151,14 +161,14 @@ class Answer:
         )
 
     def _simulate_schedule(self) -> float:
-        """Returns `Explanation.simulated_share`."""
+        """Returns the simulated step time of the layout divided by its step time in closed form."""
         plan = self.plan
         terms = self.time_terms_s
         outside_s = sum(terms[name] for name in OUTSIDE_PIPELINE_TERMS)
         m = plan.num_microbatches
         p = plan.pipeline_parallel
         times = self.search.machine.stage_times(self.search.spec, plan, terms)
-        # Array of seconds per micro-batch, one element per stage.
+        # Seconds of forward and backward pass of one micro-batch, one element per stage.
         stages_s = times["forward_s"] + times["backward_input_s"] + times["backward_weight_s"]
         simulated = min(m, SIMULATED_ROUNDS * p)
         result = simulate_plan(plan, num_microbatches=simulated, **times)
@@ -167,7 +177,7 @@ class Answer:
         return (makespan_s + outside_s) / sum(terms.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the answer and its explanation as plain values for JSON."""
+        """Returns the numbers of the layout and its explanation as plain values for JSON."""
         explanation = self.explain()
         return {
             **self.row,
@@ -183,7 +193,9 @@ class Answer:
         }
 
     def facts(self) -> list[tuple[str, str]]:
-        """Returns pairs (label, text) of the answer and its explanation, for display."""
+        """Returns pairs (label, text) for display: the numbers of the layout, then its
+        explanation.
+        """
         row = self.row
         explanation = self.explain()
         step_s = seconds_text(row["step_time_s"])
@@ -213,8 +225,9 @@ class Answer:
         return facts
 
     def _peak_note(self) -> str:
-        """Returns a note that MFU and HFU are fractions of the bf16 peak, with the MFU of the peak
-        of the plan's precision. It is empty for bf16.
+        """Returns a note for plans that do not train in bf16. It says that MFU and HFU are
+        fractions of the bf16 peak, and states the MFU as a fraction of the peak in the plan's
+        precision. For bf16 the note is empty.
         """
         precision = self.plan.precision
         if precision == "bf16":
@@ -231,10 +244,11 @@ class Answer:
 
 
 def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> list[Answer]:
-    """Returns answers for at most `count` fastest feasible layouts, fastest first.
+    """Returns the `count` fastest feasible layouts with their plans, times and memory, fastest
+    first. The list is shorter if fewer layouts are feasible.
 
-    If `tokens` is given, a training budget in tokens, each answer has the days and the price of the
-    training.
+    `tokens` is the training budget in tokens. If it is given, the days and the price of the
+    training are computed for each layout.
 
     Raises:
         ConfigError: `count` or `tokens` is below 1.
@@ -249,7 +263,9 @@ def answers(search: Search, count: int = 5, *, tokens: float | None = None) -> l
 
 
 def _hfu(search: Search, index: int, plan: Plan) -> float:
-    """Returns the modelled HFU of a layout, as a fraction of the peak in bf16."""
+    """Returns the modelled hardware FLOPs utilization (HFU) of a layout as a fraction of the bf16
+    peak. HFU counts recomputed operations, MFU does not.
+    """
     spec = search.spec
     executed_flops = spec.hardware_flops_per_token(
         plan.recompute, whole=plan.recomputes_whole, layers=plan.recomputed_layers(spec)
@@ -258,7 +274,9 @@ def _hfu(search: Search, index: int, plan: Plan) -> float:
 
 
 def _limit(answer: Answer) -> str:
-    """Returns `Explanation.limited_by`."""
+    """Returns a text with the reason why the step of the layout is not faster: memory, or the
+    largest loss of time.
+    """
     search = answer.search
     capacity = float(search.machine.hardware.memory_bytes)
     in_reach = ~search.feasible & (search.used_bytes <= WITHIN_REACH * capacity)
@@ -284,9 +302,9 @@ def _limit(answer: Answer) -> str:
 
 def _choice_on_changed_machine(answer: Answer, name: str, factors: dict[str, float]) -> str | None:
     """Returns a text with the fastest layout on a changed machine. Returns None if the layout of
-    the answer is at most 1 % slower on that machine.
+    `answer` is at most about 1 % slower than this layout.
 
-    `name` describes the change. `factors` are multipliers for fields of `Hardware`.
+    `name` describes the change. `factors` maps fields of `Hardware` to multipliers.
     """
     search = answer.search
     hardware = search.machine.hardware
@@ -311,15 +329,15 @@ def _choice_on_changed_machine(answer: Answer, name: str, factors: dict[str, flo
 
 
 def _choice_with_other_degrees(answer: Answer) -> str | None:
-    """Returns a text with the fastest feasible layout that has another tensor or pipeline degree,
-    or None.
+    """Returns a text with the fastest feasible layout that has another tensor or pipeline parallel
+    degree than the layout of `answer`. Returns None if no such layout is feasible.
     """
     search = answer.search
     layouts = search.layouts
     is_other = (layouts.tensor_parallel != answer.plan.tensor_parallel) | (
         layouts.pipeline_parallel != answer.plan.pipeline_parallel
     )
-    # A column has one element if all layouts have equal degrees.
+    # If all layouts have equal degrees, the mask has one element. Indexing needs one per layout.
     is_other = np.broadcast_to(is_other, search.step_time_s.shape)
     rows = search.order[is_other[search.order]]
     if not len(rows):
@@ -331,7 +349,9 @@ def _choice_with_other_degrees(answer: Answer) -> str | None:
 
 
 def _gains_of_other_engines(answer: Answer) -> tuple[str, ...]:
-    """Returns `Explanation.other_engines`."""
+    """Returns texts with the possible gains from context parallelism, overlap of collectives and
+    offload, which the kit's engines do not have.
+    """
     layout = answer.search.layouts.select(np.array([answer.index]))
     overlapped = dataclasses.replace(
         layout, data_overlap=np.array(True), tensor_overlap=np.array(True)
@@ -350,7 +370,9 @@ def _gains_of_other_engines(answer: Answer) -> tuple[str, ...]:
 
 
 def _warnings(answer: Answer, simulated_share: float, nearest: Nearest) -> list[str]:
-    """Returns `Explanation.warnings`, the most general warnings first."""
+    """Returns texts with reasons to distrust the prediction for the layout of `answer`. The most
+    general reasons come first.
+    """
     search = answer.search
     site = search.machine.site
     row = answer.row
@@ -404,8 +426,8 @@ def _warnings(answer: Answer, simulated_share: float, nearest: Nearest) -> list[
 
 
 def _wide_tensor_warnings(answer: Answer) -> list[str]:
-    """Returns warnings about tensor parallel groups that span several nodes. They concern the
-    layout itself and the other layouts among the five fastest of the search.
+    """Returns warnings about tensor parallel groups that span several nodes, in the layout of
+    `answer` and in the other layouts among the five fastest of the search.
     """
     search = answer.search
     texts = []

@@ -1,5 +1,5 @@
-"""Figures of estimates: memory by pipeline device, step time by term, the Pareto front of time and
-memory, and errors of predicted step times.
+"""Figures of the planner: memory of each pipeline device, shares of the step time, the Pareto front
+of step time and memory, and errors of predicted step times.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ MEMORY_COLOURS = (
     "#CC97B6",
     "#BFBFBF",
 )
-"""Colours of the terms in `kit.estimate.theory.memory.TERMS`, in their order, and of the reserve.
-"""
+"""Colours of the parts of a memory bar: first the terms of `kit.estimate.theory.memory.TERMS` in
+their order, then the reserve for memory that is not modelled."""
 TIME_COLOURS = {
     "gemm": "#0072B2",
     "attention": "#56A0D3",
@@ -44,26 +44,27 @@ TIME_COLOURS = {
     "optimizer": "#6DBFA4",
     "overhead": "#BFBFBF",
 }
-"""Colour of each term of the step time. Computation is blue, communication brown, waiting purple.
-Embedding, logits and optimizer are green, overhead is grey."""
+"""Maps each term of the step time to the colour of its bar. Computation is blue, communication
+brown, waiting purple. Embedding, logits and optimizer are green, overhead is grey."""
 SMALLEST = 0.005
-"""Smallest share of a step, 0 to 1, for which a term has its own bar. Smaller terms are drawn
-together as `other`."""
+"""Smallest share of the step time, 0 to 1, at which a term is drawn by itself. Smaller terms are
+drawn together as `other`."""
 DARK_GROUNDS = ("gemm", "recompute", "tensor_parallel", "bubble", "embedding_logits")
-"""Terms with a dark colour. Their percentages are printed in a light colour."""
+"""Terms of the step time whose bars are dark. The percentages on these bars are printed in a light
+colour."""
 
 
 def memory_figure(
     stages: Mapping[str, StageMemory], device_bytes: float, reserve: Reserve = RESERVE
 ) -> tuple[Any, Rows]:
-    """Returns (figure, rows): stacked bars of the memory on each pipeline device in GiB, with one
-    panel per layout, and the table of their totals.
+    """Returns (figure, rows). The figure has stacked bars of the memory of each pipeline device in
+    GiB, with one panel per layout. The rows are a table of the total memory of each device.
 
     Args:
-        stages: Results of `memory_by_stage` by title of the panel. Each title is completed by the
-            memory of the fullest device.
+        stages: Maps the title of a panel to the result of `memory_by_stage` for its layout. The
+            memory of the fullest device is added to each title.
         device_bytes: Memory of a device in bytes, drawn as a line.
-        reserve: Reserve for memory that is not modelled, drawn on top of each bar.
+        reserve: Reserve for memory that is not modelled. It is drawn on top of each bar.
     """
     from matplotlib.collections import PolyCollection
 
@@ -107,11 +108,12 @@ def memory_figure(
 
 
 def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]:
-    """Returns (figure, rows): one horizontal bar per step with the share of each term in %, and the
-    table of the terms in seconds.
+    """Returns (figure, rows). The figure has one horizontal bar per layout, divided into the terms
+    of its step time in %. The rows are a table of the terms in seconds.
 
-    `terms` has the seconds by term of each step (`StepTime.terms_s`), by title. Terms below
-    SMALLEST in all steps are drawn together as `other`, so that each bar ends at 100 %.
+    `terms` maps the title of a bar to the layout's terms (`StepTime.terms_s`), which map a name to
+    seconds. Terms below the share SMALLEST in all layouts are drawn together as `other`, so that
+    each bar ends at 100 %.
     """
     seconds = {
         name: np.array([float(np.squeeze(step[name])) for step in terms.values()])
@@ -162,10 +164,12 @@ def breakdown_figure(terms: Mapping[str, Mapping[str, Any]]) -> tuple[Any, Rows]
 
 
 def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) -> tuple[Any, Rows]:
-    """Returns (figure, rows): the layouts of a search as points of memory in GiB and step time in
-    seconds, and the table of the Pareto front. The front is drawn as a line.
+    """Returns (figure, rows). The figure shows the layouts of a search as points of memory in GiB
+    and step time in seconds, and the Pareto front as a line. The rows are a table of the front.
+
     Layouts above 6 times the shortest time or 4 times the memory of a device are not drawn. Of
-    40,000 or more layouts only a part is drawn. `marked` has indices of layouts to mark, by label.
+    40,000 or more layouts only every second, third, ... layout is drawn. `marked` maps a label to
+    the index of the layout that the label marks.
     """
     rows = [search.row(int(index)) for index in search.pareto]
     used = search.used_bytes / 2**30
@@ -175,7 +179,8 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
     with new_figure(height=3.9) as (figure, axis):
         cloud = np.flatnonzero(near)
         cloud = cloud[:: max(1, len(cloud) // 20_000)]
-        # A medium blue, since a rasterised part keeps its colours on a dark page.
+        # The colour is a medium blue. The points are a raster image, whose colours do not change
+        # on a dark page.
         blue = MEMORY_COLOURS[1]
         axis.plot(
             used[cloud], time_s[cloud], ".", color=blue, alpha=0.3, markersize=2.5, rasterized=True
@@ -194,7 +199,7 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
             axis.annotate(
                 name,
                 (used[index], time_s[index]),
-                xytext=(-6, -5),  # Nothing else is drawn below the front.
+                xytext=(-6, -5),  # The label is left below its point: no layout lies there.
                 textcoords="offset points",
                 color=GREEN,
                 ha="right",
@@ -214,15 +219,16 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
 
 
 def predicted_figure(groups: Mapping[str, tuple[Array, Array]], *, title: str) -> tuple[Any, Rows]:
-    """Returns (figure, rows): errors of predicted step times in %, with one line per data set, and
-    the table of mean errors.
+    """Returns (figure, rows). The figure shows errors of predicted step times in %, with one line
+    per data set. The rows are a table of mean errors.
 
-    `groups` has (measured seconds, predicted seconds) by name of the data set. A dot is one run,
-    the line contains nine of ten runs, the ring is the median. The error is predicted over measured
-    time, minus 1. The mean error in the table is the mean absolute error as a fraction.
+    `groups` maps the name of a data set to (measured seconds, predicted seconds), two arrays with
+    one element per run. A dot is one run, the line contains nine of ten runs, and the ring is the
+    median. The error is the predicted over the measured time, minus 1. The mean error in the table
+    is the mean absolute error as a fraction.
     """
     rows: Rows = []
-    jitter = np.random.default_rng(0)  # Random heights, so that dots do not hide each other.
+    jitter = np.random.default_rng(0)  # Dots have random heights, so that none hides another.
     with new_figure(height=0.8 + 0.36 * len(groups)) as (figure, axis):
         for place, (name, (measured, predicted)) in enumerate(groups.items()):
             percent = 100 * (predicted / measured - 1)

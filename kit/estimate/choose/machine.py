@@ -1,4 +1,4 @@
-"""Machine on which layouts are evaluated, with the step time and the memory of layouts."""
+"""A machine, and functions that compute the step time and the memory of layouts on the machine."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -29,15 +29,15 @@ from kit.estimate.theory.out_of_memory import RESERVE, Reserve
 from kit.estimate.theory.step_time import StepTime, exposed_trips, step_time
 
 CHUNK = 16384
-"""Number of layouts evaluated at once. With this number the overhead of NumPy calls is small, and a
-dozen float32 arrays fit into a core's cache of 1 MB. Chunks of 8,192 layouts are a fifth slower,
-chunks of 32,768 a third."""
+"""Number of layouts that are evaluated at once. With this number the overhead of NumPy calls is
+small, and a dozen float32 arrays fit into a core's cache of 1 MB. Chunks of 8,192 layouts are a
+fifth slower. Chunks of 32,768 layouts are a third slower."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Numbers with which layouts are evaluated: of the site, of the code base, and fitted to
-    runs.
+    """All numbers from which the step time and the memory of a layout are computed: data of the
+    site, properties of the training code, and efficiencies that are fitted to measured runs.
     """
 
     site: Site
@@ -46,35 +46,39 @@ class Machine:
     kernels: Kernels
     reserve: Reserve
     convention: Convention = CONVENTIONS["mixed_precision"]
-    """Bytes per parameter that the engine keeps as weights, gradients and optimizer states."""
+    """Bytes per parameter that the engine keeps for weights, gradients and optimizer states."""
     code_base: str = "kit"
-    """Name of the code base whose kernels and reserve are assumed: `kit`, or a name in
-    `memory.CODE_BASES`."""
+    """Name of the training code that is assumed to run the layouts: `kit`, or a name in
+    `memory.CODE_BASES`. It decides kernels and memory reserve."""
 
     @property
     def coefficients(self) -> Coefficients:
-        """Efficiencies and latencies from which step times are computed."""
+        """Efficiencies and latencies, fitted to runs, from which step times are computed."""
         return self.calibration.coefficients
 
     def step_time(self, layouts: Layouts) -> StepTime:
-        """Returns the modelled step times of layouts, by term."""
+        """Returns the modelled step time of each layout, divided into computation, communication
+        and other terms.
+        """
         return step_time(layouts, self.hardware, self.coefficients)
 
     def memory(self, layouts: Layouts) -> Memory:
-        """Returns the modelled bytes per device of layouts, by term."""
+        """Returns the modelled memory of each layout in bytes per device, divided into weights,
+        gradients, optimizer states, activations and other terms.
+        """
         return memory(
             layouts, kernels=self.kernels, convention=self.convention, reserve=self.reserve
         )
 
     def risk(self, used_bytes: Array) -> Array:
-        """Returns the probability, 0 to 1, that a device runs out of memory if a layout uses
-        `used_bytes` of it.
+        """Returns the probability, 0 to 1, that a device of this machine runs out of memory if the
+        modelled memory of a layout is `used_bytes`.
         """
         return self.reserve.out_of_memory_probability(used_bytes, float(self.hardware.memory_bytes))
 
     def evaluate(self, layouts: Layouts) -> tuple[Array, Array]:
-        """Returns float32 arrays (step time in seconds, used bytes of the heaviest device), with
-        one element per layout.
+        """Returns (step time in seconds, used bytes of the device that needs most memory), two
+        float32 arrays with one element per layout.
         """
         layouts, count = single_precision(layouts), len(layouts)
         time_s = np.empty(count, np.float32)
@@ -87,8 +91,8 @@ class Machine:
         return time_s, used_bytes
 
     def most_bytes(self, max_risk: float) -> float:
-        """Returns the used bytes per device at which the probability of running out of memory is
-        `max_risk`.
+        """Returns the largest modelled memory in bytes per device for which the probability of
+        running out of memory is at most `max_risk`.
         """
         odds = max_risk / (1 - max_risk)
         return float(self.hardware.memory_bytes) * odds ** (1 / self.reserve.sharpness)
@@ -96,12 +100,13 @@ class Machine:
     def stage_times(
         self, spec: ModelSpec, plan: Plan, terms: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Returns arguments of `simulate_plan`: seconds of one micro-batch per stage for each pass,
-        and seconds of a send. `terms` are the seconds of a step by term.
+        """Returns the seconds that one micro-batch needs on each stage, for the forward pass, input
+        gradients and weight gradients, and the seconds of one send. They are keyword arguments of
+        `simulate_plan`. `terms` maps each term of the step time to seconds per step.
 
         A third of the matrix products belongs to the forward pass, a third to input gradients and a
         third to weight gradients. Recomputation is part of the backward pass. Logits and embedding
-        are both counted on the last stage, since the logits take by far the longer time.
+        are both counted on the last stage, since the logits need far more time.
         """
         m = plan.num_microbatches
         p = plan.pipeline_parallel
@@ -152,7 +157,8 @@ def machine_of(
     precision: Precision = "bf16",
     code_base: str = "kit",
 ) -> Machine:
-    """Returns the machine on which layouts are evaluated. The arguments are arguments of `search`.
+    """Returns a site with the numbers from which the step time and the memory of layouts are
+    computed. The arguments are explained in `search`.
 
     Raises:
         ConfigError: The site lacks a number, the code base is unknown, or the site has no peak for

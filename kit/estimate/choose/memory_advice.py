@@ -1,7 +1,7 @@
-"""Advice for a run that ran out of memory: changes of the plan that need less memory, by the
-planner's estimate. No torch.
+"""Advice for a run that ran out of memory: changes of its plan that need less memory according to
+the planner's estimate. This module does not import torch.
 
-`python -m kit.estimate.choose.memory_advice RUN` prints the advice. A rank that has no memory left
+`python -m kit.estimate.choose.memory_advice RUN` prints the advice. A rank that ran out of memory
 starts this command as a child process.
 """
 
@@ -32,14 +32,18 @@ SHOWN = 3
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A change of the plan, with the estimated bytes of the heaviest device after the change."""
+    """A change of the plan. `used_bytes` is the estimated memory of the changed plan on the device
+    that needs most memory.
+    """
 
     changes: dict[str, Any]
     used_bytes: float
 
     @property
     def settings(self) -> str:
-        """Options of `kit resume` that make the change."""
+        """Command line options of `kit resume` that make the change, e.g.
+        `--set plan.zero_stage=2`.
+        """
         values = {name: "null" if value is None else value for name, value in self.changes.items()}
         return " ".join(f"--set plan.{name}={value}" for name, value in values.items())
 
@@ -48,8 +52,9 @@ class Option:
 
 
 def memory_advice(run: Run) -> str:
-    """Returns one line of advice for a run out of memory. It has the estimated memory of the plan
-    in GiB per device, and up to three changes that need at least 5 % less, each with its memory.
+    """Returns one line of advice for a run that ran out of memory. It states the estimated memory
+    of the plan in GiB per device, and up to three changes that need at least 5 % less memory. Each
+    change is followed by the estimated memory.
     """
     now, *options = estimate_options(
         run.spec, run.plan, [{}, *memory_saving_changes(run.spec, run.plan)], run.site.device
@@ -73,8 +78,9 @@ def memory_advice(run: Run) -> str:
 
 
 def memory_saving_changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
-    """Returns changes of the plan that save memory on an equal number of devices. Changes of one
-    setting come first, then changes of two and of three settings.
+    """Returns changes of the plan that save memory without more devices. Each change maps fields of
+    the plan to new values. Changes of one field come first, then changes of two and of three
+    fields.
 
     Only changes that the rules of plans allow are returned. Their memory is not estimated.
     """
@@ -102,10 +108,11 @@ def memory_saving_changes(spec: ModelSpec, plan: Plan) -> list[dict[str, Any]]:
 def estimate_options(
     spec: ModelSpec, plan: Plan, tried: list[dict[str, Any]], device: Device
 ) -> list[Option]:
-    """Returns one option per change, with the estimated bytes of the heaviest device.
+    """Returns one option per change in `tried`, with the estimated bytes of the device that needs
+    most memory.
 
-    The planner models bf16. For fp32, tensors that are allocated and freed in each step count
-    twice.
+    The planner models bf16. For fp32, the bytes of tensors that are allocated and freed in each
+    step are doubled.
     """
     plans = [plan.replace(**change) for change in tried]
     layouts = Layouts.of(spec, plans)
@@ -120,7 +127,7 @@ def estimate_options(
     (convention,) = conventions
     reserve = NO_RESERVE if "CPU" in device.name else RESERVE
     kernels = engine_kernels(plan.engine, device)
-    # In fp32 the shards are the weights themselves, without bf16 copies.
+    # In fp32 the shards are the weights themselves. A bf16 copy does not exist.
     kernels = kernels.replace(fully_sharded=kernels.fully_sharded and not is_fp32)
     terms = memory(layouts, kernels=kernels, convention=convention, reserve=reserve).terms()
     used_bytes: Any = 0

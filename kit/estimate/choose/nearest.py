@@ -1,5 +1,5 @@
-"""The published run most similar to a layout, and the error of the planner's prediction for that
-run.
+"""The published run most similar to a layout, and the error of the planner's predicted step time
+for this run.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from kit.estimate.theory.layouts import Array
 from kit.estimate.theory.step_time import step_time
 
 A100_PEAK = 312e12
-"""Peak FLOP/s of an A100 in bf16. A published run has this peak if its source does not state the
+"""Peak FLOP/s of an A100 in bf16. It is assumed for a published run whose source does not state the
 peak of its device."""
 
 
@@ -27,10 +27,11 @@ class Nearest:
 
     run: PublishedRun
     distance: float
-    """Weighted sum of |ln ratio| between run and layout over the sizes of `_position`: parameters,
-    devices, degrees, sequence length, micro-batch and peak. It is 0 for equal sizes."""
+    """Distance between run and layout. For each of parameters, devices, degrees, sequence length,
+    micro-batch and peak FLOP/s, |ln(run / layout)| is multiplied by a weight and added. The
+    distance is 0 if all are equal."""
     residual: float
-    """Predicted over measured step time of the run, minus 1."""
+    """Relative error of the run's predicted step time: predicted over measured, minus 1."""
 
     def __str__(self) -> str:
         run = self.run
@@ -50,8 +51,8 @@ class Nearest:
 def nearest_run(
     spec: ModelSpec, plan: Plan, hardware: Hardware, coefficients: Coefficients
 ) -> Nearest:
-    """Returns the published run most similar to a layout, with the error of its step time as
-    predicted with `coefficients`.
+    """Returns the published run most similar to the layout `plan`, with the error of the run's step
+    time. `coefficients` are the efficiencies and latencies with which it is predicted.
     """
     here = _position(spec, plan, float(hardware.peak_flops_per_s), plan.precision)
     distances = np.abs(_positions() - here).sum(axis=1)
@@ -65,11 +66,11 @@ def nearest_run(
 
 
 def measured_mfu(device: str, precision: str) -> float | None:
-    """Returns the highest MFU of comparable published runs, as a fraction of the bf16 peak. Returns
-    None if no run is comparable.
+    """Returns the highest MFU of published runs on a device, as a fraction of the bf16 peak.
+    Returns None if there is no comparable run.
 
-    A run is comparable if its site has a device of this name, and its precision, like `precision`,
-    either is or is not narrower than bf16.
+    If `precision` is narrower than bf16, only runs in a narrower precision are comparable.
+    Otherwise only runs in 16 bits or more are comparable.
     """
     best = [
         rate / run.peak_flops_per_s
@@ -99,10 +100,11 @@ def _positions() -> Array:
 
 
 def _position(spec: ModelSpec, plan: Plan, peak_flops_per_s: float, precision: str) -> Array:
-    """Returns a run or layout as a point of weighted logarithms, for distances between runs.
+    """Returns the weighted logarithms of the sizes of a run or layout. The distance of two runs is
+    the sum of the absolute differences of these numbers.
 
-    The peak of the device has the largest weight. For a precision narrower than bf16 it is the bf16
-    peak times the largest speedup of the format.
+    The peak FLOP/s of the device has the largest weight. For a precision narrower than bf16, it is
+    the bf16 peak times the largest speedup of the precision.
     """
     values = (
         spec.num_params,

@@ -35,16 +35,18 @@ GIB = 2.0**30
 WIDTH = 600
 DPI = 192
 MOST_OPERATIONS = 256
-"""Largest number of operations per device that the timeline draws, unless two rounds of the
-pipeline have more. Narrower operations would be thinner than a line."""
+"""Largest number of forward and backward passes per device that the timeline draws. With more, the
+box of a pass would be thinner than a line. Two micro-batches per pipeline device are always drawn.
+"""
 SIDE = 19.0
-"""Odds at the upper end of a 90 % interval: 95 % against 5 %. The interval of used bytes follows
-from the odds of running out of memory."""
+"""Odds at the upper end of a 90 % interval: 95 % against 5 %. The interval of used bytes is
+computed from these odds and from the sharpness of the memory reserve."""
 DARK_PAGE = (
     ":is([data-jp-theme-light=false],.vscode-dark) :is(.kit-panel,.kit-panel-still) img"
     " {filter: invert(0.93) hue-rotate(180deg)}"
 )
-"""CSS rule that inverts the live and the saved picture on a dark page."""
+"""CSS rule that inverts the picture of the panel on a dark page, both the live picture and the
+picture in a saved notebook."""
 FIELDS = (
     "global_batch_size",
     "tensor_parallel",
@@ -59,39 +61,44 @@ FIELDS = (
     "compile",
     "engine",
 )
-"""Fields of the plan whose value is the value of the control with their name."""
+"""Fields of the plan that take their value unchanged from the control of equal name."""
 OPTIONAL = ("shard_size", "recompute_layers")
-"""Fields of the plan that may be None. Their controls show None as 0."""
+"""Fields of the plan that may be None. The control of such a field shows 0 for None."""
 FLAGS = (("no", False), ("yes", True))
-"""Options of a control for a Boolean field, as pairs (label, value)."""
+"""Choices of a control for a Boolean field, as pairs (label, value)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Estimate of one layout, with 90 % intervals."""
+    """Estimated step time, memory and pipeline timeline of one layout. Step time and memory have
+    90 % intervals.
+    """
 
     spec: ModelSpec
     plan: Plan
     machine: Machine
     step_s: tuple[float, float, float]
-    """Seconds per step: median, low end and high end of the 90 % interval."""
+    """Seconds per step, as (median, low end of the 90 % interval, high end of the interval)."""
     terms_s: dict[str, float]
-    """Seconds of the step by term. They add up to the median."""
+    """Maps each term of the modelled step time, e.g. `gemm`, to its seconds. The seconds add up to
+    the median step time."""
     used_bytes: tuple[float, float, float]
-    """Bytes of the fullest device, reserve included: median, low end and high end of the 90 %
-    interval."""
+    """Bytes of the device that needs most memory, as (median, low end of the 90 % interval, high
+    end of the interval). The reserve for memory that is not modelled is included."""
     stages: StageMemory
     risk: float
     """Probability, 0 to 1, that the layout runs out of memory."""
     timeline: Simulation
-    """Simulated schedule of the whole step, or of the beginning of a step that is too long to
-    draw."""
+    """Simulated pipeline schedule of the whole step. If the step is too long to draw, only its
+    beginning is simulated."""
     drawn_microbatches: int
-    """Number of micro-batches that start within the picture of the timeline."""
+    """Number of micro-batches that the first pipeline device starts within the drawn part of the
+    timeline."""
 
     @classmethod
     def of(cls, spec: ModelSpec, machine: Machine, plan: Plan) -> "Estimate":
-        """Returns the estimate of a plan. No field of the plan is replaced by a default.
+        """Returns the estimate of a plan on a machine. The plan is estimated exactly as given,
+        without replacing any field by a default.
 
         Raises:
             ConfigError: The plan cannot run the model, or its precision is fp32, which the planner
@@ -131,8 +138,8 @@ class Estimate:
 
     @property
     def titles(self) -> dict[str, str]:
-        """Titles of the three figures by name: `memory`, `step` and `timeline`. Each has the
-        numbers of its figure with their 90 % intervals.
+        """Maps the names of the three figures, `memory`, `step` and `timeline`, to their titles.
+        Each title states the main numbers of its figure with 90 % intervals.
         """
         time_s, low_s, high_s = self.step_s
         used, least, most = (value / GIB for value in self.used_bytes)
@@ -168,8 +175,8 @@ class Estimate:
         }
 
     def to_png(self, *above: Any) -> bytes:
-        """Returns a PNG picture of the figures `above` and the three figures of the estimate, one
-        below the other.
+        """Returns a PNG picture with the figures `above`, then the three figures of the estimate.
+        The figures are placed one below the other.
         """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from PIL import Image
@@ -184,8 +191,8 @@ class Estimate:
         return stream.getvalue()
 
     def figures(self) -> tuple[Any, Any, Any]:
-        """Returns figures of (memory, step, pipeline timeline). Black strokes show the 90 %
-        intervals of memory and step time.
+        """Returns (memory figure, step time figure, pipeline timeline figure). Black lines show the
+        90 % intervals of memory and step time.
         """
         capacity = float(self.machine.hardware.memory_bytes)
         ends = np.array(self.used_bytes[1:]) / GIB
@@ -198,7 +205,8 @@ class Estimate:
         percent = 100 * np.array(self.step_s[1:]) / self.step_s[0]
         step.axes[0].plot(percent, [0.43, 0.43], color=INK, linewidth=3)
         step.axes[0].set_xlim(0, max(100, percent[1]))
-        timeline.axes[0].set_yticks([])  # Each text takes a millisecond to draw.
+        # Labels and numbers are removed from the timeline, since drawing each needs a millisecond.
+        timeline.axes[0].set_yticks([])
         for text in [*timeline.axes[0].texts]:
             text.remove()
         for figure, title in zip((memory, step, timeline), self.titles.values(), strict=True):
@@ -207,12 +215,12 @@ class Estimate:
 
 
 def _timeline_microbatches(plan: Plan) -> tuple[int, int]:
-    """Returns (micro-batches simulated, micro-batches drawn) of a plan's timeline.
+    """Returns (simulated micro-batches, drawn micro-batches) for the timeline of a plan.
 
     A round is one micro-batch per pipeline device. A short step is drawn completely. For a long
     step two or more rounds are drawn: the fill of the pipeline, and at least one round of the
-    steady state. Two more rounds are simulated, so that the drawn part equals the beginning of the
-    complete step.
+    steady state. Two more rounds are simulated but not drawn, so that the drawn part is equal to
+    the beginning of the complete step.
     """
     p = plan.pipeline_parallel
     v = plan.virtual_stages
@@ -225,8 +233,8 @@ def _timeline_microbatches(plan: Plan) -> tuple[int, int]:
 
 
 def _lay_out(figure: Any, title: str) -> None:
-    """Sets the margins of a figure for its title and legend. Matplotlib's layout engine would take
-    half of the drawing time.
+    """Writes the title above a figure, and sets its margins so that title and legend have room.
+    Matplotlib's layout engine would do this, but would take half of the drawing time.
     """
     figure.set_layout_engine(None)
     figure.dpi = DPI
@@ -239,12 +247,12 @@ def _lay_out(figure: Any, title: str) -> None:
 
 
 class Panel:
-    """Controls for a layout with its `Estimate` below. For an impossible layout the panel shows the
-    reason in place of the estimate.
+    """Panel for a notebook, with controls for a layout and figures of its estimated memory, step
+    time and timeline. If the layout is impossible, the panel shows the reason instead of figures.
 
-    The constructor's arguments are the first values of the controls. The attribute `plan` is the
-    layout that the panel shows, with exactly the values of the controls. It is None if the layout
-    is impossible. A button writes the layout as Python.
+    The arguments of the constructor are the first values of the controls. The attribute `plan` is
+    the layout that the panel shows, with exactly the values of the controls. It is None if the
+    layout is impossible. A button writes the layout as Python code.
     """
 
     def __init__(self, model: str, site: str, plan: Plan) -> None:
@@ -329,12 +337,13 @@ class Panel:
         return Estimate.of(spec, dataclasses.replace(machine, convention=convention), plan)
 
     def update(self) -> None:
-        """Draws the estimate of the layout that the controls describe. If the layout is impossible,
-        it shows the reason.
+        """Draws the figures for the layout that the controls describe. If the layout is impossible,
+        the reason is shown instead of the figures.
         """
         self.text.value = ""
         self.plan = None
-        # The live panel hides its saved picture, even while it shows an error.
+        # In a live notebook, this style hides the saved picture of the panel. The panel contains
+        # the style even while it shows an error.
         style = f"<style>{DARK_PAGE}.{self._still} {{display: none !important}}</style>"
         try:
             found = self.estimate()
@@ -347,7 +356,9 @@ class Panel:
         self.view.value = f"<div class='kit-panel'>{style}{image}</div>"
 
     def write(self) -> None:
-        """Writes the layout as Python below the controls."""
+        """Shows the layout as Python code below the controls. Without a possible layout nothing is
+        shown.
+        """
         if self.plan is not None:
             stated = {
                 field.name: getattr(self.plan, field.name)
@@ -364,8 +375,8 @@ class Panel:
         return f"kit-still-{self.box.model_id}"
 
     def _ipython_display_(self) -> None:
-        """Shows the panel, and a still picture of the panel with its controls. The picture is for
-        saved notebooks. While the panel is live, a style of the panel hides the picture.
+        """Shows the panel and a picture of the panel with its controls. A saved notebook shows only
+        the picture. While the panel is live, a CSS style of the panel hides the picture.
         """
         from IPython.display import display
 
@@ -379,7 +390,9 @@ class Panel:
             display({**still, "text/plain": str(self.plan)}, raw=True)
 
     def _controls_figure(self) -> Any:
-        """Returns a figure of the controls with their values, three in a row."""
+        """Returns a figure that shows the label and the value of each control, with three controls
+        per line.
+        """
         rows = math.ceil(len(self.controls) / 3)
         with new_figure(height=0.37 * rows) as (figure, axis):
             axis.axis("off")
@@ -399,7 +412,9 @@ class Panel:
 
 
 def _image(png: bytes, *, alt: str) -> str:
-    """Returns an HTML `img` element that contains the picture."""
+    """Returns an HTML `img` element that contains the PNG picture. `alt` is the text for readers
+    who cannot see the picture.
+    """
     return (
         f"<img alt='{html.escape(alt, quote=True)}' width='{WIDTH}' style='max-width:100%'"
         f" src='data:image/png;base64,{base64.b64encode(png).decode()}'>"

@@ -1,5 +1,5 @@
-"""Layouts that recompute only some blocks of each pipeline device: the smallest number with which
-they fit in memory.
+"""Layouts that recompute only some blocks of each pipeline device. For each layout, the smallest
+number of recomputed blocks is found with which the layout fits in memory.
 """
 
 import dataclasses
@@ -12,9 +12,11 @@ from kit.estimate.theory.layouts import RECOMPUTE, Array, Layouts
 NONE = RECOMPUTE.index("none")
 FULL = RECOMPUTE.index("full")
 MOST = 200
-"""Number of the fastest full-recompute layouts for which partial recomputation is tried."""
+"""Number of layouts for which partial recomputation is tried. They are the fastest layouts that
+recompute all blocks and fit in memory."""
 PARTS = 16
-"""Number of partial recomputations tried per layout: 0 to 15 sixteenths of a device's blocks."""
+"""Number of partial recomputations that are tried per layout: 0/16 to 15/16 of the blocks of a
+device are recomputed."""
 
 
 def with_some_recomputed(
@@ -25,16 +27,17 @@ def with_some_recomputed(
     most_bytes: float,
     equal_stages: bool,
 ) -> tuple[Layouts, Array, Array]:
-    """Returns (layouts, step seconds, used bytes) with rows added for partial recomputation.
+    """Returns (layouts, step times in seconds, used bytes). They contain the given layouts, and
+    then the added layouts, which recompute only some blocks.
 
     Partial recomputation is tried for the MOST fastest feasible layouts that recompute all blocks.
-    For each, the added row is the layout that recomputes the smallest number of blocks with which
-    it fits. No row is added if the layout fits without recomputation.
+    For each, the layout with the smallest number of recomputed blocks that fits in `most_bytes` is
+    added. Nothing is added for a layout that fits without recomputation.
 
-    Each block that is not recomputed saves the time of a forward pass and keeps its activations.
-    The smallest number of blocks that fits is therefore the fastest. With `equal_stages`, all
-    stages of a device recompute an equal number of blocks, since Megatron-Core's option counts the
-    blocks of a stage.
+    A block that is not recomputed saves the time of one forward pass and keeps its activations in
+    memory. The layout with the fewest recomputed blocks is therefore the fastest. With
+    `equal_stages`, all stages of a device recompute an equal number of blocks. This is how
+    Megatron-Core's option works, which sets the number of blocks per stage.
     """
     rows = np.flatnonzero((layouts.recompute == FULL) & (used_bytes <= most_bytes))
     rows = rows[np.argsort(time_s[rows], kind="stable")][:MOST]
@@ -51,10 +54,11 @@ def with_some_recomputed(
 
 
 def _with_fewer(layouts: Layouts, equal_stages: bool) -> tuple[Layouts, Array]:
-    """Returns (fewer, origin). `fewer` has the layouts with 0 to 15 sixteenths of each device's
-    blocks recomputed, rounded up. `origin` has the index in `layouts` from which each was made.
+    """Returns (fewer, origin). `fewer` has copies of the layouts that recompute 0/16 to 15/16 of
+    the blocks of each device, rounded up. `origin` has the index in `layouts` of the layout from
+    which each copy was made.
 
-    For each origin, the layouts are in ascending order of recomputed blocks.
+    The copies of one layout are in ascending order of recomputed blocks.
     """
     step = np.broadcast_to(layouts.virtual_stages if equal_stages else 1.0, layouts.shape)[:, None]
     blocks = np.broadcast_to(layouts.most_layers, layouts.shape)[:, None]

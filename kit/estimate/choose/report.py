@@ -19,26 +19,28 @@ from kit.interop.weights.hugging_face_config import training_spec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanReport:
-    """A search with the answers for its fastest layouts, fastest first."""
+    """Result of `kit plan`: a search, and its fastest layouts with their plans, times and memory.
+    The fastest layout is the first element of `answers`.
+    """
 
     search: Search
     answers: list[Answer]
     choice: int = 1
-    """Number of the answer that is explained and saved, counted from 1."""
+    """Position in `answers`, counted from 1, of the layout that is explained and saved."""
     notes: tuple[str, ...] = ()
-    """Assumptions about facts that the model's configuration does not state, such as the training
-    length."""
+    """Assumptions about facts that the model's configuration does not state, such as the sequence
+    length in training."""
 
     @property
     def chosen(self) -> Answer:
-        """Answer for the layout that is explained and saved."""
+        """Layout that is explained and saved, with its plan, times and memory."""
         return self.answers[self.choice - 1]
 
     header = ("#", *COLUMNS)
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
-        """One row per answer, as texts in the order of `header`."""
+        """Table rows, one per recommended layout. The cells are texts in the order of `header`."""
         return [
             (str(number), *cells(answer.row)) for number, answer in enumerate(self.answers, start=1)
         ]
@@ -82,12 +84,13 @@ def plan_report(
     sequence_length: int | None = None,
     code_base: str = "kit",
 ) -> PlanReport:
-    """Returns the fastest layouts of a model on a machine. Step times are calibrated on the
-    published runs of the machine.
+    """Returns the fastest layouts of a model on a machine. The predicted step times are calibrated
+    on published runs of the machine.
 
-    `model` and `site` are names or files. `tokens` and `count` are arguments of `answers`. `choose`
-    is the number of the layout to explain and save, counted from 1. Without `sequence_length`,
-    `training_spec` chooses the training length. All other arguments are arguments of `search`.
+    `model` and `site` are names or files. `count` is the largest number of layouts. `tokens` is the
+    training budget, from which days and price are computed. `choose` is the number of the layout to
+    explain and save, counted from 1. Without `sequence_length`, `training_spec` chooses the length
+    of training sequences. All other arguments are explained in `search`.
 
     Raises:
         ConfigError: The model or the site is unknown, or `tokens` is less than one step. Or

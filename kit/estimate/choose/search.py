@@ -1,8 +1,9 @@
 """Search for the fastest layout of a model on a machine. Only layouts with a low risk of running
 out of memory are feasible.
 
-All candidates are evaluated, in chunks that fit into the cache of a core. `explain.py` says how far
-a result can be trusted, and which changes of the machine would change it.
+All candidates are evaluated, in chunks that fit into the cache of a core. `explain.py` explains how
+reliable the predicted step time of a layout is, and on which changed machines another layout would
+be the fastest.
 """
 
 import dataclasses
@@ -35,18 +36,19 @@ from kit.show.table import Table
 NOT_OURS = " (not by the kit's engines)"
 EXACT_LAYOUTS = 2000
 """Number of the fastest feasible layouts whose time and memory are computed again in float64.
-Float32 is precise enough to find these layouts. With float64, an answer shows the values that
-`step_time`, `memory` and the panel give for the same plan."""
+Float32 is precise enough to find these layouts. With float64, a report shows exactly the values
+that `step_time`, `memory` and the notebook panel compute for the plan."""
 NOTABLE = 1.1
-"""Smallest speedup, as a ratio of sequences per second, at which another batch is recommended."""
+"""Smallest ratio of sequences per second, with another batch over the present batch, at which the
+other batch is recommended."""
 COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GiB", "risk", "MFU")
-"""Headers of the cells that `cells` returns."""
+"""Column headers of a table of layouts. The function `cells` returns the cells of one row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchSetup:
-    """Inputs of a search that do not depend on the number of devices, the batch and the allowed
-    values.
+    """Inputs of a search without the number of devices, the batch and the allowed values. They stay
+    unchanged if the search is repeated with other devices or another batch.
     """
 
     spec: ModelSpec
@@ -55,16 +57,18 @@ class SearchSetup:
     engine: EngineName
     precision: Precision
     code_base: CodeBase | None
-    """Another code base whose layouts are searched, or None for the kit's engine."""
+    """Training code whose layouts are searched, e.g. Megatron-LM, or None for the kit's engine."""
     has_kit_kernels: bool
-    """Whether the layouts run the kit's own decoder in torch on GPUs."""
+    """Whether the layouts run on GPUs with the torch decoder and the kernels of the kit."""
     kernels: Mapping[str, Any]
-    """Values for columns of `Layouts`, by name, that describe the kernels of the code base."""
+    """Maps columns of `Layouts` to values that describe the kernels of the training code."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """All layouts of a model, device count and batch on a machine, with time and memory of each."""
+    """All layouts of a model for a number of devices and a batch, with the modelled step time and
+    memory of each layout.
+    """
 
     spec: ModelSpec
     machine: Machine
@@ -76,16 +80,16 @@ class Search:
     only: Mapping[str, Iterable[Any]]
     layouts: Layouts
     step_time_s: Array
-    """Seconds per step of each layout, in closed form. This step time ranks the layouts, is shown
-    to the user, and is the centre of the interval."""
+    """Seconds per step of each layout, computed in closed form without a simulation. Layouts are
+    ranked by this time. It is shown to the user and is the centre of the 90 % interval."""
     used_bytes: Array
-    """Bytes of the heaviest device of each layout."""
+    """Bytes of each layout on the device that needs most memory."""
     setup: SearchSetup = dataclasses.field(repr=False, compare=False)
 
     @cached_property
     def feasible(self) -> Array:
-        """Boolean mask of the layouts that run out of memory with a probability of at most
-        `max_risk`.
+        """Boolean mask with one element per layout. It is True if the probability of running out of
+        memory is at most `max_risk`.
         """
         return self.used_bytes <= self.machine.most_bytes(self.max_risk)
 
@@ -99,8 +103,8 @@ class Search:
 
     @cached_property
     def pareto(self) -> Array:
-        """Indices of the Pareto-optimal layouts, fastest first: no other layout is better in both
-        time and memory. Infeasible layouts are included.
+        """Indices of the Pareto-optimal layouts, fastest first. No other layout needs both less
+        time and less memory. Layouts that do not fit in memory are included.
         """
         rows = np.lexsort((self.used_bytes, self.step_time_s))
         used = self.used_bytes[rows]
@@ -114,8 +118,8 @@ class Search:
         batch: int | None = None,
         only: Mapping[str, Iterable[Any]] | None = None,
     ) -> "Search | None":
-        """Searches again with another number of devices, another batch or other allowed values.
-        Returns None if no layout fits.
+        """Returns a new search with another number of devices, another batch or other allowed
+        values. Returns None if no layout exists or none fits in memory.
         """
         try:
             found = evaluate_layouts(
@@ -129,12 +133,13 @@ class Search:
         return found if found.feasible.any() else None
 
     def advise_batch(self) -> str | None:
-        """Returns a recommendation of another batch, or None. It searches again for each of up to
-        four nearby batches.
+        """Returns a text that recommends another batch, or None if no other batch is much faster.
+        The method searches again for each of up to four nearby batches.
 
-        The number of replicas must divide both the batch and the devices. Another batch is searched
-        only if the best layout has as many replicas as the present batch allows. It is recommended
-        only if its best layout trains at least NOTABLE times as fast.
+        The number of replicas must divide both the batch and the devices. Other batches are
+        searched only if the fastest layout has as many replicas as the present batch allows.
+        Another batch is recommended only if its fastest layout trains at least NOTABLE times as
+        many sequences per second.
         """
         most_replicas = math.gcd(self.num_devices, self.global_batch_size)
         if self.best.data_parallel < most_replicas:
@@ -162,14 +167,14 @@ class Search:
 
     @property
     def best(self) -> Plan:
-        """Plan of the fastest feasible layout, as the engine trains it."""
+        """Plan of the fastest feasible layout, with all settings that the engine needs."""
         return self.plan(int(self.order[0]))
 
     def fastest(self, count: int) -> Array:
-        """Returns indices of at most `count` fastest feasible layouts. Of layouts with equal time
-        and memory, only the first is returned.
+        """Returns the indices of the `count` fastest feasible layouts, or of fewer. Of layouts with
+        equal time and memory, only the first is returned.
 
-        For example, ZeRO 2 needs as much time and memory as ZeRO 1 if there is a pipeline.
+        For example, with a pipeline ZeRO 2 needs as much time and memory as ZeRO 1.
         """
         rows = self.order[: 20 * count]
         time_s = self.step_time_s[rows]
@@ -181,8 +186,8 @@ class Search:
         return rows[is_new][:count]
 
     def plan(self, index: int) -> Plan:
-        """Returns the Plan of one layout for the engine, in the precision of the search. On GPUs it
-        has `Plan.gpu_defaults`.
+        """Returns the plan of one layout for the engine of the search, in the precision of the
+        search. On GPUs the plan has the settings of `Plan.gpu_defaults`.
         """
         plan = self.layouts.plan(index, self.engine)
         if self.machine.site.device.is_gpu:
@@ -209,8 +214,8 @@ class Search:
         return self.machine.calibration.predict(layout, self.machine.hardware)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Returns one layout as a row of a table. It has the fields of the plan, the step time in
-        seconds with its 90 % interval, used bytes, risk and MFU.
+        """Returns the numbers of one layout by name: fields of the plan, step time in seconds with
+        its 90 % interval, used bytes, probability of running out of memory, and MFU.
         """
         plan = self.plan(index).to_dict()
         for name in ("compile", "precision", "global_batch_size"):
@@ -227,8 +232,8 @@ class Search:
 
     @property
     def title(self) -> str:
-        """Model, machine, batch, number of compared layouts, and number of runs on which the times
-        are calibrated, in one line.
+        """Title of a table of the layouts, in one line: model, machine, batch, number of compared
+        layouts, and number of runs on which the step times are calibrated.
         """
         precision = "" if self.precision == "bf16" else f" in {self.precision}"
         return (
@@ -262,8 +267,8 @@ def search(
     only: Mapping[str, Iterable[Any]] | None = None,
     **layout_kernels: Any,
 ) -> Search:
-    """Returns a search over every layout that the engine can train, with modelled time and memory
-    of each layout.
+    """Returns all layouts that the engine can train on the devices, with the modelled step time and
+    memory of each layout.
 
     Args:
         spec: Model to train.
@@ -274,14 +279,14 @@ def search(
         engine: Engine that would train the layouts. The default is the engine of the site.
         precision: Precision of matrix products. The kit plans fp8, mxfp8 and nvfp4, but trains
             none of them.
-        calibration: Fitted efficiencies, e.g. `published_calibration(site)`. By default, the
-            average efficiencies of published machines are used.
-        kernels: Description of the tensors that the kernels save for backward. The default is that
-            of the code base.
-        code_base: Code base whose kernels, schedules and overlap are assumed: `kit`, or a name in
-            `theory.memory.CODE_BASES`.
-        only: Allowed values by field of a Plan, e.g. `{"schedule": ["1f1b"]}`. Context parallelism
-            is searched only if it is named, since the kit does not train it:
+        calibration: Efficiencies and latencies fitted to runs, e.g. `published_calibration(site)`.
+            By default, the average efficiencies of published machines are used.
+        kernels: Description of the tensors that the kernels save for backward. By default, the
+            kernels of `code_base` are described.
+        code_base: Training code whose kernels, schedules and overlap are assumed: `kit`, or a name
+            in `theory.memory.CODE_BASES`.
+        only: Maps fields of Plan to allowed values, e.g. `{"schedule": ["1f1b"]}`. The kit does not
+            train context parallelism. It is searched only if it is named, e.g. with
             `{"context_parallel": [1, 2, 4]}`.
         layout_kernels: Keyword arguments of `Layouts.of`: `flash_attention`, `fused_norm`,
             `data_overlap`, `tensor_overlap` and others.
@@ -340,8 +345,9 @@ def evaluate_layouts(
     global_batch_size: int,
     only: Mapping[str, Iterable[Any]],
 ) -> Search:
-    """Returns the search over all layouts of a setup for a number of devices and a batch.
-    Infeasible layouts are included.
+    """Returns all layouts of a setup for a number of devices and a batch, with the modelled step
+    time and memory of each layout. Layouts that do not fit in memory are included.
+
     Raises:
         ConfigError: The site lacks a number, or no layout fits devices, batch and `only`.
     """
@@ -361,7 +367,8 @@ def evaluate_layouts(
         **setup.kernels,
     )
     if setup.has_kit_kernels:
-        # These are the layouts whose blocks `Plan.gpu_defaults` compiles.
+        # `Plan.gpu_defaults` compiles the blocks of these layouts. Blocks are not compiled in a
+        # pipeline whose schedule splits the backward pass.
         is_split = layouts.is_one_of("schedule", *SPLIT_SCHEDULES)
         has_pipeline = layouts.pipeline_parallel > 1
         layouts = dataclasses.replace(layouts, compiled=~(is_split & has_pipeline))
@@ -395,12 +402,12 @@ def evaluate_layouts(
 
 
 def _convention(engine: EngineName, only: Mapping[str, Iterable[Any]]) -> Convention:
-    """Returns the convention for bytes per parameter. It must be the same for all layouts of a
-    search.
+    """Returns the bytes per parameter of weights, gradients and optimizer states. One search needs
+    one number of bytes for all its layouts.
 
     Raises:
-        ConfigError: The engine is neuron, and `only` allows ZeRO stage 0 beside other stages. At
-            stage 0 the engine keeps fewer bytes per parameter.
+        ConfigError: The engine is neuron, and `only` allows ZeRO stage 0 together with other ZeRO
+            stages. At stage 0 the engine keeps fewer bytes per parameter.
     """
     allowed = only.get("zero_stage", ())
     stages = {allowed} if isinstance(allowed, int) else set(allowed)
@@ -416,8 +423,9 @@ def _convention(engine: EngineName, only: Mapping[str, Iterable[Any]]) -> Conven
 def _fastest_in_float64(
     machine: Machine, layouts: Layouts, time_s: Array, used_bytes: Array, most_bytes: float
 ) -> tuple[Array, Array]:
-    """Returns (step time in seconds, used bytes) of all layouts as float64 arrays. For the
-    EXACT_LAYOUTS fastest feasible layouts the values are computed again in float64.
+    """Returns (step time in seconds, used bytes) of all layouts as float64 arrays. Only the values
+    of the EXACT_LAYOUTS fastest feasible layouts are computed in float64. All other values are
+    converted from float32.
     """
     time_s = time_s.astype(np.float64)
     used_bytes = used_bytes.astype(np.float64)
@@ -432,8 +440,9 @@ def _fastest_in_float64(
 
 
 def _none_fits(found: Search) -> str:
-    """Returns the error message if no layout fits in memory. It gives the memory of the smallest
-    layout, and the nearest number of devices, batch and options with which a layout fits.
+    """Returns the error message for a search in which no layout fits in memory. The message states
+    the memory of the smallest layout, and the nearest number of devices, the nearest batch and
+    other options with which a layout fits.
     """
     site = found.machine.site
     least = found.row(int(found.used_bytes.argmin()))
@@ -467,7 +476,9 @@ def _none_fits(found: Search) -> str:
 
 
 def _describe_search(search: Search) -> str:
-    """Returns the number of devices, the batch and the fastest layout of a search in one line."""
+    """Returns a text of one line with the number of devices, the batch and the fastest layout of a
+    search.
+    """
     devices = counted(search.num_devices, "device")
     sequences = counted(search.global_batch_size, "sequence")
     layout = describe_layout(search.row(int(search.order[0])))
@@ -476,10 +487,11 @@ def _describe_search(search: Search) -> str:
 
 
 def describe_layout(row: Mapping[str, Any]) -> str:
-    """Returns one layout in a line: `TP8+SP PP16x2 interleaved DP24 ZeRO1 micro 1 recompute none`.
+    """Returns a text of one line that describes a layout, e.g.
+    `TP8+SP PP16x2 interleaved DP24 ZeRO1 micro 1 recompute none`.
 
-    `ZeRO3/8` shards over groups of 8 replicas. `recompute full (3 a device)` recomputes 3 blocks of
-    each pipeline device.
+    `PP16x2` is a pipeline of 16 devices with 2 stages each. `ZeRO3/8` shards over groups of 8
+    replicas. `recompute full (3 a device)` recomputes 3 blocks of each pipeline device.
     """
     tensor = f"TP{row['tensor_parallel']}"
     if row["sequence_parallel"]:
@@ -525,7 +537,9 @@ def interval_text(row: Mapping[str, Any]) -> str:
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the cells of one row as short texts, in the order of `COLUMNS`."""
+    """Returns the table cells of one layout as short texts, in the order of `COLUMNS`. `row` is a
+    result of `Search.row`.
+    """
     return (
         describe_layout(row),
         seconds_text(row["step_time_s"]),

@@ -1,1 +1,1 @@
-"""Fits of the step-time equations to measured and published runs."""
+"""Fits of the coefficients in the step time equations to measured and published runs."""

@@ -1,5 +1,6 @@
-"""Calibration: coefficients of one machine fitted to its runs, predictions with an interval, and
-the choice of the next runs. No torch.
+"""Calibration of the planner on one machine. Its coefficients (efficiencies and latencies) are
+fitted to runs of the machine. Predictions have an interval, and the most useful next runs are
+chosen. This module does not import torch.
 """
 
 import dataclasses
@@ -19,16 +20,18 @@ from kit.estimate.theory.layouts import Array, Layouts
 from kit.estimate.theory.step_time import StepTime, step_time
 
 UNIDENTIFIED = 0.9
-"""Share of the prior's standard deviation. If the posterior standard deviation of a coefficient is
-above this share, the runs did not determine the coefficient."""
+"""Highest ratio of posterior to prior standard deviation at which the runs determined a
+coefficient. Above it, the runs narrowed the prior too little."""
 RUN_NOISE = 0.07
-"""Standard deviation, on the log scale, of the error of one calibration run when runs are proposed.
-It combines the error of the formula (`Scales.misfit`) and of a repeated measurement
-(`fitting.NOISE`)."""
+"""Assumed standard deviation, on the log scale, of the error of a future calibration run. It is
+used to choose the most useful runs. It combines the error of the formula (`Scales.misfit`) and of a
+repeated measurement (`fitting.NOISE`)."""
 LOCAL_SPREAD = 1.2
-"""Factor of the prior's standard deviation on a local site, since the population has no local
-machines. `Scales.variance_factor` and Student's tails widen intervals further. Without these two a
-factor of 2 would give the same width. All 19 runs of the notebooks on two quiet cores lie in their
+"""Factor by which the prior's standard deviations are larger on a local site. The published
+machines, from which the prior was computed, include no local machine.
+
+`Scales.variance_factor` and Student's tails widen intervals further. Without these two, a factor of
+2 would give equally wide intervals. All 19 runs of the notebooks on two quiet cores lie in their
 intervals."""
 LOCAL = {
     "gemm_efficiency": (0.6, 0.4),
@@ -36,11 +39,11 @@ LOCAL = {
     "node_latency_s": (5e-4, 0.65),
     "step_s": (2e-2, 0.95),
 }
-"""(mean, standard deviation of the logarithm) of coefficients whose mean differs on a local site,
-since processes of one machine communicate through gloo and Python."""
+"""Maps coefficients to (mean, standard deviation of the logarithm) of their prior on a local site.
+They differ from the prior of clusters, since the processes communicate through gloo and Python."""
 LOCAL_MISFIT = 0.12
-"""Smallest standard deviation, on the log scale, of the error of the formula on a local site.
-Processes share cores and caches with each other and with all other work of the machine."""
+"""Smallest standard deviation, on the log scale, of the error of the step time formula on a local
+site. It is large since processes share cores and caches with all other work of the machine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,52 +51,59 @@ class Prediction:
     """Predicted step times with a 90 % interval, and warnings about their reliability."""
 
     step_time: StepTime
-    """Predicted step times and their terms."""
+    """Predicted seconds per step of each layout, divided into computation, communication and other
+    terms."""
     low_s: Array
     """Lower end of each 90 % interval, in seconds per step."""
     high_s: Array
     """Upper end of each 90 % interval, in seconds per step."""
     warnings: tuple[str, ...]
-    """Sentences about layouts unlike any measured run."""
+    """Sentences that warn about layouts with sizes or features that no measured run had."""
     untried: tuple[str, ...]
-    """Names of traits that neither the fit nor the machine's runs have, for example context
-    parallelism. Each has widened the interval of some layout."""
+    """Names of features, for example context parallelism, that no run had to which the planner was
+    fitted. Each of them made the interval of some layout wider."""
 
     @property
     def total_s(self) -> Array:
-        """Predicted seconds per step, the centre of the interval."""
+        """Predicted seconds per step of each layout. They are the centres of the 90 % intervals."""
         return self.step_time.total_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Coefficients of one machine, fitted to its runs, and their uncertainty."""
+    """Coefficients of the step time formula (efficiencies and latencies), fitted to the runs of one
+    machine, and their uncertainty.
+    """
 
     coefficients: Coefficients
     covariance: Array
-    """Covariance of the logarithms of the coefficients, [NAMES, NAMES]."""
+    """Covariance matrix of the logarithms of the coefficients, with rows and columns in the order
+    of NAMES."""
     unidentified: tuple[str, ...]
-    """Names of coefficients that the runs did not determine. Their values rest on the population of
-    published machines."""
+    """Names of coefficients that the runs did not determine. Their values come from other published
+    machines."""
     num_runs: int
-    """Number of runs that the coefficients were fitted to."""
+    """Number of runs to which the coefficients were fitted."""
     num_derived: int = 0
-    """Number of runs, among `num_runs`, whose time follows from a published rate
-    (`PublishedRun.is_derived`)."""
+    """Number of runs among `num_runs` whose step time was computed from published rates and was not
+    itself published (`PublishedRun.is_derived`)."""
     error: float
-    """Mean absolute relative error of the fitted step times of the runs. NaN without runs."""
+    """Mean absolute relative error of the fitted step times of the runs. If there are no runs, the
+    value is NaN."""
     hardware: Hardware
-    """Numbers of the machine, used for predictions by default."""
+    """Peak rates, bandwidths and sizes of the machine. Predictions use them by default."""
     measured: interval.MeasuredRange | None
-    """Range of the features of the runs. None without runs."""
+    """Ranges of model sizes, degrees and batches of the runs. Outside of them, predictions have
+    warnings. If there are no runs, the value is None."""
     misfit: float = interval.SCALES.misfit
-    """Standard deviation, on the log scale, of the error of the formula on this machine."""
+    """Standard deviation, on the log scale, of the error of the step time formula on this machine.
+    It does not include the uncertainty of the coefficients."""
 
     def predict(self, layouts: Layouts, hardware: Hardware | None = None) -> Prediction:
-        """Returns step times of layouts with a 90 % interval, and warnings for layouts unlike any
-        calibrated run.
+        """Returns the predicted step time of each layout with a 90 % interval, and warnings about
+        sizes and features that no calibration run had.
 
-        If `hardware` is None, it is that of the calibrated machine.
+        If `hardware` is None, the hardware of the calibrated machine is used.
         """
         hardware = hardware or self.hardware
         centre, variance = interval.log_time_and_variance(
@@ -126,11 +136,12 @@ class Calibration:
         )
 
     def draws(self, layouts: Layouts, count: int = 300, *, seed: int = 0) -> Array:
-        """Returns step times in seconds, [count, layouts], for random draws of the coefficients
-        from their posterior.
+        """Returns step times in seconds, [count, layouts]. Each row is computed with coefficients
+        drawn at random from their posterior.
 
-        The draws give the interval of a ratio of two layouts, since errors that both layouts share
-        cancel. They do not include the error of the formula (`misfit`).
+        The draws give the interval of the ratio of two layouts' step times. Errors of coefficients
+        that affect both layouts equally cancel in this ratio. The draws do not include the error of
+        the formula (`misfit`).
         """
         values = np.random.default_rng(seed).multivariate_normal(
             self._values, self.covariance, size=count, method="svd"
@@ -142,8 +153,8 @@ class Calibration:
     def propose(
         self, candidates: Layouts, count: int, hardware: Hardware | None = None
     ) -> list[int]:
-        """Returns the indices of the `count` candidates whose runs would narrow the predictions of
-        all candidates most.
+        """Returns the indices of the `count` candidates that are most useful as calibration runs.
+        Their measured step times would reduce the uncertainty of all candidates' predictions most.
 
         Raises:
             ConfigError: `count` is larger than the number of candidates.
@@ -152,7 +163,9 @@ class Calibration:
 
     @property
     def label(self) -> str:
-        """Text such as `calibrated on 3 runs`, or `not calibrated`."""
+        """Text with the number of fitted runs, e.g. `calibrated on 3 runs`. Without runs it is
+        `not calibrated`.
+        """
         return (
             f"calibrated on {counted(self.num_runs, 'run')}" if self.num_runs else "not calibrated"
         )
@@ -181,15 +194,16 @@ class Calibration:
 def calibrate(
     runs: Sequence[AnyRun], site: Site | None = None, *, hardware: Hardware | None = None
 ) -> Calibration:
-    """Returns the coefficients of the machine on which the runs were made.
+    """Returns the coefficients of the step time formula, fitted to runs of one machine.
 
-    Their prior is the population of published machines, with a larger standard deviation for a
-    local site. Without runs the coefficients are the average of the population. If `site` is None,
-    it is the site of the runs. If `hardware` is None, it has the numbers of the site.
+    The prior of the coefficients comes from published machines. For a local site its standard
+    deviations are larger. Without runs the coefficients are the average of published machines. If
+    `site` is None, the site of the runs is used. If `hardware` is None, the numbers of the site are
+    used.
 
     Raises:
-        ConfigError: A directory holds no finished step, the site lacks a number that step time
-            needs, or neither runs nor a site are given.
+        ConfigError: No attempt of a run directory has more steps than the two of the warm-up, the
+            site lacks a number that step time needs, or neither runs nor a site are given.
     """
     site = site or site_of(runs)
     is_local = site is not None and site.scheduler == "local"
@@ -222,8 +236,8 @@ def _local(prior: Prior) -> Prior:
 
 
 def left_out_ratios(runs: Sequence[PublishedRun], site: Site) -> Array:
-    """Returns predicted over measured step time of each run of a site. A run is predicted by a fit
-    to all other runs.
+    """Returns the ratio of predicted to measured step time of each run of a site. Each run is
+    predicted with coefficients that are fitted to all other runs.
     """
     others = [[*runs[:i], *runs[i + 1 :]] for i in range(len(runs))]
     predicted = [
@@ -234,13 +248,14 @@ def left_out_ratios(runs: Sequence[PublishedRun], site: Site) -> Array:
 
 
 def published_calibration(site: Site) -> Calibration:
-    """Returns the calibration of a site from its published runs, or the average of the population
-    if it has none.
+    """Returns the coefficients of the step time formula, fitted to the published runs of a site. If
+    the site has no published runs, they are the average of published machines.
 
-    A site file with a packaged site as its `base` has the published runs of the packaged site, as
-    long as the device is the same. The fit uses the numbers of the packaged site. Predictions use
-    the numbers of `site`, and `misfit` includes `interval.OTHER_STACK`, since the software stack
-    may differ. Second-hand numbers and rows that were corrected by hand are left out.
+    The kit contains site files, and a user's site file may name one of them as its `base`. The
+    published runs of this base are used if both have the same device. The fit then uses the numbers
+    of the base. Predictions use the numbers of `site`. `misfit` includes `interval.OTHER_STACK`,
+    since the software stack may differ. Second-hand numbers and rows that were corrected by hand
+    are left out.
 
     Raises:
         ConfigError: The site lacks a number that step time needs.
@@ -257,15 +272,16 @@ def published_calibration(site: Site) -> Calibration:
 
 
 def _packaged(name: str | None) -> Site | None:
-    # The name may come from a site.json of another user, so no other file is loaded by it.
+    # The name may come from a site.json of another user. Only site files of the kit are loaded, so
+    # that this name cannot make the kit read any other file.
     return Site.load(name) if name in Site.names() else None
 
 
 def from_fit(
     found: fitting.Fit, prior: Prior, rows: Rows | None, hardware: Hardware
 ) -> Calibration:
-    """Returns the calibration of a machine with the coefficients of a fit to `rows`. If `rows` is
-    None, the fit had no runs.
+    """Returns the calibration of a machine. `found` has the coefficients, which were fitted to the
+    measured runs `rows`. If `rows` is None, no run was fitted.
     """
     deviation = np.sqrt(np.diag(found.covariance))
     told = deviation < UNIDENTIFIED * prior.spread
@@ -290,10 +306,11 @@ def from_fit(
 def propose(
     candidates: Layouts, hardware: Hardware, values: Array, covariance: Array, count: int
 ) -> list[int]:
-    """Returns the indices of `count` candidates, chosen one after the other. Each choice is the
-    candidate whose run lowers the predictive variance, summed over all candidates, most.
+    """Returns the indices of `count` candidates that are most useful as calibration runs.
 
-    `values` are the present logarithms of the coefficients, with their covariance.
+    They are chosen one after the other. Each choice is the candidate whose measurement would reduce
+    the variance of the predictions, summed over all candidates, most. `values` are the present
+    logarithms of the coefficients, and `covariance` is their covariance matrix.
 
     Raises:
         ConfigError: `count` is larger than the number of candidates.

@@ -1,10 +1,10 @@
-"""Maximum a posteriori fits of step-time coefficients, and the population of machines as their
-prior.
+"""Maximum a posteriori fits of the coefficients of the step time formula. The prior is the
+distribution of each coefficient over published machines (the population).
 
-Coefficients are fitted as logarithms, each with a normal prior, inside its bounds. Residuals are
-ln(predicted / measured). They have Student-t tails, since some published runs were disturbed. All
-rows of one machine together have at most the weight of `MAX_ROWS` rows, since their errors are not
-independent. Needs NumPy only.
+Coefficients are fitted as logarithms. Each has a normal prior and bounds. Residuals are
+ln(predicted / measured) of the measured runs. They have Student-t tails, since some published runs
+were disturbed. All runs of one machine together have at most the weight of `MAX_ROWS` runs, since
+their errors are not independent. The module needs NumPy only.
 """
 
 import dataclasses
@@ -21,45 +21,50 @@ from kit.estimate.theory.out_of_memory import Reserve
 from kit.estimate.theory.step_time import step_time
 
 NOISE = 0.04
-"""Standard deviation, on the log scale, of the residuals of a fitted model. Two measurements of one
+"""Standard deviation of the residuals ln(predicted / measured) of a fit. Two measurements of one
 layout on one machine differ by 3 to 5 %."""
 TAIL = 5.0
-"""Degrees of freedom of the Student-t distribution of residuals."""
+"""Degrees of freedom of the Student-t distribution of the residuals ln(predicted / measured)."""
 MAX_ROWS = 100.0
-"""Largest total weight of the rows of one machine in a fit, as a number of rows."""
+"""Largest summed weight of the measured runs of one machine in a fit. Up to 100 runs have weight 1
+each. With more runs, each has the weight 100 / number of runs."""
 STACK_SPREAD = 0.15
-"""Standard deviation, on the log scale, of the time factor between software stacks on one
+"""Standard deviation, on the log scale, of the ratio of step times between software stacks on one
 machine."""
 MOST_LEVERAGE = 0.98
-"""Upper limit of the leverage of a model's runs on their own prediction. Above this limit the
-linear estimate of a left-out error is meaningless."""
+"""Largest leverage, 0 to 1, that is used for the runs of a neural network on their own prediction.
+Larger values are reduced to it, since the linear estimate of the error without these runs is
+meaningless near 1."""
 FEWEST_READINGS = 3
-"""Smallest number of memory readings for a fit of the two numbers of a reserve."""
+"""Smallest number of measured memory values for a fit of the two numbers of a memory reserve."""
 ROUNDS = 3
-"""Number of rounds in which all machines are fitted with the population as prior, and then the
-population to the machines."""
+"""Number of rounds of the fit of the population. In each round all machines are fitted with the
+present prior. The prior is then computed again from these fits."""
 LOW = np.log([BOUNDS[name][0] for name in NAMES])
-"""Logarithm of the lowest allowed value of each coefficient, in the order of NAMES."""
+"""Logarithms of the lowest allowed values of the fitted coefficients, in the order of NAMES."""
 HIGH = np.log([BOUNDS[name][1] for name in NAMES])
-"""Logarithm of the highest allowed value of each coefficient, in the order of NAMES."""
+"""Logarithms of the highest allowed values of the fitted coefficients, in the order of NAMES."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Measured step times, each with the layout, the machine and the software stack of its run."""
+    """Measured runs as arrays, with one element per run: layout, machine, step time and software
+    stack.
+    """
 
     layouts: Layouts
     hardware: Hardware
     step_time_s: Array
-    """Measured seconds per step of each row."""
+    """Measured seconds per optimizer step of each run."""
     stack: Array
-    """Number of the software stack of each row, from 0."""
+    """Number of the software stack of each run, counted from 0. Runs with equal numbers used one
+    software stack."""
 
     def __len__(self) -> int:
         return len(self.step_time_s)
 
     def select(self, rows: Array) -> Self:
-        """Returns the rows that `rows`, an index or a mask, selects."""
+        """Returns the runs that `rows` selects. `rows` is an array of indices or a Boolean mask."""
         return type(self)(
             layouts=self.layouts.select(rows),
             hardware=self.hardware.select(rows),
@@ -70,17 +75,18 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prior:
-    """Mean and standard deviation of the logarithm of each coefficient, in the order of NAMES."""
+    """Normal prior of the logarithm of each coefficient of the step time formula."""
 
     mean: Array
-    """Mean of the logarithm of each coefficient."""
+    """Mean of the logarithm of each coefficient, in the order of NAMES."""
     spread: Array
-    """Standard deviation of the logarithm of each coefficient."""
+    """Standard deviation of the logarithm of each coefficient, in the order of NAMES. A coefficient
+    with standard deviation 0 is not fitted and keeps its mean."""
 
     @classmethod
     def default(cls) -> Self:
-        """Returns the population of published machines: the defaults of `Coefficients` and their
-        spreads.
+        """Returns the prior from published machines: the defaults of `Coefficients` as means, and
+        `hardware.SPREAD` as standard deviations.
         """
         defaults = Coefficients()
         return cls(
@@ -90,60 +96,66 @@ class Prior:
 
     @classmethod
     def guess(cls) -> Self:
-        """Returns the prior before any machine was fitted (`hardware.GUESS`)."""
+        """Returns the prior that was assumed before any machine was fitted (`hardware.GUESS`)."""
         return cls(
             mean=np.log([GUESS[name][0] for name in NAMES]),
             spread=np.array([GUESS[name][1] for name in NAMES]),
         )
 
     def only(self, names: Sequence[str]) -> Self:
-        """Returns a copy in which only the coefficients `names` are free. All other coefficients
-        are fixed at their mean by a spread of 0.
+        """Returns a copy of the prior with which only the coefficients `names` are fitted. All
+        other coefficients have a standard deviation of 0 and keep their mean.
         """
         return type(self)(mean=self.mean, spread=np.where(np.isin(NAMES, names), self.spread, 0.0))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Maximum of the posterior of the logarithms of coefficients, and their covariance at the
-    maximum.
+    """Result of a fit: the most probable logarithms of the coefficients, their covariance, and
+    errors of predictions for neural networks whose runs were left out.
     """
 
     values: Array
-    """Logarithms of the coefficients, in the order of NAMES."""
+    """Fitted logarithms of the coefficients, in the order of NAMES."""
     covariance: Array
-    """Covariance of the logarithms of the coefficients, [NAMES, NAMES]."""
+    """Covariance matrix of the logarithms of the coefficients at the maximum of the posterior, with
+    rows and columns in the order of NAMES."""
     stack_factors: Array
-    """Logarithm of the time factor of each software stack."""
+    """Logarithm of the fitted step time factor of each software stack. The array is empty if no
+    factors were fitted."""
     left_out_error: Array
-    """Root mean square of ln(predicted / measured) over the runs of each model, one element per
-    model. Each model is predicted as if the other models alone had been fitted, computed from the
-    leverage of its runs. All runs of a model are left out together, since their errors are
-    similar."""
+    """Root mean square of ln(predicted / measured), one element per neural network (number of
+    layers and hidden size). All runs of the network are predicted without being fitted. They are
+    left out together, since their errors are similar. The effect is computed from the leverage of
+    these runs, without a second fit."""
     left_out_variance: Array
-    """Mean variance of the left-out predictions of each model, on the log scale, one element per
-    model. It contains only the uncertainty of the coefficients."""
+    """Mean variance, on the log scale, of the predictions that `left_out_error` describes, one
+    element per neural network. It contains only the uncertainty of the coefficients."""
 
     @property
     def coefficients(self) -> Coefficients:
-        """The fitted coefficients, without stack factors."""
+        """Fitted coefficients of the step time formula. Factors of software stacks are not
+        included.
+        """
         low, high = np.array([BOUNDS[name] for name in NAMES]).T
-        # Rounding of the exponential may exceed a bound by 1e-16.
+        # The rounding error of the exponential may exceed a bound by a relative 1e-16.
         values = np.clip(np.exp(self.values), low, high)
         return Coefficients(**dict(zip(NAMES, values.tolist(), strict=True)))
 
 
 def log_time(layouts: Layouts, hardware: Hardware, values: Array) -> Array:
-    """Returns the logarithm of modelled seconds per step, [..., N], of N layouts on one machine or
-    on N machines. `values` are logarithms of coefficients, [..., NAMES].
+    """Returns the logarithm of the modelled seconds per step, with one element per layout on the
+    last axis. `hardware` is one machine, or one machine per layout. `values` are logarithms of
+    coefficients, with the order of NAMES on the last axis.
     """
     columns = {name: np.exp(values[..., i, None]) for i, name in enumerate(NAMES)}
     return np.log(step_time(layouts, hardware, types.SimpleNamespace(**columns)).total_s)  # type: ignore[arg-type]
 
 
 def log_time_and_slopes(layouts: Layouts, hardware: Hardware, values: Array) -> tuple[Array, Array]:
-    """Returns (ln seconds per step, slopes), [N] and [N, NAMES]. A slope is the derivative of ln
-    seconds by the logarithm of a coefficient, computed as a finite difference.
+    """Returns (ln seconds per step, derivatives), with the shapes [N] and [N, number of
+    coefficients] for N layouts. The derivatives of ln seconds by the logarithm of each coefficient
+    are finite differences.
     """
     step = np.where(values + 1e-4 <= HIGH, 1e-4, -1e-4)
     all_values = np.concatenate([values[None], values + np.diag(step)])
@@ -155,12 +167,13 @@ def log_time_and_slopes(layouts: Layouts, hardware: Hardware, values: Array) -> 
 def fit(
     rows: Rows, prior: Prior, *, start: Array | None = None, stacks: bool = False, steps: int = 15
 ) -> Fit:
-    """Returns the coefficients that are most likely given rows and prior (Levenberg-Marquardt).
+    """Returns the most probable coefficients, given measured runs and a prior. The algorithm is
+    Levenberg-Marquardt.
 
-    Without rows the result is the prior. A spread of 0 fixes a coefficient at its mean. `start` has
-    logarithms of coefficients to start from, by default the mean of the prior. With `stacks` each
-    software stack has its time factor in addition to the coefficient `factor`. `steps` limits the
-    iterations.
+    If there are no runs, the result is the prior. A coefficient whose prior has `spread` 0 keeps
+    its mean. `start` has the logarithms of coefficients from which the iteration starts, by default
+    the mean of the prior. With `stacks`, a time factor of each software stack is fitted in addition
+    to the coefficient `factor`. `steps` is the largest number of iterations.
     """
     size = len(NAMES)
     count = int(rows.stack.max()) + 1 if stacks and len(rows) else 0
@@ -223,11 +236,11 @@ def fit(
 def _left_out(
     layouts: Layouts, error: Array, slopes: Array, weights: Array, covariance: Array
 ) -> tuple[Array, Array]:
-    """Returns (root mean squared error, mean variance) of the predictions for the rows of each
-    model, on the log scale, one element per model.
+    """Returns (root mean squared error, mean variance) on the log scale, two arrays with one
+    element per neural network. A network is a number of layers and a hidden size.
 
-    The predictions are those of a fit without the rows of the model, computed from the leverage of
-    the rows. A model is a number of layers and a hidden size.
+    Each network is predicted as by a fit without its runs. No second fit is made: the effect of the
+    runs is computed from their leverage.
     """
     shapes = np.stack(np.broadcast_arrays(layouts.num_layers, layouts.hidden_size, error)[:2])
     model = np.unique(shapes, axis=1, return_inverse=True)[1].ravel()
@@ -245,7 +258,9 @@ def _left_out(
 
 
 def prior_only(prior: Prior) -> Fit:
-    """Returns the fit without any run, which is the prior."""
+    """Returns the result of a fit without any run. Its coefficients and variances are equal to
+    those of the prior.
+    """
     none = np.zeros(0)
     return Fit(
         values=prior.mean,
@@ -257,12 +272,13 @@ def prior_only(prior: Prior) -> Fit:
 
 
 def population(machines: Sequence[Rows]) -> Prior:
-    """Returns mean and spread of the coefficients among machines (empirical Bayes).
+    """Returns mean and standard deviation of the logarithms of the coefficients over machines
+    (empirical Bayes). They are the prior of a new machine.
 
-    Each round fits every machine with the present prior, then computes mean and spread of the fits.
-    In the mean a machine has more weight if its rows determine the coefficient better. The first
-    prior (`Prior.guess`) counts as one more machine for the mean, and as two more machines for the
-    spread.
+    Each round fits every machine with the present prior, then computes the mean and the standard
+    deviation of the fits. A machine has more weight in the mean if its runs determine the
+    coefficient better. The first prior (`Prior.guess`) counts as one more machine for the mean, and
+    as two more machines for the standard deviation.
     """
     hyper = prior = Prior.guess()
     fits = [None] * len(machines)
@@ -286,7 +302,9 @@ def population(machines: Sequence[Rows]) -> Prior:
 def _normal_equations(
     error: Array, slopes: Array, weight: float, values: Array, mean: Array, spread: Array
 ) -> tuple:
-    """Returns (curvature, gradient) of half the loss, with Student-t weights."""
+    """Returns (curvature, gradient) of half the loss by the fitted values. Each run is weighted by
+    the Student-t distribution, so that a large error has less weight.
+    """
     weights = weight * (TAIL + 1) / (TAIL + error**2)
     curvature = slopes.T @ (slopes * weights[:, None]) + np.diag(1 / spread**2)
     return curvature, slopes.T @ (weights * error) + (values - mean) / spread**2
@@ -295,13 +313,13 @@ def _normal_equations(
 def fit_reserve(
     state: Array, dynamic: Array, used_bytes: Array, *, start: Reserve, source: str
 ) -> Reserve:
-    """Returns the reserve whose factor and extra bytes, the two fitted numbers, fit measured bytes
-    best.
+    """Returns the memory reserve with the factor and the extra bytes that agree best with measured
+    memory. These two numbers are fitted.
 
-    The fit minimises the mean absolute relative error, since single readings in published tables
-    are wrong. `state` (weights, gradients and optimizer) and `dynamic` are modelled bytes of the
-    device that was measured, one per run. `used_bytes` are bytes that a monitor or the allocator
-    showed. The sharpness is that of `start`.
+    The fit minimises the mean absolute relative error, since single values in published tables are
+    wrong. `state` (weights, gradients and optimizer) and `dynamic` (allocated in each step) are
+    modelled bytes on the measured device, one element per run. `used_bytes` are the measured bytes,
+    which a monitor or the allocator showed. The sharpness is copied from `start`.
 
     Raises:
         ConfigError: There are fewer than FEWEST_READINGS measured runs.
@@ -323,8 +341,8 @@ def fit_reserve(
 
 
 def minimise(loss: Callable[[Array], float], start: Array) -> Array:
-    """Returns the positive numbers near `start` at which `loss` is smallest, by a compass search on
-    their logarithms.
+    """Returns the positive numbers near `start` at which `loss` is smallest. The algorithm is a
+    compass search on the logarithms of the numbers.
     """
     best = np.asarray(start, dtype=float)
     value = loss(start)
@@ -339,7 +357,8 @@ def minimise(loss: Callable[[Array], float], start: Array) -> Array:
                     best = trial
                     value = new
                     break
-        onwards = best * (best / before)  # the moves of this round, a second time
+        # The numbers that follow if all moves of this round are made a second time.
+        onwards = best * (best / before)
         if best is before:
             step /= 2
         elif (new := loss(onwards)) < value:

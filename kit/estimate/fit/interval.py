@@ -1,10 +1,12 @@
-"""Prediction intervals from the posterior of the coefficients, and the range of measured runs.
+"""Intervals of predicted step times, and the range of layouts for which runs were measured.
 
-The step time is taken as log-normal around the prediction. Its variance has three parts. The first
-is the uncertainty of the coefficients. The second is the error of the formula on this machine
-(misfit). It has a prior value, which the errors of the machine's runs correct, where the runs of
-each model are predicted as if left out of the fit. The third is for traits that no fit has seen
-(untried). The scales were chosen on left-out machines and code bases (`make validate`).
+The logarithm of the step time has a Student-t distribution around the prediction. Its variance is
+the sum of three variances. The first is the uncertainty of the coefficients. The second is the
+error of the step time formula on this machine (misfit). It has a prior value, which is corrected by
+the errors of the machine's runs. These errors are computed for one neural network at a time, as if
+its runs had not been fitted. The third is for features that no fitted run had (untried traits). The
+scales of the variances were chosen on machines and code bases that were left out of the fit (`make
+validate`).
 """
 
 import dataclasses
@@ -18,52 +20,55 @@ from kit.estimate.theory.layer import layer_params
 from kit.estimate.theory.layouts import Array, Layouts
 
 NORMAL = 1.6449
-"""Quantile of the standard normal distribution above which 5 % lie."""
+"""95 % quantile of the standard normal distribution. 5 % of the values lie above it."""
 UNTRIED = 0.05
-"""Standard deviation, on the log scale, that each untried trait adds to a prediction. Left-out
-machines with such traits hardly determine this number: values from 0 to 0.1 are about equally
-likely."""
+"""Standard deviation, on the log scale, that is added to a prediction for each untried trait, a
+feature of the layout that no fitted run had. Runs with such features hardly determine this number:
+values from 0 to 0.1 are about equally likely."""
 OTHER_CODE_BASE = 16
-"""Number of untried traits that compiled blocks count for, since they amount to a code base that is
-not in the fit. A fit to other machines and code bases alone misses published runs of torchtitan by
-a third (0.2 to 0.3 on the log scale). With other runs of the same machine in the fit, it misses 64
-A100 by 20 % and 64 MI250X by 2 %. Torchtitan's table for H100 with 500 W and 2.4 TB/s is missed by
+"""Number of untried traits for which compiled blocks count. A layout with compiled blocks runs a
+code base that is not in the fit, so its prediction is very uncertain.
+
+With other machines and code bases in the fit, published runs of torchtitan have an error of a third
+(0.2 to 0.3 on the log scale). With other runs of the same machine in the fit, the error is 20 % for
+64 A100 and 2 % for 64 MI250X. For torchtitan's table for H100 with 500 W and 2.4 TB/s, the error is
 18 % where half the products are recomputed (`selective op` of torchtitan)."""
 OTHER_STACK = 0.08
-"""Standard deviation, on the log scale, of the time factor between a trainer or release and the
-published runs of its machine. It is the smallest value with which intervals contain 85 % of the
-published times of software stacks, models and formats that were left out of the fit."""
+"""Standard deviation, on the log scale, of the ratio of step times between a new trainer or release
+and the published runs of its machine. It is the smallest value with which intervals contain 85 % of
+the published times of software stacks, models and formats that were left out of the fit."""
 MARGIN = 1.25
-"""Factor by which a value of a layout or a device may lie outside the measured range without a
-warning."""
+"""Factor by which a size of a layout or a rate of a device may lie outside the measured range. No
+warning is given up to this factor."""
 BALANCES = {
     "memory bytes/s": (0.00415, 0.0128),
     "node link bytes/s": (0.000491, 0.00238),
     "network bytes/s": (2.23e-05, 1e-4),
 }
-"""(lowest, highest) value among the machines in the fit: bytes/s of one device per FLOP/s that its
-matrix products reach in bf16."""
+"""Maps each kind of bandwidth of a device to (lowest, highest) ratio among the fitted machines. The
+ratio is bytes/s of one device per FLOP/s that its matrix products reach in bf16."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Scales of prediction intervals. They give the narrowest intervals in which 90 % of the times
-    of left-out machines lie (`make validate`).
+    """Numbers that determine the width of prediction intervals. They give the narrowest intervals
+    that contain 90 % of the step times of machines that were left out of the fit (`make validate`).
     """
 
     misfit: float = 0.04
-    """Standard deviation, on the log scale, of the error of the formula on a machine without
-    runs."""
+    """Standard deviation, on the log scale, of the error of the step time formula on a machine
+    without measured runs."""
     prior_models: float = 6.0
-    """Weight of `misfit` as a number of models. Each model that ran on the machine has weight 1."""
+    """Weight of the prior value `misfit` against measured errors. Each neural network that ran on
+    the machine has weight 1."""
     variance_factor: float = 2.25
-    """Ratio of the variance of a coefficient on a new machine to the variance among the machines of
-    the fit."""
+    """Factor by which the variance of a prediction that comes from the coefficients is multiplied.
+    Coefficients of new machines vary more than those of the fitted machines."""
 
     def misfit_after(self, error: Array, variance: Array) -> float:
-        """Returns the standard deviation, on the log scale, of the error of the formula on a
-        machine with runs. `error` and `variance` have one element per model, as
-        `Fit.left_out_error` and `Fit.left_out_variance`.
+        """Returns the standard deviation, on the log scale, of the error of the step time formula
+        on a machine with measured runs. `error` and `variance` are `Fit.left_out_error` and
+        `Fit.left_out_variance`, with one element per neural network.
         """
         own = np.maximum(error**2 - self.variance_factor * variance, 0.0).sum()
         return float(
@@ -74,11 +79,14 @@ class Scales:
         self, variance: Array, misfit: float, num_untried: Array, num_runs: int
     ) -> Array:
         """Returns half the width of each 90 % interval, in ln seconds. The distribution is
-        Student's t, with thinner tails for more runs.
+        Student's t, whose tails are thinner if there are more runs.
+
+        `variance` comes from the uncertainty of the coefficients. `num_untried` is the number of
+        features of each layout that no fitted run had.
         """
         misfit_variance = misfit**2
         if num_runs:
-            # The coefficients rest on runs that have an error of the formula, too.
+            # The coefficients were fitted to runs whose step times also differ from the formula.
             misfit_variance = (1 + 1 / num_runs) * misfit**2
         untried_variance = num_untried * UNTRIED**2
         deviation = np.sqrt(self.variance_factor * variance + misfit_variance + untried_variance)
@@ -86,12 +94,12 @@ class Scales:
 
 
 SCALES = Scales()
-"""Scales of all prediction intervals of the kit."""
+"""Numbers that determine the width of all prediction intervals of the kit."""
 
 
 def student_quantile(freedom: float) -> float:
-    """Returns the quantile of Student's t above which 5 % lie, within 0.2 % from 4 degrees of
-    freedom on.
+    """Returns the 95 % quantile of Student's t distribution with `freedom` degrees of freedom. From
+    4 degrees of freedom on, its relative error is at most 0.2 %.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
     """
@@ -107,8 +115,9 @@ def student_quantile(freedom: float) -> float:
 def log_time_and_variance(
     layouts: Layouts, hardware: Hardware, values: Array, covariance: Array
 ) -> tuple[Array, Array]:
-    """Returns (ln seconds per step, variance of ln seconds) of each layout. `values` are logarithms
-    of the coefficients, and `covariance` is their covariance.
+    """Returns (ln seconds per step, variance of ln seconds), two arrays with one element per
+    layout. `values` are logarithms of the coefficients, and `covariance` is their covariance
+    matrix.
     """
     centre, slopes = log_time_and_slopes(layouts, hardware, np.clip(values, LOW, HIGH))
     return centre, np.einsum("ij,jk,ik->i", slopes, covariance, slopes)
@@ -117,11 +126,12 @@ def log_time_and_variance(
 def prediction_errors(
     rows: Rows, found: Fit, runs: Rows | None, other_stack: float = 0.0
 ) -> tuple[Array, Array]:
-    """Returns (relative error of each prediction, whether the measurement lies in its 90 %
-    interval).
+    """Returns (relative error of the predicted step time, whether the measured time lies in the
+    90 % interval), two arrays with one element per run in `rows`.
 
-    `runs` are the fitted runs of the machine, or None. `other_stack` is the standard deviation, on
-    the log scale, of the time factor between their software stack and that of `rows`.
+    `runs` are the runs of the machine that were fitted, or None. `other_stack` is the standard
+    deviation, on the log scale, of the ratio of step times between the software stacks of `rows`
+    and of `runs`.
     """
     centre, variance = log_time_and_variance(
         rows.layouts, rows.hardware, found.values, found.covariance
@@ -139,8 +149,8 @@ def prediction_errors(
 
 
 def balances(hardware: Hardware) -> dict[str, Array]:
-    """Returns the bandwidths of one device (memory, node links, network) in bytes/s per FLOP/s of
-    its bf16 products, by the names of BALANCES.
+    """Returns the ratios of a device's bandwidths to its rate of bf16 products, in bytes/s per
+    FLOP/s. The result maps the names of BALANCES (memory, node links, network) to the ratios.
     """
     rate = np.asarray(hardware.attention_flops_per_s)
     network = np.asarray(hardware.network_bytes_per_s) / hardware.node_devices
@@ -149,11 +159,12 @@ def balances(hardware: Hardware) -> dict[str, Array]:
 
 
 def rare_traits(layouts: Layouts, hardware: Hardware) -> dict[str, Array]:
-    """Returns, by name, the traits that at most one code base of the fit has. Arrays have one
-    element per layout: the number of untried traits that the trait counts for, or 0 if the layout
-    does not have it.
+    """Returns the features of layouts that at most one code base among the fitted runs has. The
+    result maps the name of a feature to an array with one element per layout.
 
-    The fit cannot separate the effect of such a trait from the effect of the code base.
+    An element is 0 if the layout does not have the feature. Otherwise it is the number of untried
+    traits for which the feature counts, usually 1. The fit cannot separate the effect of such a
+    feature from the effect of the code base.
     """
     x = layouts
     found = {
@@ -173,12 +184,13 @@ def untried_counts(
     measured: "MeasuredRange | None",
     known: dict[str, tuple] = BALANCES,
 ) -> dict[str, Array]:
-    """Returns, by name, traits that neither the fit nor the machine's runs have. Arrays have one
-    element per layout: the number of untried traits that the trait counts for, or 0.
+    """Returns the features of layouts that no fitted run had. The result maps the name of a feature
+    to an array with one element per layout. An element is 0 if the layout does not have the
+    feature. Otherwise it is the number of untried traits for which the feature counts.
 
-    `measured` is the range of the machine's runs, or None. `known` has the (lowest, highest)
-    balance of the machines in the fit. It is used only without runs, since runs of a machine show
-    the effect of its balance.
+    `measured` is the range of the machine's own runs, or None. `known` maps each kind of bandwidth
+    to (lowest, highest) ratio to the rate of products, as BALANCES. It is used only if the machine
+    has no runs, since runs of the machine show the effect of its bandwidths.
     """
     tried = frozenset() if measured is None else measured.traits
     widest = 1.0 if measured is None else measured.bounds["tensor_parallel"][1]
@@ -198,8 +210,8 @@ def untried_counts(
 
 
 def layout_features(layouts: Layouts) -> dict[str, Array]:
-    """Returns the features of layouts, by name, that must lie in the measured range for a
-    prediction to be reliable.
+    """Returns the sizes of layouts that must lie in the range of the measured runs for a reliable
+    prediction. The result maps the name of a size to an array with one element per layout.
     """
     x = layouts
     params = x.num_layers * layer_params(x) + x.vocab_size * x.hidden_size
@@ -216,18 +228,22 @@ def layout_features(layouts: Layouts) -> dict[str, Array]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredRange:
-    """Lowest and highest value of each feature among measured runs, and the rare traits of the
-    runs.
+    """Sizes and features of measured runs. Predictions for other sizes or features are less
+    reliable.
     """
 
     bounds: dict[str, tuple[float, float]]
-    """(lowest, highest) value of each of `layout_features`."""
+    """Maps each size of `layout_features`, e.g. `devices`, to its (lowest, highest) value among the
+    measured runs."""
     traits: frozenset[str]
-    """Names of the `rare_traits` that at least one run had."""
+    """Names of the features of `rare_traits`, e.g. `context parallelism`, that at least one
+    measured run had."""
 
     @classmethod
     def of(cls, layouts: Layouts, hardware: Hardware) -> Self:
-        """Returns the range of the features of `layouts`, and their rare traits on `hardware`."""
+        """Returns the range of the sizes of measured runs, and their rare features. The runs had
+        `layouts` on `hardware`.
+        """
         bounds = {}
         for name, values in layout_features(layouts).items():
             bounds[name] = (float(np.min(values)), float(np.max(values)))
@@ -235,8 +251,8 @@ class MeasuredRange:
         return cls(bounds=bounds, traits=frozenset(tried))
 
     def warnings(self, layouts: Layouts) -> tuple[str, ...]:
-        """Returns one sentence that names each feature in which some layout lies outside the
-        measured range by more than a factor of `MARGIN`. Returns an empty tuple if there is none.
+        """Returns a tuple with one sentence that names the sizes which lie outside the measured
+        range by more than the factor `MARGIN`. If no layout has such a size, the tuple is empty.
         """
         outside = []
         for name, column in layout_features(layouts).items():

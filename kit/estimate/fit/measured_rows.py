@@ -1,6 +1,5 @@
-"""Conversion of measured runs, published runs and run directories of the kit, to the rows of a fit.
-
-No torch.
+"""Conversion of measured runs to the arrays `Rows` that a fit needs. The runs are published runs or
+run directories of the kit. This module does not import torch.
 """
 
 import dataclasses
@@ -20,20 +19,21 @@ from kit.estimate.theory.layouts import Layouts
 from kit.run import Run
 
 AnyRun = PublishedRun | Run | str | os.PathLike[str]
-"""A published run, or a run of the kit as `Run` or as its directory."""
+"""A published run, or a run of the kit. A run of the kit is a `Run` or the path of its run
+directory."""
 WARM_UP = 2
-"""Number of steps at the start of each attempt whose times are left out."""
+"""Number of warm-up steps at the start of each attempt. Their times are ignored."""
 CORE = dict(peak=1e11, memory_bytes_per_s=1e10, link_bytes_per_s=5e9)
-"""Orders of magnitude of one CPU core in FLOP/s and bytes/s, for a local site without measured
-numbers."""
+"""Peak in FLOP/s, and memory and link bandwidths in bytes/s, of one CPU core. Only their orders of
+magnitude are right. They are assumed for a local site without measured numbers."""
 
 
 def rows_of_any(runs: Sequence[AnyRun], site: Site | None, hardware: Hardware | None) -> Rows:
-    """Returns the rows of published runs and run directories of the kit. At least one run is
-    required.
+    """Returns measured runs as arrays for a fit. They may be published runs and run directories of
+    the kit. At least one run is required. A run of the kit has one row per attempt.
 
-    If `site` is None, each run has its own site. If `hardware` is None, it has the numbers of the
-    site.
+    If `site` is None, the site of each run is used. If `hardware` is None, the numbers of the site
+    are used.
 
     Raises:
         ConfigError: A directory has no attempt with more than WARM_UP steps, `site` has another
@@ -50,10 +50,11 @@ def rows_of_any(runs: Sequence[AnyRun], site: Site | None, hardware: Hardware | 
 
 
 def published_rows(runs: Sequence[PublishedRun], site: Site | None = None) -> Rows:
-    """Returns the rows of published runs, each with the hardware of `hardware_of`.
+    """Returns published runs as arrays for a fit, with the numbers of each run's machine
+    (`hardware_of`).
 
     Raises:
-        ConfigError: A run's machine lacks a number, as in `hardware_of`.
+        ConfigError: The machine of a run lacks a number that the step time needs.
     """
     stacks = sorted({run.stack for run in runs})
     return Rows(
@@ -65,12 +66,13 @@ def published_rows(runs: Sequence[PublishedRun], site: Site | None = None) -> Ro
 
 
 def hardware_of(run: PublishedRun, site: Site | None = None) -> Hardware:
-    """Returns the numbers of a published run's machine. They are those of `site`, or of the run's
-    own site, or an estimate in proportion to the peak of the device (`Hardware.like`).
+    """Returns peak rates, bandwidths and sizes of the machine of a published run. They come from
+    `site`, or else from the run's own site. If there is neither, they are estimated in proportion
+    to the peak of the device (`Hardware.like`).
 
     Raises:
-        ConfigError: The site lacks a number. Or the run has no site, and its peak is unknown or its
-            format is below bf16.
+        ConfigError: The site lacks a number. Or the run has no site, and the peak of its device is
+            unknown or its products are in a format narrower than bf16.
     """
     is_narrow = run.precision in NARROW
     site = site or run.site()
@@ -86,14 +88,15 @@ def hardware_of(run: PublishedRun, site: Site | None = None) -> Hardware:
 
 
 def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
-    """Returns the numbers of a site for each layout. On a local site the processes of a layout
-    share the cores.
+    """Returns peak rates, bandwidths and sizes of a site for each layout. On a local site they
+    depend on the layout, since its processes share the cores.
 
-    Products in fp16 are taken to be as fast as products in bf16, as in the fit (`hardware_of`).
-    Sites have a measured rate of products in bf16 only, which is below the usual share of the peak.
+    Products in fp16 are assumed to be as fast as products in bf16, as in the fit (`hardware_of`).
+    Site files state the measured rate of products only for bf16. This rate is below the usual share
+    of the peak.
 
-    A local site whose peak, memory bandwidth or links were not measured (`kit bench`) gets the
-    numbers of `CORE`.
+    If the peak, the memory bandwidth or the links of a local site were not measured by `kit bench`,
+    the numbers of `CORE` are used.
 
     Raises:
         ConfigError: The site of a cluster lacks a number.
@@ -125,7 +128,7 @@ def hardware_on(site: Site, layouts: Layouts, dtype: str = "bf16") -> Hardware:
 
 
 def site_of(runs: Sequence[AnyRun]) -> Site | None:
-    """Returns the site of the first run directory. None if `runs` is empty or starts with a
+    """Returns the site of the first run. Returns None if there is no run, or if the first run is a
     published run, since each published run has its own site.
     """
     for run in runs:

@@ -1,9 +1,9 @@
-"""Published runs: measured step times and out-of-memory labels from a CSV file, one typed run with
-its source per row.
+"""Reads published runs from a CSV file. Each row is one run with a measured step time or an
+out-of-memory label, and with its source.
 
 The module reads any CSV file with the columns of `data/README.md`. Rows that contradict themselves
-or physics are refused with the reason, since a wrong batch size or FLOP count in a publication is
-more common than a bad prediction. No torch.
+or physics are refused, and the reason is stated. A wrong batch size or FLOP count in a publication
+is more common than a bad prediction. This module does not import torch.
 """
 
 import csv
@@ -22,13 +22,14 @@ from kit.estimate.theory.layouts import RECOMPUTE
 __all__ = ["SYSTEMS", "Basis", "PublishedRun", "layouts", "load", "read_runs", "step_times"]
 
 FILE = Path(__file__).parent / "data" / "published_runs.csv"
-"""CSV file with the published runs of the kit."""
+"""Path of the CSV file with published runs that the kit contains."""
 REQUIRED = ("source", "system", "gpu", "model", "precision")
-"""Columns of text that a CSV file must have."""
+"""Columns of text that a CSV file of runs must have."""
 LAYOUT = ("gpus", "layers", "hidden", "heads", "seq", "tp", "pp", "global_batch")
-"""Columns of numbers that a CSV file must have. A row with one of them empty is left out."""
+"""Columns of numbers that a CSV file of runs must have. A row in which one of these columns is
+empty is not used."""
 TIMELESS = "no seconds_per_iter, mfu or tflops_per_gpu (with its basis), nor kind oom"
-"""Reason why a row without a step time is left out."""
+"""Text shown to the user as the reason why a row without a step time is not used."""
 NUMBERS = (
     *LAYOUT,
     "peak_tflops_bf16",
@@ -49,11 +50,11 @@ NUMBERS = (
     "hfu",
     "memory_gb",
 )
-"""All columns of numbers."""
+"""All columns of a CSV file of runs that contain numbers."""
 FLAGS = ("fused_norm", "fused_softmax", "sequence_parallel")
-"""Columns with `yes` or `no`."""
+"""Columns of a CSV file of runs that contain `yes`, `no` or nothing."""
 MAY_BE_ZERO = ("zero_stage", "flash_attention", "offloaded_layers")
-"""Columns of numbers in which 0 is allowed."""
+"""Columns of numbers in which 0 is allowed. All other numbers must be above 0."""
 WORDS = {
     "kind": ("measured", "oom"),
     "status": ("read", "mixed", "derived", "recalled", "secondary"),
@@ -62,37 +63,39 @@ WORDS = {
     "overlap": ("yes", "no", "data", "tensor"),
     **dict.fromkeys(FLAGS, ("yes", "no")),
 }
-"""Allowed words of each column with words."""
+"""Maps each column of a CSV file of runs that contains a fixed word to its allowed words."""
 MAY_BE_OPEN = {
     "recompute": "recompute",
     "flash_attention": "flash_attention",
     "micro_batch": "micro_batch_size",
 }
-"""Columns for which a usual value is assumed if they are empty, each with its name in
-`PublishedRun.assumed`."""
+"""Maps each column for which a usual value is assumed if it is empty, to the name of this
+assumption in `PublishedRun.assumed`."""
 SPEEDUP = {"fp8": 2.0, "mxfp8": 2.0, "nvfp4": 6.0}
-"""Largest ratio of the peak in a narrow format to the bf16 peak (NVIDIA Blackwell data sheets). For
-nvfp4 it is 4 on GB200 and 6 on GB300."""
+"""Maps a format narrower than bf16 to the largest ratio of its peak FLOP/s to the bf16 peak (NVIDIA
+Blackwell data sheets). For nvfp4 the ratio is 4 on GB200 and 6 on GB300."""
 NEVER_SEEN = 0.92
-"""Share of the peak FLOP/s that no published large matrix product exceeds. Rows above it are
-refused if the machine has no measured rate."""
+"""Largest share of the peak FLOP/s, 0 to 1, that a published large matrix product reached. Faster
+runs are refused, unless the site file states a measured rate, which is then the limit."""
 Lines = list[tuple[int, str]]
-"""(line number, reason) of rows that are not used."""
+"""Rows of a CSV file that are not used, as (line number, reason why the row is not used)."""
 FLOP_BASIS = {Basis.MODEL: FlopBasis.MODEL, Basis.HARDWARE: FlopBasis.MEGATRON_RECOMPUTE}
-"""FLOP count of each basis with which a rate can be converted into a step time."""
+"""Maps the FLOP count of a publication to the FLOP count of the kit. Only with these counts can
+published FLOP/s be converted into a step time."""
 
 
 def load(
     file: str | os.PathLike[str] | None = None, *, system: str | None = None
 ) -> tuple[PublishedRun, ...]:
-    """Returns the runs of a CSV file with the columns of `published_runs.csv`, which is the default
-    file. With `system` only the runs of this machine are returned.
+    """Returns the runs of a CSV file. By default this is the file of the kit,
+    `published_runs.csv`. Other files need equal columns. If `system` is given, only the runs of
+    this machine are returned.
 
-    Rows without a complete layout are left out.
+    Rows without a complete layout or without a time are left out.
 
     Raises:
         ConfigError: The file cannot be read, columns are missing, or rows contradict themselves or
-            physics. The error names up to ten of these rows.
+            physics. The error names up to ten wrong rows.
     """
     runs, refused, _ = read_runs(FILE if file is None else file)
     if refused:
@@ -105,8 +108,8 @@ def load(
 
 
 def of_site(name: str) -> tuple[PublishedRun, ...]:
-    """Returns the measured runs of a packaged site's machine. Second-hand numbers and rows that
-    were corrected by hand are left out.
+    """Returns the published, measured runs of a machine. `name` is the name of a site file that the
+    kit contains. Second-hand numbers and rows that were corrected by hand are left out.
     """
     return tuple(
         run
@@ -121,8 +124,8 @@ def of_site(name: str) -> tuple[PublishedRun, ...]:
 def read_runs(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], Lines, Lines]:
     """Returns (runs, refused rows, left-out rows) of a CSV file.
 
-    Refused rows contradict themselves or physics. Left-out rows have no complete layout or no time.
-    Both are lists of (line number, reason).
+    Refused rows contradict themselves or physics. Left-out rows have no complete layout, or neither
+    a time nor an out-of-memory label. Both are lists of (line number, reason).
 
     Raises:
         ConfigError: The file cannot be read as CSV, or a column is missing.
@@ -154,8 +157,8 @@ def read_runs(file: str | os.PathLike[str]) -> tuple[tuple[PublishedRun, ...], L
 
 
 def _run(row: dict[str, str]) -> PublishedRun | str:
-    """Returns the typed run of one CSV row. If required columns are empty, returns a text that
-    names them.
+    """Returns the run that one CSV row describes. If the layout is incomplete or there is no time,
+    returns a text that names the missing columns.
     """
     x: dict[str, Any] = (
         row
@@ -173,7 +176,7 @@ def _run(row: dict[str, str]) -> PublishedRun | str:
         source=x["source"],
         system=x["system"],
         device=x["gpu"],
-        # The stack is named by the source without page or version.
+        # The software stack is identified by the source, without page or version, and the machine.
         stack=f"{x['source'].split('(')[0].split(' arXiv')[0].strip()}, {x['system']}",
         kind=kind,
         status=x["status"] or "read",
@@ -194,8 +197,8 @@ def _run(row: dict[str, str]) -> PublishedRun | str:
 
 
 def _is_derived(x: dict[str, Any]) -> bool:
-    """Returns whether a row combines several statements of its source, so that its time was
-    computed and not read.
+    """Returns whether the step time of a row was computed from several statements of its source. A
+    time that was read from the source is not derived.
     """
     computed = x["seconds_per_iter"] is None or "seconds" in (x.get("derived") or "")
     return x["status"] == "derived" or (x["status"] == "mixed" and computed)
@@ -250,13 +253,14 @@ def _is_llama(x: dict[str, Any]) -> bool:
 
 
 def _kernels(x: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of PublishedRun on kernels, by name. If the source does not state a
-    kernel, the likely one is assumed.
+    """Returns the fields of PublishedRun that describe kernels, as a dict from field name to value.
+    If the source does not state a kernel, the most likely kernel is assumed.
     """
     flash = x["flash_attention"]
     if flash is None:
-        # Runs that recompute GPT-style models did so to save the memory of attention scores, which
-        # fused attention does not write. On Trainium scores are always written to memory.
+        # GPT-style models were recomputed to save the memory of attention scores. Fused attention
+        # does not write scores, so these runs did not use it. On Trainium scores are always
+        # written to memory.
         recomputes = x["recompute"] not in (None, "none")
         saves = recomputes and not _is_llama(x) and x["zero_stage"] != 3
         flash = 0 if saves or x["gpu"].startswith("Trainium") else 2
@@ -267,14 +271,16 @@ def _kernels(x: dict[str, Any]) -> dict[str, Any]:
         data_overlap=x["overlap"] in ("yes", "data"),
         tensor_overlap=x["overlap"] in ("yes", "tensor"),
         offloaded_layers=int(x["offloaded_layers"] or 0),
-        # Megatron sums bf16 gradients in fp32, and fp16 gradients in fp16.
+        # Megatron accumulates gradients in fp32 (4 bytes) in bf16 training, and in fp16 (2 bytes)
+        # in fp16 training.
         gradient_bytes=float(x["gradient_bytes"] or (2 if x["precision"] == "fp16" else 4)),
     )
 
 
 def _derived_seconds(spec: ModelSpec, x: dict[str, Any]) -> float | None:
-    """Returns seconds per step, computed from MFU or from FLOP/s with the basis that the source
-    states. None if the row has neither, or if the basis is unknown.
+    """Returns the seconds per step that follow from a published MFU, or from published FLOP/s and
+    the FLOP count that the source states. Returns None if the row has neither MFU nor FLOP/s, or if
+    the FLOP count is unknown.
     """
     basis = FlopBasis.MODEL if x["mfu"] else FLOP_BASIS.get(Basis(x["basis"] or "unknown"))
     rate = (
@@ -289,10 +295,10 @@ def _derived_seconds(spec: ModelSpec, x: dict[str, Any]) -> float | None:
 
 
 def _check(run: PublishedRun, x: dict[str, Any]) -> None:
-    """Raises ConfigError if a run has too many stages, a utilisation above 1, or a rate above the
-    highest rate of a matrix product.
+    """Raises ConfigError if a run has more stages than layers allow, a utilisation above 1, or a
+    rate in FLOP/s above the highest rate of a matrix product.
     """
-    # Embedding and loss may have one stage each, in addition to the layers.
+    # Embedding and loss may each be a stage of their own, in addition to the layers.
     if run.spec.num_layers + 2 < run.plan.num_stages:
         raise ConfigError(
             f"pp: {run.plan.pipeline_parallel} x {run.plan.virtual_stages} stages of"
@@ -306,7 +312,7 @@ def _check(run: PublishedRun, x: dict[str, Any]) -> None:
                 " impossible."
             )
     rates = [run.flops_per_s(), x["tflops_per_gpu"] and x["tflops_per_gpu"] * 1e12]
-    # Under full recomputation the device also executes the recomputed FLOPs.
+    # Under full recomputation, the device also executes the FLOPs of the recomputed operations.
     if run.plan.recompute == "full":
         rates.append(run.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) if not run.spec.gated else None)
     ceiling, where = _ceiling(run)
@@ -322,8 +328,8 @@ def _check(run: PublishedRun, x: dict[str, Any]) -> None:
 
 
 def _ceiling(run: PublishedRun) -> tuple[float | None, str]:
-    """Returns (highest plausible FLOP/s of one device, reason). The rate is None if no peak is
-    known.
+    """Returns (highest plausible FLOP/s of one device, text with the reason for this limit). The
+    rate is None if no peak of the device is known.
     """
     site = run.site()
     speedup = SPEEDUP.get(run.precision, 1.0)

@@ -1,5 +1,5 @@
-"""Record of one published run (`PublishedRun`), measured or out of memory, and the site of its
-machine. No torch.
+"""Record of one published run (`PublishedRun`) with a measured step time or an out-of-memory label,
+and the site file for its machine. This module does not import torch.
 """
 
 import dataclasses
@@ -18,86 +18,98 @@ from kit.estimate.theory.layouts import Layouts, transformer_engine
 
 
 class Basis(enum.Enum):
-    """FLOP count behind the published FLOP/s of a row."""
+    """Formula with which a publication counted FLOPs to compute its FLOP/s."""
 
     MODEL = "model"
-    """Model FLOPs: `FlopBasis.MODEL`."""
+    """FLOPs of the model without recomputation (`FlopBasis.MODEL`)."""
     HARDWARE = "hw"
-    """Model FLOPs and recomputation: `FlopBasis.MEGATRON_RECOMPUTE`."""
+    """FLOPs of the model with recomputation (`FlopBasis.MEGATRON_RECOMPUTE`)."""
     NEOX = "neox"
     """6 N + 60 L h s FLOPs per token with N parameters, L layers, hidden size h and sequence length
-    s. This counts attention five times."""
+    s. This formula of GPT-NeoX counts attention five times."""
     NONE = "none"
-    """The row has no published FLOP/s."""
+    """The publication states no FLOP/s for the run."""
     UNKNOWN = "unknown"
-    """The source does not state the FLOP count."""
+    """The publication states FLOP/s, but not how FLOPs were counted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedRun:
-    """One published run: a model, a layout, and the measured step time or an out-of-memory
-    label.
+    """One published training run: the model, the layout, and a measured step time or a label that
+    the run ran out of memory.
     """
 
-    source: str = field_doc("paper, repository or log")
-    system: str = field_doc("name of the machine in the source")
-    device: str = field_doc("name of the accelerator, of which each rank has one")
+    source: str = field_doc("paper, repository or log in which the run was published")
+    system: str = field_doc("name of the machine, as the source writes it")
+    device: str = field_doc("name of the accelerator. Each rank has one")
     stack: str = field_doc(
-        "software stack and machine, whose runs share one time factor", default=""
+        "name of the software stack and the machine. Runs with equal names share a time factor",
+        default="",
     )
     kind: Literal["measured", "oom"] = field_doc(
-        "a step time, or an out-of-memory label", default="measured"
+        "measured: the run has a step time. oom: the run ran out of memory", default="measured"
     )
     status: str = field_doc(
         "origin of the numbers: read, mixed, derived, recalled or secondary", default="read"
     )
-    basis: Basis = field_doc("FLOP count behind the published FLOP/s", default=Basis.UNKNOWN)
-    precision: str = field_doc("format of the matrix products", default="bf16")
+    basis: Basis = field_doc(
+        "formula with which the source counted FLOPs for its FLOP/s", default=Basis.UNKNOWN
+    )
+    precision: str = field_doc("number format of the matrix products", default="bf16")
     peak_flops_per_s: float | None = field_doc(
         "peak FLOP/s of one device in bf16, according to the source", default=None
     )
     spec: ModelSpec = field_doc("shapes of the model")
     plan: Plan = field_doc("layout and batch. Its precision is always bf16")
     flash_attention: int = field_doc(
-        "generation of fused attention, 1 or 2. 0: scores are written to memory", default=2
+        "generation of fused attention, 1 or 2. 0: attention scores are written to memory",
+        default=2,
     )
-    fused_norm: bool = field_doc("norm and rotary kernels are fused", default=True)
+    fused_norm: bool = field_doc(
+        "whether norm and rotary embedding run as fused kernels", default=True
+    )
     fused_softmax: bool = field_doc(
-        "mask and softmax are one kernel, if scores are written to memory", default=True
+        "whether mask and softmax are one kernel. Has an effect only if attention scores are"
+        " written to memory",
+        default=True,
     )
     data_overlap: bool = field_doc(
-        "reduction of gradients and gathering of weights overlap with computation", default=False
+        "whether reducing gradients and gathering weights overlap with computation", default=False
     )
     tensor_overlap: bool = field_doc(
-        "collectives of tensor parallelism overlap with computation", default=False
+        "whether collectives of tensor parallelism overlap with computation", default=False
     )
-    gradient_bytes: float = field_doc("bytes of one reduced gradient", default=2.0)
+    gradient_bytes: float = field_doc(
+        "bytes of one gradient when replicas reduce their gradients", default=2.0
+    )
     offloaded_layers: int = field_doc(
         "number of layers whose activations are offloaded to host memory", default=0
     )
     step_time_s: float | None = field_doc(
-        "seconds per optimizer step. None for an out-of-memory run", default=None
+        "seconds per optimizer step. If the run ran out of memory, None", default=None
     )
     memory_bytes: float | None = field_doc(
-        "largest allocated bytes on a device. None if the source does not state them", default=None
+        "largest number of allocated bytes on a device. If the source does not state it, None",
+        default=None,
     )
     is_derived: bool = field_doc(
-        "the step time was computed from a rate published as a headline, or for another run",
+        "whether the step time was computed from a rate published as a headline or for another run",
         default=False,
     )
     assumed: tuple[str, ...] = field_doc(
-        "fields that the source does not state, with assumed values", default=()
+        "names of fields that the source does not state, so that usual values are assumed",
+        default=(),
     )
     note: str = field_doc("further statements of the source", default="")
 
     @property
     def num_devices(self) -> int:
-        """Number of devices of the plan."""
+        """Number of devices on which the run trained, one per rank."""
         return self.plan.num_devices
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of tokens of one global batch."""
+        """Number of tokens in one optimizer step (global batch size times sequence length)."""
         return self.plan.global_batch_size * self.spec.sequence_length
 
     @property
@@ -107,8 +119,8 @@ class PublishedRun:
         return site is not None and "mxfp8" in site.device.peak_flops_per_s
 
     def flops_per_s(self, basis: FlopBasis = FlopBasis.MODEL) -> float | None:
-        """Returns FLOP/s of one device, computed from the measured step time with a FLOP count.
-        None for an out-of-memory run.
+        """Returns the FLOP/s of one device, computed from the measured step time. `basis` decides
+        which FLOPs are counted. For a run out of memory the result is None.
         """
         if self.step_time_s is None:
             return None
@@ -119,12 +131,12 @@ class PublishedRun:
         )
 
     def layouts(self) -> Layouts:
-        """Returns the run as Layouts of length one."""
+        """Returns the model and the plan of the run as a `Layouts` object with one layout."""
         return layouts([self])
 
     def site(self) -> Site | None:
-        """Returns the packaged site of the run's machine, or a packaged site with its kind of
-        device, or None if there is neither.
+        """Returns the site of the run's machine from the site files of the kit. If there is none,
+        returns a site with the same kind of device, or None.
         """
         return _site(self.source, self.system, self.device)
 
@@ -138,13 +150,15 @@ SAID = (
     "gradient_bytes",
     "offloaded_layers",
 )
-"""Fields of PublishedRun that are columns of Layouts."""
+"""Fields of PublishedRun that are copied into columns of Layouts of equal name. They describe
+kernels, overlap and offload."""
 
 
 def layouts(runs: Sequence[PublishedRun]) -> Layouts:
-    """Returns the runs as Layouts, one element per run.
+    """Returns the models and plans of the runs as one `Layouts` object, with one layout per run.
 
-    The column `native` is false. Runs in formats below bf16 are taken to use Transformer Engine.
+    Column `native` is False, since no run used the kit's kernels. Runs in number formats narrower
+    than bf16 are assumed to use Transformer Engine.
     """
     kernels = {name: [getattr(run, name) for run in runs] for name in SAID}
     narrow = [transformer_engine(run.precision, run.has_blocks) for run in runs]
@@ -154,7 +168,9 @@ def layouts(runs: Sequence[PublishedRun]) -> Layouts:
 
 
 def step_times(runs: Iterable[PublishedRun]) -> np.ndarray:
-    """Returns measured seconds per step, one element per run. NaN for out-of-memory runs."""
+    """Returns the measured seconds per step, with one element per run. The element of a run that
+    ran out of memory is NaN.
+    """
     return np.array([np.nan if run.step_time_s is None else run.step_time_s for run in runs])
 
 
@@ -172,7 +188,8 @@ SYSTEMS = {
     "DGX-GB200": "gb200-nvl72",
     "DGX-GB300": "gb300-nvl72",
 }
-"""Name of the packaged site of each machine, by the name of the machine in its source."""
+"""Maps the name of a machine in a publication to the name of the site file for this machine in the
+kit."""
 DEVICES = (
     ("A100", "selene"),
     ("MI250", "frontier"),
@@ -192,7 +209,8 @@ DEVICES = (
     ("MI355X", "mi355x"),
     ("Gaudi2", "gaudi2"),
 )
-"""(beginning of a device's name, name of a packaged site), for machines that are not in SYSTEMS."""
+"""(beginning of a device's name, name of a site file of the kit with this kind of device). The
+first match is used for machines that are not in SYSTEMS."""
 
 
 @functools.cache

@@ -1,1 +1,1 @@
-"""Equations for the memory and the step time of layouts."""
+"""Equations for the memory per device and the step time of training layouts."""

@@ -3,8 +3,11 @@ micro-batches in flight.
 
 Bytes are counted per tensor as in Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models" (arXiv 2205.05198), table 2 and equations 1 to 6. Grouped heads and gated
-feed-forward layers are added. The table has bytes per token at 2 bytes per element, where q = t
-with sequence parallelism, otherwise 1, and K = h k / a is the width of all keys:
+feed-forward layers are added. The table below has bytes per token at 2 bytes per element.
+
+Symbols: h hidden size, f feed-forward size, a heads, k key/value heads, d head size, s sequence
+length, b micro-batch size, t tensor parallel degree. q = t with sequence parallelism, otherwise 1.
+K = h k / a is the width of all key heads together.
 
     inputs of the query and feed-forward matrices   4 h / q
     inputs of two norms                             4 h / q (not fused: `norm_bytes` instead of 2
@@ -17,11 +20,11 @@ with sequence parallelism, otherwise 1, and K = h k / a is the width of all keys
                                                     up is fused)
     dropout masks                                   2 h / q
 
-For h = a d, f = 4 h and q = 1 the sum over s b tokens is Korthikanti's s b h (10 + 24 / t +
-5 a s / (h t)). For q = t it is Korthikanti's s b h / t (34 + 5 a s / h). Linear
-layers may save their inputs with i bytes per element (fp8: 1). Then 4 h / q of the query and
-feed-forward inputs becomes 2 i h / q, and 2 f / t of the hidden elements becomes i f / t. Full
-recomputation saves only the input of the layer, 2 h / q.
+For h = a d, f = 4 h and q = 1, the sum over s b tokens is equal to Korthikanti's formula
+s b h (10 + 24 / t + 5 a s / (h t)). For q = t it is equal to s b h / t (34 + 5 a s / h). Linear
+layers may save their inputs with i bytes per element (1 in fp8). The 4 h / q bytes of the query and
+feed-forward inputs are then 2 i h / q, and 2 f / t of the bytes of hidden elements are i f / t.
+Full recomputation saves only the input of the layer, 2 h / q.
 """
 
 import dataclasses
@@ -43,54 +46,65 @@ _CODE = {name: SCHEDULES.index(name) for name in SCHEDULES}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels(Record):
-    """Properties of a code base that determine the bytes saved for the backward pass, in addition
-    to shapes and layout.
+    """Properties of a training code on which the bytes saved for the backward pass depend, in
+    addition to the model and the layout.
     """
 
-    dropout: bool = field_doc("dropout masks are saved, in models without gate")
-    fused_gate: bool = field_doc("silu(gate) * up is one kernel, so silu(gate) is not saved")
+    dropout: bool = field_doc("whether dropout masks are saved, in models without gate")
+    fused_gate: bool = field_doc(
+        "whether silu(gate) * up is one kernel, so that silu(gate) is not saved"
+    )
     selective: Literal["attention", "elementwise"] = field_doc(
-        "operations that selective recomputation repeats: the core of attention, or all but matrix"
-        " products and attention"
+        "operations that selective recomputation repeats. attention: the core of attention, without"
+        " its projections. elementwise: all operations except matrix products and attention"
     )
     gathered_inputs: bool = field_doc(
-        "sequence parallelism saves gathered inputs of matrix products, not their shards"
+        "whether sequence parallelism saves the gathered inputs of matrix products, not the shards"
     )
     gathered_logits: bool = field_doc(
-        "each tensor parallel rank computes the loss over the whole vocabulary"
+        "whether each tensor parallel rank computes the loss over the whole vocabulary"
     )
     logit_bytes: float = field_doc(
-        "bytes per logit at the memory peak of the loss, over all its copies"
+        "bytes per logit at the memory peak of the loss, summed over all copies of the logit"
     )
     score_bytes: float = field_doc(
-        "bytes saved per attention score in memory, if mask and softmax are not fused", default=8.0
+        "bytes saved per attention score that is written to memory, if mask and softmax are not"
+        " fused",
+        default=8.0,
     )
     norm_bytes: float = field_doc(
         "bytes saved per input element of an RMSNorm that is not fused", default=8.0
     )
     chunk_logits: float = field_doc(
-        "logits per chunk of the loss, on a device with the whole model. 0: all at once",
+        "number of logits per chunk if the loss is computed in chunks. Chunks are used only without"
+        " tensor and pipeline parallelism. 0: no chunks",
         default=0,
     )
     chunk_logit_bytes: float = field_doc(
-        "bytes per logit of a chunk, over all its copies", default=0
+        "bytes per logit of a chunk, summed over all copies of the logit", default=0
     )
     fully_sharded: bool = field_doc(
-        "like torch's fully_shard: a device has fp32 shards of weights only, and reduces gradients"
-        " block by block. Gradients of a single micro-batch reuse the memory of its activations",
+        "whether memory is used as by torch's fully_shard. A device has only fp32 shards of"
+        " weights, and gradients are reduced block by block. Gradients of a single micro-batch"
+        " reuse the memory of its activations",
         default=False,
     )
     gradient_copy_bytes: float = field_doc(
-        "bytes of an unsharded gradient in addition to its sum, up to ZeRO 2", default=0
+        "bytes of an unsharded gradient that ZeRO 0 to 2 keep in addition to the accumulated"
+        " gradient",
+        default=0,
     )
     reduction_bytes: float = field_doc(
-        "bytes per parameter of the copy in which ZeRO 1 reduces sums of gradients", default=0
+        "bytes per parameter of the copy that ZeRO 1 makes to reduce accumulated gradients",
+        default=0,
     )
     bucket_bytes: float = field_doc(
-        "bytes of the buffer in which ZeRO 2 and 3 collect gradients", default=0
+        "bytes of the buffer in which ZeRO 2 and 3 collect gradients before their reduction",
+        default=0,
     )
     tied_positions: bool = field_doc(
-        "the last stage has learned positions in addition to its tied embedding", default=False
+        "whether the last stage has learned positions in addition to its tied embedding",
+        default=False,
     )
 
 
@@ -102,14 +116,14 @@ MEGATRON = Kernels(
     gathered_logits=False,
     logit_bytes=10,
 )
-"""Kernels of Megatron-LM. The 10 bytes per logit are 2 for bf16 logits, 4 for fp32 logits and 4 for
-their gradient. The softmax reuses the memory of the fp32 logits."""
+"""Properties of Megatron-LM's kernels. The 10 bytes per logit are 2 for bf16 logits, 4 for fp32
+logits and 4 for their gradient. The softmax reuses the memory of the fp32 logits."""
 MEGATRON_CORE = MEGATRON.replace(dropout=False, logit_bytes=4)
-"""Kernels of Megatron-Core's recipes since 2024. They have no dropout, and use Transformer Engine's
-cross entropy, whose gradient overwrites the logits."""
+"""Properties of the kernels in Megatron-Core's recipes since 2024. The recipes have no dropout, and
+use Transformer Engine's cross entropy, whose gradient overwrites the logits."""
 MEGATRON_DEEPSPEED = MEGATRON.replace(tied_positions=True)
-"""Kernels of Megatron-DeepSpeed. Its pipeline ties the whole embedding layer (`EmbeddingPipe` as a
-`TiedLayerSpec`, `megatron/model/gpt_model.py`), learned positions included."""
+"""Kernels of Megatron-DeepSpeed. Its last pipeline stage has a copy of the whole embedding layer,
+learned positions included (`EmbeddingPipe` as a `TiedLayerSpec`, `megatron/model/gpt_model.py`)."""
 KIT = Kernels(
     dropout=False,
     fused_gate=False,
@@ -121,14 +135,15 @@ KIT = Kernels(
     chunk_logit_bytes=10,
     fully_sharded=True,
 )
-"""Kernels of the kit's decoder, as tests measure them. The 14 bytes per logit are logits in bf16
-and fp32, log-softmax and gradient. Without tensor and pipeline parallelism the loss is computed in
-chunks (`kit.model.cross_entropy`). The 10 bytes per logit of a chunk are logits in bf16 and fp32,
-and log-softmax."""
+"""Kernels of the kit's decoder. Tests measure their memory.
+
+The 14 bytes per logit are logits in bf16 and fp32, log-softmax and gradient. Without tensor and
+pipeline parallelism the loss is computed in chunks (`kit.model.cross_entropy`). The 10 bytes per
+logit of a chunk are logits in bf16 and fp32, and log-softmax."""
 
 TORCHTITAN = KIT.replace(chunk_logits=0, chunk_logit_bytes=0, logit_bytes=10, fused_gate=True)
-"""Kernels of torchtitan with compiled blocks. The blocks save gate and up, but not silu(gate). One
-compiled kernel computes the loss from all logits at once."""
+"""Properties of torchtitan's kernels with compiled blocks. For the backward pass the blocks save
+gate and up, but not silu(gate). One compiled kernel computes the loss from all logits at once."""
 DEEPSPEED = KIT.replace(
     chunk_logits=0,
     fully_sharded=False,
@@ -136,17 +151,18 @@ DEEPSPEED = KIT.replace(
     reduction_bytes=2,
     bucket_bytes=2 * 500e6,
 )
-"""Kernels of the kit's decoder in DeepSpeed 0.19.8, counted from its source. ZeRO 1
-(`BF16_Optimizer`) and ZeRO 2 hold bf16 gradients in addition to their fp32 sums. To reduce the
-sums, ZeRO 1 casts all of them to bf16 at once (`allreduce_bucket`). `reduce_bucket_size` is 5e8
-elements of 2 bytes."""
+"""Kernels of the kit's decoder in DeepSpeed 0.19.8. The bytes were counted in DeepSpeed's source.
+
+ZeRO 1 (`BF16_Optimizer`) and ZeRO 2 keep bf16 gradients in addition to their fp32 sums. To reduce
+the sums, ZeRO 1 casts all of them to bf16 at once (`allreduce_bucket`). The bucket
+(`reduce_bucket_size`) has 5e8 elements of 2 bytes."""
 KERNELS_BY_MODEL = {"torch": KIT, "deepspeed": DEEPSPEED, "megatron": MEGATRON}
-"""Kernels by `Capabilities.memory_model`."""
+"""Maps the name of an engine's memory model (`Capabilities.memory_model`) to its kernels."""
 
 
 def engine_kernels(engine: EngineName, device: Device | None = None) -> Kernels:
-    """Returns the kernels of an engine. If `device` is a GPU, the chunks of the loss have the size
-    for its memory. Otherwise they have the size for a CPU.
+    """Returns the kernels of an engine of the kit. If `device` is a GPU of known memory, the number
+    of logits per chunk of the loss depends on this memory. Otherwise it is the number for a CPU.
     """
     kernels = KERNELS_BY_MODEL[capabilities_of(engine).memory_model]
     memory = device and device.is_gpu and device.memory_bytes
@@ -157,20 +173,26 @@ def engine_kernels(engine: EngineName, device: Device | None = None) -> Kernels:
 
 @dataclasses.dataclass(frozen=True)
 class LayerActivations:
-    """Bytes that one layer saves for its backward pass, per token of a micro-batch, by tensor."""
+    """Bytes that one layer saves for its backward pass, per token of a micro-batch. Each property
+    has the bytes of some tensors, with one element per layout. Symbols are defined in the docstring
+    of the module.
+    """
 
     layouts: Layouts
     kernels: Kernels
 
     @cached_property
     def residual_size(self) -> Array:
-        """Elements per token of the residual stream on one device: h / q."""
+        """Number of elements per token of the residual stream on one device: h / q with hidden size
+        h. q is the tensor parallel degree with sequence parallelism, otherwise 1.
+        """
         return self.layouts.hidden_size / self.layouts.sequence_shards
 
     @cached_property
     def product_input_bytes(self) -> Array:
-        """Bytes of the inputs of the query and feed-forward matrices: 2 i h / q at i bytes per
-        element (2, or fewer in a narrow format). Code that saves gathered inputs needs 2 i h.
+        """Bytes per token of the inputs of the query and feed-forward matrices: 2 i h / q, with
+        hidden size h, i bytes per element (2, or fewer in a narrow format), and sequence split over
+        q ranks. Training code that saves gathered inputs needs 2 i h.
         """
         x = self.layouts
         size = self.residual_size
@@ -180,30 +202,34 @@ class LayerActivations:
 
     @cached_property
     def _has_fused_norm(self) -> Array:
-        """Whether the norm is one kernel, bool. A LayerNorm is always one kernel."""
+        """Whether each norm runs as one kernel. A LayerNorm always does. An RMSNorm does if the
+        layout has `fused_norm`.
+        """
         return self.layouts.fused_norm | np.logical_not(self.layouts.gated)
 
     @cached_property
     def norm_input_bytes(self) -> Array:
-        """Bytes of the inputs of both norms: 4 h / q, or 2 `norm_bytes` h / q for an RMSNorm that
-        is not fused.
+        """Bytes per token of the inputs of both norms of a layer: 4 h / q, with hidden size h and
+        sequence split over q ranks. An RMSNorm that is not fused needs 2 `norm_bytes` h / q.
         """
         each = self.layouts.where(self._has_fused_norm, 4.0, 2 * self.kernels.norm_bytes)
         return each * self.residual_size
 
     @cached_property
     def layer_input_bytes(self) -> Array:
-        """Bytes of the input of the layer, which a fused first norm and full recomputation both
-        save: 2 h / q. 0 if the norm is not fused.
+        """Bytes per token of the input of the layer: 2 h / q, with hidden size h and sequence split
+        over q ranks. A fused first norm and full recomputation both save this tensor. If the norm
+        is not fused, the value is 0.
         """
         return self.layouts.where(self._has_fused_norm, 2.0, 0.0) * self.residual_size
 
     @cached_property
     def attention_bytes(self) -> Array:
-        """Bytes of query, key, value and result of attention: (4 h + 4 K) / t.
+        """Bytes per token of query, key, value and result of attention: (4 h + 4 K) / t, with
+        hidden size h, width K of all key heads and tensor parallel degree t.
 
-        With the all-to-all exchange the result is saved twice, split by heads and split by
-        sequence, which needs 2 h / t more.
+        With the all-to-all exchange of context parallelism, the result is saved twice, split by
+        heads and split by sequence. This needs 2 h / t more.
         """
         layouts = self.layouts
         tensor_parallel = self.layouts.tensor_parallel
@@ -215,9 +241,10 @@ class LayerActivations:
 
     @cached_property
     def attention_score_bytes(self) -> Array:
-        """Bytes of the log-sum-exp of fused attention: 4 a / t. Scores that are written to memory
-        need `score_bytes` a s / t instead (2 a s / t if mask and softmax are fused), and 3 a s / t
-        more with dropout.
+        """Bytes per token of the log-sum-exp of fused attention: 4 a / t, with a heads and tensor
+        parallel degree t. If scores are written to memory, they need `score_bytes` a s / t instead,
+        with sequence length s, or 2 a s / t if mask and softmax are fused. Dropout needs 3 a s / t
+        more.
         """
         layouts = self.layouts
         kernels = self.kernels
@@ -230,8 +257,9 @@ class LayerActivations:
 
     @property
     def feed_forward_bytes(self) -> Array:
-        """Bytes of the hidden elements of feed-forward: (2 + i) f / t at i bytes per saved input
-        element. Gated models need (6 + i) f / t, or (4 + i) f / t if the gate is fused.
+        """Bytes per token of the intermediate tensors of the feed-forward layer: (2 + i) f / t,
+        with feed-forward size f, tensor parallel degree t and i bytes per saved input element.
+        Gated models need (6 + i) f / t, or (4 + i) f / t if the gate is fused.
         """
         x = self.layouts
         gate = 2.0 if self.kernels.fused_gate else 4.0
@@ -240,8 +268,9 @@ class LayerActivations:
 
     @cached_property
     def all_bytes(self) -> Array:
-        """Bytes saved without recomputation: inputs of products and norms, attention, scores,
-        feed-forward, and masks of dropout (2 h / q).
+        """Bytes per token that are saved without recomputation: inputs of matrix products and
+        norms, tensors of attention and feed-forward, and dropout masks. Masks need 2 bytes per
+        element of the residual stream.
         """
         masks: Array | float = 0.0
         if self.kernels.dropout:
@@ -257,18 +286,20 @@ class LayerActivations:
 
     @cached_property
     def _activation_input_bytes(self) -> Array:
-        """Bytes of the inputs of the activation function in bf16: 2 f / t, gated 4 f / t."""
+        """Bytes per token of the inputs of the activation function in bf16: 2 f / t, or 4 f / t in
+        gated models, with feed-forward size f and tensor parallel degree t.
+        """
         layouts = self.layouts
         return (2 + 2 * (1 - layouts.plain)) * (layouts.ffn_hidden_size / layouts.tensor_parallel)
 
     @cached_property
     def _selectively_saved_bytes(self) -> Array:
-        """Bytes saved under selective recomputation.
+        """Bytes per token that are saved under selective recomputation.
 
-        If `kernels.selective` is `attention`, everything is saved but scores written to memory. If
-        it is `elementwise`, the layer's input and the results of all matrix products and of
-        attention are saved. Results of row-split products are saved before and after their sum over
-        tensor ranks.
+        If `kernels.selective` is `attention`, all tensors are saved except scores that are written
+        to memory. If it is `elementwise`, the layer's input and the results of all matrix products
+        and of attention are saved. Results of row-split products are saved before and after their
+        sum over tensor parallel ranks.
         """
         layouts = self.layouts
         if self.kernels.selective == "attention":
@@ -287,11 +318,12 @@ class LayerActivations:
 
     @cached_property
     def _selectively_recomputed_bytes(self) -> Array:
-        """Bytes recomputed in the backward pass under selective recomputation.
+        """Bytes per token of the tensors that the backward pass recomputes under selective
+        recomputation.
 
-        If `kernels.selective` is `attention`, these are the scores written to memory. If it is
-        `elementwise`, they are the results of norms, rotation and activation function, and the
-        inputs of products.
+        If `kernels.selective` is `attention`, these tensors are the scores that are written to
+        memory. If it is `elementwise`, they are the results of norms, rotary embedding and
+        activation function, and the inputs of matrix products.
         """
         layouts = self.layouts
         if self.kernels.selective == "attention":
@@ -308,8 +340,8 @@ class LayerActivations:
 
     @cached_property
     def saved_bytes(self) -> Array:
-        """Bytes saved from the forward pass until the backward pass, per token of a micro-batch,
-        under each layout's recomputation.
+        """Bytes per token of a micro-batch that one layer saves from the forward pass until the
+        backward pass. They depend on the recomputation of each layout.
         """
         recompute = self.layouts.recompute
         some = np.where(recompute == _NONE, self.all_bytes, self._selectively_saved_bytes)
@@ -320,7 +352,8 @@ class LayerActivations:
     @cached_property
     def workspace_bytes(self) -> Array:
         """Bytes per token that exist only during the backward pass of a layer: recomputed tensors,
-        and the gradients before and after the activation function, 4 f / t.
+        and the gradients before and after the activation function. The gradients need 4 f / t, with
+        feed-forward size f and tensor parallel degree t.
         """
         recompute = self.layouts.recompute
         some = np.where(recompute == _NONE, 0.0, self._selectively_recomputed_bytes)
@@ -329,25 +362,26 @@ class LayerActivations:
 
 
 def microbatches_in_flight(layouts: Layouts, stage: Any) -> Array:
-    """Returns the largest number of micro-batches whose activations pipeline device i = `stage`
-    holds at once.
+    """Returns the largest number of micro-batches whose activations a pipeline device keeps in
+    memory at once. `stage` is the number i of the device, from 0.
 
-    One unit is one micro-batch in all layers of the device. There are at most m:
+    One micro-batch in all layers of the device counts 1. With p pipeline devices, v virtual stages
+    per device and m micro-batches per step, the number is at most m and depends on the schedule:
 
     - gpipe: m (arXiv 1811.06965).
     - 1f1b: p - i (arXiv 2104.04473, section 2.2).
     - interleaved: ((v - 1) p + 2 (p - i - 1) + 1) / v, which is p + (p - 1) / v on the first device
       (arXiv 2104.04473, section 2.2).
     - zero_bubble (ZB-H1) and zbv: p on every device. Later devices have fewer micro-batches in
-      flight, but delay weight gradients, which need their activations (arXiv 2401.10241, sections
-      2 and 5).
+      flight, but delay the weight gradients, and so keep the activations longer (arXiv 2401.10241,
+      sections 2 and 5).
     """
     m = layouts.num_microbatches
     p = layouts.pipeline_parallel
     v = layouts.virtual_stages
     code = layouts.schedule
     remaining = p - stage
-    # For v = 1 the formula of interleaved schedules gives 2 (p - i) - 1, not the p - i of 1f1b.
+    # For v = 1 the formula of interleaved schedules is not valid for 1f1b: it gives 2 (p - i) - 1.
     interleaved = ((v - 1) * p + 2 * remaining - 1) / v
     units = np.where(code == _CODE["1f1b"], remaining, p)
     units = np.where(code == _CODE["interleaved"], interleaved, units)

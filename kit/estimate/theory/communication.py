@@ -1,8 +1,9 @@
-"""Time of collectives and sends by the alpha-beta model, on the links of each group. No torch.
+"""Time of collectives and sends on the network links that each process group uses. The time is
+latency plus bytes / rate (alpha-beta model). This module does not import torch.
 
 A ring all-reduce of n bytes over g ranks moves 2 (g - 1) / g n bytes through the slowest link of
-the ring. Inside a node it takes 2 (g - 1) steps. Between nodes trees are used, which take
-2 log2(number of nodes) steps (Thakur et al. 2005, NCCL). An all-gather or reduce-scatter takes
+the ring. Inside a node it has 2 (g - 1) steps. Between nodes trees are used, which have
+2 log2(number of nodes) steps (Thakur et al. 2005, NCCL). An all-gather or reduce-scatter needs
 half the time of an all-reduce.
 """
 
@@ -16,25 +17,28 @@ from kit.estimate.theory.hardware import Coefficients, Hardware
 from kit.estimate.theory.layouts import Array, Layouts
 
 SMALL_SUMS = 4
-"""Number of all-reduces of a few bytes per step: loss, tokens, gradient norm, and whether a
-gradient is not finite (Megatron-LM: training.py, clip_grads.py)."""
+"""Number of all-reduces of a few bytes per step. They sum the loss, the tokens, the gradient norm,
+and whether a gradient is not finite (Megatron-LM: training.py, clip_grads.py)."""
 
 
 class Link(NamedTuple):
-    """Rate and latency of the communication of one group of ranks."""
+    """Rate and latency of the communication within one process group, or between neighbouring
+    pipeline stages.
+    """
 
     rate: Array
-    """Bytes/s of one rank."""
+    """Bytes/s at which one rank sends and receives, one element per layout."""
     latency_s: Array
-    """Seconds of one collective of zero bytes."""
+    """Seconds of one collective or send of zero bytes, one element per layout."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupLinks:
-    """Links of each group of ranks of many layouts.
+    """Rates and latencies of the process groups (tensor, context, data, ...) of many layouts.
 
-    Ranks are numbered in the order tensor, context, data, pipeline, with tensor parallel ranks next
-    to each other, as in Megatron and DeepSpeed.
+    A group inside a node uses the links of the node, and a larger group the network. Ranks are
+    numbered as in Megatron and DeepSpeed: tensor parallel ranks are next to each other, then follow
+    context, data and pipeline ranks.
     """
 
     layouts: Layouts
@@ -43,9 +47,9 @@ class GroupLinks:
 
     @cached_property
     def tensor(self) -> Link:
-        """Link of tensor parallel groups of g ranks: the links of a node, with 2 (g - 1) steps of a
-        ring. Across nodes the network limits the rate, and a tree adds 2 log2(number of nodes)
-        steps.
+        """Rate and latency of all-reduces in a tensor parallel group of g ranks. Inside a node they
+        use the node's links in a ring of 2 (g - 1) steps. If the group spans nodes, the network
+        limits the rate, and a tree adds 2 log2(number of nodes) steps.
         """
         ranks = self.layouts.tensor_parallel
         coefficients = self.coefficients
@@ -61,8 +65,8 @@ class GroupLinks:
 
     @property
     def context(self) -> Link:
-        """Link of context parallel groups. All groups of a node share its network. The latency is
-        that of one hop of a ring, or of one all-to-all.
+        """Rate and latency of context parallel groups. If groups span nodes, all groups of a node
+        share its network. The latency is the time of one step of a ring, or of one all-to-all.
         """
         ranks = self.layouts.tensor_parallel * self.layouts.context_parallel
         groups = np.minimum(self.layouts.tensor_parallel, self.hardware.node_devices)
@@ -73,8 +77,9 @@ class GroupLinks:
 
     @property
     def pipeline(self) -> Link:
-        """Link between neighbouring stages: the links of a pair inside one node, or the share of
-        one device in the network.
+        """Rate and latency of sends between neighbouring pipeline stages. If all devices are in one
+        node, a pair of devices uses the node's links. Otherwise each device uses its share of the
+        network.
         """
         one_node = self.layouts.num_devices <= self.hardware.node_devices
         inside: Array | float = 1.0
@@ -85,13 +90,15 @@ class GroupLinks:
 
     @cached_property
     def data(self) -> Link:
-        """Link of a data parallel group: the links of a node, or the group's share of the network.
-        Between nodes the latency is that of 2 log2(2 x number of nodes) steps.
+        """Rate and latency of all-reduces in a data parallel group. A group inside a node uses the
+        node's links. If the group spans nodes, it uses its share of the network, and the latency
+        is the time of 2 log2(2 x number of nodes) steps.
         """
         x = self.layouts
         coefficients = self.coefficients
         replicas = x.context_parallel * x.data_parallel
-        # Ranks of the group are t devices apart, so the group also uses links over t c r devices.
+        # The ranks of the group are t devices apart, with t the tensor parallel degree. The group
+        # therefore also uses the links between t times as many devices, which may be slower.
         inside = np.minimum(self._inside(replicas), self._inside(x.tensor_parallel * replicas))
         rate = np.where(self._nodes > 1, np.minimum(inside, self._network_share), inside)
         hop = self.layouts.where(self._nodes > 1, coefficients.network_latency_s, 0.0)
@@ -100,9 +107,9 @@ class GroupLinks:
 
     @cached_property
     def shard(self) -> Link:
-        """Link of the ranks among which ZeRO shards. If groups of `shard_size` replicas fit into a
-        node, it is the links of the node, which are taken to be at least as fast as the ring over
-        all replicas. Otherwise it is the link of data parallelism.
+        """Rate and latency of the group of ranks over which ZeRO shards. If groups of `shard_size`
+        replicas fit into a node, they use the node's links. These are assumed to be at least as
+        fast as the ring over all replicas. Otherwise the link is equal to `data`.
         """
         if not np.any(self.layouts.shard_size):
             return self.data
@@ -116,8 +123,9 @@ class GroupLinks:
 
     @property
     def copy(self) -> Link:
-        """Link between the ranks that hold copies of one shard. Each device of a shard group
-        reduces its own shard, so the devices of a node share its network.
+        """Rate and latency of all-reduces between the ranks that hold copies of one ZeRO shard.
+        Each device of a shard group reduces its own shard, so the devices of a node share its
+        network.
         """
         tensor_parallel = self.layouts.tensor_parallel
         node_devices = self.hardware.node_devices
@@ -129,9 +137,9 @@ class GroupLinks:
 
     @cached_property
     def _data_efficiency(self) -> Array:
-        """Share of the link rate that gradients and weights reach. With overlap it is the
-        efficiency of the network, since gradients and weights are in contiguous buffers
-        (Megatron-Core's `ParamAndGradBuffer`).
+        """Share of the bandwidth, 0 to 1, that gradient reduction and weight gathering reach. If
+        they overlap with computation, it is the efficiency of the network, since gradients and
+        weights are in contiguous buffers (Megatron-Core's `ParamAndGradBuffer`).
         """
         x = self.layouts
         coefficients = self.coefficients
@@ -141,28 +149,30 @@ class GroupLinks:
 
     @property
     def network_rate(self) -> Array | float:
-        """Bytes/s of one device if all devices of a node send at once."""
+        """Bytes/s at which one device sends to another node if all devices of its node send at
+        once.
+        """
         return self._network_rate / self.hardware.node_devices
 
     @property
     def _network_rate(self) -> Array | float:
-        """Bytes/s out of a node."""
+        """Bytes/s out of a node that the network reaches, for all devices of the node together."""
         return self.hardware.network_bytes_per_s * self.coefficients.network_efficiency
 
     @cached_property
     def _nodes(self) -> Array:
-        """Number of nodes that a data parallel group spans: t c r / devices of a node. If it is
-        above 1, the group communicates between nodes.
+        """Number of nodes that a data parallel group spans: tensor x context x data parallel degree
+        / devices of a node. If it is above 1, the group communicates between nodes.
         """
         replicas = self.layouts.context_parallel * self.layouts.data_parallel
         return self.layouts.tensor_parallel * replicas / self.hardware.node_devices
 
     @property
     def _network_share(self) -> Array:
-        """Bytes/s between nodes of one data parallel group.
+        """Bytes/s at which one data parallel group communicates between nodes.
 
-        All groups of a node share its network. Beyond 8 nodes, the nodes of a job also share the
-        links of the network, except in a full fat tree, which has no contention.
+        All groups of a node share its network. In jobs of more than 8 nodes, the nodes also share
+        the links of the network, so the rate falls. A full fat tree has no such contention.
         """
         node_devices = self.hardware.node_devices
         jobs = np.maximum(1.0, self.layouts.num_devices / (8 * node_devices))
@@ -172,17 +182,21 @@ class GroupLinks:
         return share * jobs ** -(self.coefficients.data_contention * self.hardware.contention)
 
     def _inside(self, ranks: Array) -> Array:
-        """Returns bytes/s of one device in a group of `ranks` neighbours on a node."""
+        """Returns the bandwidth in bytes/s of one device in a group of `ranks` neighbours on a
+        node. Small groups use the fastest links, larger groups the slower links of the node.
+        """
         hardware = self.hardware
         near = ranks <= self.hardware.near_devices
         return self.layouts.where(near, hardware.near_bytes_per_s, hardware.node_bytes_per_s)
 
     def _on_node(self, ranks: Array | float, span: Array) -> Array:
-        """Returns bytes/s of one device in a group on a node: rate x efficiency x min(1, ranks /
-        all) ^ sharing. `span` is the number of neighbouring devices over which the group extends.
+        """Returns the bytes/s that one device reaches in a group of `ranks` on a node:
+        bandwidth x node_efficiency x min(1, ranks / all) ^ node_sharing.
 
-        On a mesh a group has only the links between its own devices. On a switch a group should
-        have the full rate, but measured rates are mostly lower.
+        `all` is the number of ranks with which a group uses all links of each device. `span` is the
+        number of neighbouring devices over which the group extends. On a mesh a group uses only the
+        links between its own devices, so small groups are slower. On a switch a small group could
+        use the full bandwidth, but measured rates are mostly lower.
         """
         hardware = self.hardware
         coefficients = self.coefficients
@@ -193,29 +207,33 @@ class GroupLinks:
         return rate * np.minimum(1.0, ranks / all_ranks) ** coefficients.node_sharing
 
     def _hop(self, on_node: Array) -> Array:
-        """Returns the latency in seconds of one step, inside a node or between nodes."""
+        """Returns the latency in seconds of one step of a collective. `on_node` says for each
+        layout whether the step is inside a node or between nodes.
+        """
         node_s = self.coefficients.node_latency_s
         network_s = self.coefficients.network_latency_s
         return self.layouts.where(on_node, node_s, network_s)
 
 
 def all_reduce_seconds(size: Array, ranks: Array, link: Link) -> Array:
-    """Returns seconds to all-reduce `size` bytes over `ranks`. 0 for one rank."""
+    """Returns the seconds of an all-reduce of `size` bytes over `ranks` ranks. For one rank the
+    result is 0.
+    """
     return np.where(ranks > 1, 2 * (ranks - 1) / ranks * size / link.rate + link.latency_s, 0.0)
 
 
 def all_gather_seconds(size: Array, ranks: Array, link: Link, steps: Array | float = 1.0) -> Array:
-    """Returns seconds to all-gather or reduce-scatter `size` bytes in total over `ranks`, in
-    `steps` collectives one after the other. 0 for one rank.
+    """Returns the seconds of an all-gather or reduce-scatter over `ranks` ranks. The `size` bytes
+    are divided into `steps` collectives, one after the other. For one rank the result is 0.
     """
     return all_reduce_seconds(size, ranks, link._replace(latency_s=link.latency_s * steps)) / 2
 
 
 def small_sums_seconds(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) -> Array:
-    """Returns seconds per optimizer step of `SMALL_SUMS` all-reduces of a few bytes over all ranks,
-    which cost their latency only.
+    """Returns the seconds per optimizer step of `SMALL_SUMS` all-reduces of a few bytes over all
+    ranks. Their time is only latency.
 
-    Each all-reduce takes 2 log2(number of ranks) steps in a tree (Thakur et al. 2005), first inside
+    Each all-reduce has 2 log2(number of ranks) steps in a tree (Thakur et al. 2005), first inside
     a node, then between nodes.
     """
     ranks = layouts.num_devices
@@ -230,9 +248,11 @@ def small_sums_seconds(layouts: Layouts, hardware: Hardware, coefficients: Coeff
 
 
 def exposed_seconds(communication_s: Array, work_s: Array) -> Array:
-    """Returns seconds of communication that computation of `work_s` seconds does not hide.
+    """Returns the exposed seconds of communication: the part that is not hidden by `work_s` seconds
+    of computation at the same time.
 
-    The result is sqrt(communication^2 + work^2) - work, a rounded maximum. It is small if
-    communication is shorter, and about the difference if communication is longer.
+    The result is sqrt(communication^2 + work^2) - work, a smooth form of max(communication, work) -
+    work. It is small if communication is shorter than computation. If communication is much longer,
+    it approaches their difference.
     """
     return np.hypot(communication_s, work_s) - work_s

@@ -1,5 +1,6 @@
-"""Numbers of a machine that step time needs (`Hardware`), and the efficiencies and latencies that a
-calibration fits (`Coefficients`). No torch.
+"""Numbers of a machine from which step times are computed: peak rates, bandwidths and sizes
+(`Hardware`), and efficiencies and latencies that are fitted to runs (`Coefficients`). This module
+does not import torch.
 """
 
 import dataclasses
@@ -13,17 +14,18 @@ from kit.estimate.theory.layouts import ArrayColumns
 
 Number = float | np.ndarray
 FULL_DEVICES = 8
-"""Largest number of devices in a group that uses all links of each device. Nodes with more devices
-are wired in groups of about this size."""
+"""Largest number of devices that a communication group needs to use all links of each device. Nodes
+with more devices are wired in groups of about this size."""
 TYPICAL_CEILING = 0.85
-"""Share of the peak FLOP/s that the best matrix product reaches, for a site without a measured
-value. Measured: A100 0.90, H100 0.82."""
+"""Share of the peak FLOP/s, 0 to 1, that the best matrix product is assumed to reach on a site
+without a measured rate. Measured values are 0.90 on A100 and 0.82 on H100."""
 NARROW = ("fp8", "mxfp8", "nvfp4")
-"""Formats below bf16. Only linear layers use them. Attention stays in bf16."""
+"""Number formats narrower than bf16. Only linear layers multiply in these formats. Attention is
+computed in bf16."""
 NARROW_CEILING = 0.74
-"""Share of the peak FLOP/s of a format in NARROW that the best matrix product reaches. Measured in
-fp8: H100 0.71, GB200 0.72, H200 0.73, B300 0.745, B200 0.76 (ml-engineering, maximum achievable
-matmul FLOPS)."""
+"""Share of the peak FLOP/s, 0 to 1, that the best matrix product in a format of NARROW reaches.
+Measured in fp8: H100 0.71, GB200 0.72, H200 0.73, B300 0.745, B200 0.76 (ml-engineering, maximum
+achievable matmul FLOPS)."""
 
 EXAMPLES = {
     "memory_bytes": "85899345920",
@@ -31,8 +33,8 @@ EXAMPLES = {
     "intra_node": "300e9",
     "inter_node_bytes_per_s": "100e9",
 }
-"""Example values for an error message, by field of a site file. They are the values of an A100 with
-80 GB."""
+"""Maps fields of a site file to example values, which an error message shows. They are the values
+of an A100 with 80 GB."""
 
 JOULES_PER_FLOP = {
     "bf16": 700 / 794.5e12,
@@ -41,15 +43,15 @@ JOULES_PER_FLOP = {
     "mxfp8": 700 / 1402.6e12,
     "nvfp4": 350 / 1402.6e12,
 }
-"""Energy of matrix products in joules per FLOP, by format: 700 W of an H100 over the FLOP/s that it
-reaches (ml-engineering, maximum achievable matmul FLOPS). nvfp4 is assumed to need half the energy
-of fp8, since its elements have half the bits."""
+"""Maps number formats to the energy of matrix products in joules per FLOP. It is 700 W of an H100
+divided by the FLOP/s that the H100 reaches (ml-engineering, maximum achievable matmul FLOPS). nvfp4
+is assumed to need half the energy of fp8, since its elements have half the bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware(ArrayColumns):
-    """Numbers of a machine on which the step time depends. Each number may be an array with one
-    value per layout.
+    """Peak rates, bandwidths and sizes of a machine on which the step time depends. Each number may
+    be an array with one element per layout.
 
     Bandwidths are in bytes/s of one direction. Groups of up to `near_devices` devices communicate
     at `near_bytes_per_s` per device. Groups of up to `node_devices` communicate at
@@ -58,38 +60,41 @@ class Hardware(ArrayColumns):
     """
 
     peak_flops_per_s: Number
-    """Peak FLOP/s of one device by its data sheet, for MFU."""
+    """Peak FLOP/s of one device in its data sheet, from which MFU is computed."""
     attention_flops_per_s: Number
-    """Highest sustained FLOP/s of a matrix product in bf16 on one device."""
+    """Highest sustained FLOP/s of matrix products in bf16 on one device. Attention and logits are
+    computed in bf16."""
     matmul_flops_per_s: Number
-    """Highest sustained FLOP/s of a matrix product of linear layers on one device, in their format,
-    which may be narrower than bf16."""
+    """Highest sustained FLOP/s of matrix products of linear layers on one device. Their number
+    format may be narrower than bf16."""
     memory_bytes: Number
     """Bytes of memory of one device."""
     memory_bytes_per_s: Number
     """Memory bandwidth of one device in bytes/s."""
     near_devices: Number
-    """Number of devices that the fastest links connect."""
+    """Number of devices in the smallest group of neighbours, which the fastest links connect."""
     near_bytes_per_s: Number
-    """Bytes/s of one device over the fastest links."""
+    """Bandwidth of one device over the fastest links, in bytes/s."""
     node_devices: Number
-    """Number of devices of a node, or of a larger group that fast links connect (NVL72)."""
+    """Number of devices of a node, or of a larger group that fast links connect (e.g. 72 in an
+    NVL72)."""
     node_bytes_per_s: Number
-    """Bytes/s of one device over the links inside a node."""
+    """Bandwidth of one device over the links inside a node, in bytes/s."""
     full_devices: Number
-    """Number of devices in a group that uses all links of each device: the devices of a node, at
-    most FULL_DEVICES."""
+    """Number of devices with which a group uses all links of each device: all devices of a node,
+    but at most FULL_DEVICES."""
     network_bytes_per_s: Number
-    """Bytes/s out of a node, for all its devices together."""
+    """Bandwidth out of a node in bytes/s, which all devices of the node share."""
     contention: Number
-    """1 if large jobs share the links of the network, 0 in a full fat tree."""
+    """1 if the nodes of a large job share network links, so that bandwidth falls. 0 in a full fat
+    tree."""
     price_per_device_hour: Number
-    """USD per device and hour. NaN if the site has no price."""
+    """Price of one device in USD per hour. If the site has no price, the value is NaN."""
 
     @classmethod
     def of(cls, site: Site, dtype: str = "bf16") -> Self:
-        """Returns the numbers of a site, for linear layers that multiply in `dtype`. If `dtype` is
-        one of `NARROW`, the numbers of attention and the peak are those of bf16.
+        """Returns the numbers of a site for training in which linear layers multiply in `dtype`. If
+        `dtype` is narrower than bf16, the peak and the rate of attention are still the bf16 rates.
 
         Raises:
             ConfigError: The site lacks a number that step time needs, for example the peak of the
@@ -103,7 +108,7 @@ class Hardware(ArrayColumns):
         _check_units(site)
         tiers = site.links.intra_node
         memory_rate = site.device.memory_bytes_per_s.value
-        # Without links the devices are taken to communicate through shared memory.
+        # If the site states no links, devices are assumed to communicate through shared memory.
         near = tiers[0].bytes_per_s.value if tiers else memory_rate
         network = site.links.inter_node_bytes_per_s
         price = site.price_per_node_hour
@@ -125,13 +130,15 @@ class Hardware(ArrayColumns):
 
     @property
     def is_narrow(self) -> np.ndarray:
-        """Whether linear layers multiply in a format below bf16, bool."""
+        """Whether linear layers multiply in a number format narrower than bf16. Products are then
+        faster than in bf16.
+        """
         return np.asarray(self.matmul_flops_per_s) > 1.01 * np.asarray(self.attention_flops_per_s)
 
     @classmethod
     def like(cls, peak_flops_per_s: float) -> Self:
-        """Returns estimated numbers of a machine without a site file: those of an A100 node, with
-        all FLOP/s and bandwidths in proportion to the peak.
+        """Returns estimated numbers for a machine without a site file. They are the numbers of a
+        node with 8 A100, with FLOP/s and bandwidths scaled in proportion to the peak.
         """
         scale = peak_flops_per_s / 312e12
         return cls(
@@ -151,18 +158,19 @@ class Hardware(ArrayColumns):
         )
 
     def select(self, rows: Any) -> Self:
-        """Returns the elements `rows` of all arrays. Numbers that are not arrays stay as they
-        are.
+        """Returns a copy with the elements `rows` of all arrays. Numbers that are not arrays are
+        copied unchanged.
         """
         return self.map(lambda value: value[rows] if isinstance(value, np.ndarray) else value)
 
 
 def check_numbers(site: Site, dtype: str, num_devices: int = 1) -> None:
-    """Raises ConfigError if a site lacks numbers that the step time of a job on `num_devices`
-    devices needs. The error names all missing numbers and gives an example of each.
+    """Raises ConfigError if a site lacks numbers from which the step time of a job on `num_devices`
+    devices is computed. The error names all missing numbers with an example of each.
 
-    Processes of one CPU share its memory, so CPU cores need no links. Accelerators need links: the
-    bandwidth of their own memory is no estimate of the bandwidth of a link.
+    Processes on one CPU communicate through its memory, so links of CPU cores need not be stated.
+    Links of accelerators must be stated, since the bandwidth of their memory says nothing about the
+    bandwidth of a link.
     """
     device = site.device
     links = site.links
@@ -198,9 +206,10 @@ def check_numbers(site: Site, dtype: str, num_devices: int = 1) -> None:
 def ceiling(site: Site, dtype: str) -> float | None:
     """Returns the highest FLOP/s that a matrix product in a dtype reaches on a device of the site.
 
-    This is the measured value of the site. Without one it is TYPICAL_CEILING x peak. For a format
-    in NARROW it is NARROW_CEILING x peak, or the share of the peak that bf16 reaches if that share
-    is lower. None if the site has neither a measured value nor a peak.
+    If the site file states a measured rate, it is returned. Otherwise the result is
+    TYPICAL_CEILING x peak, or NARROW_CEILING x peak for a format narrower than bf16. If bf16
+    reaches a smaller share of its peak than NARROW_CEILING, this share is used for narrow formats
+    too. If the site has neither a measured rate nor a peak, the result is None.
     """
     measured = site.device.matmul_flops_per_s.get(dtype)
     peak = site.peak_flops_per_s(dtype)
@@ -214,10 +223,11 @@ def ceiling(site: Site, dtype: str) -> float | None:
 
 
 def sustained(site: Site, dtype: str) -> float | None:
-    """Returns the FLOP/s of matrix products over hours: `ceiling`, at a lower clock if it would
-    need more power than the device's watts. None if `ceiling` is None.
+    """Returns the FLOP/s that matrix products reach over hours. It is the highest rate (`ceiling`),
+    reduced if this rate would need more power than the power limit of the device.
 
-    Power is proportional to the cube of the clock, since voltage is proportional to the clock.
+    The power limit reduces the clock. Power is assumed to be proportional to the cube of the clock,
+    since voltage is proportional to the clock. If the highest rate is unknown, the result is None.
     """
     burst = ceiling(site, dtype)
     watts = site.device.watts
@@ -227,8 +237,9 @@ def sustained(site: Site, dtype: str) -> float | None:
 
 
 def _check_units(site: Site) -> None:
-    """Raises ConfigError if a number of the site is too small for any device, or if matrix products
-    are above the peak. A number that is too small is mostly in GB, GB/s or kW.
+    """Raises ConfigError if a number of the site is too small for any device, or if the rate of
+    matrix products is above the peak. A number that is too small was mostly given in GB, GB/s or
+    kW instead of bytes, bytes/s or W.
     """
     device = site.device
     links = site.links
@@ -255,8 +266,8 @@ def _check_units(site: Site) -> None:
 
 
 def _network_per_domain(site: Site, per_node: float) -> float:
-    """Returns bytes/s out of the group of devices that fast links connect. `per_node` is bytes/s
-    out of one node, and the group may span several nodes (NVL72).
+    """Returns the network bandwidth in bytes/s out of the group of devices that fast links connect.
+    The group may span several nodes (NVL72). `per_node` is the bandwidth out of one node.
     """
     tiers = site.links.intra_node
     nodes = max(1.0, tiers[-1].num_devices / site.devices_per_node) if tiers else 1.0
@@ -264,14 +275,14 @@ def _network_per_domain(site: Site, per_node: float) -> float:
 
 
 def coefficient(fitted: tuple, guess: tuple, bounds: tuple, text: str) -> Any:
-    """Returns a field of Coefficients.
+    """Returns a dataclass field of Coefficients. The mean of `fitted` is its default.
 
     Args:
-        fitted: Mean and standard deviation (of the logarithm) among the published machines, from
+        fitted: (mean, standard deviation of the logarithm) over the published machines, computed by
             `fitting.population`.
-        guess: Mean and standard deviation (of the logarithm) before any machine was fitted, from
-            vendors' and libraries' benchmarks.
-        bounds: Lowest and highest value that physics allows.
+        guess: (mean, standard deviation of the logarithm) that was assumed before any machine was
+            fitted, from benchmarks of vendors and libraries.
+        bounds: (lowest, highest) value that physics allows.
         text: Documentation of the coefficient.
     """
     metadata = {"doc": text, "spread": fitted[1], "guess": guess, "bounds": bounds}
@@ -280,13 +291,13 @@ def coefficient(fitted: tuple, guess: tuple, bounds: tuple, text: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Coefficients(Record):
-    """Efficiencies and latencies of one machine with its software. Defaults are the average of the
-    published machines.
+    """Efficiencies and latencies of one machine with its software, from which step times are
+    computed. The defaults are the average of the published machines.
 
-    Bounds are physical limits. No efficiency is above 1, so no bandwidth is above the peak.
-    `factor` multiplies the whole time and is at least 1. So no fit implies a product or link that
-    is faster than any measured one. The spread of a coefficient between machines is its prior in a
-    calibration.
+    The bounds are physical limits. No efficiency is above 1, so no bandwidth is above the peak.
+    `factor` multiplies the whole step time and is at least 1. Therefore no fit can result in a
+    matrix product or link that is faster than the highest measured rate. The standard deviation of
+    a coefficient over machines is its prior when a new machine is calibrated.
     """
 
     gemm_efficiency: float = coefficient(
@@ -419,10 +430,14 @@ class Coefficients(Record):
 
 
 NAMES = tuple(field.name for field in dataclasses.fields(Coefficients))
-"""Names of the coefficients, in the order of all arrays of coefficients."""
+"""Names of all efficiencies and latencies in `Coefficients`. Arrays of coefficients have their
+elements in this order."""
 SPREAD = {field.name: field.metadata["spread"] for field in dataclasses.fields(Coefficients)}
-"""Standard deviation of the logarithm of each coefficient among the published machines."""
+"""Maps the name of each coefficient to the standard deviation of its logarithm over the published
+machines. It is the prior when a new machine is calibrated."""
 BOUNDS = {field.name: field.metadata["bounds"] for field in dataclasses.fields(Coefficients)}
-"""(lowest, highest) allowed value of each coefficient."""
+"""Maps the name of each coefficient to (lowest, highest) allowed value, which are physical
+limits."""
 GUESS = {field.name: field.metadata["guess"] for field in dataclasses.fields(Coefficients)}
-"""(mean, standard deviation of the logarithm) of each coefficient before any fit."""
+"""Maps the name of each coefficient to (mean, standard deviation of the logarithm) that were
+assumed before any machine was fitted."""

@@ -1,7 +1,9 @@
-"""Time of one layer and one micro-batch: matrix products, attention, element-wise kernels,
-collectives, and the host. No torch.
+"""Time of one layer for one micro-batch: matrix products, attention, element-wise kernels,
+collectives, and kernel launches by the host. This module does not import torch.
 
-Symbols are those of `layouts.py`.
+Symbols: h hidden size, f feed-forward size, a heads, s sequence length, t tensor parallel degree, T
+tokens of a micro-batch on one device, K width of all key heads together. q = t with sequence
+parallelism, otherwise 1.
 """
 
 import dataclasses
@@ -14,22 +16,24 @@ from kit.estimate.theory.hardware import Coefficients, Hardware, Number
 from kit.estimate.theory.layouts import EXCHANGES, RECOMPUTE, Array, Layouts
 
 KERNELS = 30.0
-"""Number of kernels in the forward pass of one layer. Fused attention has six fewer."""
+"""Number of kernels that the forward pass of one layer launches. With fused attention it launches
+six fewer."""
 DROPOUT = 0.6
-"""Memory traffic of an attention score without dropout, as a share of the traffic with dropout.
-Gated (Llama) models have no dropout."""
+"""Ratio of the memory traffic of an attention score without dropout to the traffic with dropout.
+Gated models (Llama) are trained without dropout."""
 FIRST_GENERATION = 0.6
-"""Speed of FlashAttention 1 as a share of the speed of FlashAttention 2 (arXiv 2307.08691, section
-4.1)."""
+"""Ratio of the speed of FlashAttention 1 to the speed of FlashAttention 2 (arXiv 2307.08691,
+section 4.1)."""
 SELECTIVE = RECOMPUTE.index("selective")
 FULL = RECOMPUTE.index("full")
 Both = tuple[Array | float, Array | float]
-"""Seconds of (forward pass, backward pass)."""
+"""Pair (seconds of the forward pass, seconds of the backward pass)."""
 
 
 def layer_params(layouts: Layouts) -> Array:
-    """Returns the number of parameters of the matrix products of one layer: 2 h (h + K) + 2 h f.
-    Gated models have 3 h f instead of 2 h f.
+    """Returns the number of parameters in the matrices of one layer: 2 h (h + K) + 2 h f with
+    hidden size h, feed-forward size f and the width K of all key heads. Gated models have 3 h f
+    instead of 2 h f.
     """
     hidden_size = layouts.hidden_size
     attention = 2 * hidden_size * (hidden_size + layouts.kv_size)
@@ -38,8 +42,8 @@ def layer_params(layouts: Layouts) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class LayerTime:
-    """Seconds of one layer and micro-batch on one device, by kind of work. `terms_s` adds up to
-    `total_s`.
+    """Seconds that one device needs for one layer and one micro-batch, divided into matrix
+    products, attention, collectives and other terms. The terms `terms_s` add up to `total_s`.
     """
 
     layouts: Layouts
@@ -49,22 +53,23 @@ class LayerTime:
 
     @cached_property
     def memory_bytes_per_s(self) -> Array | float:
-        """Memory bandwidth in bytes/s that kernels reach."""
+        """Bytes/s that element-wise kernels reach: memory bandwidth x fitted efficiency."""
         return self.hardware.memory_bytes_per_s * self.coefficients.memory_efficiency
 
     @cached_property
     def gemm_forward_s(self) -> Array:
         """Seconds of the four matrix products in the forward pass.
 
-        They follow a rounded roofline: the root of the summed squares of compute time and memory
-        time. Memory traffic is 2 (T (4 h + (2 h + 2 K + 2 f) / t) + weights) bytes. Gated models
-        have 3 f instead of 2 f.
+        They are computed by a smooth roofline: the square root of the summed squares of compute
+        time and memory time. The memory traffic is 2 (T (4 h + (2 h + 2 K + 2 f) / t) + weights)
+        bytes, with T tokens, hidden size h, width K of all key heads, feed-forward size f and
+        tensor parallel degree t. Gated models have 3 f instead of 2 f.
 
         If torch overlaps the products with collectives, it splits the tokens into one part per
-        rank. An all-gather is pipelined with the product that reads its result, and a product with
-        the reduce-scatter of its result (asynchronous tensor parallelism:
-        `torch._inductor.fx_passes.micro_pipeline_tp`). Without sequence parallelism the collectives
-        are all-reduces, which torch does not overlap.
+        tensor parallel rank (asynchronous tensor parallelism,
+        `torch._inductor.fx_passes.micro_pipeline_tp`). The product of one part overlaps with the
+        all-gather of the next input or the reduce-scatter of the previous result. Without sequence
+        parallelism the collectives are all-reduces, which torch does not overlap.
         """
         x = self.layouts
         hidden_size = self.layouts.hidden_size
@@ -83,11 +88,13 @@ class LayerTime:
 
     @cached_property
     def attention_forward_s(self) -> Array:
-        """Seconds of attention between the projections in the forward pass.
+        """Seconds of attention in the forward pass, without its projections.
 
-        Attention without a mask has 4 T s h / t FLOPs. Fused kernels do half of these FLOPs, since
-        they skip masked blocks, and move 8 T h / t bytes. Kernels that write the scores to memory
-        do all FLOPs, and move `score_bytes` for each of T s a / t scores.
+        Attention without a mask has 4 T s h / t FLOPs, with T tokens, sequence length s, hidden
+        size h and tensor parallel degree t. Fused kernels execute half of these FLOPs, since they
+        skip masked blocks, and have 8 T h / t bytes of memory traffic. Kernels that write the
+        scores to memory execute all FLOPs. Their traffic is `score_bytes` for each of the T s a / t
+        scores, with a heads.
         """
         x = self.layouts
         coefficients = self.coefficients
@@ -111,14 +118,18 @@ class LayerTime:
 
     @cached_property
     def elementwise_forward_s(self) -> Array:
-        """Seconds of norms, residuals and activation in the forward pass: T (22 h / q + (8 h + 4 f)
-        / t) bytes of memory traffic. Gated models have 6 f instead of 4 f.
+        """Seconds of norms, residuals and activation functions in the forward pass. They are memory
+        traffic / memory bandwidth.
 
-        The kit's decoder moves more if it is not compiled. Rotary embeddings take seven kernels
-        over queries and keys (`kit.model.rotate`: to fp32, negate one half, join, two products,
-        sum, to bf16). These kernels move 52 bytes per element instead of 4. The result of
-        silu(gate) is written and read again. A compiled block adds a residual in the kernel of the
-        next norm, which saves 2 bytes per element for each of two norms.
+        The traffic is T (22 h / q + (8 h + 4 f) / t) bytes, with T tokens, hidden size h,
+        feed-forward size f, tensor parallel degree t and sequence split over q ranks. Gated models
+        have 6 f instead of 4 f.
+
+        The kit's decoder has more traffic if it is not compiled. Its rotary embedding needs seven
+        kernels over queries and keys (`kit.model.rotate`: to fp32, negate one half, join, two
+        products, sum, to bf16), which move 52 instead of 4 bytes per element. The result of
+        silu(gate) is written and read again. A compiled block adds each residual in the kernel of
+        the next norm, which saves 2 bytes per element for each of two norms.
         """
         x = self.layouts
         hidden_size = self.layouts.hidden_size
@@ -134,13 +145,15 @@ class LayerTime:
 
     @property
     def casts_s(self) -> Both:
-        """Seconds of casting operands of linear layers to a narrower format.
+        """Seconds in which operands of linear layers are cast to a narrower number format, as
+        (forward pass, backward pass).
 
-        Each cast element costs `cast_bytes`. Inputs and the kit's weights are cast in the forward
-        pass, and gradients of outputs in the backward pass (torchao's `Float8Linear`). Transformer
-        Engine stores weights in the narrow format, so it does not cast them. The kit's fused norms
-        and activations write the narrow format instead of bf16. Inputs and outputs of attention,
-        and gradients of the residual stream, are cast by separate kernels.
+        Each cast element needs `cast_bytes` of memory traffic. Inputs and the kit's weights are
+        cast in the forward pass, and gradients of outputs in the backward pass (torchao's
+        `Float8Linear`). Transformer Engine stores weights in the narrow format and does not cast
+        them. The kit's fused norms and activation functions write the narrow format instead of
+        bf16. Inputs and outputs of attention, and gradients of the residual stream, are cast by
+        separate kernels.
         """
         x = self.layouts
         hidden_size = self.layouts.hidden_size
@@ -158,11 +171,13 @@ class LayerTime:
 
     @cached_property
     def tensor_sums_s(self) -> Both:
-        """Seconds of tensor parallel collectives: two all-reduces of 2 T h bytes in each pass. In
-        the backward pass Megatron gathers an input once more under sequence parallelism.
+        """Seconds of tensor parallel collectives that do not overlap with computation, as (forward
+        pass, backward pass).
 
-        With overlap a rank computes on its own part of the tokens while the next part arrives.
-        Torch needs sequence parallelism for this, since without it the tokens are not split.
+        Each pass has two all-reduces of 2 bytes x tokens x hidden size. With sequence parallelism,
+        Megatron gathers the inputs once more in the backward pass. With overlap, a rank computes on
+        one part of the tokens while the next part arrives. Torch needs sequence parallelism for
+        this, since otherwise the tokens are not split.
         """
         x = self.layouts
         ranks = self.layouts.tensor_parallel
@@ -179,14 +194,17 @@ class LayerTime:
 
     @cached_property
     def context_s(self) -> Both:
-        """Seconds of context parallel communication that attention does not hide.
+        """Seconds of context parallel communication that do not overlap with attention, as (forward
+        pass, backward pass).
 
-        Ring attention (arXiv 2310.01889) passes keys and values round while attention computes, and
-        in the backward pass their gradients too. All-to-all (DeepSpeed-Ulysses, arXiv 2309.14509)
-        exchanges parts of the sequence for parts of the heads and back. Nothing hides it. All
-        ranks are assumed to have equal work: each rank holds one part of the sequence's first half
-        and one part of its second half, as in torch and Megatron-LM. In plain order the last of c
-        ranks would have 2 - 1/c times the mean work under a causal mask.
+        Ring attention (arXiv 2310.01889) sends keys and values around a ring while attention
+        computes. In the backward pass it sends their gradients too. All-to-all (DeepSpeed-Ulysses,
+        arXiv 2309.14509) exchanges parts of the sequence for parts of the heads and back, without
+        overlap.
+
+        All ranks are assumed to have equal work. As in torch and Megatron-LM, each rank holds one
+        part of the sequence's first half and one part of its second half. With consecutive parts,
+        the last of c ranks would have 2 - 1/c times the mean work under a causal mask.
         """
         x = self.layouts
         ranks = self.layouts.context_parallel
@@ -206,9 +224,11 @@ class LayerTime:
 
     @cached_property
     def device_s(self) -> Both:
-        """Seconds of work of the device in each pass. Relative to the forward pass, the backward
-        pass has 2 times the products and 1.6 times the element-wise traffic. It has 2.5 times the
-        time of fused attention, or 2 times the time of attention that writes scores to memory.
+        """Seconds in which the device works, as (forward pass, backward pass).
+
+        The backward pass needs 2 times the forward time of matrix products and 1.6 times that of
+        element-wise kernels. It needs 2.5 times the forward time of fused attention, or 2 times
+        that of attention which writes scores to memory.
         """
         gemm = self.gemm_forward_s
         attention = self.attention_forward_s
@@ -223,8 +243,9 @@ class LayerTime:
 
     @cached_property
     def passes_s(self) -> Both:
-        """Seconds of each pass: the work of the device, or the launches by its host if the launches
-        take longer. In each pass the host launches kernels and two tensor parallel collectives.
+        """Seconds of one layer, as (forward pass, backward pass). Each is the longer of two times:
+        the work of the device, and the time in which the host launches kernels and two tensor
+        parallel collectives.
         """
         x, coefficients, (forward, backward) = self.layouts, self.coefficients, self.device_s
         kernels = x.where(x.flash_attention > 0, KERNELS - 6.0, KERNELS) * coefficients.launch_s
@@ -237,11 +258,11 @@ class LayerTime:
 
     @property
     def recompute_s(self) -> Array:
-        """Seconds of recomputation: the forward pass under full recomputation. Selective
+        """Seconds of recomputation. Full recomputation repeats the forward pass. Selective
         recomputation repeats attention, or the element-wise kernels if attention is fused.
 
-        In the kit, full recomputation of a block that is not compiled stops before the last product
-        and its all-reduce (`Plan.recomputes_whole`).
+        In the kit, full recomputation of a block that is not compiled stops before the last matrix
+        product and its all-reduce, whose result is not needed (`Plan.recomputes_whole`).
         """
         x = self.layouts
         flash = self.layouts.flash_attention > 0
@@ -254,14 +275,14 @@ class LayerTime:
 
     @cached_property
     def total_s(self) -> Array:
-        """Seconds of forward pass, backward pass and recomputation."""
+        """Seconds of one layer and micro-batch: forward pass, backward pass and recomputation."""
         return self.passes_s[0] + self.passes_s[1] + self.recompute_s
 
     @property
     def terms_s(self) -> dict[str, Array | float]:
-        """Seconds of both passes by kind of work, by name. `host_launch` is the time by which the
-        launches of the host exceed the work of the device. `recompute` includes the all-reduces of
-        recomputation.
+        """Maps each kind of work, e.g. `gemm`, to its seconds in both passes. `host_launch` is the
+        time by which kernel launches of the host exceed the work of the device. `recompute`
+        includes the all-reduces that recomputation repeats.
         """
         attention = self.layouts.where(self.layouts.flash_attention > 0, 3.5, 3.0)
         (forward, backward), (forward_work, backward_work) = self.passes_s, self.device_s
@@ -279,10 +300,11 @@ class LayerTime:
 def product_seconds(
     tokens: Array, inner: Array, outer: Array, count: float, rate: Number, c: Coefficients
 ) -> Array:
-    """Returns seconds of `count` matrix products. Each reads tokens x inner elements and writes
-    tokens x (outer / count).
+    """Returns the seconds of `count` matrix products. Each multiplies a matrix of tokens x inner
+    elements by a matrix of inner x (outer / count) elements.
 
-    `gemm_edge` is added to each side of a product. It makes small and thin products less efficient.
+    `rate` is the highest FLOP/s. `c.gemm_edge` elements are added to each side of a product, so
+    that small and thin products are less efficient.
     """
     edge = c.gemm_edge
     flops = 2 * (tokens + edge) * (inner + edge) * (outer + count * edge)

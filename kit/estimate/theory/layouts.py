@@ -1,6 +1,7 @@
-"""Layouts: many models and plans as arrays, so that one formula computes all of them at once.
+"""Many layouts (models with their plans) as arrays, so that one formula is evaluated for all of
+them at once.
 
-Notation of the formulas in this folder:
+Symbols of the formulas in this folder:
 
 - Shapes: L layers, h hidden size, a heads, k key/value heads, d head size, f feed-forward size,
   V vocabulary size, s sequence length.
@@ -24,24 +25,27 @@ RECOMPUTE = ("none", "selective", "full")
 EXCHANGES = ("ring", "all_to_all")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 CODES = {"recompute": RECOMPUTE, "schedule": SCHEDULES, "context_exchange": EXCHANGES}
-"""Columns of `Layouts` that hold an index instead of a name, each with the names in order."""
+"""Maps each column of `Layouts` that contains indices instead of names to its names in order."""
 Array = np.ndarray
 
 
 class ArrayColumns:
-    """Base of dataclasses whose fields hold numbers of many layouts. A field is an array, or one
-    number for all layouts.
+    """Base class of dataclasses that describe many layouts. Each field is an array with one element
+    per layout, or one number for all layouts.
     """
 
     def map(self, change: Callable[[Any], Any]) -> Self:
-        """Returns a copy with `change` applied to each field."""
+        """Returns a copy in which the value of each field is the result of `change` for the old
+        value.
+        """
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
         return type(self)(**{field.name: change(getattr(self, field.name)) for field in fields})
 
     @classmethod
     def joined(cls, parts: Sequence[Self], sizes: Sequence[int] | None = None) -> Self:
-        """Returns one object whose fields are the concatenated fields of all parts. `sizes` has the
-        number of layouts of each part, by default 1.
+        """Returns one object with the layouts of all parts, in order. `sizes` has the number of
+        layouts of each part, by default 1. A single number in a part is repeated for all its
+        layouts.
         """
         columns = {}
         sizes = sizes or [1] * len(parts)
@@ -53,10 +57,11 @@ class ArrayColumns:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layouts(ArrayColumns):
-    """Shapes and plans of many training steps, as arrays that broadcast against each other.
+    """Models, plans and kernels of many layouts. Each field is an array with one element per
+    layout, or with one element for all layouts. All arrays can be broadcast to one shape.
 
-    Whole numbers are float64 arrays, since their products exceed 2^63. Flags are bool arrays.
-    Indices into names (`CODES`) are int8 arrays.
+    Whole numbers are float64 arrays, since their products exceed 2^63. Boolean fields are bool
+    arrays. Indices into a tuple of names (`CODES`) are int8 arrays.
     """
 
     num_layers: Array
@@ -73,67 +78,72 @@ class Layouts(ArrayColumns):
     virtual_stages: Array
     context_parallel: Array
     context_exchange: Array
-    """Index into EXCHANGES."""
+    """Exchange of context parallelism, as index into EXCHANGES."""
     data_parallel: Array
     zero_stage: Array
     shard_size: Array
-    """Number of neighbouring replicas among which ZeRO shards. Each group of this size holds a full
-    copy of the states. 0 means all replicas."""
+    """Number of neighbouring replicas over which ZeRO shards weights, gradients and optimizer
+    states. Each group of this size holds a full copy. 0 means all replicas."""
     sequence_parallel: Array
     micro_batch_size: Array
     global_batch_size: Array
     recompute: Array
-    """Index into RECOMPUTE."""
+    """Kind of activation recomputation, as index into RECOMPUTE."""
     recompute_layers: Array
-    """Number of blocks per pipeline device that are recomputed in full. 0 means all blocks."""
+    """Number of blocks per pipeline device that full recomputation recomputes. 0 means all
+    blocks."""
     schedule: Array
-    """Index into SCHEDULES."""
+    """Pipeline schedule, as index into SCHEDULES."""
     flash_attention: Array
     """Generation of fused attention: 1 or 2. 0 means that attention scores are written to
     memory."""
     fused_norm: Array
-    """Whether norm and rotary embedding are fused kernels, each of which reads and writes once."""
+    """Whether norm and rotary embedding are each one fused kernel, which reads its input and writes
+    its result once."""
     fused_softmax: Array
-    """Whether mask and softmax are one kernel. Matters only if attention scores are written to
-    memory."""
+    """Whether mask and softmax are one kernel. This has an effect only if attention scores are
+    written to memory."""
     data_overlap: Array
-    """Whether reduction of gradients and gathering of weights overlap with computation."""
+    """Whether the reduction of gradients and the gathering of weights overlap with computation."""
     tensor_overlap: Array
     """Whether collectives of tensor parallelism overlap with computation."""
     gradient_bytes: Array
     """Bytes of one accumulated gradient: 2 or 4."""
     gathered_bytes: Array
-    """Bytes of one weight that ZeRO gathers: 2, or 1 where the weight is cast to fp8 before
+    """Bytes of one weight that ZeRO gathers: 2, or 1 if the weight is cast to fp8 before the gather
     (torchao's float8 all-gather)."""
     cast_bytes: Array
-    """Bytes of memory traffic per element to cast one operand of a linear layer to a narrower
+    """Bytes of memory traffic per element for casting an operand of a linear layer to a narrower
     format in a separate kernel (function `cast_bytes`). Logits stay in bf16."""
     input_bytes: Array
-    """Bytes saved for backward per element that a linear layer reads: 2, or fewer if the input was
-    cast to a narrower format before (Transformer Engine)."""
+    """Bytes per element of a linear layer's input that are saved for backward: 2, or fewer if the
+    input is first cast to a narrower format (Transformer Engine)."""
     weight_bytes: Array
-    """Bytes of one weight for matrix products: 2, or 1 in fp8 where products need no transposed
-    copy."""
+    """Bytes of one weight as operand of matrix products: 2, or 1 in fp8 if products need no
+    transposed copy of the weight."""
     offloaded_layers: Array
     """Number of layers of the model whose activations are offloaded to host memory. The copies are
-    assumed to take no time."""
+    assumed to need no time."""
     compiled: Array
-    """Whether blocks are compiled, so that element-wise work runs in fewer kernels."""
+    """Whether blocks are compiled by torch, so that element-wise operations run in fewer
+    kernels."""
     native: Array
-    """Whether the code is plain torch on a GPU, as the kit's decoder, and not in fp32. Each
-    operation is a kernel unless `compiled` is set. ZeRO is FSDP2."""
+    """Whether the layout is trained by plain torch code on a GPU, such as the kit's decoder, and
+    not in fp32. Each operation is then a kernel unless `compiled` is set, and ZeRO is FSDP2."""
     precision: ClassVar[Precision] = "bf16"
-    """Precision of all layouts. The rules of a plan read this attribute."""
+    """Precision of all layouts. The rules that check a plan read this attribute."""
     compile: ClassVar[bool] = False
-    """Value of `Plan.compile` for the rules of a plan. The formulas read the column `compiled`."""
+    """Value of `Plan.compile` that the rules for plans read. The formulas read the column
+    `compiled`."""
 
     @classmethod
     def of(cls, spec: ModelSpec | Sequence[ModelSpec], plans: Iterable[Plan], **kernels) -> Self:
-        """Returns the layouts of `plans`, one element per plan. `spec` is one model for all plans,
-        or a sequence with one model per plan.
+        """Returns the layouts that `plans` describe, one layout per plan. `spec` is one model for
+        all plans, or a sequence with one model per plan.
 
-        `kernels` sets columns by the names of `KERNELS`, as numbers or arrays. The other columns
-        follow from the engine of each plan.
+        Keyword arguments `kernels` set columns whose names are in `KERNELS`, as numbers or arrays.
+        The engine of each plan determines some of these columns if they are not set. All others
+        have the defaults in `KERNELS`.
         """
         plans = list(plans)
         specs = [spec] * len(plans) if isinstance(spec, ModelSpec) else list(spec)
@@ -166,36 +176,40 @@ class Layouts(ArrayColumns):
 
     @cached_property
     def num_microbatches(self) -> Array:
-        """Number of micro-batches per replica and step, m."""
+        """Number of micro-batches that each replica computes per optimizer step, symbol m."""
         return self.global_batch_size / (self.micro_batch_size * self.data_parallel)
 
     @cached_property
     def tokens(self) -> Array:
-        """Number of tokens of a micro-batch on one device: T = b s / c."""
+        """Number of tokens of a micro-batch on one device: T = b s / c, with micro-batch size b,
+        sequence length s and context parallel degree c.
+        """
         return self.micro_batch_size * self.sequence_length / self.context_parallel
 
     @cached_property
     def kv_size(self) -> Array:
-        """Width of all key heads together, which is also the width of all value heads: K = h k /
-        a.
+        """Width of all key heads together: K = h k / a, with hidden size h, k key/value heads and a
+        query heads. All value heads together have an equal width.
         """
         return self.hidden_size * self.num_kv_heads / self.num_heads
 
     @cached_property
     def sequence_shards(self) -> Array:
-        """Number of devices over which the residual stream is sharded: q = t with sequence
-        parallelism, otherwise 1.
+        """Number of devices over which the residual stream is sharded, symbol q. It is the tensor
+        parallel degree with sequence parallelism, otherwise 1.
         """
         return np.where(self.sequence_parallel, self.tensor_parallel, 1.0)
 
     @cached_property
     def plain(self) -> Array:
-        """1 for GPT-style layers (LayerNorm, biases, learned positions), 0 for gated layers."""
+        """Number that is 1 for GPT-style layers (LayerNorm, biases, learned positions) and 0 for
+        gated layers. Formulas multiply by it.
+        """
         return 1 - self.gated.astype(self.hidden_size.dtype)
 
     @cached_property
     def num_devices(self) -> Array:
-        """Number of devices: tensor x pipeline x context x data parallelism, t p c r."""
+        """Number of devices: tensor x pipeline x context x data parallel degree (t p c r)."""
         return (
             self.tensor_parallel
             * self.pipeline_parallel
@@ -205,53 +219,61 @@ class Layouts(ArrayColumns):
 
     @property
     def num_stages(self) -> Array:
-        """Number of pipeline stages: pipeline devices x virtual stages, p v."""
+        """Number of pipeline stages: pipeline devices x virtual stages per device (p v)."""
         return self.pipeline_parallel * self.virtual_stages
 
     @cached_property
     def most_layers(self) -> Array:
-        """Number of layers on the pipeline device with the most layers: v ceil(L / (p v))."""
+        """Number of layers on the pipeline device with the most layers: v ceil(L / (p v)), with L
+        layers, p pipeline devices and v virtual stages per device.
+        """
         return np.ceil(self.num_layers / self.num_stages) * self.virtual_stages
 
     @cached_property
     def recomputed_share(self) -> Array:
-        """Share of a device's layers that are recomputed under full recomputation, 0 to 1."""
+        """Share of the layers of a device, 0 to 1, that full recomputation recomputes. It is 1 if
+        `recompute_layers` is 0.
+        """
         some = self.recompute_layers / self.most_layers
         return self.where(self.recompute_layers > 0, np.minimum(some, 1.0), 1.0)
 
     @property
     def is_hybrid(self) -> Array:
-        """Whether ZeRO shards over groups of `shard_size` replicas, as `Plan.is_hybrid`."""
+        """Whether ZeRO shards over groups of `shard_size` replicas instead of all replicas."""
         return self.shard_size > 0
 
     @property
     def shard_group(self) -> Array:
-        """Number of replicas in a group of ZeRO, for any ZeRO stage, as `Plan.shard_group`."""
+        """Number of replicas over which ZeRO shards: `shard_size`, or all replicas. It does not
+        depend on the ZeRO stage.
+        """
         return np.where(self.is_hybrid, self.shard_size, self.data_parallel)
 
     def kv_replication(self, spec: ModelSpec) -> Array:
-        """Returns the number of tensor parallel ranks that hold each key/value head, as
-        `Plan.kv_replication`.
+        """Returns the number of tensor parallel ranks on which each key/value head of the model is
+        replicated.
         """
         return self.num_kv_heads / spec.num_kv_heads
 
     def is_one_of(self, field: str, *names: str) -> Array | bool:
-        """Returns whether a field has one of the values `names`, as `Plan.is_one_of`."""
+        """Returns, for each layout, whether `field` has one of the values `names`. Columns that
+        contain indices are compared with the indices of the names.
+        """
         if field not in CODES:
             return getattr(self, field) in names
         return np.isin(getattr(self, field), [CODES[field].index(name) for name in names])
 
     @cached_property
     def num_shards(self) -> Array:
-        """Number of ranks among which ZeRO stage 1 or higher shards states: c r, or `shard_size` if
-        hybrid.
+        """Number of ranks over which ZeRO stage 1 or higher shards the optimizer states. It is the
+        context x data parallel degree, or `shard_size` if ZeRO shards over groups of replicas.
         """
         whole = self.context_parallel * self.data_parallel
         return np.where(self.is_hybrid, self.shard_size, whole)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape to which all columns broadcast."""
+        """Common shape to which the arrays of all columns can be broadcast."""
         return np.broadcast_shapes(
             *(getattr(self, field.name).shape for field in dataclasses.fields(self))
         )
@@ -260,14 +282,15 @@ class Layouts(ArrayColumns):
         return int(np.prod(self.shape))
 
     def where(self, condition: Array, yes: Any, no: Any) -> Array:
-        """Returns `np.where(condition, yes, no)` in the dtype of the layouts. With two plain
-        numbers `np.where` alone would return float64.
+        """Returns `np.where(condition, yes, no)` in the dtype of the layouts, float32 or float64.
+        If `yes` and `no` are Python numbers, `np.where` itself would return float64.
         """
         return np.where(condition, yes, no).astype(self.hidden_size.dtype, copy=False)
 
     def select(self, rows: Array | slice) -> Self:
-        """Returns some of the layouts by index, mask or slice, with columns of one dimension.
-        Columns of size 1 keep their size.
+        """Returns the layouts that `rows` selects, an array of indices, a Boolean mask or a slice.
+        All arrays of the result have one dimension. Arrays with one element for all layouts are not
+        repeated.
         """
         shape = self.shape
         return self.map(
@@ -277,8 +300,8 @@ class Layouts(ArrayColumns):
         )
 
     def followed_by(self, others: Self) -> Self:
-        """Returns these layouts followed by `others`. Columns that have size 1 in both keep the
-        value of these layouts.
+        """Returns the layouts of this object followed by the layouts of `others`. If a column has
+        one element in both objects, the element of this object is used for all layouts.
         """
 
         def joined(name: str) -> Array:
@@ -293,7 +316,7 @@ class Layouts(ArrayColumns):
         return dataclasses.replace(self, **{name: joined(name) for name in names})
 
     def plan(self, index: int, engine: EngineName = DEFAULT_ENGINE) -> Plan:
-        """Returns one layout as a Plan in bf16 for an engine.
+        """Returns the layout with this index as a `Plan` in bf16 for an engine.
 
         Raises:
             ConfigError: The layout has a value that a Plan does not allow, or breaks a rule of Plan
@@ -331,7 +354,8 @@ DEGREES = (
     "global_batch_size",
 )
 OPTIONAL = ("shard_size", "recompute_layers")
-"""Columns whose field of Plan may be None. Layouts have 0 for None."""
+"""Fields of Plan that may be None. The column of such a field in `Layouts` has 0 instead of
+None."""
 KERNELS: dict[str, Any] = {
     "flash_attention": 2,
     "fused_norm": True,
@@ -348,37 +372,38 @@ KERNELS: dict[str, Any] = {
     "native": False,
 }
 CAST_BYTES = {"fp8": 6.0, "mxfp8": 12.0, "nvfp4": 12.0}
-"""Bytes of memory traffic per cast element under Transformer Engine, by precision. The
-function `cast_bytes` has the reasons."""
+"""Maps a precision to the bytes of memory traffic with which Transformer Engine casts one element
+to this precision. The docstring of the function `cast_bytes` explains the numbers."""
 INPUT_BYTES = {"fp8": 1.0, "mxfp8": 33 / 32, "nvfp4": 9 / 16}
-"""Bytes per saved input element of a linear layer, by precision. Block scales are included: one
-byte per 32 elements in mxfp8, and per 16 elements in nvfp4."""
+"""Maps a precision to the bytes per element of a linear layer's input that are saved for backward.
+Block scales are included: one byte per 32 elements in mxfp8, and per 16 elements in nvfp4."""
 
 
 def cast_bytes(precision: str, is_native: bool) -> float:
-    """Returns the bytes of memory traffic per element to cast one operand of a linear layer to a
-    narrower format in a separate kernel.
+    """Returns the bytes of memory traffic per element for casting an operand of a linear layer to a
+    narrower number format in a separate kernel. For bf16 the result is 0. `is_native` is whether
+    the code is plain torch (torchao) instead of Transformer Engine.
 
-    In fp8 an element costs 2 bytes to read and 2 bytes to write. It is written twice, as it is and
-    transposed, since the products of the backward pass read along the other dimension (torchao's
-    `Float8Linear`). Transformer Engine's current scaling costs 2 bytes more: it first reads all
-    elements for the largest value, which sets the scale.
+    In fp8 each element needs 2 bytes to read and 2 bytes to write. It is written in two copies, one
+    of them transposed, since products of the backward pass read along the other dimension
+    (torchao's `Float8Linear`). Transformer Engine's current scaling needs 2 bytes more. It first
+    reads all elements to find the largest value, which sets the scale.
 
     In mxfp8 and nvfp4 the value is 12, as runs on GB200 and GB300 in `published_runs.csv` show.
-    Blocks that share a scale lie along the inner dimension, so each direction is quantised by
-    itself, far below the memory's bandwidth.
+    Blocks of elements that share a scale lie along the inner dimension of the product. Both
+    directions are therefore quantised separately, far below the bandwidth of the memory.
     """
     return 4.0 if precision == "fp8" and is_native else CAST_BYTES.get(precision, 0.0)
 
 
 def transformer_engine(precision: str, has_blocks: bool) -> dict[str, float]:
-    """Returns columns of Layouts, by name, for a precision under Transformer Engine in
-    Megatron-Core.
+    """Returns the columns of `Layouts` that depend on the precision, as a dict from column to
+    value, for Transformer Engine in Megatron-Core.
 
-    Weights in fp8 are stored and gathered in fp8 (`fp8_param_gather`, which recipes in fp8 set). On
-    Hopper fp8 products read along one dimension only, so that a transposed copy of each weight is
-    needed. A device with block-scaled formats (`has_blocks`) reads along both dimensions. Weights
-    in block-scaled formats are gathered in bf16, and quantised in both directions after the gather.
+    In fp8, weights are stored and gathered in fp8 (`fp8_param_gather`, which recipes in fp8 set).
+    On Hopper, fp8 products read along one dimension only, so each weight needs a transposed copy.
+    Devices with block-scaled formats (`has_blocks`) read along both dimensions. In block-scaled
+    formats, weights are gathered in bf16, and quantised in both directions after the gather.
     """
     is_fp8 = precision == "fp8"
     return {

@@ -1,14 +1,15 @@
-"""Memory of one training step: bytes per device, by term and by pipeline device, for any number of
-layouts at once.
+"""Memory of one training step in bytes per device, for many layouts at once. The memory is the sum
+of several terms.
 
-T = b s / c is the number of tokens of a micro-batch on one device. ZeRO shards over r c ranks.
-q = t with sequence parallelism, otherwise 1. For other letters see `layouts.py`. The terms of a
-device are:
+Symbols: h hidden size, V vocabulary size, L layers, s sequence length, b micro-batch size, t tensor
+parallel, p pipeline parallel, c context parallel, r data parallel degree. T = b s / c is the number
+of tokens of a micro-batch on one device. K is the width of all key heads together. q = t with
+sequence parallelism, otherwise 1. ZeRO shards over r c ranks. The terms of a device are:
 
 - weights, gradients, optimizer: bytes per parameter of a `Convention`. ZeRO divides weights by r c
-  in stage 3, gradients from stage 2 on, and the optimizer from stage 1 on (ZeRO, arXiv 1910.02054,
-  section 5). Under a pipeline gradients are not sharded in any stage, since engines sum them over
-  all micro-batches and reduce them once.
+  in stage 3, gradients from stage 2 on, and optimizer states from stage 1 on (ZeRO, arXiv
+  1910.02054, section 5). With a pipeline, gradients are not sharded in any stage, since engines sum
+  them over all micro-batches and reduce them once.
 - activations: tensors that each layer saves for each micro-batch in flight (`activations.py`), and
   messages to the next stage for as long as the transfer may last.
 - embedding_logits: tensors that only the first and last stage save. These are the mask of the
@@ -61,8 +62,8 @@ _ZBV = SCHEDULES.index("zbv")
 
 
 class CodeBase(NamedTuple):
-    """Properties of a trainer that is not an engine of the kit: its kernels, its reserve, and its
-    pipeline schedules.
+    """Properties of a trainer on which time and memory depend: its kernels, its memory reserve, and
+    its pipeline schedules.
     """
 
     kernels: Kernels
@@ -74,12 +75,12 @@ class CodeBase(NamedTuple):
     Engine."""
 
     def columns(self, precision: str, has_blocks: bool) -> dict[str, Any]:
-        """Returns the columns of Layouts, by name, for a precision. `has_blocks` is whether the
-        device has block-scaled formats.
+        """Returns the columns of `Layouts` that the trainer and the precision determine, as a dict
+        from column to value. `has_blocks` is whether the device supports block-scaled formats.
 
-        In Megatron-Core reduction of gradients and gathering of weights overlap with computation,
-        since its examples set `--overlap-grad-reduce --overlap-param-gather` (examples/llama of
-        Megatron-LM). They do not set `--tp-comm-overlap`.
+        In Megatron-Core, the reduction of gradients and the gathering of weights overlap with
+        computation. Its examples set `--overlap-grad-reduce --overlap-param-gather` (examples/llama
+        of Megatron-LM). They do not set `--tp-comm-overlap`.
         """
         if self.is_torch:
             cast = cast_bytes(precision, is_native=True)
@@ -91,73 +92,80 @@ CODE_BASES = {
     "megatron-core": CodeBase(MEGATRON_CORE, CORE_RESERVE, schedules=("1f1b", "interleaved")),
     "torchtitan": CodeBase(TORCHTITAN, RESERVE, is_torch=True),
 }
-"""Trainers that are not engines of the kit, by their name for `kit plan --code-base`. Sources of
-the schedules: megatron/core/pipeline_parallel/schedules.py and torch.distributed.pipelining."""
+"""Maps names for `kit plan --code-base` to trainers that are not engines of the kit. Sources of the
+schedules: megatron/core/pipeline_parallel/schedules.py and torch.distributed.pipelining."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """Bytes by term on one pipeline device of many layouts, or on all pipeline devices of one
-    layout. Arrays have one element per layout or per pipeline device.
+    """Memory of one pipeline device for many layouts, or of all pipeline devices of one layout.
+    Arrays have one element per layout or per pipeline device.
     """
 
     params: Array
-    """Number of weights of the device before ZeRO shards them."""
+    """Number of weights on the device, before ZeRO shards them."""
     bytes_per_param: dict[str, Array]
-    """Bytes per weight of weights, gradients and optimizer, after ZeRO shards them."""
+    """Maps `weights`, `gradients` and `optimizer` to their bytes per weight on the device, after
+    ZeRO shards them."""
     state_bytes: Array
-    """Bytes of weights, gradients and optimizer, which are allocated once, before the first
-    step."""
+    """Bytes of weights, gradients and optimizer states together. They are allocated once, before
+    the first step."""
     activations: Array
     embedding_logits: Array
     workspace: Array
     buffers: Array
 
     def term(self, name: str) -> Array:
-        """Returns the bytes of one of `TERMS`."""
+        """Returns the bytes of the term `name`, one of `TERMS`, e.g. `activations`."""
         return self.params * self.bytes_per_param[name] if name in STATE else getattr(self, name)
 
     @property
     def dynamic_bytes(self) -> Array:
-        """Bytes of the terms that are allocated and freed in every step."""
+        """Bytes that are allocated and freed in every step: activations, tensors of embedding and
+        logits, workspace and buffers.
+        """
         return self.activations + self.embedding_logits + self.workspace + self.buffers
 
     @property
     def total_bytes(self) -> Array:
-        """Bytes of all terms, without the reserve."""
+        """Bytes of all terms together, without the reserve for memory that is not modelled."""
         return self.state_bytes + self.dynamic_bytes
 
     def with_reserve(self, reserve: Reserve) -> dict[str, Array]:
-        """Returns bytes by term, `reserve` last. Their sum is the memory in use on the device."""
+        """Returns a dict from term to bytes on the device. The last term is `reserve`, the memory
+        that is not modelled. The sum is the memory in use on the device.
+        """
         left = reserve.used_bytes(self.state_bytes, self.dynamic_bytes) - self.total_bytes
         return {name: self.term(name) for name in TERMS} | {"reserve": left}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes per device of many layouts, for the two or three pipeline devices that can be the
-    heaviest.
+    """Memory of many layouts in bytes per device. Only those two or three pipeline devices are
+    computed that may need most memory.
     """
 
     stages: tuple[StageMemory, ...]
-    """Memory of the first and the last pipeline device, and of the second one if some layout has
-    fewer layers on the first and last."""
+    """Memory of the first and of the last pipeline device. If some layout has fewer layers on these
+    two devices, the memory of the second device follows."""
     reserve: Reserve
 
     @property
     def used_bytes(self) -> Array:
-        """Bytes in use on the heaviest device of each layout, with the reserve."""
+        """Bytes in use on the device that needs most memory, one element per layout. The reserve
+        for memory that is not modelled is included.
+        """
         return functools.reduce(np.maximum, map(self._used, self.stages))
 
     def out_of_memory_probability(self, device_bytes: float) -> Array:
-        """Returns the probability, 0 to 1, that a run stops for lack of memory on devices of
-        `device_bytes`.
+        """Returns the probability, 0 to 1, that each layout runs out of memory on devices with
+        `device_bytes` of memory.
         """
         return self.reserve.out_of_memory_probability(self.used_bytes, device_bytes)
 
     def terms(self) -> dict[str, Array]:
-        """Returns bytes of the heaviest device of each layout by term, `reserve` last. Their sum is
-        `used_bytes`.
+        """Returns a dict from term to bytes on the device that needs most memory, with one element
+        per layout. The last term is `reserve`. The sum of all terms is `used_bytes`.
         """
         used = np.stack(np.broadcast_arrays(*map(self._used, self.stages)))
         columns = [each.with_reserve(self.reserve) for each in self.stages]
@@ -178,15 +186,18 @@ def memory(
     convention: Convention = CONVENTIONS["mixed_precision"],
     reserve: Reserve = RESERVE,
 ) -> Memory:
-    """Returns the bytes that each layout needs on the pipeline devices that can be the heaviest.
+    """Returns the memory of each layout in bytes per device, for the pipeline devices that may need
+    most memory.
 
-    With equal stages these are the first and the last device. The devices between them have as many
-    layers, no embedding, and no more micro-batches in flight.
+    If all stages have equally many layers, these are the first and the last device. The devices
+    between them have no embedding, and no more micro-batches in flight than the first.
 
-    If p divides the number of layers plus 2, but not the number of layers, embedding and output
-    take the place of one layer each (BLOOM, Llama 3). Then the second device has most layers.
-    Otherwise the layers per device are rounded up. `kernels` describes the code base. Flash
-    attention, fused norms and the bytes of gradients are in `layouts`.
+    If the number of pipeline devices divides the number of layers plus 2, but not the number of
+    layers, embedding and output take the place of one layer each (BLOOM, Llama 3). The second
+    device then has most layers. Otherwise the number of layers per device is rounded up.
+
+    `kernels` describes the training code. Flash attention, fused norms and the bytes of gradients
+    are in `layouts`. `convention` has the bytes per parameter.
     """
     devices = _PipelineDevices(layouts, kernels, convention)
     p = layouts.pipeline_parallel
@@ -207,11 +218,11 @@ def memory_by_stage(
     kernels: Kernels = KIT,
     convention: Convention = CONVENTIONS["mixed_precision"],
 ) -> StageMemory:
-    """Returns the bytes on every pipeline device of one layout, as arrays of shape
-    (pipeline_parallel,).
+    """Returns the memory of every pipeline device of one layout. The arrays have one element per
+    pipeline device.
 
     `layers` has the number of transformer layers on each device. If None, layers are distributed as
-    in `memory`. The other arguments are those of `memory`.
+    in `memory`, which also explains the other arguments.
 
     Raises:
         ConfigError: `layouts` has more than one layout, or `layers` does not have one number per
@@ -235,38 +246,42 @@ def memory_by_stage(
 
 @dataclasses.dataclass(frozen=True)
 class _PipelineDevices(ModelState):
-    """Computes the memory of each pipeline device. The properties are common to all devices of a
-    layout.
+    """Computes the memory of any pipeline device of a layout (`stage_memory`). The properties are
+    values that all devices of a layout share. Symbols are defined in the docstring of the module.
     """
 
     @cached_property
     def layer(self) -> LayerActivations:
-        """Activations of one layer, in bytes per token."""
+        """Activations that one layer saves, in bytes per token of a micro-batch."""
         return LayerActivations(self.layouts, self.kernels)
 
     @cached_property
     def counts_ends_as_layers(self) -> Array:
-        """Whether embedding and output take the place of one layer each, bool."""
+        """Whether embedding and output take the place of one layer each when layers are distributed
+        over pipeline devices.
+        """
         x = self.layouts
         return x.most_layers * x.pipeline_parallel == x.num_layers + 2
 
     @cached_property
     def head_bytes(self) -> Array:
-        """Bytes per token that the last device saves outside its layers: inputs of the final norm
-        and of the output projection, 4 h / q, and fp32 logits, 4 V / t. With a chunked loss no
-        logits are saved.
+        """Bytes per token that the last pipeline device saves outside its layers: inputs of the
+        final norm and of the output projection (4 h / q), and fp32 logits (4 V / t). Here h is the
+        hidden size, V the vocabulary size, t the tensor parallel degree, and the sequence is split
+        over q ranks. If the loss is computed in chunks, no logits are saved.
         """
         logit_bytes = np.where(self._has_chunked_loss, 0.0, 4 * self._logits_per_token)
         return 4 * self.layer.residual_size + logit_bytes
 
     @cached_property
     def loss_bytes(self) -> Array:
-        """Bytes per token of the loss's workspace: the copies of the logits other than the saved
-        fp32 copy.
+        """Bytes per token that the computation of the loss needs in addition to the saved fp32
+        logits. They are further copies of the logits.
 
-        With a chunked loss these are the copies of one chunk and the gradient of its input (2 h).
-        Several chunks also need the fp32 sum of gradients of the output projection (4 h V bytes for
-        all tokens together).
+        If the loss is computed in chunks, they are the copies of the logits of one chunk, and the
+        gradient of the chunk's input (2 bytes x hidden size). With several chunks, the fp32 sum of
+        gradients of the output projection is added. It has 4 bytes x hidden size x vocabulary size
+        for all tokens together.
         """
         x = self.layouts
         kernels = self.kernels
@@ -279,26 +294,30 @@ class _PipelineDevices(ModelState):
 
     @cached_property
     def _has_chunked_loss(self) -> Array:
-        """Whether the loss is computed in chunks, bool: if the code base does so, and the layout
-        has neither tensor nor pipeline parallelism.
+        """Whether the loss is computed in chunks of tokens. This needs training code that computes
+        chunks, and a layout without tensor and pipeline parallelism.
         """
         whole = ~self.has_pipeline & (self.layouts.tensor_parallel == 1)
         return (self.kernels.chunk_logits > 0) & whole
 
     @property
     def _logits_per_token(self) -> Array:
-        """Number of logits per token on one device: V / t, or V if the code base gathers them."""
+        """Number of logits per token on one device: vocabulary size / tensor parallel degree, or
+        the vocabulary size if the training code gathers the logits on each rank.
+        """
         if self.kernels.gathered_logits:
             return self.layouts.vocab_size
         return self.layouts.vocab_size / self.layouts.tensor_parallel
 
     @cached_property
     def message_bytes(self) -> Array:
-        """Bytes of the buffers to send and receive.
+        """Bytes of the buffers with which a device sends and receives activations.
 
-        A pipeline needs 8 T h / q. Ring context parallelism needs 8 T K / t: the keys and values in
-        use, and the next keys and values that arrive. All-to-all context parallelism needs
-        4 T (h + K) / t for query, key, value and result.
+        A pipeline needs 8 T h / q bytes, with T tokens, hidden size h and sequence split over q
+        ranks. Ring context parallelism needs 8 T K / t bytes, with width K of all key heads and
+        tensor parallel degree t. They are for the keys and values in use and for the next keys and
+        values, which arrive meanwhile. All-to-all context parallelism needs 4 T (h + K) / t bytes
+        for query, key, value and result.
         """
         x = self.layouts
         pipeline = np.where(self.has_pipeline, 8 * x.hidden_size / x.sequence_shards, 0.0)
@@ -309,9 +328,10 @@ class _PipelineDevices(ModelState):
 
     @cached_property
     def gathered_output_bytes(self) -> Array:
-        """Bytes of the gathered output projection under ZeRO 3: 2 h V / t. The projection is last
-        in the forward pass and first in the backward pass, so it stays gathered in between
-        (`kit.parallel.data.shard_ends`). 0 unless the code base is fully sharded.
+        """Bytes of the gathered output projection under ZeRO 3: 2 x hidden size x vocabulary size /
+        tensor parallel degree. It is computed last in the forward pass and first in the backward
+        pass, so it stays gathered between the two (`kit.parallel.data.shard_ends`). If the training
+        code does not use `fully_shard`, the value is 0.
         """
         x = self.layouts
         output = 2 * x.hidden_size * x.vocab_size / x.tensor_parallel
@@ -320,8 +340,9 @@ class _PipelineDevices(ModelState):
     def stage_memory(
         self, stage: Any, *, is_first: Any, is_last: Any, layers: Any = None
     ) -> StageMemory:
-        """Returns the memory of pipeline device `stage` by term. Arguments broadcast against the
-        layouts.
+        """Returns the memory of the pipeline device with number `stage`. `is_first` and `is_last`
+        say whether it has the embedding and the output. `layers` is its number of layers. The
+        arguments may be arrays with one element per layout.
         """
         x = self.layouts
         layer = self.layer
@@ -331,11 +352,11 @@ class _PipelineDevices(ModelState):
             layers = x.most_layers - self.counts_ends_as_layers * num_ends
         params = self.params(layers, is_first, is_last)
         in_flight = microbatches_in_flight(x, stage)
-        # Messages are split over tensor ranks, as Megatron and DeepSpeed send them.
+        # Messages to the next stage are split over tensor ranks, as in Megatron and DeepSpeed.
         sent = np.where(self.has_pipeline, 2 * x.hidden_size / x.tensor_parallel, 0.0)
         layers_on_device = layers * (1 - x.offloaded_layers / x.num_layers)
         activations = tokens * in_flight * (layers_on_device * layer.saved_bytes + sent)
-        # GPipe computes all forward passes first, so it holds the logits of all micro-batches.
+        # GPipe computes all forward passes first, so the logits of all micro-batches are saved.
         held_heads = np.where(self.has_pipeline & (x.schedule == _GPIPE), x.num_microbatches, 1.0)
         head = np.where(is_last, self.head_bytes, 0.0)
         ends = head * held_heads

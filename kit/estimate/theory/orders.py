@@ -1,4 +1,6 @@
-"""Orders of pipeline work: the sequence of operations of each pipeline device in five schedules."""
+"""Pipeline schedules: the order in which each pipeline device runs its forward and backward passes,
+for five schedules.
+"""
 
 import dataclasses
 from functools import cached_property
@@ -14,25 +16,27 @@ BACKWARD_INPUT = 2
 BACKWARD_WEIGHT = 3
 PADDING = -1
 KINDS = "FBIW"
-"""Letters of the kinds of operations, by their number: forward, whole backward, backward for the
-input alone, backward for the weights alone."""
+"""Letters of the four kinds of operations, in the order of their numbers: forward pass, whole
+backward pass, gradients of the input only, gradients of the weights only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Order:
-    """Operations of each pipeline device in the order in which they run.
+    """Operations (forward and backward passes of one micro-batch in one stage) of each pipeline
+    device, in the order in which they run.
 
-    Arrays have shape (devices, operations). PADDING fills the ends of shorter rows.
+    Arrays have shape (devices, operations). If a device has fewer operations than others, PADDING
+    fills the end of its row.
     """
 
     name: str
-    """Name of the schedule."""
+    """Name of the pipeline schedule, e.g. `1f1b`."""
     kind: Array
     """Kind of each operation: FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, or PADDING."""
     stage: Array
-    """Number of the stage that each operation computes."""
+    """Number of the pipeline stage, from 0, whose layers each operation computes."""
     micro_batch: Array
-    """Number of the micro-batch that each operation computes."""
+    """Number of the micro-batch, from 0, that each operation computes."""
 
     @classmethod
     def of(
@@ -43,7 +47,7 @@ class Order:
         num_microbatches: int,
         virtual_stages: int = 1,
     ) -> Self:
-        """Returns the order of a schedule, by its name in a Plan:
+        """Returns the operations of a pipeline schedule. `schedule` is its name in a Plan:
 
         - `gpipe` (arXiv 1811.06965).
         - `1f1b` (PipeDream-Flush, arXiv 2006.09503).
@@ -52,8 +56,8 @@ class Order:
         - `zbv` (arXiv 2401.10241, section 6), which has two stages on each device, in the shape of
           a V.
 
-        Arguments are not checked, since the rules of Plan have checked that the schedule exists for
-        them.
+        The arguments are not checked. The rules of Plan have already checked that the schedule is
+        possible for these numbers.
         """
         p = pipeline_parallel
         m = num_microbatches
@@ -74,22 +78,22 @@ class Order:
 
     @property
     def num_devices(self) -> int:
-        """Number of pipeline devices, p."""
+        """Number of pipeline devices in the schedule."""
         return self.kind.shape[0]
 
     @cached_property
     def num_stages(self) -> int:
-        """Number of stages over all devices."""
+        """Number of pipeline stages over all devices. A device may have several virtual stages."""
         return int(self.stage.max()) + 1
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Number of micro-batches, m."""
+        """Number of micro-batches of the simulated step."""
         return int(self.micro_batch.max()) + 1
 
     @cached_property
     def device_of_stage(self) -> Array:
-        """Number of the device that holds each stage, shape (stages,)."""
+        """Number of the pipeline device on which each stage is, shape (stages,)."""
         device = np.full(self.num_stages, -1)
         work = self.kind != PADDING
         rows = np.broadcast_to(np.arange(self.num_devices)[:, None], self.kind.shape)
@@ -98,12 +102,12 @@ class Order:
 
     @cached_property
     def peak_in_flight(self) -> Array:
-        """Largest number of micro-batches whose activations a device holds at once, shape
+        """Largest number of micro-batches whose activations a device keeps in memory at once, shape
         (devices,).
 
-        One unit is one micro-batch in all stages of a device. One of v stages counts 1/v.
-        Activations are held from the start of the forward pass to the end of the whole backward
-        pass. If the backward pass is split, they are held to the end of its part for the weights.
+        A micro-batch in all stages of a device counts 1. In one of v stages it counts 1/v.
+        Activations are kept from the start of the forward pass to the end of the backward pass. If
+        the backward pass is split, they are kept until the weight gradients are computed.
         """
         held = np.cumsum(
             (self.kind == FORWARD).astype(int) - np.isin(self.kind, (BACKWARD, BACKWARD_WEIGHT)),
@@ -112,8 +116,8 @@ class Order:
         return held.max(axis=1) / np.bincount(self.device_of_stage, minlength=self.num_devices)
 
     def __str__(self) -> str:
-        """Returns one line per device in torch's notation: stage, kind and micro-batch of each
-        operation, for example `0F3`.
+        """Returns a text with one line per device in torch's notation. Each operation is written as
+        stage, kind and micro-batch, for example `0F3`.
         """
         rows = zip(self.stage, self.kind, self.micro_batch, strict=True)
         return "\n".join(
@@ -123,9 +127,8 @@ class Order:
 
 
 class _Operations(NamedTuple):
-    """Operations of one kind on all devices. The time slots determine their order on a device.
-
-    Arrays broadcast to (devices, operations).
+    """Operations of one kind on all devices. Each device runs its operations in ascending order of
+    `slot`. All arrays can be broadcast to the shape (devices, operations).
     """
 
     kind: int
@@ -134,7 +137,7 @@ class _Operations(NamedTuple):
     micro_batch: Array
 
     def broadcast(self, num_devices: int) -> "_Operations":
-        """Returns the operations with arrays of the full shape."""
+        """Returns a copy whose arrays all have the shape (devices, operations)."""
         shape = (num_devices, np.size(self.micro_batch))
         return _Operations(
             self.kind,
@@ -146,14 +149,15 @@ class _Operations(NamedTuple):
 
 def _one_directional(schedule: str, p: int, m: int, v: int) -> list[_Operations]:
     """Returns the operations of a schedule in which each micro-batch passes the devices in one
-    direction, for p devices, m micro-batches and v stages per device.
+    direction. There are p devices, m micro-batches and v stages per device.
 
-    Device r runs `warm_up` forward passes, then forward and backward passes in turn. Its k-th
-    forward pass and its k-th backward pass go through its v stages in rounds of micro-batches. Each
-    operation has a time slot, and a device runs its operations in the order of their slots. Forward
-    pass k has slot k - warm_up, and backward pass k has slot k. The backward pass for the weights
-    (zero bubble only) is r slots later, which keeps memory at the level of 1F1B. Three consecutive
-    values of `slot` make one time slot, one for each kind of operation.
+    Device r (from 0) first runs `warm_up` forward passes, then forward and backward passes in turn.
+    Its k-th forward pass and its k-th backward pass go through its v stages in rounds of
+    micro-batches. Each operation has a time slot, and a device runs its operations in the order of
+    their slots. Forward pass k has slot k - warm_up, and backward pass k has slot k. In the
+    zero-bubble schedule, weight gradients are computed r slots later, which needs no more memory
+    than 1F1B. Three consecutive values of `slot` make one time slot, one value for each kind of
+    operation.
     """
     rank = np.arange(p)[:, None]
     k = np.arange(m * v)
@@ -180,25 +184,27 @@ def _one_directional(schedule: str, p: int, m: int, v: int) -> list[_Operations]
 
 
 def _v_shaped(p: int, m: int) -> list[_Operations]:
-    """Returns the operations of the V-shaped order, for p devices and m micro-batches.
+    """Returns the operations of schedule `zbv` for p devices and m micro-batches.
 
-    Device r holds stage r, through which micro-batches go down the devices, and stage 2p - 1 - r,
-    through which they go up again. So device 0 computes the loss and can start the backward pass at
-    once. In the steady state time slot s of device r has four operations, in this order:
+    Each device r has two stages: stage r and stage 2p - 1 - r. A micro-batch passes the devices
+    from 0 to p - 1 and then back to 0. Device 0 therefore computes the loss and can start the
+    backward pass at once. In the steady state, time slot s of device r has four operations, in this
+    order:
 
     - the forward pass of micro-batch s + 2p - 1 - r in stage r,
     - the backward pass of micro-batch s in stage r,
     - the forward pass of micro-batch s + p in stage 2p - 1 - r,
     - the backward pass of micro-batch s + p - r in stage 2p - 1 - r.
 
-    Each backward pass for the input is followed by its part for the weights. Some operations have
-    other slots at the start and the end of a step. Forward passes in stage r that would come before
-    slot 0 run p - r slots earlier, to fill the pipeline. From slot n - p on, for n micro-batches,
-    backward passes for the weights wait until no other device needs a result of this device.
+    Each backward pass first computes the gradient of the input, then the weight gradients. Some
+    operations have other slots at the start and the end of a step. Forward passes in stage r that
+    would be before slot 0 are moved p - r slots earlier, to fill the pipeline. For n micro-batches,
+    weight gradients from slot n - p on are delayed until no other device needs a result of this
+    device.
 
     Source: arXiv 2401.10241, section 6, in the hand-written form of torch's ScheduleZBVZeroBubble.
-    For fewer than 2p - 1 micro-batches torch takes the order of 2p - 1 and leaves out the
-    operations of missing micro-batches.
+    For fewer than 2p - 1 micro-batches, torch uses the schedule of 2p - 1 micro-batches and leaves
+    out the operations of missing micro-batches.
     """
     rank = np.arange(p)[:, None]
     n = max(m, 2 * p - 1)
@@ -221,7 +227,7 @@ def _v_shaped(p: int, m: int) -> list[_Operations]:
         (BACKWARD_INPUT, 6 * slot + 4, up),
         (BACKWARD_WEIGHT, 6 * weight_up + 5, up),
     ]
-    # Operations of micro-batches beyond m are left out.
+    # The schedule has n micro-batches. Operations of micro-batches from m on are left out.
     return [
         _Operations(kind, np.broadcast_to(slots, (p, n))[:, :m], stage, k[:m])
         for kind, slots, stage in rows

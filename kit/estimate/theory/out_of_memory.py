@@ -1,5 +1,5 @@
-"""Out of memory: device memory in use beyond the modelled bytes, and the probability that a run
-stops for lack of memory.
+"""Memory in use on a device in addition to the modelled bytes, and the probability that a run stops
+because a device runs out of memory.
 """
 
 import dataclasses
@@ -13,23 +13,25 @@ Array = np.ndarray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reserve(Record):
-    """Computes the memory in use on a device from modelled bytes, and the probability that a run
-    stops for lack of memory.
+    """Memory that is not modelled. It is added to modelled bytes to compute the memory in use on a
+    device, and the probability that a run stops because the device runs out of memory.
 
-    used = state + factor x dynamic + extra_bytes. State (weights, gradients, optimizer) is
-    allocated once and exactly. Dynamic memory is allocated and freed in each step. `factor` is for
-    its fragmentation and temporaries. `extra_bytes` is for the device's context, kernels and the
-    communication library. Probability of running out = 1 / (1 + (capacity / used)^sharpness).
+    The memory in use is state + factor x dynamic + extra_bytes. State (weights, gradients,
+    optimizer) is allocated once and exactly. Dynamic memory is allocated and freed in each step.
+    `factor` covers its fragmentation and temporary tensors. `extra_bytes` covers the device's
+    context, kernels and the communication library. The probability of running out of memory is
+    1 / (1 + (capacity / used)^sharpness).
     """
 
     factor: float = field_doc(
         "ratio of used to modelled bytes of activations, logits, workspace and buffers"
     )
     extra_bytes: float = field_doc(
-        "bytes in use on every device in addition to the model and its activations"
+        "bytes in use on every device for context, kernels and communication library"
     )
     sharpness: float = field_doc(
-        "power of used / capacity to which the odds of running out of memory are proportional"
+        "exponent of used / capacity in the odds of running out of memory. A larger value gives a"
+        " sharper limit"
     )
     source: str = field_doc("measured runs to which the reserve was fitted")
 
@@ -43,12 +45,14 @@ class Reserve(Record):
             )
 
     def used_bytes(self, state: Array, dynamic: Array) -> Array:
-        """Returns the bytes in use on a device whose modelled bytes are `state` and `dynamic`."""
+        """Returns the bytes in use on a device. `state` are the modelled bytes of weights,
+        gradients and optimizer. `dynamic` are the modelled bytes that are allocated in each step.
+        """
         return state + (self.factor * dynamic + self.extra_bytes)
 
     def out_of_memory_probability(self, used_bytes: Array, device_bytes: float) -> Array:
-        """Returns the probability, 0 to 1, that a run stops for lack of memory on devices of
-        `device_bytes`.
+        """Returns the probability, 0 to 1, that a run runs out of memory. `used_bytes` are the
+        bytes in use on a device, and `device_bytes` is the size of its memory.
         """
         return 1 / (1 + (device_bytes / used_bytes) ** self.sharpness)
 
@@ -62,21 +66,25 @@ RESERVE = Reserve(
         " 2311.05610)"
     ),
 )
-"""Reserve of the memory that a run needs, fitted and scored by `make validate`."""
+"""Reserve with which the memory that a run needs is predicted. `make validate` fits it and computes
+its error."""
 MONITOR_RESERVE = RESERVE.replace(
     factor=1.18,
     extra_bytes=6.9e9,
     source="34 readings of BLOOM's prequel runs on A100 (BigScience tr11 chronicles)",
 )
-"""Reserve of the memory that a monitor shows, fitted and scored by `make validate`. A monitor shows
-more than a run needs, since allocators keep memory that was freed."""
+"""Reserve with which the memory that a monitor shows is predicted. A monitor shows more than a run
+needs, since allocators keep memory that was freed. `make validate` fits it and computes its
+error."""
 CORE_RESERVE = RESERVE.replace(
     factor=1.0,
     extra_bytes=3e9,
     sharpness=60.0,
     source="70 published runs that ran (Megatron-Bridge archive, Megatron-LM README)",
 )
-"""Reserve for Megatron-Core. The factor is 1, since its recipes set PYTORCH_CUDA_ALLOC_CONF so that
-segments grow, which avoids fragmentation. The extra bytes are for context and communication
-library. With this reserve 68 of the 70 runs need at most 91 % of their devices' memory. The other
-two, on GB300, exceed the memory however it is counted, although they ran."""
+"""Reserve for Megatron-Core. The factor is 1, since Megatron-Core's recipes set
+PYTORCH_CUDA_ALLOC_CONF so that segments grow, which avoids fragmentation. The extra bytes are for
+context and communication library.
+
+With this reserve, 68 of the 70 runs need at most 91 % of the memory of their devices. The other two
+runs, on GB300, exceed the memory with any way of counting, although they ran."""

@@ -1,5 +1,5 @@
-"""Event-accurate simulation of one training step of a pipeline, with unequal stages and time on
-links.
+"""Event-by-event simulation of one training step of a pipeline. Stages may need different times,
+and sends between stages need time.
 """
 
 import dataclasses
@@ -23,16 +23,18 @@ from kit.estimate.theory.orders import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """Start and end of each operation of an order, in seconds from the start of the step.
+    """Result of a simulation: start and end of each forward and backward pass on each pipeline
+    device.
 
-    Arrays have the order's shape, (devices, operations), and NaN in padding.
+    Arrays have the shape (devices, operations). Devices with fewer operations have NaN at the end
+    of their row.
     """
 
     order: Order
     start_s: Array
-    """Start of each operation, in seconds."""
+    """Start of each operation, in seconds from the start of the step."""
     end_s: Array
-    """End of each operation, in seconds."""
+    """End of each operation, in seconds from the start of the step."""
 
     @cached_property
     def makespan_s(self) -> float:
@@ -41,7 +43,7 @@ class Simulation:
 
     @cached_property
     def busy_s(self) -> Array:
-        """Seconds in which each device computes, shape (devices,)."""
+        """Seconds of the step in which each device computes, shape (devices,)."""
         return np.nansum(self.end_s - self.start_s, axis=1)
 
     @property
@@ -51,8 +53,8 @@ class Simulation:
 
     @property
     def bubble_fraction(self) -> float:
-        """Mean of `idle_fraction` over all devices, 0 to 1. It includes waiting for links and for
-        unequal stages.
+        """Share of the step, 0 to 1, in which a device waits, as the mean over all devices. Waiting
+        for sends and for slower stages is included.
         """
         return float(self.idle_fraction.mean())
 
@@ -65,17 +67,17 @@ def simulate(
     backward_weight_s: Array | float,
     send_s: Array | float = 0.0,
 ) -> Simulation:
-    """Returns start and end of each operation. A device starts its next operation as soon as the
-    device is free and the operation's input has arrived.
+    """Returns start and end of each operation of a pipeline schedule. A device starts its next
+    operation as soon as the device is free and the operation's input has arrived.
 
     Args:
-        order: Operations of each device, in order.
+        order: Operations of each device, in the order in which they run.
         forward_s, backward_input_s, backward_weight_s: Seconds of one micro-batch in each stage,
-            shape (stages,), or one number for all stages. A whole backward pass takes the sum of
-            its two parts.
-        send_s: Seconds from the end of an operation to its arrival in the neighbouring stage, shape
-            (stages - 1,), or one number. 0 if both stages are on one device. Links carry any number
-            of messages at once, while devices compute.
+            shape (stages,), or one number for all stages. A backward pass that is not split needs
+            the sum of backward_input_s and backward_weight_s.
+        send_s: Seconds from the end of an operation to the arrival of its result in the
+            neighbouring stage, shape (stages - 1,), or one number. Between stages on one device no
+            time is needed. Links carry any number of messages at once, while devices compute.
 
     Raises:
         ConfigError: A time is negative or has another shape.
@@ -94,8 +96,9 @@ def simulate(
 def simulate_plan(
     plan: Plan, *, num_microbatches: int | None = None, **times: Array | float
 ) -> Simulation:
-    """Returns the simulation of a plan's schedule. `num_microbatches` is by default the number of
-    the plan. `times` are the times of `simulate`.
+    """Returns the simulation of the pipeline schedule of a plan. If `num_microbatches` is None, all
+    micro-batches of a step are simulated. `times` are the keyword arguments of `simulate` in
+    seconds.
     """
     count = num_microbatches or plan.num_microbatches
     schedule = plan.schedule if plan.pipeline_parallel > 1 else "1f1b"
@@ -118,11 +121,12 @@ def _times(name: str, value: Array | float, count: int) -> Array:
 
 
 def _dependencies(order: Order, boundary_s: Array) -> tuple[Array, Array]:
-    """Returns (needs, delay) of each operation: the flat index of the operation whose result it
-    needs, and the seconds until this result arrives.
+    """Returns (needs, delay), two arrays with one element per operation. `needs` is the flat index
+    of the operation whose result the operation needs. `delay` is the seconds until this result
+    arrives.
 
-    Index -1 stands for an operation that ended at 0 s, for operations that need nothing. Index -2
-    stands for an operation that never ends, for padding.
+    For an operation that needs no result, the index is -1, an operation that ended at 0 s. For
+    padding the index is -2, an operation that never ends.
     """
     place = _places(order)
     kind = order.kind
@@ -146,11 +150,12 @@ def _dependencies(order: Order, boundary_s: Array) -> tuple[Array, Array]:
 
 
 def _places(order: Order) -> Array:
-    """Returns the flat index of each operation, shape (kinds, stages, micro-batches), -1 if the
-    operation does not exist.
+    """Returns the flat index of each operation, shape (kinds, stages, micro-batches). If the
+    operation does not exist, the index is -1.
 
-    The backward pass for the input has the index of kind BACKWARD. An operation that waits for a
-    whole backward pass can start after the backward pass for the input alone.
+    Operations of kind BACKWARD_INPUT are stored under kind BACKWARD. The previous stage can start
+    its backward pass as soon as the gradient of the input is computed, before the gradients of the
+    weights.
     """
     place = np.full((len(KINDS), order.num_stages, order.num_microbatches), -1)
     work = np.flatnonzero(order.kind != PADDING)
@@ -164,13 +169,14 @@ def _places(order: Order) -> Array:
 def _run(order: Order, duration_s: Array, needs: Array, delay: Array) -> Simulation:
     """Returns the simulation with start and end of all operations.
 
-    Each iteration starts the next operation of every device whose input has arrived.
+    Each iteration of the loop visits all devices. If the end of the input of a device's next
+    operation is known, this operation is simulated.
     """
     devices, width = order.kind.shape
     end = np.full(devices * width + 2, np.inf)
     end[-1] = 0.0
     start = np.full(devices * width, np.nan)
-    # A device that has finished reaches one more column of padding, where it waits forever.
+    # One column of padding is added. A device that has finished all operations waits in it forever.
     padded = ((0, 0), (0, 1))
     needs = np.pad(needs, padded, constant_values=-2).ravel()
     delay = np.pad(delay, padded, constant_values=0.0).ravel()

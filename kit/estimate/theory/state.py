@@ -1,7 +1,9 @@
-"""Model state: bytes of weights, gradients and optimizer on a device, with the sharding of ZeRO.
-No torch.
+"""Bytes of weights, gradients and optimizer states on a device, after ZeRO shards them. This module
+does not import torch.
 
-Symbols are those of `layouts.py`.
+Symbols: h hidden size, f feed-forward size, V vocabulary size, s sequence length, K width of all
+key heads together, t tensor parallel, p pipeline parallel, c context parallel, r data parallel
+degree.
 """
 
 import dataclasses
@@ -19,44 +21,45 @@ from kit.estimate.theory.layouts import Array, Layouts
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Convention(Record):
-    """Bytes per parameter of weights, gradients and optimizer, as a paper or a program counts
-    them.
+    """Bytes per parameter of weights, gradients and optimizer states, as a paper or a program
+    counts them.
     """
 
-    name: str = field_doc("paper or program, and total bytes")
-    weights: float = field_doc("bytes of the weights used in matrix products")
+    name: str = field_doc("paper or program that counts so, and total bytes per parameter")
+    weights: float = field_doc("bytes per parameter of the weights used in matrix products")
     gradients: float | None = field_doc(
-        "bytes of a gradient. None: gradient_bytes of each layout", default=None
+        "bytes per parameter of gradients. None: the column gradient_bytes of each layout is used",
+        default=None,
     )
-    optimizer: float = field_doc("bytes of master weights and moments")
+    optimizer: float = field_doc("bytes per parameter of master weights and moments")
 
 
 CONVENTIONS = {
-    # The weight is bf16, and the gradient has the bytes of the layout. The optimizer has an fp32
-    # master weight and two moments (ZeRO paper, arXiv 1910.02054, section 3.1).
+    # Weights are bf16, and the layout determines the bytes of a gradient. The optimizer has an fp32
+    # master weight and two fp32 moments (ZeRO paper, arXiv 1910.02054, section 3.1).
     "mixed_precision": Convention(name="mixed-precision Adam, 16 or 18 B", weights=2, optimizer=12),
     # Frontier paper, arXiv 2312.12705. The parts of its memory table (weight 2 + master copy 4,
     # gradient 4, one moment 4) add up to 14 bytes.
     "frontier_14": Convention(
         name="Frontier paper, sum of its parts, 14 B", weights=6, gradients=4, optimizer=4
     ),
-    # The text of the Frontier paper says 24 bytes. The 10 bytes that its table does not explain are
-    # counted as optimizer.
+    # The text of the Frontier paper (arXiv 2312.12705) says 24 bytes. The 10 bytes that its memory
+    # table does not explain are counted as optimizer states.
     "frontier_24": Convention(
         name="Frontier paper, as stated, 24 B", weights=6, gradients=4, optimizer=14
     ),
-    # XLA_USE_BF16, which HLAT's 7B scripts set, turns every fp32 tensor into a bf16 tensor: weight,
-    # gradient and two moments.
+    # The scripts of the HLAT 7B model set XLA_USE_BF16, which turns every fp32 tensor into a bf16
+    # tensor: weight, gradient and two moments.
     "pure_bf16": Convention(name="pure bf16, 8 B", weights=2, gradients=2, optimizer=4),
-    # DeepSpeed's BF16_Optimizer holds each bf16 gradient and its fp32 sum.
+    # DeepSpeed's BF16_Optimizer keeps each bf16 gradient and its fp32 sum.
     "deepspeed_bf16": Convention(
         name="DeepSpeed BF16_Optimizer, 20 B", weights=2, gradients=6, optimizer=12
     ),
     "fp32": Convention(name="fp32 weights and AdamW, 16 B", weights=4, optimizer=8),
-    # State of ZeRO 1 in DeepSpeed before 0.13.2 after a step that was skipped for overflow
+    # Memory of ZeRO 1 in DeepSpeed before 0.13.2 after a step that was skipped for overflow
     # (runtime/zero/stage_1_and_2.py at 0.10.0). Adam's moments exist, since
-    # `initialize_optimizer_states` makes them before the first step. Gradients do not exist (`step`
-    # frees them). The fp16 copy of the gradients of this rank's shard still exists, because
+    # `initialize_optimizer_states` makes them before the first step. Gradients do not exist, since
+    # `step` frees them. The fp16 copy of the gradients of this rank's shard still exists, because
     # `_link_all_hp_params` gave each weight a reference to the dictionary that `step` replaces.
     "deepspeed_fp16_skipped": Convention(
         name="after a skipped step, 16 B", weights=2, gradients=0, optimizer=14
@@ -65,10 +68,11 @@ CONVENTIONS = {
 
 
 def convention_of(precision: Precision, engine: EngineName, zero_stage: int) -> Convention:
-    """Returns the bytes per parameter that a plan's engine needs in the plan's precision.
+    """Returns the bytes per parameter of weights, gradients and optimizer states that an engine
+    needs in a precision.
 
-    In bf16 the neuron engine without ZeRO has neither master weights nor fp32 sums of gradients. In
-    fp32 every engine has one copy of each weight.
+    In bf16 without ZeRO, the neuron engine keeps neither fp32 master weights nor fp32 sums of
+    gradients. In fp32, every engine keeps one copy of each weight.
     """
     if precision == "fp32":
         return CONVENTIONS["fp32"]
@@ -80,7 +84,9 @@ def convention_of(precision: Precision, engine: EngineName, zero_stage: int) -> 
 
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-    """Number of weights on a device, and bytes per weight of weights, gradients and optimizer."""
+    """Computes the number of weights on a device, and the bytes per weight of weights, gradients
+    and optimizer states. Symbols are defined in the docstring of the module.
+    """
 
     layouts: Layouts
     kernels: Kernels
@@ -88,16 +94,17 @@ class ModelState:
 
     @cached_property
     def has_pipeline(self) -> Array:
-        """Whether the layout has a pipeline (p > 1), bool."""
+        """Whether the layout has more than one pipeline device (p > 1)."""
         return self.layouts.pipeline_parallel > 1
 
     @cached_property
     def block_params(self) -> Array:
-        """Number of weights of one layer on a device: (h (2 h + 2 K) + 3 h f) / t, and two norms of
-        h.
+        """Number of weights of one layer on a device: (h (2 h + 2 K) + 3 h f) / t in matrices, and
+        2 h in two norms. Here h is the hidden size, K the width of all key heads, f the
+        feed-forward size and t the tensor parallel degree.
 
-        GPT-style layers have 2 h f instead of 3 h f. They also have (h + 2 K + f) / t biases of
-        column-split matrices, and 4 h other biases.
+        GPT-style layers have 2 h f instead of 3 h f. In addition they have (h + 2 K + f) / t biases
+        of column-split matrices, and 4 h other biases.
         """
         x = self.layouts
         plain = self.layouts.plain
@@ -110,17 +117,21 @@ class ModelState:
 
     @cached_property
     def embedding_params(self) -> Array:
-        """Number of weights of the first device outside its layers: the embedding, h V / t, and
-        learned positions of GPT-style models, h s.
+        """Number of weights of the first pipeline device outside its layers: the embedding (hidden
+        size x vocabulary size / tensor parallel degree), and learned positions of GPT-style models
+        (hidden size x sequence length).
         """
         x = self.layouts
         return self._table_params + x.plain * x.hidden_size * x.sequence_length
 
     @cached_property
     def output_params(self) -> Array:
-        """Number of weights of the last device outside its layers: the output projection, the final
-        norm, and learned positions under a pipeline if the code base ties them. A tied output
-        projection is counted only under a pipeline, where the embedding is on another device.
+        """Number of weights of the last pipeline device outside its layers: the output projection
+        and the final norm.
+
+        An output projection that is tied to the embedding is counted only if the embedding is on
+        another pipeline device. In this case learned positions are counted too, if the training
+        code ties them (`Kernels.tied_positions`).
         """
         x = self.layouts
         plain = self.layouts.plain
@@ -131,19 +142,23 @@ class ModelState:
 
     @cached_property
     def _table_params(self) -> Array:
-        """Number of weights of the embedding on one device: h V / t."""
+        """Number of weights of the token embedding on one device: hidden size x vocabulary size /
+        tensor parallel degree.
+        """
         x = self.layouts
         return x.hidden_size * x.vocab_size / x.tensor_parallel
 
     def params(self, layers: Array, is_first: Any, is_last: Any) -> Array:
-        """Returns the number of weights of a device with `layers` layers."""
+        """Returns the number of weights of a pipeline device with `layers` layers, before ZeRO
+        shards them. `is_first` and `is_last` say whether it has the embedding and the output.
+        """
         params = layers * self.block_params + np.where(is_last, self.output_params, 0.0)
         return params + np.where(is_first, self.embedding_params, 0.0)
 
     @cached_property
     def gradient_bytes(self) -> Array:
-        """Bytes of one gradient, by the convention, or by each layout if the convention states
-        none.
+        """Bytes of one accumulated gradient. The convention states them. If it does not, the column
+        `gradient_bytes` of each layout is used.
         """
         own = self.layouts.gradient_bytes
         stated = self.convention.gradients
@@ -153,30 +168,34 @@ class ModelState:
 
     @cached_property
     def shard_fraction(self) -> Array:
-        """Share of a sharded state that a rank holds: 1 / (r c), 1 / `shard_size` if hybrid, or 1
-        without ZeRO.
+        """Share of a sharded tensor, 0 to 1, that a rank holds. It is 1 / (data x context parallel
+        degree) with ZeRO over all replicas, 1 / `shard_size` with ZeRO over groups of replicas, or
+        1 without ZeRO.
         """
         return np.where(self.layouts.zero_stage >= 1, 1 / self.layouts.num_shards, 1.0)
 
     @cached_property
     def shards_gradients(self) -> Array:
-        """Whether ZeRO shards gradients, bool: from stage 2 on, without a pipeline."""
+        """Whether ZeRO shards gradients: in stages 2 and 3 of layouts without a pipeline."""
         return ~self.has_pipeline & (self.layouts.zero_stage >= 2)
 
     @cached_property
     def has_late_gradients(self) -> Array:
-        """Whether gradients use memory that activations have freed, bool. This holds for a single
-        micro-batch without a pipeline, if the code base allocates gradients anew in each step.
+        """Whether gradients use memory that activations have freed. This is so for a single
+        micro-batch without a pipeline, if the training code uses `fully_shard`, which allocates
+        gradients anew in each step.
         """
         single = ~self.has_pipeline & (self.layouts.num_microbatches == 1)
         return single & self.kernels.fully_sharded
 
     @cached_property
     def bytes_per_param(self) -> dict[str, Array]:
-        """Bytes per weight of weights, gradients and optimizer, after ZeRO shards them.
+        """Maps `weights`, `gradients` and `optimizer` to their bytes per weight on a device, after
+        ZeRO shards them.
 
-        Fully sharded code (FSDP2) has no bf16 weights in stage 3. Code that holds a copy of
-        unsharded gradients (`gradient_copy_bytes`) has this copy up to stage 2.
+        FSDP2 (`Kernels.fully_sharded`) keeps no bf16 weights in ZeRO stage 3. Training code that
+        keeps a copy of unsharded gradients (`Kernels.gradient_copy_bytes`) has this copy in stages
+        0 to 2.
         """
         zero_stage = self.layouts.zero_stage
         convention = self.convention
@@ -193,7 +212,7 @@ class ModelState:
 
     @cached_property
     def state_bytes_per_param(self) -> Array:
-        """Bytes per weight of weights, gradients and optimizer together."""
+        """Bytes per weight on a device for weights, gradients and optimizer states together."""
         return (
             self.bytes_per_param["weights"]
             + self.bytes_per_param["gradients"]
@@ -202,9 +221,10 @@ class ModelState:
 
     @cached_property
     def late_bytes_per_param(self) -> Array:
-        """Bytes per weight that are allocated after activations are freed: gradients of a single
-        micro-batch less the bf16 weights, whose memory they reuse, and the copy in which ZeRO 1
-        reduces sums of gradients.
+        """Bytes per weight that are allocated after activations are freed.
+
+        They are the gradients of a single micro-batch, less the bf16 weights, whose memory the
+        gradients reuse. ZeRO 1 adds the copy in which it reduces accumulated gradients.
         """
         gradients = self.gradient_bytes * self.shard_fraction - self.bytes_per_param["weights"]
         late = np.where(self.has_late_gradients, gradients, 0.0)
@@ -213,11 +233,11 @@ class ModelState:
 
     @cached_property
     def block_gradient_bytes(self) -> Array:
-        """Bytes of the unsharded gradients of one block.
+        """Bytes of the unsharded gradients of one transformer block, which exist for a short time.
 
-        If gradients are reduced block by block, they have `gradient_bytes` each. Otherwise only
-        `fully_shard` needs such memory: it makes bf16 gradients (2 bytes) and adds them to their
-        sums block by block.
+        If gradients are reduced block by block, each has `gradient_bytes`. Otherwise only
+        `fully_shard` needs this memory. It makes bf16 gradients (2 bytes) of one block at a time,
+        and adds them to the accumulated gradients.
         """
         whole = self.shards_gradients | self.has_late_gradients
         made = np.where(whole, self.gradient_bytes, 2.0 * self.kernels.fully_sharded)
@@ -225,8 +245,9 @@ class ModelState:
 
     @cached_property
     def gathering_bytes(self) -> Array:
-        """Bytes of the two blocks that ZeRO 3 gathers at a time, 2 per weight, and of the bucket in
-        which ZeRO 2 and 3 collect gradients.
+        """Bytes of two buffers. One has the weights of the two transformer blocks that ZeRO 3
+        gathers at a time, with 2 bytes per weight. The other is the bucket in which ZeRO 2 and 3
+        collect gradients.
         """
         weights = np.where(self.layouts.zero_stage == 3, 4 * self.block_params, 0.0)
         return weights + self.layouts.where(self.shards_gradients, self.kernels.bucket_bytes, 0.0)

@@ -1,10 +1,15 @@
-"""Step time of many layouts at once, in closed form and by named terms. No torch.
+"""Step time of many layouts at once, in closed form, as a sum of named terms. This module does not
+import torch.
 
-A layer takes the longer of two times: the work of its device (matrix products, attention,
-element-wise kernels, collectives) and the launches of its host (`layer.py`). A pipeline stage takes
-the time of its layers and sends, and of the embedding or the logits. A step takes the slowest stage
-for each micro-batch, then the bubble, gradient reduction and the optimizer (`StepTime.total_s`).
-Symbols are those of `layouts.py`.
+The time of a layer is the longer of two times: the work of the device (matrix products, attention,
+element-wise kernels, collectives), and the kernel launches of the host (`layer.py`). The time of a
+pipeline stage is the time of its layers and sends, and of the embedding or the logits. The step
+time is the time of the slowest stage for each micro-batch, plus the bubble, gradient reduction and
+the optimizer (`StepTime.total_s`).
+
+Symbols: L layers, h hidden size, V vocabulary size, T tokens of a micro-batch on one device, m
+micro-batches per step, v virtual stages per pipeline device, t tensor parallel, p pipeline
+parallel, c context parallel, r data parallel degree.
 """
 
 import dataclasses
@@ -25,10 +30,10 @@ from kit.estimate.theory.layer import LayerTime, layer_params, product_seconds
 from kit.estimate.theory.layouts import SCHEDULES, Array, Layouts
 
 BACKWARD = 2 / 3
-"""Share of the backward pass in the time of a layer."""
+"""Share of the backward pass in the time of a layer, 0 to 1."""
 JITTER = 0.006
-"""Relative increase of the step time for each doubling of the number of tensor parallel groups.
-All groups wait for the latest one."""
+"""Relative increase of the time of a stage for each doubling of the number of tensor parallel
+groups. More groups are slower, since all groups wait for the slowest group."""
 TERMS = (
     "gemm",
     "attention",
@@ -49,7 +54,8 @@ TERMS = (
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """Seconds per optimizer step of many layouts, as arrays with one element per layout.
+    """Seconds per optimizer step of many layouts, and the terms of this time. Arrays have one
+    element per layout. Symbols are defined in the docstring of the module.
 
     `hardware` describes one machine for all layouts, or has arrays with one element per layout.
     """
@@ -60,8 +66,8 @@ class StepTime:
 
     @cached_property
     def total_s(self) -> Array:
-        """Seconds per step: factor x (m x slowest stage + bubble + filling + data parallelism +
-        optimizer + fixed costs), with m micro-batches.
+        """Seconds per step: factor x (m x time of the slowest stage + bubble + filling + data
+        parallelism + optimizer + fixed costs), with m micro-batches.
         """
         pipeline = (
             self.layouts.num_microbatches * self.slowest_stage_s + self.bubble_s + self.filling_s
@@ -72,7 +78,7 @@ class StepTime:
 
     @property
     def terms_s(self) -> dict[str, Array]:
-        """Seconds per step by name in TERMS. They add up to `total_s`."""
+        """Maps each name in TERMS, e.g. `gemm`, to its seconds per step. The sum is `total_s`."""
         m = self.layouts.num_microbatches
         layers = m * self.layouts.num_layers / self.layouts.pipeline_parallel
         terms = {name: layers * term for name, term in self.layer.terms_s.items()} | {
@@ -92,33 +98,37 @@ class StepTime:
 
     @property
     def tokens_per_s(self) -> Array:
-        """Tokens per second over all devices."""
+        """Tokens per second, summed over all devices."""
         return self.layouts.global_batch_size * self.layouts.sequence_length / self.total_s
 
     def days(self, tokens: float) -> Array:
-        """Returns days for a token budget, without restarts."""
+        """Returns the days of training on `tokens` tokens. Restarts are not included."""
         return tokens / self.tokens_per_s / 86_400
 
     def price(self, tokens: float) -> Array:
-        """Returns USD for a token budget at the site's price. NaN if the site has no price."""
+        """Returns the price in USD of training on `tokens` tokens. If the site has no price, the
+        result is NaN.
+        """
         return (
             self.days(tokens) * 24 * self.layouts.num_devices * self.hardware.price_per_device_hour
         )
 
     @cached_property
     def links(self) -> GroupLinks:
-        """Links of each group of ranks."""
+        """Rates and latencies of the communication in each process group (tensor, data, ...)."""
         return GroupLinks(self.layouts, self.hardware, self.coefficients)
 
     @cached_property
     def layer(self) -> LayerTime:
-        """Seconds of one layer and micro-batch, by kind of work."""
+        """Seconds of one layer for one micro-batch, divided into matrix products, attention,
+        collectives and other terms.
+        """
         return LayerTime(self.layouts, self.hardware, self.coefficients, self.links)
 
     @cached_property
     def embedding_s(self) -> Array:
-        """Seconds of the embedding per micro-batch, forward and backward: 12 T h bytes of memory
-        traffic, and an all-reduce over tensor parallel ranks.
+        """Seconds of the embedding per micro-batch, forward and backward together: memory traffic
+        of 12 bytes x tokens x hidden size, and an all-reduce over tensor parallel ranks.
         """
         x = self.layouts
         moved = 12 * self.layouts.tokens * self.layouts.hidden_size
@@ -129,10 +139,12 @@ class StepTime:
 
     @cached_property
     def logits_s(self) -> Array:
-        """Seconds of the output projection and loss per micro-batch, forward and backward.
+        """Seconds of the output projection and the loss per micro-batch, forward and backward
+        together.
 
-        There are three products T x h x V / t in bf16. The loss moves 14 bytes per logit in the
-        forward pass and 7 in the backward pass.
+        The projection has three matrix products in bf16 of the size tokens x hidden size x
+        vocabulary size / tensor parallel degree. The loss has 14 bytes of memory traffic per logit
+        in the forward pass and 7 in the backward pass.
         """
         x = self.layouts
         tokens = self.layouts.tokens
@@ -146,17 +158,18 @@ class StepTime:
 
     @cached_property
     def has_few_micro_batches(self) -> Array:
-        """Whether there are fewer micro-batches than pipeline devices (m < p). Then no other
-        micro-batch hides a send (`exposed_trips`).
+        """Whether there are fewer micro-batches than pipeline devices (m < p). In this case devices
+        wait for sends, since there is no other micro-batch to compute meanwhile (`exposed_trips`).
         """
         return self.layouts.num_microbatches < self.layouts.pipeline_parallel
 
     @cached_property
     def sends_s(self) -> Array:
-        """Seconds of all sends of one micro-batch by one device, forward and backward.
+        """Seconds of all sends of one micro-batch by one device, forward and backward together.
+        There are two sends per virtual stage.
 
-        There are 2 v sends. Each tensor parallel rank sends its part of the activations, and the
-        receivers gather the parts unless they use sequence parallelism.
+        Each tensor parallel rank sends its part of the activations. The receiving ranks gather the
+        parts, unless they use sequence parallelism.
         """
         x = self.layouts
         ranks = self.layouts.tensor_parallel
@@ -168,10 +181,11 @@ class StepTime:
 
     @property
     def exposed_sends_s(self) -> Array:
-        """Seconds of sends per micro-batch that no computation hides.
+        """Seconds of sends per micro-batch that do not overlap with computation.
 
-        It is a fitted share of all sends. With an interleaved schedule and overlap
-        (Megatron-Core's `overlap_p2p_comm`) it is the time by which sends exceed the layers.
+        They are a fitted share of the time of all sends. With an interleaved schedule and overlap
+        (Megatron-Core's `overlap_p2p_comm`), they are the time by which sends exceed the layers.
+        With fewer micro-batches than pipeline devices they are 0, and `filling_s` has this time.
         """
         x = self.layouts
         part = self.coefficients.pipeline_exposed * self.sends_s
@@ -182,19 +196,22 @@ class StepTime:
 
     @cached_property
     def beside_layers_s(self) -> Array:
-        """Seconds per micro-batch outside the layers: exposed sends and work of the host."""
+        """Seconds per micro-batch and device outside the layers: sends that do not overlap with
+        computation, and work of the host.
+        """
         return self.exposed_sends_s + self.coefficients.microbatch_s
 
     @cached_property
     def inner_stage_s(self) -> Array:
-        """Seconds per micro-batch of a stage with the largest number of layers, without embedding
+        """Seconds per micro-batch of the pipeline device with the most layers, without embedding
         and logits.
         """
         return self.layouts.most_layers * self.layer.total_s + self.beside_layers_s
 
     @cached_property
     def mean_stage_s(self) -> Array:
-        """Mean seconds per micro-batch over all stages: (L layers + embedding + logits) / p +
+        """Seconds per micro-batch of a pipeline device, as the mean over all devices. They are the
+        time of all layers, embedding and logits, divided by the number of pipeline devices, plus
         exposed sends and work of the host.
         """
         x = self.layouts
@@ -203,10 +220,11 @@ class StepTime:
 
     @cached_property
     def _slowest_without_jitter_s(self) -> Array:
-        """Seconds per micro-batch of the slowest stage if no rank is late.
+        """Seconds per micro-batch of the slowest pipeline device if no rank is late.
 
-        It is the first stage with the embedding, or the last one with the logits. If stages are
-        uneven, the last stage has one layer less, as frameworks place the logits.
+        The slowest is the first device, which has the embedding, or the last device, which has the
+        logits. If devices have unequal numbers of layers, the last device has one layer less, as in
+        training frameworks. The time is at least the mean over all devices.
         """
         p = self.layouts.pipeline_parallel
         lighter = p * self.layouts.most_layers > self.layouts.num_layers
@@ -216,21 +234,27 @@ class StepTime:
 
     @cached_property
     def jitter_factor(self) -> Array:
-        """Factor of the step time for late ranks: 1 + JITTER log2(p c r)."""
+        """Factor by which waiting for late ranks increases the time of a stage: 1 + JITTER x
+        log2(number of tensor parallel groups).
+        """
         return 1 + JITTER * np.log2(self.layouts.num_devices / self.layouts.tensor_parallel)
 
     @cached_property
     def slowest_stage_s(self) -> Array:
-        """Seconds per micro-batch of the slowest stage, with late ranks."""
+        """Seconds per micro-batch of the slowest pipeline device, including the wait for late
+        ranks.
+        """
         return self.jitter_factor * self._slowest_without_jitter_s
 
     @property
     def bubble_s(self) -> Array:
-        """Seconds per step in which stages wait for other stages: p x mean stage - slowest stage.
+        """Seconds per step in which pipeline devices wait for each other. They are p x mean time of
+        a device per micro-batch - time of the slowest device, with p pipeline devices.
 
-        Interleaved schedules have 1/v of this time. ZB-H1 has a third and ZBV a tenth, since weight
-        gradients fill the gaps. With m < p the first micro-batch passes all p v stages, and devices
-        wait for it in each round but the last.
+        Interleaved schedules with v virtual stages have 1/v of this time. ZB-H1 has a third and ZBV
+        a tenth, since weight gradients are computed while a device would wait. If there are fewer
+        micro-batches than pipeline devices, the first micro-batch passes all p v stages. Devices
+        wait for it in each round except the last.
         """
         x = self.layouts
         p = self.layouts.pipeline_parallel
@@ -247,8 +271,9 @@ class StepTime:
 
     @property
     def filling_s(self) -> Array | float:
-        """Seconds per step in which stages wait for sends while the pipeline fills, if m < p. 0
-        otherwise.
+        """Seconds per step in which devices wait for sends while the pipeline fills, if there are
+        fewer micro-batches than pipeline devices. Otherwise the value is 0, and `exposed_sends_s`
+        has the time of sends.
         """
         x = self.layouts
         p = self.layouts.pipeline_parallel
@@ -269,15 +294,18 @@ class StepTime:
 
     @cached_property
     def device_params(self) -> Array:
-        """Number of parameters of a device, whose gradients it reduces: (layers + h V) / t."""
+        """Number of parameters whose gradients a device reduces: (parameters of its layers + hidden
+        size x vocabulary size) / tensor parallel degree. The layers are those of the pipeline
+        device with the most layers.
+        """
         x = self.layouts
         layers = x.most_layers * layer_params(x)
         return (layers + x.vocab_size * x.hidden_size) / x.tensor_parallel
 
     @property
     def optimizer_s(self) -> Array:
-        """Seconds per step of AdamW: 44 bytes of memory traffic per parameter that the rank
-        updates, and 6 per parameter of the device for gradient norm and cast.
+        """Seconds per step of AdamW. Memory traffic is 44 bytes per parameter that the rank
+        updates, and 6 bytes per parameter of the device for gradient norm and cast.
         """
         sharded = self.layouts.zero_stage >= 1
         owned = np.where(sharded, self.device_params / self.layouts.num_shards, self.device_params)
@@ -285,9 +313,10 @@ class StepTime:
 
     @cached_property
     def once_per_step_s(self) -> Array:
-        """Seconds per step of communication that happens once: gradients of tied embeddings between
-        the ends of a pipeline, and gradients of a shard between its copies (arXiv 2304.11277,
-        3.2.2).
+        """Seconds per step of two reductions that are made once per step. One is of the gradients
+        of tied embeddings, between the first and the last pipeline device. The other is of the
+        gradients of a ZeRO shard, between the ranks with copies of it (hybrid sharding of PyTorch
+        FSDP, arXiv 2304.11277, section 3.2.2).
         """
         x = self.layouts
         table = self.layouts.vocab_size * self.layouts.hidden_size
@@ -301,9 +330,9 @@ class StepTime:
 
     @cached_property
     def gradient_reduction_s(self) -> Array:
-        """Seconds per step to reduce gradients, without overlap. ZeRO reduce-scatters gradients and
-        gathers weights of `gathered_bytes` each. Without ZeRO both halves of the all-reduce move
-        gradients.
+        """Seconds per step in which replicas reduce their gradients, if nothing overlaps. ZeRO
+        reduce-scatters gradients and then gathers weights, with `gathered_bytes` per weight.
+        Without ZeRO, both halves of the all-reduce move gradients.
         """
         x = self.layouts
         zero = (self.layouts.gradient_bytes + self.layouts.gathered_bytes) / 2
@@ -311,19 +340,22 @@ class StepTime:
         return all_reduce_seconds(size, x.num_shards, self.links.shard)
 
     def _layerwise_seconds(self, bytes_per_param: Array) -> Array:
-        """Returns seconds to gather or reduce-scatter all parameters of a device layer by layer."""
+        """Returns the seconds of an all-gather or reduce-scatter of all parameters of a device,
+        with one collective per layer.
+        """
         size = bytes_per_param * self.device_params
         ranks = self.layouts.num_shards
         return all_gather_seconds(size, ranks, self.links.shard, steps=self.layouts.most_layers)
 
     @property
     def overlap_window_s(self) -> Array:
-        """Seconds of computation that hide the reduction of gradients and the gathering of weights:
-        (1 + (v - 1) min(p, m)) / v micro-batches.
+        """Seconds of computation with which the reduction of gradients and the gathering of weights
+        can overlap: the time of (1 + (v - 1) min(p, m)) / v micro-batches, with p pipeline devices,
+        v virtual stages per device and m micro-batches.
 
-        A stage's gradients are complete with its last backward pass, and its weights are needed by
-        its first forward pass. A device runs its v stages in rounds of p micro-batches. Therefore
-        v - 1 stages have the time of a round, and the last stage has the time of one micro-batch.
+        The gradients of a stage are complete after its last backward pass. Its weights are needed
+        by its first forward pass. A device runs its v stages in rounds of p micro-batches. For v -
+        1 stages the overlap lasts one round, and for the last stage one micro-batch.
         """
         x = self.layouts
         v = self.layouts.virtual_stages
@@ -332,13 +364,14 @@ class StepTime:
 
     @property
     def data_parallel_s(self) -> Array:
-        """Seconds per step to reduce gradients and gather weights that no computation hides.
+        """Exposed seconds per step of data parallel communication: the part of gradient reduction
+        and weight gathering that does not overlap with computation.
 
         Without a pipeline, ZeRO reduces buckets of gradients during the backward pass of the last
-        micro-batch. Plain data parallelism of Megatron-LM waits for the end of that pass. With
-        `data_overlap`, weights are gathered during forward passes too, and computation of
-        `overlap_window_s` hides both. ZeRO 3 gathers weights in both passes of each micro-batch,
-        and reduce-scatters gradients in each backward pass.
+        micro-batch. Plain data parallelism in Megatron-LM starts after this backward pass. With
+        `data_overlap`, weights are gathered during forward passes too, and both overlap with
+        `overlap_window_s` seconds of computation. ZeRO 3 gathers weights in both passes of each
+        micro-batch, and reduce-scatters gradients in each backward pass.
         """
         x = self.layouts
         m = x.num_microbatches
@@ -362,15 +395,15 @@ class StepTime:
         return np.where(is_third, np.where(x.native, fully, bulk), data)
 
     def _fully_sharded_seconds(self) -> Array:
-        """Returns seconds per step of ZeRO 3's communication that no computation hides, in the
-        order of FSDP2 (PyTorch FSDP, arXiv 2304.11277, section 3.3).
+        """Returns the exposed seconds per step of the communication of ZeRO 3 in FSDP2, the part
+        that does not overlap with computation (PyTorch FSDP, arXiv 2304.11277, section 3.3).
 
-        In each pass the weights of the next layer are gathered while the present layer computes.
-        In the backward pass the gradients of the previous layer are reduce-scattered too. The time
-        by which both exceed the layers is exposed. Nothing hides the gather of the first layer of a
-        pass and the last reduce-scatter of a step. Communication that happens once per step
-        (all-reduces over copies of a shard, and all gradients under a pipeline) overlaps with the
-        last backward pass.
+        In each pass, the weights of the next layer are gathered while the present layer computes.
+        In the backward pass, the gradients of the previous layer are reduce-scattered too. The time
+        by which this communication exceeds the computation is exposed. The gather of the first
+        layer of each pass and the last reduce-scatter of a step do not overlap with anything.
+        Communication that is made once per step overlaps with the last backward pass. It reduces
+        the gradients of shard copies and, with a pipeline, all gradients.
         """
         x = self.layouts
         m = x.num_microbatches
@@ -397,13 +430,13 @@ def step_time(layouts: Layouts, hardware: Hardware, coefficients: Coefficients) 
 
 
 def exposed_trips(p: Any, v: Any, m: Any, schedule: Any, exposed_part: Any) -> Any:
-    """Returns the number of times that a step waits for all sends of one micro-batch, forward and
-    backward.
+    """Returns how often a step waits for the sends of a micro-batch. The number is in units of all
+    sends of one micro-batch by one device, forward and backward together.
 
-    p is the number of pipeline devices, v the number of virtual stages and m the number of
-    micro-batches. For m < p a step waits p - 1/v times, and under 1F1B another max(m - 2, 0) times.
-    The simulation of these schedules (`schedule.py`) gives exactly these numbers. Otherwise a step
-    waits for a fitted share `exposed_part` of the sends of each micro-batch.
+    p is the number of pipeline devices, v the number of virtual stages per device and m the number
+    of micro-batches. For m < p the number is p - 1/v, and under 1F1B max(m - 2, 0) more. The
+    simulation of these schedules (`schedule.py`) gives exactly these numbers. For m >= p the number
+    is m x `exposed_part`, the fitted share of the sends that do not overlap with computation.
     """
     alternating = np.where(schedule == SCHEDULES.index("1f1b"), np.maximum(m - 2, 0), 0.0)
     return np.where(m < p, p - 1 / v + alternating, m * exposed_part)

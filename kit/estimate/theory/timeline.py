@@ -1,4 +1,6 @@
-"""Figure of simulated pipeline schedules: operations and waiting of each device over time."""
+"""Figure of simulated pipeline schedules. It shows over time when each device computes and when it
+waits.
+"""
 
 from typing import Any
 
@@ -34,30 +36,31 @@ TITLES = {
 IDLE = "#ECECEC"
 LABELLED_DEVICES = 16
 DIGIT_WIDTH = 1 / 50
-"""Width of a digit of a micro-batch's number, as a share of the time axis."""
+"""Assumed width of one digit of a micro-batch's number, as a share of the time axis. A number is
+written only into a box that is wide enough."""
 
 
 TEETH = 9
-"""Number of teeth of the torn right edge of a panel. The edge shows that the drawn step
-continues."""
+"""Number of teeth of the zigzag line at the right edge of a panel. The line shows that the step
+continues after the drawn part."""
 TOOTH = 0.012
-"""Depth of a tooth, as a share of the time axis."""
+"""Depth of a tooth of the zigzag line, as a share of the time axis."""
 
 
 def timeline_figure(
     *simulations: Simulation, drawn_microbatches: int | None = None
 ) -> tuple[Any, Rows]:
-    """Returns (figure, rows): a figure with one panel per simulation on a common time axis, and the
-    rows of its table.
+    """Returns (figure, rows). The figure has one panel per simulation on a common time axis. The
+    rows are a table with one row per simulation and device.
 
-    Devices are rows of a panel. Boxes have the number of their micro-batch if it fits. The second
-    and further stages of a device are paler. Grey is waiting, and its share of the time is written
-    at the right. The table has one row per simulation and device. Its numbers are those of the
-    whole simulation.
+    Each panel has one line of boxes per device. A box is a forward or backward pass. It contains
+    the number of its micro-batch if there is room. Boxes of the second and further stages of a
+    device are paler. Grey is waiting, and its share of the time is written at the right. The table
+    has numbers of the whole simulation, also if only a part is drawn.
 
-    With `drawn_microbatches` each panel ends where the first device starts the micro-batch of this
-    number, counted from 0. The right edge of such a panel is torn. The drain of the pipeline is
-    then not drawn, since next to few micro-batches it would look as long as the rest of the step.
+    With `drawn_microbatches`, each panel ends where the first device starts the micro-batch with
+    this number, counted from 0. A zigzag line marks the end. The drain of the pipeline is then not
+    drawn. Beside few micro-batches it would look as long as the rest of the step.
     """
     rows = [
         {
@@ -89,7 +92,9 @@ def timeline_figure(
 
 
 def _end_s(simulation: Simulation, drawn_microbatches: int | None) -> float:
-    """Returns the time, in seconds, at which the picture of a simulation ends."""
+    """Returns the time in seconds at which the panel of a simulation ends: the end of the step, or
+    the start of the first micro-batch that is not drawn.
+    """
     order = simulation.order
     if drawn_microbatches is None or drawn_microbatches >= order.num_microbatches:
         return simulation.makespan_s
@@ -152,9 +157,9 @@ def _draw(axis: Any, simulation: Simulation, unit: float, width_s: float, end_s:
 
 
 def _tear(axis: Any, end: float, width: float, devices: int) -> None:
-    """Draws a torn right edge at `end` over the boxes that reach it.
+    """Draws a zigzag line at the time `end`, and hides the boxes to the right of the line.
 
-    `end` and `width`, the length of the time axis, are in units of the time axis.
+    `end`, and `width`, the length of the time axis, are in units of the time axis.
     """
     from matplotlib.patches import Polygon
 
@@ -181,8 +186,8 @@ def _title(simulation: Simulation, end_s: float) -> str:
 
 
 def _chunks(simulation: Simulation) -> Array:
-    """Returns the position of each operation's stage among the stages of its device: 0 for the
-    first stage, 1 for the last, in the shape of the order.
+    """Returns the position of each operation's stage among the stages of its device, from 0 for the
+    first to 1 for the last stage, shape (devices, operations).
     """
     order = simulation.order
     device = order.device_of_stage

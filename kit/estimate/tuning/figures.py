@@ -1,4 +1,6 @@
-"""Figures of a search by trials: the value of each trial, and the importance of each parameter."""
+"""Figures of a hyperparameter search: the objective of each trial, and the importance of each
+parameter.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +15,11 @@ from kit.show.theme import BLUE, GREY, VERMILION
 def trials_figure(
     trials: Trials, *, unit: str = "objective", control: Trials | None = None
 ) -> tuple[Any, Rows]:
-    """Returns (figure, rows): the value of each trial with the best value so far, failed trials in
-    a panel below, and the table of trials.
+    """Returns (figure, rows). The figure shows the objective of each trial and the best objective
+    up to each trial. Failed trials are marked in a panel below. The rows are a table of the trials.
 
-    `unit` names the objective in the title. If `control` is given, another search such as a random
-    search, its best value so far is drawn too.
+    `unit` names the objective and its unit in the title. `control` is another search, e.g. a random
+    search. If it is given, its best objective up to each trial is drawn for comparison.
 
     Raises:
         RunError: No trial succeeded.
@@ -65,8 +67,9 @@ def trials_figure(
 
 
 def sensitivity_figure(shares: Mapping[str, float]) -> tuple[Any, Rows]:
-    """Returns (figure, rows): one bar per parameter with its share of the variance in %, the
-    largest share on top, and the table. `shares` is the result of `sensitivity`.
+    """Returns (figure, rows). The figure has one bar per parameter with the share of the
+    objective's variance in % that the parameter explains. The largest share is on top. The rows are
+    a table of the shares. `shares` is the result of `sensitivity`.
     """
     with new_figure(height=0.35 * len(shares) + 0.9) as (figure, axis):
         drawn = axis.barh(

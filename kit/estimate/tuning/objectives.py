@@ -1,5 +1,5 @@
-"""Objectives of a hyperparameter search: the training rate of a layout, as the planner estimates it
-or as a real run reaches it.
+"""Objectives of a hyperparameter search: the tokens per second of a layout, either estimated by the
+planner or measured in a real run.
 """
 
 import contextlib
@@ -28,18 +28,19 @@ FRONTIER_SPACE: dict[str, tuple] = {
     "zero_stage": (0, 1),
     "num_nodes": (12, 16),
 }
-"""Search space of the 175B study: allowed values by parameter. Source: arXiv 2312.12705, section
-IV, from a quotation. The values were not checked against the paper itself."""
+"""Maps each parameter to its allowed values in the study of a 175B model on Frontier (arXiv
+2312.12705, section IV). The values come from a quotation and were not checked against the paper."""
 
 
 def plan_of_trial(
     parameters: Mapping[str, Any], *, devices_per_node: int, base: Plan | None = None
 ) -> Plan:
-    """Returns the plan that the parameters of a trial describe. It uses all devices of its nodes.
+    """Returns the plan that the parameters of a trial describe. The plan uses all devices of its
+    nodes.
 
-    Parameters are fields of Plan, `num_nodes` and `num_microbatches` (gradient accumulation steps).
-    The defaults of `num_nodes` and `num_microbatches` are 1. Other fields have their values in
-    `base`. Data parallelism follows from the number of nodes, and the global batch size from the
+    Parameters are fields of Plan, and `num_nodes` and `num_microbatches` (gradient accumulation
+    steps), whose defaults are 1. Fields of Plan that are not given are copied from `base`. The data
+    parallel degree is computed from the number of nodes. The global batch size is computed from the
     number of micro-batches.
 
     Raises:
@@ -63,8 +64,8 @@ def plan_of_trial(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EstimatedRate:
-    """Objective from the planner: modelled tokens per second per device. The trial fails if the
-    layout runs out of memory with a probability above `max_risk`.
+    """Objective of a search: the planner's estimate of tokens per second per device. A trial fails
+    if its layout runs out of memory with a probability above `max_risk`.
     """
 
     spec: ModelSpec
@@ -74,7 +75,8 @@ class EstimatedRate:
     max_risk: float = 0.1
 
     def __call__(self, parameters: Parameters) -> float:
-        """Returns modelled tokens per second per device for the layout of a trial.
+        """Returns the estimated tokens per second per device of the layout that the parameters
+        describe.
 
         Raises:
             ConfigError: The parameters describe no plan that can train this model.
@@ -86,8 +88,9 @@ class EstimatedRate:
         return rate.item()
 
     def rates(self, space: Mapping[str, Sequence]) -> Array:
-        """Returns the objective for all combinations of a space, as an array with one axis per
-        parameter. It is NaN for impossible plans and for layouts above `max_risk`.
+        """Returns the estimated tokens per second per device for all combinations of a search
+        space, as an array with one axis per parameter. Elements are NaN for impossible plans and
+        for layouts whose risk of running out of memory is above `max_risk`.
         """
         plans: list[tuple[int, Plan]] = []
         for number, choice in enumerate(itertools.product(*space.values())):
@@ -113,12 +116,12 @@ class EstimatedRate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredRate:
-    """Objective from real runs of the kit: median tokens per second over all devices. The first
-    `warm_up` steps do not count.
+    """Objective of a search, measured in real runs of the kit: tokens per second, summed over all
+    devices, as the median over the steps. The first `warm_up` steps are ignored.
 
-    Each trial has a run directory below `directory`, named by its parameters. A trial that has
-    ended is not run again. If a run is still active after its search was killed, the next search
-    waits for it.
+    Each trial has a run directory below `directory`. Its name contains the parameters of the trial.
+    If the run of a trial has ended, it is not repeated. A killed search may leave an active run,
+    and the next search waits for this run.
     """
 
     spec: ModelSpec
@@ -128,12 +131,13 @@ class MeasuredRate:
     site: str = "laptop"
     base: Plan = dataclasses.field(default_factory=Plan)
     warm_up: int = 2
-    """Number of first steps that do not count."""
+    """Number of steps at the start of a run whose rates are ignored."""
     timeout_s: float = 600.0
 
     def __call__(self, parameters: Parameters) -> float:
-        """Returns median tokens per second over all devices of the run of a trial. It launches the
-        run, unless the run exists, and waits for its end.
+        """Returns the tokens per second of the run of a trial, summed over all devices, as the
+        median over the steps. If the run does not exist, it is launched. The method waits for its
+        end.
 
         Raises:
             ConfigError, DataError, RunError: The plan cannot run.

@@ -1,4 +1,6 @@
-"""Hyperparameter search where evaluations may fail: Bayesian optimisation by Optuna."""
+"""Hyperparameter search by Optuna's Bayesian optimisation. Evaluations of the objective may fail,
+for example if a layout runs out of memory.
+"""
 
 import dataclasses
 import itertools
@@ -18,9 +20,10 @@ from kit.estimate.theory.layouts import Array
 Parameters = dict[str, Any]
 Objective = Callable[[Parameters], float]
 STARTUP_TRIALS = 10
-"""Number of random trials before the sampler proposes from its model."""
-# A killed search leaves its trial in state RUNNING. Without constant_liar, the sampler ignores
-# such trials.
+"""Number of random trials at the start of a search. All later trials are proposed by Optuna's
+Bayesian sampler."""
+# `constant_liar` is False, so that the sampler ignores trials in state RUNNING. A killed search
+# leaves its last trial in this state.
 SAMPLERS: dict[str, Callable[[Any, int], Any]] = {
     "optuna": lambda known, seed: known.TPESampler(
         seed=seed, multivariate=True, n_startup_trials=STARTUP_TRIALS, constant_liar=False
@@ -30,19 +33,20 @@ SAMPLERS: dict[str, Callable[[Any, int], Any]] = {
 
 
 MALFORMED = (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
-"""Exceptions that Optuna raises if a file is missing or is not an Optuna journal."""
+"""Exceptions that are raised when Optuna reads a file that is missing or is not an Optuna
+journal."""
 
 
 class TrialFailure(Exception):
-    """Error that an objective raises if its evaluation failed. The message is the reason, for
-    example out of memory, indivisible sizes, or a crash.
+    """Exception that an objective raises if it cannot evaluate the parameters of a trial. The
+    message is the reason, for example out of memory, indivisible sizes, or a crash.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One evaluation of the objective, with its value (larger is better) or the reason of its
-    failure. One of `value` and `failure` is None.
+    """One evaluation of the objective. `value` is the objective (larger is better), or None if the
+    evaluation failed. `failure` is the reason of the failure, or None.
     """
 
     parameters: Parameters
@@ -52,19 +56,21 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trials:
-    """All evaluations of one search in order, failed evaluations included."""
+    """All trials of one search in the order of their evaluation. Failed trials are included."""
 
     space: Mapping[str, tuple]
-    """Allowed values by parameter. Values that have an order, such as numbers, are sorted."""
+    """Maps each parameter to its allowed values. Numbers and other values with an order are
+    sorted, since the sampler models the index of a value."""
     sampler: str
-    """Name of the algorithm that proposes trials, a key of SAMPLERS."""
+    """Name of the algorithm that proposes the parameters of trials: `optuna` or `random`."""
     seed: int
-    """Seed of the proposals."""
+    """Seed of the random numbers with which trials are proposed."""
     trials: tuple[Trial, ...] = ()
 
     @classmethod
     def read(cls, storage: str | Path) -> Self:
-        """Returns the ended trials of a search from the search's storage file.
+        """Returns the trials of a search that have ended. They are read from the file `storage` to
+        which `tune` wrote them.
 
         Raises:
             ConfigError: The file is missing, or `tune` did not write it.
@@ -78,8 +84,8 @@ class Trials:
 
     @classmethod
     def of(cls, study: Any) -> Self:
-        """Returns the completed and failed trials of an Optuna study. The name of the study
-        contains space, sampler and seed (`Trials.words`).
+        """Returns the completed and failed trials of an Optuna study. The name of the study is JSON
+        text (`Trials.words`) with the space, the sampler and the seed of the search.
         """
         search = json.loads(study.study_name)
         states = optuna().trial.TrialState
@@ -96,27 +102,31 @@ class Trials:
 
     @property
     def words(self) -> str:
-        """Seed, sampler and space of the search as JSON. They are the name of the Optuna study."""
+        """JSON text with seed, sampler and space of the search: the name of the Optuna study."""
         return json.dumps({"seed": self.seed, "sampler": self.sampler, "space": self.space})
 
     @property
     def values(self) -> Array:
-        """Value of each trial, in order. NaN for a failed trial."""
+        """Objective of each trial, in the order of evaluation. The element of a failed trial is
+        NaN.
+        """
         return np.array(
             [math.nan if trial.value is None else trial.value for trial in self.trials], dtype=float
         )
 
     @property
     def best_so_far(self) -> Array:
-        """Largest value of all trials up to each trial. NaN before the first success."""
+        """Largest objective among the first trials up to each trial. Elements before the first
+        successful trial are NaN.
+        """
         return np.fmax.accumulate(self.values) if self.trials else self.values
 
     @property
     def best(self) -> Trial:
-        """The trial with the largest value.
+        """Trial with the largest objective.
 
         Raises:
-            RunError: Every evaluation failed.
+            RunError: All trials failed.
         """
         if np.isnan(self.values).all():
             reasons = {trial.failure for trial in self.trials}
@@ -127,15 +137,17 @@ class Trials:
         return self.trials[int(np.nanargmax(self.values))]
 
     def indices(self) -> list[dict[str, int]]:
-        """Returns, for each trial, the index of its value in `space` by parameter."""
+        """Returns one dict per trial. It maps each parameter to the index of the trial's value
+        among the allowed values in `space`.
+        """
         return [
             {name: choices.index(trial.parameters[name]) for name, choices in self.space.items()}
             for trial in self.trials
         ]
 
     def distributions(self) -> dict[str, Any]:
-        """Returns the space as Optuna distributions by parameter. Optuna proposes indices of the
-        allowed values, not the values themselves.
+        """Returns the search space for Optuna, as a dict from parameter to a distribution of whole
+        numbers. Optuna proposes indices of the allowed values, not the values themselves.
         """
         places = optuna().distributions.IntDistribution
         return {name: places(0, len(choices) - 1) for name, choices in self.space.items()}
@@ -150,8 +162,8 @@ def tune(
     sampler: str = "optuna",
     storage: str | Path | None = None,
 ) -> Trials:
-    """Returns the trials of a search for the largest value of `objective`. No combination of values
-    is evaluated twice.
+    """Searches for the parameters with the largest value of `objective`, and returns all trials. No
+    combination of parameters is evaluated twice.
 
     A trial is recorded as failed if the objective raises TrialFailure, ConfigError, RunError,
     JobError or MemoryError, or returns a number that is not finite. The sampler learns to avoid
@@ -159,19 +171,19 @@ def tune(
     interrupted therefore continues with the proposals that it would have made without interruption.
 
     Args:
-        objective: Function that evaluates one value per parameter, given by name.
-        space: Allowed values by parameter. Numbers should be sorted, since the sampler models the
-            index of a value.
-        num_trials: Number of evaluations, including the trials in `storage`. The search ends
-            earlier if it has evaluated the complete space.
-        seed: Seed of the proposals.
+        objective: Function that takes a dict with one value per parameter and returns a number.
+        space: Maps each parameter to its allowed values. Numbers should be sorted, since the
+            sampler models the index of a value.
+        num_trials: Number of trials, including the trials that `storage` already contains. The
+            search ends earlier if all combinations of parameters have been evaluated.
+        seed: Seed of the random numbers with which trials are proposed.
         sampler: `optuna` for Optuna's tree-structured Parzen estimator, or `random`.
-        storage: File of Optuna's journal, to which trials are added. If it contains trials of this
-            search, the search continues after them.
+        storage: File to which trials are added, in the format of Optuna's journal. If the file
+            contains trials of this search, the search continues after these trials.
 
     Raises:
-        ConfigError: `num_trials`, the sampler or the space is not allowed, or the storage has
-            another search.
+        ConfigError: `num_trials`, the sampler or the space is not allowed, or the file `storage`
+            contains the trials of another search.
         MissingPackageError: Optuna is not installed.
     """
     trials = Trials(space={name: tuple(c) for name, c in space.items()}, sampler=sampler, seed=seed)
@@ -191,7 +203,8 @@ def tune(
 
 
 def optuna() -> Any:
-    """Returns the package optuna, with its log level set to warnings.
+    """Imports and returns the package optuna. Its log level is set, so that only warnings and
+    errors are printed.
 
     Raises:
         MissingPackageError: Optuna is not installed.
@@ -224,11 +237,11 @@ def _journal(storage: Path) -> Any:
 
 
 def _study(new: Trials, storage: str | Path | None) -> Any:
-    """Returns the Optuna study of a search: the study in the storage, or a new study. Its name is
-    `Trials.words`.
+    """Returns the Optuna study of a search. It is loaded from the file `storage` if this file
+    contains it, and otherwise created. The name of the study is `Trials.words`.
 
     Raises:
-        ConfigError: The storage has another search.
+        ConfigError: The file contains the trials of another search.
     """
     file = None if storage is None else Path(storage)
     if file is not None and file.exists() and file.stat().st_size:
@@ -248,10 +261,11 @@ def _study(new: Trials, storage: str | Path | None) -> Any:
 
 
 def _ask(study: Any, trials: Trials) -> Any:
-    """Returns Optuna's next trial, whose combination of values has not been evaluated before.
+    """Returns Optuna's next trial. Its combination of parameters has not been evaluated before.
 
-    Each trial has a new sampler, seeded by the seed of the search and the number of earlier trials.
-    An interrupted search therefore makes the proposals that it would have made.
+    For each trial a new sampler is created. Its seed is computed from the seed of the search and
+    the number of earlier trials. A search that was interrupted therefore makes the proposals that
+    it would have made without interruption.
     """
     seen = trials.indices()
     choices = trials.distributions()
@@ -261,7 +275,8 @@ def _ask(study: Any, trials: Trials) -> Any:
         study.enqueue_trial(_far_from_all(trials, seed))
     asked = study.ask(choices)
     if asked.params in seen:
-        # Samplers ignore trials in state FAIL.
+        # The proposal was evaluated before. It is ended in state FAIL, since samplers ignore trials
+        # in this state. A random combination that was not evaluated takes its place.
         study.tell(asked, state=optuna().trial.TrialState.FAIL)
         every = itertools.product(*(range(len(each)) for each in trials.space.values()))
         rest = [index for index in every if dict(zip(trials.space, index, strict=True)) not in seen]
@@ -272,8 +287,8 @@ def _ask(study: Any, trials: Trials) -> Any:
 
 
 def _far_from_all(trials: Trials, seed: int) -> dict[str, int]:
-    """Returns the combination that is farthest from all trials, out of 64 random combinations, as
-    indices by parameter. It is the proposal if all trials have failed.
+    """Returns the one of 64 random combinations of parameters that is farthest from all trials. The
+    result maps each parameter to the index of its value. It is proposed if all trials have failed.
     """
     sizes = np.array([len(choices) for choices in trials.space.values()])
     drawn = np.random.default_rng(seed).integers(sizes, size=(64, len(sizes)))
@@ -284,8 +299,8 @@ def _far_from_all(trials: Trials, seed: int) -> dict[str, int]:
 
 
 def _evaluate(objective: Objective, parameters: Parameters) -> tuple[float | None, str | None]:
-    """Returns (value, failure): the value of the objective and None, or None and the reason of the
-    failure.
+    """Evaluates the objective and returns (value, failure). After a success, `failure` is None.
+    After a failure, `value` is None and `failure` is the reason.
     """
     try:
         value = float(objective(parameters))
@@ -295,18 +310,18 @@ def _evaluate(objective: Objective, parameters: Parameters) -> tuple[float | Non
 
 
 def sensitivity(trials: Trials) -> dict[str, float]:
-    """Returns the share of the objective's variance that each parameter explains, largest first.
-    The shares sum to 1.
+    """Returns a dict from parameter to the share of the objective's variance that the parameter
+    explains, largest first. The shares sum to 1.
 
-    The method is functional ANOVA of a random forest that is fitted to the trials. A failed trial
-    counts with the lowest value of all successful trials. SHAP values are another measure: they
-    give the sizes of effects in the unit of the objective.
+    The method is functional ANOVA of a random forest that is fitted to the trials. For a failed
+    trial, the lowest value of all successful trials is used. SHAP values are another measure: they
+    state the sizes of effects in the unit of the objective.
 
     Source: Hutter, Hoos and Leyton-Brown, "An Efficient Approach for Assessing Hyperparameter
     Importance", ICML 2014.
 
     Raises:
-        RunError: All trials have an equal value, failed trials included.
+        RunError: All trials have an equal value, so there is no variance to explain.
         MissingPackageError: Optuna is not installed.
     """
     lowest = min((trial.value for trial in trials.trials if trial.value is not None), default=0.0)

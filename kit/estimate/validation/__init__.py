@@ -1,1 +1,1 @@
-"""Errors of the estimates on measured runs, published runs or the user's."""
+"""Errors of the planner's estimates, computed on published runs or on runs of the user."""

@@ -1,10 +1,10 @@
-"""Validation: the planner's error on published runs, with whole groups of runs left out of the fit.
-No torch.
+"""Validation: error of the planner's step times on published runs that were not fitted. This module
+does not import torch.
 
-For each machine the prior is the population of all other machines, so that it contains nothing of
-the machine. The rows of the machine outside the left-out group are fitted, and the group is scored.
-`kit validate` prints the table of errors. `make validate` adds machines without any fitted run,
-memory, and the quality of the chosen layouts.
+The runs of a machine are divided into groups of similar runs, e.g. by hidden size. To predict one
+group, the planner's coefficients are fitted to all other groups of the machine. The prior of this
+fit comes from other machines only. `kit validate` prints the table of errors. `make validate` adds
+machines without any fitted run, memory, and the quality of the chosen layouts.
 """
 
 import dataclasses
@@ -24,42 +24,50 @@ from kit.estimate.validation.validate_rows import derived_note, validate_rows
 from kit.show.results import Row, row
 
 SMALL = 120
-"""Largest number of rows of one machine in the fit of the population. More rows do not change the
-population."""
+"""Largest number of runs of one machine that are used to compute the prior of other machines. More
+runs do not change the prior."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredMachine:
-    """Measured published runs of one machine, and the group in which each run is left out."""
+    """Measured published runs of one machine, divided into groups. The runs of a group are left out
+    of the fit together.
+    """
 
     name: str
     runs: tuple[PublishedRun, ...]
     rows: Rows
-    """The runs as rows of a fit."""
+    """Measured runs as arrays for a fit, in the order of `runs`."""
     groups: tuple[Hashable, ...]
-    """Group of each run. The runs of one group are left out of the fit together."""
+    """Key of the group to which each run belongs, in the order of `runs`, e.g. its hidden size. To
+    predict a run, all runs with its key are left out of the fit."""
     family: str
-    """Name of the machine's family. For a machine's prior its whole family is left out."""
+    """Name of a family of similar machines. The prior of a machine is computed without the runs of
+    its family."""
 
     def small(self) -> Rows:
-        """Returns every n-th row, where n is the smallest number that leaves at most SMALL rows."""
+        """Returns every n-th run as arrays for a fit. The number n is the smallest with which at
+        most SMALL runs are left.
+        """
         step = -(-len(self.rows) // SMALL)
         return self.rows.select(np.arange(0, len(self.rows), step))
 
 
 Group = Callable[[PublishedRun], Hashable]
-"""Function that returns the group of a run."""
+"""Function that returns the key of the group to which a run belongs, e.g. its hidden size."""
 Choice = Callable[[PublishedRun], bool]
-"""Function that returns whether a run belongs to a machine."""
+"""Function that returns whether a run was made on the machine to which the function belongs."""
 
 
 def size_of(run: PublishedRun) -> Hashable:
-    """Returns the hidden size of a run's model, as its group."""
+    """Returns the hidden size of a run's neural network. Runs with equal size form a group."""
     return run.spec.hidden_size
 
 
 def shape_of(run: PublishedRun) -> Hashable:
-    """Returns (hidden size, number of layers) of a run's model, as its group."""
+    """Returns (hidden size, number of layers) of a run's neural network. Runs in which both are
+    equal form a group.
+    """
     return run.spec.hidden_size, run.spec.num_layers
 
 
@@ -67,8 +75,9 @@ def _bridge(device: str) -> Choice:
     return lambda run: "Bridge" in run.source and run.device == device
 
 
-# (name, family, runs, group) of each machine. Recalled or second-hand numbers and one run with a
-# wrong configuration are left out. The group `id` makes each run a group.
+# Each element is (name, family, function that selects the runs, function that returns the group of
+# a run). With `id` as last function, each run is a group. Recalled or second-hand numbers and one
+# run with a wrong configuration are left out.
 MACHINES: tuple[tuple[str, str, Choice, Group], ...] = (
     (
         "Selene",
@@ -113,8 +122,8 @@ MACHINES: tuple[tuple[str, str, Choice, Group], ...] = (
 
 
 def machines() -> dict[str, MeasuredMachine]:
-    """Returns the machines of MACHINES by name, each with its measured runs from the published runs
-    of the kit.
+    """Returns a dict from the names in MACHINES to the machines, with their measured runs. The runs
+    are the published runs that the kit contains.
     """
     runs = [run for run in published.load() if run.kind == "measured"]
     found = {}
@@ -128,23 +137,26 @@ def machines() -> dict[str, MeasuredMachine]:
 
 
 def population_without(all_machines: dict[str, MeasuredMachine], family: str | None) -> Prior:
-    """Returns the population of all machines without the machines of one family."""
+    """Returns the prior of the coefficients that is computed from all machines without the machines
+    of one family.
+    """
     return fitting.population(
         [machine.small() for machine in all_machines.values() if machine.family != family]
     )
 
 
 SELENE_FITTED = ("factor",)
-"""Coefficients that are fitted for Selene. All others stay at the mean of the population."""
+"""Names of the coefficients that are fitted to runs on Selene. All other coefficients keep their
+mean over the other machines."""
 
 
 def held_out(
     machine: MeasuredMachine, prior: Prior, *, stacks: bool = False
 ) -> tuple[Array, Array]:
-    """Returns (relative errors, half-widths of the 90 % intervals in ln seconds), one element per
-    row of a machine. A row is predicted by a fit without its group.
+    """Returns (relative errors, half-widths of the 90 % intervals in ln seconds), two arrays with
+    one element per run of a machine. Each run is predicted by a fit without the runs of its group.
 
-    With `stacks` the fit has a time factor per software stack.
+    With `stacks`, a time factor of each software stack is fitted too.
     """
     rows = machine.rows
     error = np.empty(len(machine.rows))
@@ -174,10 +186,11 @@ def validate(
     seed: int = 0,
     site: Site | None = None,
 ) -> tuple[Row, ...]:
-    """Returns the table of errors on published runs, each predicted by a fit without its group.
+    """Returns a table of the planner's errors on published runs. Each run is predicted by a fit
+    without the runs of its group.
 
-    With `rows_csv` it returns the table for the runs of this CSV file. For the other arguments,
-    which only this table uses, see `validate_rows`.
+    If `rows_csv` is given, the table shows the errors on the runs of this CSV file. Only this table
+    uses the arguments `calibrate`, `seed` and `site`, which `validate_rows` explains.
 
     Raises:
         ConfigError: The CSV file cannot be read, or has no measured run.
@@ -198,12 +211,14 @@ LIMITS = {
     "MI250X": ("MI250X, each row held out", 0.07),
     "trn1": ("trn1, layout held out", 0.15),
 }
-"""(title of the table's row, highest allowed mean error as a fraction), by machine."""
+"""Maps the name of a machine to (title of its row in the table, highest allowed mean error as a
+fraction)."""
 
 
 def predictions() -> dict[str, tuple[Array, Array]]:
-    """Returns, by machine, (measured, predicted) seconds per step of every published run. Each run
-    is predicted by a fit without its group.
+    """Returns a dict from the name of a machine to (measured, predicted) seconds per step, two
+    arrays with one element per published run. Each run is predicted by a fit without the runs of
+    its group.
     """
     return {
         machine.name: (machine.rows.step_time_s, machine.rows.step_time_s * (1 + error))
@@ -212,8 +227,9 @@ def predictions() -> dict[str, tuple[Array, Array]]:
 
 
 def _all_held_out() -> list[tuple[MeasuredMachine, Array, Array]]:
-    """Returns (machine, relative errors, half-widths of intervals) of each machine, as `held_out`.
-    The prior is the population without the machine's family.
+    """Returns (machine, relative errors, half-widths of the 90 % intervals in ln seconds) for each
+    machine. The arrays have one element per run. The prior of a machine is computed without the
+    machines of its family.
     """
     everything = machines()
     found = []

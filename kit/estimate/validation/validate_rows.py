@@ -1,5 +1,6 @@
-"""Validation on a user's runs: errors of step times and memory on any CSV file with the columns of
-the published runs, which may have new machines. No torch.
+"""Validation on the runs of a user: errors of the planner's step times and memory. The runs are
+read from a CSV file with the columns of the published runs, and may be of new machines. This module
+does not import torch.
 """
 
 import dataclasses
@@ -27,21 +28,23 @@ from kit.show.results import Row, row
 def validate_rows(
     file: str | os.PathLike[str], calibrate: int = 0, seed: int = 0, site: Site | None = None
 ) -> tuple[Row, ...]:
-    """Returns a table of errors on the runs of a CSV file, for each machine and for all machines
-    together.
+    """Returns a table of the planner's errors on the runs of a CSV file, for each machine and for
+    all machines together.
 
-    With `site` all runs are taken to have run on this site. A machine whose site has published runs
-    in the kit starts from a fit to them. Published runs that are also in the CSV file are left out,
-    so that no run is scored by a fit that has seen it. Other machines start from the population.
+    If `site` is given, all runs are assumed to have been made on this site. If the kit has
+    published runs of a machine, the planner is first fitted to these runs. Published runs that are
+    also in the CSV file are left out, so that no run is predicted by a fit that contains it. For
+    all other machines, the average of published machines is used.
 
-    `calibrate` runs of each machine, but never all, are fitted and not scored. The kit chooses them
-    from a random half of the machine's rows, which `seed` determines. Then published runs of other
-    software stacks are left out of the fit, since with them left-out stacks are predicted worse
+    `calibrate` is the number of runs of each machine that are fitted too. Their errors are not in
+    the table, and at least one run is not fitted. The runs to fit are chosen from a random half of
+    the machine's runs, which `seed` determines. If runs are fitted, published runs of other
+    software stacks are left out of the fit. With them, left-out software stacks are predicted worse
     (error 6.3 % instead of 5.1 % after five runs).
 
     Raises:
-        ConfigError: The CSV file cannot be read, no row has a known layout, or no row has a known
-            machine (`hardware_of`).
+        ConfigError: The CSV file cannot be read, no row has a known layout, or no row has a machine
+            whose numbers are known (`hardware_of`).
     """
     if calibrate < 0:
         raise ConfigError(
@@ -89,8 +92,8 @@ def validate_rows(
 
 
 def _lacking(run: PublishedRun, site: Site | None) -> str:
-    """Returns the error message on numbers that step time needs and the run's machine lacks, or an
-    empty text.
+    """Returns the error message that names the numbers which the run's machine lacks and the step
+    time needs. If no number is missing, the text is empty.
     """
     try:
         hardware_of(run, site)
@@ -100,8 +103,8 @@ def _lacking(run: PublishedRun, site: Site | None) -> str:
 
 
 def _reasons(lines: published.Lines) -> str:
-    """Returns the three most common reasons with their first line, as
-    `line 7 and 2 more: no tp; ...`.
+    """Returns a text with the three most common reasons why rows are not used. Each reason follows
+    the number of its first line, e.g. `line 7 and 2 more: no tp; ...`.
     """
     counts = Counter(reason for _, reason in lines)
     first = {reason: line for line, reason in reversed(lines)}
@@ -115,8 +118,8 @@ def _reasons(lines: published.Lines) -> str:
 def _score(
     runs: list[PublishedRun], calibrate: int, seed: int, site: Site | None
 ) -> tuple[Array, Array, str]:
-    """Returns (relative errors, whether each measured time lies in its interval, note for the
-    table) for the runs of one machine.
+    """Returns (relative errors, whether each measured time lies in its 90 % interval, note for the
+    table). The arrays have one element per run of the machine that was not fitted.
     """
     rows = published_rows(runs, site)
     at = site or runs[0].site()
@@ -134,8 +137,8 @@ def _score(
     count = min(calibrate, len(runs) - 1)
     known = [run for run in known if not count or run.stack == runs[0].stack]
     pool = np.arange(len(runs))
-    # The candidates are all rows if there are few, and otherwise a random half of the rows, with
-    # at least three per fitted run.
+    # Runs to fit are chosen from a random half of the runs, or from three times as many runs as are
+    # fitted, if this is more. If the machine has fewer runs, all its runs are candidates.
     if 0 < 3 * count < len(runs):
         pool = np.sort(
             np.random.default_rng(seed).permutation(len(runs))[: max(3 * count, len(runs) // 2)]
@@ -166,7 +169,9 @@ def _score(
 
 
 def derived_note(runs: Iterable[PublishedRun]) -> str:
-    """Returns a note such as `, 4 of them derived`, or an empty text if no run is derived."""
+    """Returns a note with the number of runs whose step time is derived from other numbers of the
+    source, e.g. `, 4 of them derived`. If there is none, the note is empty.
+    """
     count = sum(run.is_derived for run in runs)
     return f", {count} of them derived" if count else ""
 
@@ -174,18 +179,20 @@ def derived_note(runs: Iterable[PublishedRun]) -> str:
 def _same_machine(published_run: PublishedRun, run: PublishedRun) -> bool:
     """Returns whether both runs were made on one machine.
 
-    A system that is not in `published.SYSTEMS` has no unique name (`A100 cluster`). For it the
-    software stacks must be equal too, since their names contain the source.
+    Only the names in `published.SYSTEMS` identify a machine. Other names, e.g. `A100 cluster`, may
+    belong to several machines. For these names the software stacks must be equal too. The name of a
+    software stack contains the source.
     """
     same_system = published_run.system == run.system
     return same_system and (run.system in published.SYSTEMS or published_run.stack == run.stack)
 
 
 def readings(runs: Sequence[PublishedRun]) -> list[Row]:
-    """Returns rows of the table with the error on measured bytes per device.
+    """Returns the rows of the table that state the error of the modelled memory per device.
 
-    The two numbers of the reserve are fitted to the runs of all other model shapes. If too few runs
-    are left without a shape (FEWEST_READINGS), nothing is fitted, and the default reserve is used.
+    To predict the runs of one model shape, the two numbers of the memory reserve are fitted to the
+    runs of all other shapes. If fewer than FEWEST_READINGS runs are left for this fit, nothing is
+    fitted, and the default reserve is used.
     """
     if not runs:
         return []
@@ -218,10 +225,11 @@ def readings(runs: Sequence[PublishedRun]) -> list[Row]:
 
 
 def _modelled(run: PublishedRun) -> tuple[float, float, float]:
-    """Returns the modelled bytes of a run as (state, dynamic memory, sum with the default reserve).
+    """Returns the modelled bytes of a run as (weights, gradients and optimizer states; memory that
+    is allocated in each step; sum of both with the default reserve).
 
-    The model is that of Megatron-Core if the run has overlap or a format below bf16, which came
-    with Megatron-Core. Otherwise it is that of Megatron-LM.
+    Kernels and reserve of Megatron-Core are assumed if the run has overlap or a number format
+    narrower than bf16, since both came with Megatron-Core. Otherwise Megatron-LM is assumed.
     """
     is_core = run.data_overlap or run.precision in NARROW
     base = CODE_BASES["megatron-core"] if is_core else CodeBase(MEGATRON, MONITOR_RESERVE)
@@ -232,10 +240,11 @@ def _modelled(run: PublishedRun) -> tuple[float, float, float]:
 
 
 def memory_layouts(runs: Sequence[PublishedRun]) -> Layouts:
-    """Returns the runs as Layouts, with the bytes per gradient that their code base holds.
+    """Returns the layouts of the runs, with the bytes per gradient that the training code of each
+    run keeps in memory.
 
-    BigScience used Megatron-DeepSpeed. In fp16 it holds fp16 gradients (2 bytes). In bf16 it holds
-    a bf16 gradient and its fp32 sum (6 bytes). All other runs have 2 bytes.
+    BigScience used Megatron-DeepSpeed. In fp16 this code keeps fp16 gradients (2 bytes). In bf16 it
+    keeps a bf16 gradient and its fp32 sum (6 bytes). For all other runs 2 bytes are assumed.
     """
     layouts = published.layouts(runs)
     wide = [
@@ -246,8 +255,9 @@ def memory_layouts(runs: Sequence[PublishedRun]) -> Layouts:
 
 
 def without_group(group: Array, predict: Callable[[Array], Array]) -> Array:
-    """Returns one prediction per row, by a fit to the rows of all other groups. `predict` takes a
-    mask of the rows to fit, and returns predictions for all rows.
+    """Returns one prediction per run, made by a fit to the runs of all other groups. `group` has
+    the key of the group of each run. `predict` takes a Boolean mask of the runs to fit, and returns
+    predictions for all runs.
     """
     result = np.empty(len(group))
     for name in sorted(set(group)):
