@@ -253,7 +253,7 @@ def _by_scheduler(
     if answer.state is JobState.DONE:
         return _Verdict(answer.state, answer.reason, answer.exit_code)
     if answer.state.is_final:
-        reason = _with_last_words(run_dir, state, answer.reason)
+        reason = with_last_words(run_dir, state, answer.reason)
         return _Verdict(answer.state, reason, answer.exit_code)
 
     if answer.state in WAITING:
@@ -325,18 +325,19 @@ def _why_lost(run_dir: Path, state: RunState) -> str:
         f"process {state.process.pid} on {state.process.host} is gone and left no exit.json: "
         f"it was killed, or the machine went down, while {state.state}"
     )
-    return _with_last_words(run_dir, state, reason)
+    return with_last_words(run_dir, state, reason)
 
 
-def _with_last_words(run_dir: Path, state: RunState, reason: str) -> str:
+def with_last_words(run_dir: Path, state: RunState, reason: str) -> str:
     """Returns `reason`, followed by the line that explains the end in the log of the batch script
     or the supervisor.
     """
     for file in script_logs(run_dir, state):
-        said = last_words(log_tail(file))
-        # The log of a compile job names only the task that failed. The reason is in the log of this
-        # task.
-        task = re.search(r"tasks? (\d+)\S*: (Exited|Out Of|Killed|Segm)", said)
+        tail = log_tail(file)
+        said = last_words(tail)
+        # The log of a compile job names only the tasks that failed. The reason is in the log of the
+        # first one. The other tasks are ended after it.
+        task = re.search(r"tasks? (\d+)\S*: (Exited|Out Of|Killed|Segm)", tail)
         if task and file == compile_log(run_dir, state.attempt):
             own = run_dir / "logs" / f"compile_rank_{int(task[1]):05d}.log"
             said = last_words(log_tail(own)) or said

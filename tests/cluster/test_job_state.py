@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import heartbeats, poll, slurm
+from cluster import heartbeats, poll, slurm, status
 from cluster.attempts import claim_attempt, hand_over, take_over
 from cluster.heartbeats import (
     RankHeartbeat,
@@ -33,6 +33,7 @@ from cluster.state import (
     SchedulerJob,
     StaleAttemptError,
     ask,
+    compile_log,
     last_attempt,
     read_asked,
     read_exit,
@@ -536,3 +537,21 @@ def test_preempted_attempts_are_no_fruitless_starts(tmp_path):
     assert fruitless_starts(tmp_path) == 1
     update_state(tmp_path, attempt=5, state="running", step=3)
     assert fruitless_starts(tmp_path) == 0
+
+
+def test_reason_of_compile_job_is_its_first_failure(tmp_path):
+    """srun ends the other tasks after the first failure, and its last lines name these tasks."""
+    update_state(tmp_path, attempt=1, state="queued", scheduler_job=JOB)
+    log = compile_log(tmp_path, 1)
+    log.parent.mkdir()
+    log.write_text(
+        "srun: error: node1: task 0: Exited with exit code 1\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=78.0\n"
+        "0: slurmstepd-node1: error: *** STEP 78.0 ON node1 CANCELLED AT 2026-11-28T21:43:54 ***\n"
+        "srun: error: node1: task 1: Terminated\n"
+        "srun: Force Terminated StepId=78.0\n"
+    )
+    (tmp_path / "logs" / "compile_rank_00000.log").write_text("no compiler\n")
+    state = read_state(tmp_path)
+    assert state is not None
+    assert status.with_last_words(tmp_path, state, "failed").endswith(": no compiler")

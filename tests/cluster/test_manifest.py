@@ -185,7 +185,8 @@ def test_pod_sigterm_stops_one_attempt_only(pod, tmp_path):
     job = pod_job(tmp_path)
     assert pod(job, site).wait(30) == 0, "started again, it has not been told"
     assert read_asked(run, "stop") is None and read_exit(run).attempt == 2
-    update_state(run, attempt=2, state=JobState.RUNNING)
+    state = read_state(run)
+    state.replace(state=JobState.RUNNING).write(run / "state.json")  # a live job can be asked
     ask(run, "stop")
     assert pod(job, site).wait(30) == 0
     assert read_asked(run, "stop").by_person, "what a person has asked for is kept"
