@@ -174,9 +174,11 @@ def test_hover_fits_the_dashboard_and_moves_nothing(open_screen, tmp_path, width
         plot = page.locator(".u-over").nth(number)
         plot.scroll_into_view_if_needed()
         box = plot.bounding_box()
-        page.mouse.move(1, 1)
-        before = page.evaluate(PLACES)
         for share in (0.02, 0.5, 0.98):
+            # Taken anew each time: on a busy machine the notes above the charts change meanwhile.
+            page.mouse.move(1, 1)
+            screen.settle(50)
+            before = page.evaluate(PLACES)
             page.mouse.move(box["x"] + share * box["width"], box["y"] + box["height"] / 2)
             screen.settle(50)
             hover = page.locator(".kit-hover")
