@@ -30,33 +30,33 @@ class PaperFigure(Appearance):
     """
 
     function: str
-    """Name of the function that returns the content of the figure for a list of runs, as
-    `module:name` below kit.papers."""
+    """Name of the function that computes the content of the figure from a list of runs. It has the
+    form `module:name`, where `module` is a module of the package kit.papers."""
     paper: str
-    """Number of the figure or table in the paper, or the section of the paper that the figure
-    illustrates."""
+    """Place in the paper, such as `Figure 5` or `strong scaling, 89/87 %`: the figure, table or
+    section that the kit's figure reproduces or illustrates."""
     title: str
     """Title of the figure, at most one line long, for lists of figures."""
     takes: str
-    """Description of the user's runs that the figure can show. The message about a run that is not
-    drawn quotes it."""
+    """Description, in words, of the runs of the user that the figure can show. If a given run
+    cannot be shown, a message quotes this description."""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Keyword arguments of `function`. The runs are passed separately, as the positional
     argument."""
     paper_panels: bool = False
-    """Whether the figure has panels for curves of the paper that could not be read. Such a panel is
-    drawn only if the user adds points."""
+    """Whether the figure has panels for curves of the paper whose numbers the kit does not know.
+    Such a panel is empty, so it is drawn only if the user adds points from the paper's figure."""
 
     def draw(self, runs: Given = (), *, points: str | Path | None = None) -> tuple[Any, Rows]:
-        """Returns (figure, its rows) with the user's runs and points added. If the paper prints a
-        table, the first item is a table instead of a figure.
+        """Returns (figure, rows of its data table), with the runs and points of the user added. If
+        the paper prints a table, the first item is a table instead of a figure.
 
         Logs of other trainers can be drawn after `kit import`. Runs of a local site are drawn in
         separate panels, which are marked as demo scale. The attribute `left_out` of the figure has
         a sentence for each run that the figure cannot show.
 
         Args:
-            runs: the user's own runs.
+            runs: runs of the user.
             points: CSV file of points that the user has read off the paper's figure.
                 `points_template` returns an empty form of this file.
 
@@ -77,8 +77,8 @@ class PaperFigure(Appearance):
         return drawn, rows
 
     def points_template(self, name: str, runs: Given = ()) -> str:
-        """Returns the text of a CSV file in which the user fills in points. The file names the
-        series of this figure.
+        """Returns the text of a CSV file in which the user fills in points. The text has one line
+        for each series (labelled curve or set of points) of this figure.
 
         `name` is the name of the figure, which the first line of the file quotes.
         """
@@ -88,12 +88,12 @@ class PaperFigure(Appearance):
         return template(name, figure)
 
     def _draw(self, runs: Given, *, for_points: bool) -> tuple[Any, Rows]:
-        """Returns (figure or table, its rows) without points of the user.
+        """Returns (figure or table, rows of its data) without points of the user.
 
-        If `for_points` is true, the caller will add points. Then the panels of the paper that are
-        empty without points are drawn too.
+        If `for_points` is true, the caller will add points to the figure. Then panels for curves of
+        the paper are drawn too, although they are still empty.
         """
-        # The import loads modules that few commands need.
+        # The import is inside the function, since few commands need the modules that it loads.
         from kit.papers.panels import draw_content
 
         function = pkgutil.resolve_name(f"kit.papers.{self.function}")
@@ -109,10 +109,13 @@ class PaperFigure(Appearance):
 
 
 def _names_of(run: Run | str | Path) -> set[str]:
-    """Returns the names by which the attribute `runs` of a drawn figure may contain `run`. For a
-    folder, these are its own name and the names of all runs in it.
+    """Returns the names of the runs that `run` denotes. A run has one name. For a folder, these are
+    the folder's name and the names of all runs in the folder.
+
+    A figure shows `run` if the attribute `runs` of the figure contains one of these names.
     """
-    from kit.monitor.runs import find_runs  # This import doubles the start-up time of a command.
+    # At the top of this module, this import would double the start-up time of each command.
+    from kit.monitor.runs import find_runs
 
     if isinstance(run, Run):
         return {run.name}
@@ -139,10 +142,10 @@ the paper to the reasons."""
 
 
 def contents(figures: dict[str, PaperFigure], not_drawn: dict[str, str]) -> Rows:
-    """Returns one row for each figure and table of a paper, for a printed list.
+    """Returns one row for each figure and table of a paper, for a printed table of contents.
 
-    Each row has the number in the paper, and the kit's name and title of the figure. Further rows
-    name what the kit does not draw, with the reason.
+    Each row has the place in the paper, and the kit's name and title of the figure. Further rows
+    name the parts of the paper that the kit does not draw, with the reason.
     """
     rows = [
         {"of the paper": figure.paper, "here": name, "what": figure.title}
@@ -160,13 +163,12 @@ def save_all(
 ) -> dict[str, str]:
     """Writes figures into a folder as NAME.svg, NAME.png and NAME.csv, and tables as NAME.csv.
 
-    Creates the folder if it is missing. Replaces existing files with these names. `runs` are the
-    user's runs, as in `PaperFigure.draw`.
+    Creates the folder if it is missing. Replaces existing files with these names. `runs` are
+    runs of the user, which the figures show too.
 
     Returns:
-        For each figure name, the reason why the figure is not drawn, or "" if it is drawn. Some
-            figures show only runs, so they cannot be drawn without runs.
-        figures show runs only, so they are not drawn without runs.
+        Dict from figure name to the reason why the figure is not drawn, or to "" if it is drawn.
+            Some figures show only runs of the user, so they cannot be drawn without runs.
     """
     problems = {}
     for name, figure in figures.items():

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 OTHER_PANELS = "others"
-"""Key in figures.toml of the settings for all panels without settings under their own name."""
+"""Key in figures.toml of settings that apply to every panel of a figure for which the file has no
+settings under the panel's own name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,18 +22,19 @@ class Appearance:
     """
 
     caption: Sequence[str] = ()
-    """Lines of the caption: what the figure shows, which claims hold, and which are missed. Empty
-    lines are left out."""
+    """Lines of the caption. They say what the figure shows, which claims of the paper the kit's
+    numbers confirm, and which claims they contradict. Empty lines are left out."""
     notes: Sequence[str] = ()
     """Notes below the figure on fits, assumptions and numbers that the figure does not show."""
     panels: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    """Maps the name of each panel to its settings, which are keyword arguments of `set_panel`."""
+    """Maps the name of each panel to its settings: keyword arguments of
+    `kit.papers.panels.set_panel`, such as ticks, legend and axis labels."""
     layouts: Sequence[Mapping[str, Any]] = ()
-    """Keyword arguments of `new_figure`, such as mosaic and height. The list has one entry for each
-    possible number of panels."""
+    """Arrangements of the panels, one for each possible number of panels. An arrangement has
+    keyword arguments of `new_figure`, such as the mosaic of panels and the height in inches."""
     legend_columns: int = 0
-    """Number of columns of a legend above all panels, which names the lines of the first panel. 0:
-    the figure has no such legend."""
+    """Number of columns of the legend above all panels, which names the curves of the first panel.
+    0: the figure has no legend above the panels."""
 
     def layout(self, num_panels: int) -> Mapping[str, Any]:
         """Returns the entry of `layouts` for a figure with this number of panels."""
@@ -42,7 +44,9 @@ class Appearance:
         return found
 
     def panel_settings(self, name: str, values: Mapping[str, str]) -> dict[str, Any]:
-        """Returns the settings of one panel. Placeholders in texts are replaced by `values`."""
+        """Returns the settings of one panel. `values` maps each placeholder in the texts of the
+        settings to the text that replaces it.
+        """
         settings = self.panels.get(name, self.panels.get(OTHER_PANELS, {}))
         filled = dict(settings)
         for key, setting in settings.items():

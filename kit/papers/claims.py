@@ -47,16 +47,16 @@ TITLES: dict[Paper, str] = {
 }
 NOTEBOOKS = {"frontier": "06_frontier_figures", "hlat": "07_hlat_figures"}
 WEAK = 0.2
-"""Largest width of a convincing prediction. The width is half the range of published numbers that
-would have passed, as a fraction of the predicted number. A wider range makes the prediction weak
-evidence."""
+"""Largest relative width at which a confirmed prediction counts as strong evidence. The width is
+half the range of published numbers that would have passed the check, divided by the predicted
+number. A prediction with a larger width gets the verdict `weak`."""
 VERDICTS = {
     "prediction": "predicted",
     "arithmetic": "arithmetic as printed",
     "trend": "trend in the model",
     "demo": "trend at demo scale",
 }
-"""Verdict on a claim that holds, by the kind of the claim."""
+"""Maps the kind of a claim to the verdict that the page prints if the claim holds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,14 +72,14 @@ class Claim(Record):
     kind: Literal["prediction", "arithmetic", "trend", "demo"] = field_doc(
         "kind of the claim. prediction: a number that the planner's model predicts without"
         " knowing the paper's number. arithmetic: a number that follows from other numbers of"
-        " the paper. trend: whether a number rises or falls. demo: a result of a small run of"
+        " the paper. trend: whether a number rises or falls. demo: a result of a small run on"
         " this machine.",
         default="prediction",
     )
     where: str = field_doc("section, table or figure of the paper with the claim")
     fact: tuple[str, ...] = field_doc(
-        "(series, x) of the published number that the paper claims; default: the claim has no"
-        " number among the published numbers",
+        "(series, x) by which the claimed number is found in the CSV file of published numbers;"
+        " default: the file does not have the claimed number",
         default=(),
     )
     known: Known = field_doc(
@@ -131,7 +131,7 @@ class Claim(Record):
 
 
 def claims(paper: Paper) -> list[Claim]:
-    """Returns the claims of a paper, in the order of the page.
+    """Returns the claims of a paper, in the order in which the page of claims lists them.
 
     An entry of `claims.toml` with the key `each` describes a claim about several rows of a figure.
     It becomes one claim for each combination of the values in `each`.
@@ -185,8 +185,11 @@ def check_claim(claim: Claim, rows: Rows | None) -> Relation | None:
 
 
 def verdict(claim: Claim, found: Relation | None) -> str:
-    """Returns the verdict on a claim, which is one of the keys of the table `verdicts` in
-    `claims.toml`. `found` is the result of `check_claim`.
+    """Returns the verdict on a claim, such as `predicted`, `weak` or `missed`. The table `verdicts`
+    in `claims.toml` explains each verdict.
+
+    `found` is the number found for the claim, with the range in which it must lie. It is None if
+    the claim could not be checked.
     """
     if found is None:
         return "not tried"
@@ -203,8 +206,8 @@ def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
     """Returns the data of all figures that the claims of a paper need, as a dict from figure name
     to rows.
 
-    A value is None if the figure shows a study that has not been made yet. The name "", of claims
-    without a figure, has the value None too.
+    The value is None if the figure shows stored runs of this machine that have not been made yet.
+    The key "" stands for claims without a figure, and its value is None too.
     """
     rows: dict[str, Rows | None] = {}
     for figure in dict.fromkeys(claim.figure for claim in claims(paper)):
@@ -218,8 +221,8 @@ def drawn_rows(paper: Paper, runs: Runs = ()) -> dict[str, Rows | None]:
 def page(paper: Paper, runs: Runs = ()) -> str:
     """Returns the page of a paper's claims in Markdown.
 
-    `runs` are folders with small studies of this machine. Their measurements check the claims that
-    a small run can check.
+    `runs` are folders with small training runs of this machine. Their measurements check the claims
+    that a small run can check.
     """
     drawn = drawn_rows(paper, runs)
     lines = []
@@ -253,11 +256,12 @@ def _markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
 def _row_with(
     claim: Claim, cells: Mapping[str, Any], rows: Rows, own: Any = None
 ) -> dict[str, Any]:
-    """Returns the first row whose cells have the values in `cells`, or the last such row if
-    `claim.last` is true. The row `own` itself is skipped.
+    """Returns the row of a figure's data whose cells have the values in `cells`. If several rows
+    match, the first is returned, or the last if `claim.last` is true.
 
-    If `own` is given, returns the matching row with the largest number. Such a claim says that
-    `own` has a larger number than all these rows, so `own` is compared with the largest of them.
+    If a claim says that the number of one row is larger than the numbers of other rows, `own` is
+    the one row. Then `own` is skipped. The other matching row with the largest number is returned,
+    so that the caller can compare both numbers.
     """
     found = [
         row
@@ -276,8 +280,8 @@ def _row_with(
 
 
 def _number_of(claim: Claim, row: Mapping[str, Any]) -> float:
-    """Returns the number that a row has in the claim's column, in the claim's unit. An error after
-    ` ±` is ignored.
+    """Returns the number in the claim's column of a row, converted to the unit of the claim. In a
+    cell such as `41.2 ± 0.3`, the text from ` ±` on is ignored.
     """
     text, _, _ = str(row[claim.column]).partition(" ±")
     return claim.times * float(text.replace(",", ""))

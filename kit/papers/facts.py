@@ -32,7 +32,7 @@ def read_paper_toml(name: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PaperFact(Record):
-    """One published number, from a paper or a public log. It may also be one word, such as a
+    """One published number, from a paper or a public log. The value may also be a word, such as a
     setting of a recipe.
     """
 
@@ -77,7 +77,8 @@ class Facts:
         """Returns the published numbers in `kit/papers/data/NAME.csv`.
 
         Raises:
-            ConfigError: A line is not a valid `PaperFact`. The message gives its line number.
+            ConfigError: A line of the file is not a valid published number. The message gives the
+                number of the line.
         """
         with (DATA / f"{name}.csv").open(newline="", encoding="utf-8") as stream:
             lines = list(csv.DictReader(stream))
@@ -92,20 +93,21 @@ class Facts:
         return tuple(fact for fact in self.facts if fact.series == series)
 
     def only(self, series: str, x: str) -> PaperFact:
-        """Returns the entry of a series with this x. The x identifies an entry within its
-        series.
+        """Returns the published number of a series at the position `x`, with its source. A series
+        has at most one number per position.
         """
         return {fact.x: fact for fact in self[series]}[x]
 
     def value(self, series: str, x: str) -> float:
-        """Returns the published number of a series at this x."""
+        """Returns the published number of a series at the position `x`, as a float."""
         return self.only(series, x).number
 
     def fields(self, record: type[Record], model: str) -> dict[str, Any]:
-        """Returns the fields of a plan or recipe that the paper publishes for a model, with their
-        values.
+        """Returns a dict from field name to value: the fields of a plan or recipe that the paper
+        publishes for a model.
 
-        For example, the field `tensor_parallel` comes from the series `recipe_tensor_parallel`.
+        For example, the field `tensor_parallel` comes from the published series
+        `recipe_tensor_parallel`.
         """
         stated = {
             fact.series.removeprefix("recipe_"): fact.parsed
@@ -116,10 +118,11 @@ class Facts:
         return {name: stated[name] for name in names if name in stated}
 
     def known(self, prefix: str, x: str) -> dict[str, Known]:
-        """Returns the reliability of each published number about a model. Keys are the names of the
-        series without `prefix`.
+        """Returns a dict from series to the reliability (read, quoted, derived or remembered) of
+        each published number about a model.
 
-        `x` is the name of the model. Series without the prefix are left out.
+        `x` is the name of the model. Only series whose names begin with `prefix` are included. The
+        keys are the names of the series without `prefix`.
         """
         return {
             fact.series.removeprefix(prefix): fact.known
@@ -147,11 +150,11 @@ class Relation:
     layer: Literal["modelled", "measured"]
     value: float
     low: float = math.nan
-    """Lower end of the interval of `value`: a 90 % interval if it is modelled, from quartiles if it
-    is measured. NaN if there is no interval."""
+    """Lower end of the interval of `value`. For a modelled number, it is the 90 % interval. For a
+    measured number, it comes from quartiles over training steps. NaN: there is no interval."""
     high: float = math.nan
-    """Upper end of the interval of `value`: a 90 % interval if it is modelled, from quartiles if it
-    is measured. NaN if there is no interval."""
+    """Upper end of the interval of `value`. For a modelled number, it is the 90 % interval. For a
+    measured number, it comes from quartiles over training steps. NaN: there is no interval."""
     expected: str
     """Expected number or range in words, for tables."""
     within: tuple[float, ...]

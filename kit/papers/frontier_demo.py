@@ -28,10 +28,10 @@ MODEL = ModelSpec.gpt(
     sequence_length=256,
 )
 STEPS = 8
-"""Number of training steps of each run of the study."""
+"""Number of training steps of each short run on this machine."""
 MICROBATCHES = 4
-"""Number of micro-batches per replica in those runs of the study that compare degrees of
-parallelism and not numbers of micro-batches."""
+"""Number of micro-batches per replica in the runs on this machine that compare degrees of
+parallelism. Other runs compare numbers of micro-batches."""
 SPACE: dict[str, tuple] = {
     "tensor_parallel": (1, 2),
     "pipeline_parallel": (1, 2),
@@ -39,32 +39,33 @@ SPACE: dict[str, tuple] = {
     "micro_batch_size": (1,),
     "num_nodes": (2,),
 }
-"""Values of each parameter in the hyperparameter search on this machine. A trial with tensor and
-pipeline parallel 2 fails, since it would need four processes."""
+"""Maps each parameter of the hyperparameter search on this machine to its allowed values. A trial
+with tensor and pipeline parallel degree 2 fails, since it needs four processes and a trial has only
+two (`num_nodes`)."""
 SEARCH = "search.journal"
-"""Name of the file in which `demo_search` stores its trials. It is in the folder that contains the
-runs."""
+"""Name of the file with the trials of the hyperparameter search on this machine. The file is in the
+folder that contains the runs."""
 ATTENTION = "attention.json"
-"""Name of the file in which `demo_attention` stores its measured times."""
+"""Name of the file with the times of attention that were measured on this machine."""
 LENGTHS = (256, 512, 1024, 2048)
-"""Sequence lengths for which `demo_attention` measures times, in tokens."""
+"""Sequence lengths, in tokens, at which the time of attention is measured on this machine."""
 REPETITIONS = 6
-"""Number of times that `demo_attention` measures each kernel at each sequence length."""
+"""Number of time measurements of each attention kernel at each sequence length."""
 ALONE = {"tensor_parallel": 1, "pipeline_parallel": 1, "micro_batch_size": 1, "num_nodes": 2}
-"""Parameters of all runs in `STUDY`. A run may replace some of them. `num_nodes` is the number of
-processes."""
+"""Default parameters of the short runs on this machine that `STUDY` lists. `num_nodes` is here the
+number of processes."""
 STUDY: list[dict[str, int]] = [
     *(ALONE | {"pipeline_parallel": 2, "num_microbatches": count} for count in (1, 2, 4, 8)),
     ALONE | {"tensor_parallel": 2, "num_microbatches": MICROBATCHES},
     ALONE | {"num_nodes": 1, "num_microbatches": MICROBATCHES},
 ]
-"""Parameters of each run of the study: degrees of parallelism, micro-batches per replica, and
-number of processes (`num_nodes`)."""
+"""Parameters of each short run on this machine: degrees of parallelism, number of micro-batches per
+replica, and number of processes (key `num_nodes`)."""
 
 
 def measured_objective(directory: str | Path, data: str | Path) -> MeasuredRate:
-    """Returns an objective for a hyperparameter search. A call with parameters trains the demo
-    model and returns the measured tokens per second.
+    """Returns an objective (callable) for a hyperparameter search. For given parameters, the
+    objective trains the demo model and returns the measured tokens per second.
 
     Each set of parameters is run only once, in a separate folder below `directory`.
     """
@@ -73,8 +74,8 @@ def measured_objective(directory: str | Path, data: str | Path) -> MeasuredRate:
 
 
 def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
-    """Returns the runs of the study. Runs that are not in `directory` yet are made, which takes
-    about eight seconds per run.
+    """Returns the short training runs that `STUDY` lists. Runs that do not exist in `directory` yet
+    are trained first, which takes about eight seconds per run.
 
     `data` is a dataset made by `kit data build` with a vocabulary of at most 4,096.
 
@@ -91,7 +92,8 @@ def demo_runs(directory: str | Path, data: str | Path) -> list[Run]:
 def demo_search(directory: str | Path, data: str | Path) -> Trials:
     """Returns the trials of a hyperparameter search that measures real runs of this machine.
 
-    The search stores its runs in the folder of the study and reuses the runs that are there.
+    The search stores its runs in `directory`. Runs that `directory` already contains are used again
+    and not repeated.
     """
     return tune(
         measured_objective(directory, data), SPACE, num_trials=8, storage=Path(directory) / SEARCH
@@ -134,8 +136,8 @@ def _timed_attention() -> list[dict[str, Any]]:
 
 
 def select(runs: Runs, **fields: Any) -> list[Run]:
-    """Returns the runs that a panel shows: all runs of clusters, and those runs of this machine
-    whose plans have the values `fields`.
+    """Returns the runs that a panel shows. Runs of clusters are always included. A run of this
+    machine is included if the fields of its plan have the values in `fields`.
     """
     found = []
     for run in open_runs(runs):
@@ -149,8 +151,8 @@ def median_rate(runs: Runs, **fields: Any) -> tuple[float, float, float]:
     """Returns (median, lower quartile, upper quartile) of tokens per second per device of one run
     of this machine.
 
-    It must be the only such run whose plan has the values `fields`. Returns NaN if no run or
-    several runs have them.
+    This run is the only run of this machine whose plan has the values in `fields`. If no run or
+    more than one run has these values, all three numbers are NaN.
     """
     chosen = [run for run in select(runs, **fields) if scale_of(run) == "demo"]
     if len(chosen) != 1:

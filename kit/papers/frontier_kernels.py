@@ -37,8 +37,8 @@ from kit.papers.panels import FigureContent, panel_rows
 from kit.show.theme import GREY, SLATE
 
 TOKENS_PER_STEP = 640 * 2048
-"""Number of tokens per training step of 175B in the authors' script: 640 sequences of 2,048
-tokens."""
+"""Number of tokens per training step of the 175B model in the authors' launch script: 640 sequences
+of 2,048 tokens."""
 NAME_OFFSETS = ((12, 20), (-44, 26), (10, -20))
 """(x, y) offset of each model's name from its point in the roofline, in points of 1/72 inch."""
 
@@ -74,8 +74,8 @@ def layer_intensity(spec: ModelSpec, plan: Plan, *, flash_attention: bool = True
 
 
 def roofline_content(runs: Runs = ()) -> FigureContent:
-    """Returns a figure of TFLOP/s against FLOP per byte: the roofline of a GCD, and below it the
-    models of the paper's three recipes.
+    """Returns a figure of TFLOP/s against FLOP per byte. It shows the roofline of a GCD, and one
+    point for the model of each of the paper's three recipes.
     """
     fused = _under_roof("fused attention", 2)
     written = _under_roof("scores written out", 0)
@@ -113,8 +113,9 @@ def roofline_content(runs: Runs = ()) -> FigureContent:
 
 
 def _under_roof(label: str, code: int) -> FigureLayer:
-    """Returns a layer with one point for the model of each of the paper's three recipes. Its x is
-    the arithmetic intensity. Its y is the modelled TFLOP/s, with recomputation counted.
+    """Returns a figure layer (set of points) with one point for the model of each of the paper's
+    three recipes. x is the arithmetic intensity in FLOP per byte. y is the modelled throughput in
+    TFLOP/s, which counts recomputed FLOPs too.
 
     `code` is the generation of FlashAttention, or 0 if attention scores are written to memory.
     """
@@ -129,7 +130,7 @@ def flash_attention_content(runs: Runs = (), *, lengths: Sequence[int]) -> Figur
     """Returns a figure of throughput in % of peak against sequence length, with fused attention and
     with attention scores written to memory.
 
-    If `runs` contains a folder with the stored times of `frontier_demo.demo_attention`, a second
+    If `runs` contains a folder with attention times that were measured on this machine, a second
     panel shows these times.
     """
     kernels = {"fused, second generation": 2, "fused, first generation": 1, "scores written out": 0}
@@ -153,8 +154,8 @@ def flash_attention_content(runs: Runs = (), *, lengths: Sequence[int]) -> Figur
 
 
 def _timed_attention(folder: Path) -> list[FigureLayer]:
-    """Returns one layer per attention kernel, with the times in ms that
-    `frontier_demo.demo_attention` has stored in a folder.
+    """Returns one curve (figure layer) per attention kernel: its times in ms against sequence
+    length. The times were measured on this machine and stored in `folder`.
     """
     points: dict[str, list[tuple[float, ...]]] = {}
     for row in json.loads((folder / ATTENTION).read_text()):
@@ -168,8 +169,8 @@ def _timed_attention(folder: Path) -> list[FigureLayer]:
 
 
 def flash_gains() -> Rows:
-    """Returns one row per recipe with the gain in modelled throughput from fused attention, in %,
-    and its 90 % interval.
+    """Returns one row per recipe of the paper with the modelled gain in throughput from fused
+    attention, in %, and its 90 % interval.
     """
     rows = []
     for name, preset in MODELS.items():
@@ -193,8 +194,8 @@ def flash_gains() -> Rows:
 
 
 def _by_length(label: str, code: int, lengths: Sequence[int]) -> FigureLayer:
-    """Returns a layer with the modelled HFU of 175B, in %, at each sequence length. The number of
-    tokens per step is constant.
+    """Returns a curve (figure layer) of the modelled HFU of the 175B model, in %, against sequence
+    length. The number of tokens per step is constant.
 
     `code` is the generation of FlashAttention, or 0 if attention scores are written to memory.
     """
@@ -207,10 +208,11 @@ def _by_length(label: str, code: int, lengths: Sequence[int]) -> FigureLayer:
 
 
 def _roof(label: str, flops_per_s: float, bytes_per_s: float) -> FigureLayer:
-    """Returns a layer with one roof, the upper bound of TFLOP/s against FLOP per byte. It is a
-    slope up to the ridge, then a horizontal line.
+    """Returns a figure layer with one roof of the roofline: the upper bound of TFLOP/s against FLOP
+    per byte. The roof is a slope up to the ridge point, then a horizontal line.
 
-    The slope is the memory bandwidth. The horizontal line is the rate of matrix products.
+    The slope is given by the memory bandwidth `bytes_per_s`. The horizontal line is the rate of
+    matrix products, `flops_per_s`.
     """
     x = np.array([10.0, flops_per_s / bytes_per_s, 10_000.0])
     y = np.minimum(flops_per_s, x * bytes_per_s) / 1e12
@@ -221,7 +223,7 @@ def _roof(label: str, flops_per_s: float, bytes_per_s: float) -> FigureLayer:
 def _note(
     axis: Any, text: str, at: Any, offset: tuple[int, int], colour: str, **style: Any
 ) -> None:
-    """Writes a text into a panel. `at` are the coordinates that the text belongs to. `offset` is
-    its distance from them, in points of 1/72 inch.
+    """Writes a text beside a point of a panel. `at` is (x, y) of the point. `offset` is the
+    distance of the text from the point, in points of 1/72 inch.
     """
     axis.annotate(text, at, xytext=offset, textcoords="offset points", color=colour, **style)

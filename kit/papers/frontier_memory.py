@@ -25,7 +25,8 @@ def memory_content(runs: Runs = ()) -> FigureContent:
     """Returns a figure of the memory of weights, gradients and optimizer state of each model size
     in TB. Each curve assumes another number of bytes per parameter.
 
-    The rows also have the smallest number of GCDs with 64 GiB whose memory holds this state.
+    The rows of the data table also state the smallest number of GCDs with 64 GiB that can hold
+    these tensors.
     """
     specs = {name: ModelSpec.preset(preset) for name, preset in MODELS.items()}
     sizes = np.array([float(spec.num_params) for spec in specs.values()])
@@ -74,8 +75,9 @@ def memory_content(runs: Runs = ()) -> FigureContent:
 
 
 def stage_memory_content(runs: Runs = ()) -> FigureContent:
-    """Returns a figure of memory in GiB, as modelled and as logged. Its panels show each pipeline
-    stage of 175B on Frontier, and LUMI's runs by number of replicas.
+    """Returns a figure of modelled and logged memory in GiB. The panels show the memory of each
+    pipeline stage of the 175B model on Frontier, and the memory of LUMI's runs by number of
+    replicas.
     """
     between_steps, peak = frontier_stages()
     state_log, peak_log, lumi_log = (
@@ -157,8 +159,9 @@ def lumi_bytes(replicas: int) -> float:
 
 
 def _modelled_beside(log: FigureLayer, label: str, modelled_bytes: Any) -> FigureLayer:
-    """Returns a modelled layer without an interval, at the x of the layer `log`. Its stated error
-    is the mean absolute deviation from the log.
+    """Returns a modelled curve (figure layer) without an interval, at the x coordinates of the
+    logged layer `log`. The error that the layer states is the mean absolute relative deviation from
+    the log.
     """
     y = np.broadcast_to(np.asarray(modelled_bytes) / GIB, log.y.shape)
     error = np.mean(np.abs(y / log.y - 1))

@@ -33,7 +33,7 @@ from kit.papers.layers import FigureLayer
 FACTS = Facts.load("frontier")
 """Published numbers of the Frontier paper."""
 MODELS = {"22B": "gpt-22b", "175B": "gpt-175b", "1T": "gpt-1t"}
-"""Preset of `ModelSpec` for each model of the paper, by the paper's name of the model."""
+"""Maps the paper's name of each model to the name of its `ModelSpec` preset."""
 LUMI = ModelSpec.gpt(
     name="LUMI 176B",
     num_layers=70,
@@ -151,8 +151,9 @@ def lumi_plan(replicas: int) -> Plan:
 def recipe_plan(model: str, replicas: int = 0, **changes: Any) -> Plan:
     """Returns the plan of the authors' launch script for the model `22B`, `175B` or `1T`.
 
-    0 replicas stands for the number in the script. With another number, each replica keeps its
-    share of the batch, so the global batch changes. `changes` replace fields of the plan.
+    If `replicas` is 0, the number of replicas in the script is used. With another number, the batch
+    per replica stays as in the script, so the global batch changes. `changes` replace fields of the
+    plan.
     """
     fields = FACTS.fields(Plan, model)
     held = fields["tensor_parallel"] * fields["pipeline_parallel"]
@@ -164,7 +165,8 @@ def recipe_plan(model: str, replicas: int = 0, **changes: Any) -> Plan:
 
 
 def frontier_layouts(spec: ModelSpec, plans: Sequence[Plan], **kernels: Any) -> Layouts:
-    """Returns the `Layouts` of plans of one model, with the kernels that the paper used.
+    """Returns a `Layouts` object (the planner's arrays) with one element per plan of a model, for
+    the kernels that the paper used.
 
     The kernels are Megatron's with FlashAttention-2. Gradients are fp16, as in the authors'
     DeepSpeed configurations. `kernels` replaces these settings of `Layouts.of`.
@@ -180,7 +182,8 @@ def throughput_layer(
     basis: FlopBasis = FlopBasis.MEGATRON_RECOMPUTE,
     names: Sequence[str] = (),
 ) -> FigureLayer:
-    """Returns a layer with the modelled throughput of layouts in % of peak, with a 90 % interval.
+    """Returns a figure layer (curve or points) with the modelled throughput of each layout in % of
+    peak, and its 90 % interval.
 
     By default, FLOPs include recomputation, as in the authors' code, so the result is HFU. With
     `FlopBasis.MODEL` the result is MFU.
@@ -190,7 +193,7 @@ def throughput_layer(
         x: coordinate of each layout on the x axis.
         cases: (model, its layouts) for each model. All layouts together are in the order of `x`.
         basis: rule by which the FLOPs of a token are counted.
-        names: category names of the points, if x only numbers categories.
+        names: names of the categories, such as models, if x has only the numbers of categories.
     """
     columns = []
     for spec, layouts in cases:
@@ -205,11 +208,13 @@ def throughput_layer(
 
 
 def relative_rates(layouts: Layouts) -> Array:
-    """Returns the throughput per device of each layout, divided by that of the first layout, for
-    300 random draws of the coefficients: [300, layouts].
+    """Returns the throughput per device of each layout, divided by the throughput per device of the
+    first layout, as an array [300, number of layouts]. The 300 rows belong to random draws of the
+    coefficients.
 
-    The coefficients of the planner's model are drawn from their posterior. Errors that both layouts
-    have in common cancel in the ratio. `ratio_interval` computes an interval from the draws.
+    The coefficients of the planner's model are drawn from their posterior. Errors that a layout
+    shares with the first layout cancel in the ratio. `ratio_interval` computes an interval from the
+    draws.
     """
     rate = layouts.global_batch_size / (frontier_calibration().draws(layouts) * layouts.num_devices)
     return rate / rate[:, :1]
@@ -220,7 +225,8 @@ def ratio_interval(ratios: Array) -> tuple[Array, Array, Array]:
     the ends of the 90 % interval. The random draws are on the first axis of `ratios`.
 
     The draws only vary the coefficients. In addition, the formula of the planner's model may be
-    wrong about one layout and right about the other, so the interval is widened by `ratio_misfit`.
+    wrong about one layout and right about the other. The interval is therefore widened by the
+    standard deviation of such errors, which `ratio_misfit` estimates.
     """
     wrong = np.random.default_rng(1).normal(0, ratio_misfit(), size=np.shape(ratios))
     low, high = np.quantile(ratios * np.exp(wrong), (0.05, 0.95), axis=0)
@@ -240,8 +246,9 @@ def ratio_misfit() -> float:
 
 
 def compared(published_layer: FigureLayer, modelled: FigureLayer) -> tuple[str, str]:
-    """Returns (inside, missed). `inside` is a sentence that names the published points within the
-    model's interval, and `missed` names the other points with both numbers.
+    """Returns two sentences, (inside, missed). `inside` names the published points that lie within
+    the model's interval. `missed` names all other published points, with the published and the
+    modelled number.
 
     A sentence is "" if it would name no point.
     """

@@ -32,17 +32,17 @@ from kit.papers.panels import FigureContent
 from kit.run import Run
 
 REPLICAS = {"175B": (1, 2, 4, 8, 16), "1T": (1, 2, 3, 4, 6)}
-"""Numbers of replicas in the figures of weak and strong scaling, by model."""
+"""Maps each model to the numbers of replicas in the figures of weak and strong scaling."""
 STRONG_BATCH = 8064
-"""Global batch size in the figure of strong scaling, in sequences. The paper's number of 8,000 is
-only remembered and not read. 8,064 is the next number that is divisible by all numbers of replicas
-in `REPLICAS` and `COST_REPLICAS`."""
+"""Global batch size in the figure of strong scaling, in sequences. The number 8,000 is attributed
+to the paper but was found in no source that could be checked. 8,064 is the next number that is
+divisible by all numbers of replicas in `REPLICAS` and `COST_REPLICAS`."""
 BATCHES = (1008, 1536, 2016, 4032, STRONG_BATCH, 16128)
 """Global batch sizes, in sequences, at which the scaling efficiency is modelled to show its
 dependence on the batch."""
 SPEC_1T = ModelSpec.preset(MODELS["1T"])
 TOKENS = 20e12
-"""Number of tokens on which the 1T model is trained in the figure of years."""
+"""Number of tokens on which the 1T model is trained in the figure of training years."""
 YEAR = 365.25 * 86_400
 """Seconds in a year."""
 COST_REPLICAS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -67,8 +67,8 @@ def throughput_content(runs: Runs = ()) -> FigureContent:
     inside, missed = compared(published_hfu, hfu)
     log_sizes = np.log([spec.num_params for spec in specs])
     own = on_clusters(
-        # The x of a user's run lies between the three model sizes. It is interpolated by the
-        # logarithm of the number of parameters.
+        # The three model sizes have x = 0, 1 and 2. The x of a user's run is interpolated between
+        # them by the logarithm of its number of parameters.
         runs,
         x=lambda run: float(np.interp(np.log(run.spec.num_params), log_sizes, np.arange(3.0))),
         y=run_hfu_percent,
@@ -120,11 +120,12 @@ def scaling_content(runs: Runs = (), *, kind: str) -> FigureContent:
 
 
 def efficiency_layer(model: str, kind: str) -> FigureLayer:
-    """Returns a layer with the modelled scaling efficiency of `175B` or `1T` in %: throughput per
-    GCD relative to one replica, against GCDs.
+    """Returns a curve (figure layer) of the modelled scaling efficiency in % of the model `175B` or
+    `1T`, against the number of GCDs. The efficiency is the throughput per GCD, relative to one
+    replica.
 
-    The authors' layout is used. For `weak`, each replica has the authors' batch per replica. For
-    `strong`, the global batch is constant.
+    The layout is the authors' layout. If `kind` is `weak`, each replica has the authors' batch per
+    replica. If `kind` is `strong`, the global batch is constant.
     """
     batch = {} if kind == "weak" else {"global_batch_size": STRONG_BATCH}
     plans = [recipe_plan(model, replicas, **batch) for replicas in REPLICAS[model]]
@@ -135,10 +136,10 @@ def efficiency_layer(model: str, kind: str) -> FigureLayer:
 
 
 def lumi_layers() -> list[FigureLayer]:
-    """Returns two layers of strong scaling of LUMI's 176B model, in %: computed from the logs, and
-    modelled.
+    """Returns two figure layers with the strong scaling efficiency of LUMI's 176B model, in %. The
+    first is computed from the published logs, the second is modelled.
 
-    These runs are among the runs to which the planner's model is fitted.
+    The planner's model is fitted to runs of LUMI that include these runs.
     """
     steps = FACTS["lumi_step_s"]
     first = min(steps, key=lambda fact: float(fact.x))
@@ -156,11 +157,11 @@ def lumi_layers() -> list[FigureLayer]:
 
 
 def batch_layer(model: str) -> FigureLayer:
-    """Returns a layer with the modelled scaling efficiency on the largest number of replicas in %,
-    against the global batch size.
+    """Returns a curve (figure layer) of the modelled scaling efficiency of a model in %, against
+    the global batch size. The number of replicas is the largest in `REPLICAS`.
 
-    The layer shows how strongly the efficiency depends on the batch. The batch of the paper is
-    unknown.
+    The curve shows how strongly the efficiency depends on the batch, since the batch of the paper
+    is unknown.
     """
     spec = ModelSpec.preset(MODELS[model])
     most = REPLICAS[model][-1]
@@ -183,8 +184,8 @@ def _efficiency(layouts: Layouts) -> tuple[Array, Array, Array]:
 
 
 def _own_scaling(runs: Runs, kind: str) -> list[FigureLayer]:
-    """Returns one layer for each scaling series among the user's cluster runs: measured tokens per
-    second per device, in % of the run with the fewest devices.
+    """Returns one curve (figure layer) for each scaling series among the user's cluster runs. y is
+    the measured throughput per device, in % of the run with the fewest devices.
 
     Runs belong to one series if their models have equal shapes. For strong scaling, their global
     batches must be equal too. For weak scaling, their batches per replica must be equal.
@@ -253,7 +254,8 @@ def years_content(runs: Runs = ()) -> FigureContent:
 
 
 def years_layer() -> FigureLayer:
-    """Returns a layer with the modelled years to train the 1T model on 20T tokens.
+    """Returns a curve (figure layer) of the modelled years to train the 1T model on 20T tokens,
+    against the number of GCDs.
 
     The authors' layout is used on 1 to 128 replicas, with a constant global batch.
     """

@@ -1,5 +1,5 @@
 """Frontier, section IV: the hyperparameter search for the fastest layout. The throughput of a trial
-comes from the planner's model, or from a real run at demo scale.
+comes from the planner's model, or from a small real run on this machine (demo scale).
 """
 
 from functools import lru_cache
@@ -31,12 +31,13 @@ from kit.show.theme import BLUE, VERMILION
 NUM_TRIALS = 60
 """Number of trials of a search that uses the planner's model."""
 SPACES = read_paper_toml("spaces")
-"""Spaces of layouts for the hyperparameter searches that use the planner's model, by name. A space
-has a model preset, and the allowed values of each parameter."""
+"""Maps the name of each hyperparameter search that uses the planner's model to its search space: a
+model preset, and the allowed values of each parameter."""
 
 
 def search_content(runs: Runs = ()) -> FigureContent:
-    """Returns a figure of the trials in each search space of `SPACES`, with the best value so far.
+    """Returns a figure of the hyperparameter searches in `SPACES`. It shows the throughput of each
+    trial, and the highest throughput up to each trial.
 
     Each search with real runs of this machine has a separate panel.
     """
@@ -130,8 +131,9 @@ def _search(name: str) -> tuple[Trials, Array]:
 
 
 def _model_layers(name: str) -> list[FigureLayer]:
-    """Returns two layers in TFLOP/s against the number of the trial: the trials, and the best value
-    so far with the prediction interval of its layout.
+    """Returns two figure layers in TFLOP/s against the number of the trial. The first has the
+    throughput of each trial. The second has the highest throughput up to each trial, with the
+    prediction interval of its layout.
 
     FLOPs include recomputation, as in the log from which the authors' objective reads the
     throughput.
@@ -162,8 +164,8 @@ def _demo_layers(folder: Path, trials: Trials) -> list[FigureLayer]:
 
 
 def _shares(trials: Trials) -> dict[str, Any]:
-    """Returns the fields x, y and names of a layer of bars: positions of the bars, shares of the
-    variance in %, and names of the parameters.
+    """Returns the fields x, y and names of a figure layer that is drawn as bars: positions of the
+    bars, shares of the variance in %, and names of the parameters.
     """
     shown = {name: 100 * share for name, share in sensitivity(trials).items() if share > 1e-9}
     return {"x": range(len(shown)), "y": [*shown.values()], "names": tuple(shown)}
@@ -201,8 +203,8 @@ def _draw_trials(axis: Any, trials: FigureLayer, best: FigureLayer) -> None:
 
 
 def _colour_and_mark(axis: Any, layer: FigureLayer) -> str:
-    """Returns the colour in which to draw a layer. If the layer is at demo scale, writes `demo
-    scale` across its panel.
+    """Returns the colour in which a figure layer (curve or points) is drawn. If the layer was
+    measured on this machine, the words `demo scale` are written across its panel.
     """
     if layer.scale != "demo":
         return BLUE

@@ -1,10 +1,10 @@
 """Frontier, section III: throughput against tensor parallelism, micro-batches and pipeline stages.
 Four observations of the paper about throughput are checked too.
 
-The paper's curves could not be read, so the figures have no published points. Each observation is
-checked twice: with the planner's model, with an interval, and with runs of this machine (demo
-scale). The layouts of all curves and checks are in `data/figures.toml` and
-`data/observations.toml`.
+The numbers of the paper's curves could not be read off its figures, so the kit's figures have no
+published points. Each observation is checked twice: with the planner's model, with an interval, and
+with runs of this machine (demo scale). The layouts of all curves and checks are in
+`data/figures.toml` and `data/observations.toml`.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,8 +31,8 @@ from kit.papers.panels import FigureContent, TableContent
 SPEC = ModelSpec.preset("gpt-22b")
 """Shape of the language model in all modelled curves and checks."""
 ONE_REPLICA = {"data_parallel": 1, "micro_batch_size": 1}
-"""Values that the plan of a run of this machine must have, so that these figures and checks use the
-run."""
+"""Fields of the plan by which runs of this machine are selected. The figures and checks of this
+module use only runs with one replica and micro-batch size 1."""
 SCALES = {"modelled": "modelled, paper's scale", "measured": "measured, demo scale"}
 
 
@@ -50,9 +50,9 @@ def sweep_content(
         runs: the user's own runs.
         field: name of a field of `Plan`, which is the x axis.
         lines: curves to model. Maps the label of a curve to the fields of its plans. A list has one
-            value per plan. A single value holds for all plans of the curve.
-        demo: values that the plans of runs of this machine must have to be drawn. None: no such run
-            is drawn.
+            value per plan. A value that is not a list is used in all plans of the curve.
+        demo: values that the plans of runs of this machine must have to be drawn. None: no run of
+            this machine is drawn.
     """
     x = attrgetter(f"plan.{field}")
     panels = {"paper's scale": [_modelled_line(label, lines[label], field) for label in lines]}
@@ -69,10 +69,11 @@ def sweep_content(
 
 
 def _modelled_line(label: str, fields: Mapping[str, Any], field: str) -> FigureLayer:
-    """Returns a layer with the modelled HFU, in %, of several plans. Its x axis is the field of the
-    plan that is named `field`.
+    """Returns a curve (figure layer) of the modelled HFU of several plans in %, against the plan
+    field that is named `field`.
 
-    In `fields`, a list has one value per plan. A single value holds for all plans.
+    `fields` maps names of plan fields to values. A list has one value per plan. A value that is not
+    a list is used in all plans.
     """
     count = max(len(values) for values in fields.values() if isinstance(values, list))
     plans = []
@@ -90,8 +91,8 @@ def _modelled_line(label: str, fields: Mapping[str, Any], field: str) -> FigureL
 
 
 def observations_content(runs: Runs = ()) -> TableContent:
-    """Returns the table of the paper's four observations about throughput. Each is checked with the
-    planner's model and with runs of this machine.
+    """Returns the table of the paper's four observations about throughput. Each observation is
+    checked with the planner's model and with runs of this machine.
     """
     relations = [*modelled_relations(), *measured_relations(runs)]
     statements = {fact.x: fact.value for fact in FACTS["observation"]}
@@ -120,8 +121,9 @@ def observations_content(runs: Runs = ()) -> TableContent:
 
 
 def modelled_relations() -> list[Relation]:
-    """Returns the checks of the four observations with the planner's model. Each is a ratio of two
-    throughputs. The intervals come from the posterior of the coefficients.
+    """Returns the checks of the paper's four observations about throughput with the planner's
+    model. Each observation is a statement about a ratio of two throughputs. The intervals come from
+    the posterior of the coefficients.
     """
 
     def ratio(old: dict[str, int], new: dict[str, int]) -> tuple[Any, Any, Any]:
@@ -132,8 +134,9 @@ def modelled_relations() -> list[Relation]:
 
 
 def measured_relations(runs: Runs) -> list[Relation]:
-    """Returns the checks of the four observations with runs of this machine. Each is a ratio of two
-    throughputs. The intervals come from the quartiles over steps.
+    """Returns the checks of the paper's four observations about throughput with runs of this
+    machine. Each observation is a statement about a ratio of two throughputs. The intervals come
+    from quartiles over training steps.
 
     An observation is left out if its runs are not among `runs`.
     """
@@ -148,10 +151,11 @@ def measured_relations(runs: Runs) -> list[Relation]:
 
 
 def _relations(layer: Any, ratio: Callable[..., tuple[Any, Any, Any]]) -> list[Relation]:
-    """Returns the checks of the four observations that `layer` selects: "modelled" or "measured".
+    """Returns the checks of the paper's four observations about throughput. `layer` says whether
+    the ratios are "modelled" or "measured".
 
-    `ratio` returns (value, low, high) for an old and a new layout: the throughput of the new layout
-    divided by that of the old layout, with its interval.
+    `ratio` is a function that returns (value, low, high) for an old and a new layout: the
+    throughput of the new layout divided by that of the old layout, with its interval.
     """
     found = []
     for observation in read_paper_toml("observations")[layer]:

@@ -46,16 +46,16 @@ RATIOS = {
     "trn1 over p4d": {model: ((TRN1, model), (P4D, model)) for model in MODELS},
     "70B over 7B": {short: ((machine, "70B"), (machine, "7B")) for machine, short in SHORT.items()},
 }
-"""Ratios of costs that the paper states in words. A ratio has one or more curves. Maps the name of
-the ratio and the label of a curve to (numerator, denominator). Each of these is (machine, model),
-and both use an equal number of nodes."""
+"""Ratios of two training costs that the paper states in words. Maps the name of a ratio to its
+curves. A curve maps its label to two pairs (machine, model): the numerator and the denominator.
+Both costs are for an equal number of nodes."""
 LARGE = 20e9
-"""Number of parameters from which on a user's run is drawn in the panel of 70B. Smaller runs are
-drawn in the panel of 7B."""
+"""Smallest number of parameters of a user's run that is drawn in the panel of the 70B model.
+Smaller runs are drawn in the panel of the 7B model."""
 ABOUT = 0.05
 """Tolerance for a number that the paper states as "about", as a fraction of the number."""
 TOKENS = 4e6
-"""Number of training tokens whose cost is shown: about the tokens of one step."""
+"""Number of training tokens whose cost is shown. HLAT trains on about as many tokens per step."""
 
 
 def cost_by_nodes_content(runs: Runs = ()) -> FigureContent:
@@ -93,9 +93,9 @@ def cost_by_nodes_content(runs: Runs = ()) -> FigureContent:
 
 
 def _missed_ratios(failed: Sequence[Relation]) -> str:
-    """Returns a sentence with the ratios for which the modelled cost contradicts the paper, and the
-    range of their modelled values over nodes. Returns "" if there is none. `failed` are the failed
-    checks.
+    """Returns a sentence that names the cost ratios for which the planner's model contradicts the
+    paper, with their modelled values on the fewest and on the most nodes. `failed` are the failed
+    checks. If `failed` is empty, the sentence is "".
     """
     if not failed:
         return ""
@@ -143,8 +143,8 @@ def trainium_rates_content(runs: Runs = ()) -> FigureContent:
 
 
 def cost_layer(machine: str, model: str) -> FigureLayer:
-    """Returns a layer with the modelled cost per 4 million tokens against the number of nodes. It
-    is in % of the cost of 7B on 4 p4d nodes.
+    """Returns a curve (figure layer) of the modelled cost per 4 million tokens against the number
+    of nodes. The cost is in % of the cost of the 7B model on 4 p4d nodes.
 
     Numbers of nodes at which the model does not fit in memory are left out.
     """
@@ -154,8 +154,9 @@ def cost_layer(machine: str, model: str) -> FigureLayer:
 
 
 def ratio_layers(name: str) -> list[FigureLayer]:
-    """Returns layers with the modelled ratios that one entry of RATIOS defines. A point is missing
-    if numerator or denominator does not fit in memory on this number of nodes.
+    """Returns one curve (figure layer) of modelled ratios against the number of nodes for each
+    curve of an entry of RATIOS. A point is missing if numerator or denominator does not fit in
+    memory on this number of nodes.
     """
     layers = []
     for label, (over, under) in RATIOS[name].items():
@@ -168,11 +169,12 @@ def ratio_layers(name: str) -> list[FigureLayer]:
 
 @lru_cache(maxsize=4)
 def cost_draws(machine: str, model: str) -> tuple[Array, Array]:
-    """Returns (numbers of nodes, costs). The numbers of nodes are those at which the model fits in
-    memory. The costs are 300 random draws of USD per 4 million tokens, [300, nodes].
+    """Returns (numbers of nodes, costs) for a model on a machine. The costs are 300 random draws of
+    USD per 4 million tokens, [300, nodes]. Numbers of nodes at which the model does not fit in
+    memory are left out.
 
     The draws represent two uncertainties: the fitted coefficients of the planner's model, and the
-    misfit of its formula for each layout.
+    error of the model's formula, which differs between layouts.
     """
     plans: dict[int, Plan] = {}
     for nodes in NODES:
@@ -220,7 +222,9 @@ def relations() -> list[Relation]:
 
 
 def _stated_ratios() -> dict[str, PaperFact]:
-    """Returns the paper's number for each entry of RATIOS, by the name of the entry."""
+    """Returns a dict from the name of each ratio in RATIOS to the number that the paper states for
+    this ratio.
+    """
     return {fact.x: fact for fact in (*FACTS["cost_ratio"], *FACTS["cost_size_ratio"])}
 
 
@@ -228,7 +232,8 @@ def cost_percent(run: Run) -> Array:
     """Returns the cost per 4 million tokens of each step of a run, in % of the cost of 7B on 4 p4d
     nodes. NaN if the site of the run has no price.
 
-    The price of a step is the price of the nodes on which its attempt ran (`usd_per_hour`).
+    A resumed run may have changed its nodes. The price of a step is therefore the price of the
+    nodes on which its attempt (start of the run) ran.
     """
     metrics = run.metrics()
     numbers, index = np.unique(metrics["attempt"], return_inverse=True)
@@ -272,10 +277,10 @@ def _benchmark_rates() -> list[PaperFact]:
 
 
 def _benchmark_ratio() -> FigureLayer:
-    """Returns a layer with the cost of 70B on 32 nodes divided by the cost of 7B on 16 nodes,
-    computed from AWS's benchmarks.
+    """Returns a figure layer (set of points) with the cost of 70B on 32 nodes divided by the cost
+    of 7B on 16 nodes, computed from AWS's benchmarks.
 
-    The layer has one point per SDK version.
+    There is one point per version of the Neuron SDK.
     """
     rates = {fact.x: fact for fact in _benchmark_rates()}
     ratios = [

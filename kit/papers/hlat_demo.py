@@ -27,11 +27,11 @@ from kit.parallel.gradients import local
 from kit.run import Run
 
 RUN = "llama-demo"
-"""Name of the run directory in the folder of the studies."""
+"""Name of the run directory of the complete demo run."""
 STEPS = 60
-"""Number of training steps of the run."""
+"""Number of training steps of the complete demo run."""
 CHECKPOINT_EVERY = 20
-"""Number of training steps between two checkpoints of the run."""
+"""Number of training steps between two checkpoints of the complete demo run."""
 PLAN = Plan(data_parallel=2, micro_batch_size=4, global_batch_size=8)
 SUITE = "curve"
 """Name of the task suite (`kit.evaluate.benchmarks.SUITES`) with which each checkpoint is scored.
@@ -44,8 +44,9 @@ PRECISION_RECIPE = Recipe(
     warmup_steps=20,
     cosine_floor="clamped",
 )
-"""Recipe of the small model, with the learning rates of HLAT's 7B model. With larger learning
-rates, fewer updates would be so small that rounding to bf16 loses them."""
+"""Recipe of the small model that is trained in four precisions, with the learning rates of HLAT's
+7B model. With larger learning rates, fewer updates would be so small that rounding to bf16 loses
+them."""
 SPEC = ModelSpec.llama(
     name="llama-small",
     num_layers=2,
@@ -110,8 +111,8 @@ def demo_run(directory: str | Path, data: str | Path) -> Run:
 
 
 def demo_precision(directory: str | Path, data: str | Path) -> dict[str, Steps]:
-    """Trains the small model in each of four precisions, or reads the stored result. Returns the
-    rows of `train_in`, one per training step, by precision.
+    """Trains the small model in each of four precisions, or reads the stored result. Returns a dict
+    from the name of the precision to rows, one per training step, with losses and gradient norm.
     """
     return kept(
         Path(directory) / PRECISION,
@@ -142,9 +143,9 @@ PRECISIONS: dict[str, tuple[Literal["fp32", "bf16"], Callable[..., Tensor] | Non
     "pure bf16": ("bf16", round_to_nearest),
     "pure bf16, stochastic": ("bf16", round_stochastically),
 }
-"""(dtype of the forward and backward pass, rounding function) by the name of the precision. After
-each step, the function rounds weights and both AdamW moments to bf16. If it is None, they stay in
-fp32."""
+"""Maps the name of each precision to (dtype of the forward and backward pass, rounding function).
+After each step, the rounding function rounds weights and both AdamW moments to bf16. If the
+rounding function is None, weights and moments stay in fp32."""
 
 
 @contextlib.contextmanager
@@ -164,7 +165,7 @@ def small_training(
 
 class SmallTraining:
     """Training of the small model by the kit's native engine. After each step, weights and AdamW
-    moments are rounded to the stored precision.
+    moments are rounded to the precision in which they are stored.
     """
 
     def __init__(self, data: Dataset, recipe: Recipe, precision: str) -> None:
@@ -198,7 +199,8 @@ class SmallTraining:
 
 
 def train_in(data: Dataset, recipe: Recipe, precision: str) -> Steps:
-    """Trains the small model in one of PRECISIONS. Returns one row per training step.
+    """Trains the small model in the precision with this name in PRECISIONS. Returns one row per
+    training step.
 
     Columns: step, loss, grad_norm, learning_rate and validation_loss. Losses are in nats per token.
     validation_loss is None except every VALIDATE_EVERY steps.

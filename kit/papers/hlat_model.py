@@ -31,13 +31,13 @@ from kit.papers.facts import Facts
 FACTS = Facts.load("hlat")
 """Published numbers of the HLAT paper."""
 MODELS = {"7B": "hlat-7b", "70B": "hlat-70b"}
-"""Preset of `ModelSpec` for each model of the paper, by the paper's name of the model."""
+"""Maps the paper's name of each model to the name of its `ModelSpec` preset."""
 TRN1 = "trn1.32xlarge"
 P4D = "p4d.24xlarge"
 NODES = (4, 8, 16, 32, 64)
 """Numbers of nodes at which costs are modelled in the cost figure."""
 BATCH = 1024
-"""Number of sequences per training step, which have 4.2 million tokens together."""
+"""Number of sequences per training step. In total, these sequences have 4.2 million tokens."""
 MAX_RISK = 0.05
 """Largest accepted probability that a layout runs out of memory."""
 NEMO = {
@@ -53,11 +53,14 @@ baseline is limited to them."""
 
 @lru_cache(maxsize=2)
 def machine_calibration(machine: str) -> Calibration:
-    """Returns the planner's model of step times for TRN1 or P4D, fitted to published runs.
+    """Returns the planner's model of step times for the machine TRN1 or P4D, fitted to published
+    runs. Its field `misfit` is the standard deviation, on the log scale, of the error of the
+    formula.
 
-    The misfit of TRN1 is the error on benchmarks that were each left out of the fit. P4D is fitted
-    to runs of Selene, which has the same GPU. Its misfit combines the misfit of this fit with the
-    error on other A100 systems.
+    For TRN1, the misfit is computed from the errors on AWS's benchmarks, where each benchmark is
+    predicted by a fit to all other benchmarks. The model for P4D is fitted to runs of Selene, which
+    has the same GPU. Its misfit combines the misfit of this fit with the error on other A100
+    systems.
     """
     if machine == TRN1:
         return dataclasses.replace(
@@ -78,7 +81,7 @@ def left_out() -> dict[str, float]:
     """Returns ln(predicted / measured step time) of each AWS benchmark. Each benchmark is predicted
     by a fit to all other benchmarks.
 
-    Keys are the names of the benchmarks, as in `benchmark_name`.
+    Keys are the names of the benchmarks, such as `7B, SDK 2.20`.
     """
     errors = np.log(left_out_ratios(benchmarks(), Site.load(TRN1)))
     return dict(zip(map(benchmark_name, benchmarks()), errors.tolist(), strict=True))
@@ -164,8 +167,8 @@ def plan_on_nodes(machine: str, model: str, nodes: int) -> Plan | None:
 
 
 def hlat_layouts(machine: str, model: str, plans: list[Plan]) -> Layouts:
-    """Returns the `Layouts` of plans, with the attention kernels that NxD (on Trainium) and NeMo
-    (on GPUs) use.
+    """Returns a `Layouts` object (the planner's arrays) with one element per plan of a model, with
+    the attention kernels that NxD (on Trainium) and NeMo (on GPUs) use.
 
     On Trainium, attention scores are written to memory. On GPUs, attention is fused
     (FlashAttention).

@@ -27,8 +27,8 @@ from kit.show.theme import GREY, INK
 COLUMNS = {
     (task.task, task.num_fewshot): (task.column or "").split("_pass")[0] for task in SUITES["hlat"]
 }
-"""Column of the paper's tables with the score of a task, by (name of the task, number of shots in
-the paper)."""
+"""Maps (name of a task, number of shots in the paper) to the column of the paper's tables with the
+score of this task."""
 PANELS = {
     "mmlu": "MMLU",
     "commonsense": "common sense",
@@ -37,10 +37,11 @@ PANELS = {
     "math": "GSM8K",
     "code": "HumanEval",
 }
-"""Titles of the panels (a) to (f) of Figures 3 and 4, by the column of the paper's tables that the
-panel shows."""
+"""Maps a column of the paper's tables to the title of the panel that shows its scores. The panels
+are (a) to (f) of Figures 3 and 4."""
 DEMO = "measured, demo scale"
-"""Text in the column `made` of a table row that comes from a run of this machine."""
+"""Text in the column `made` (origin of the scores) of a table row that comes from a run of this
+machine."""
 END_POINTS = "end points"
 """Name of the panel at the top of the figure, which shows the published scores of the last
 checkpoints."""
@@ -59,7 +60,7 @@ SHORT = {
     "truthfulqa_mc1": "mc1",
     "truthfulqa_mc2": "mc2",
 }
-"""Heading as printed in the paper's tables, by the column's name in the kit."""
+"""Maps the kit's name of a table column to its heading as printed in the paper's tables."""
 SWAPPED = {"commonsense": "reading", "reading": "commonsense"}
 """Columns whose printed headings in Table IV are swapped, compared with Table II. Maps each of them
 to the other."""
@@ -68,9 +69,9 @@ to the other."""
 def scores_content(runs: Runs = (), *, model: str, paper_panels: bool = False) -> FigureContent:
     """Returns Figure 3 (7B) or Figure 4 (70B), without the paper's curves.
 
-    The paper's curves could not be read, so only the published scores of the last checkpoints and
-    the curves of the user's runs are drawn. If `paper_panels` is true, panels without a curve of
-    the user's runs are drawn too.
+    The numbers of the paper's curves could not be read off its figures. So only the published
+    scores of the last checkpoints and the curves of the user's runs are drawn. If `paper_panels` is
+    true, panels without a curve of the user's runs are drawn too.
     """
     panels = {name: end_points(model, name) for name in PANELS}
     has_curve = set()
@@ -115,11 +116,11 @@ def _layout_below_end_points(num_panels: int) -> dict[str, Any]:
 
 
 def end_points(model: str, panel: str) -> list[FigureLayer]:
-    """Returns layers with the published scores of the last checkpoints in %, against billions of
-    training tokens.
+    """Returns figure layers (sets of points) with the published scores of the last checkpoints in
+    %, against billions of training tokens.
 
-    `panel` is a key of PANELS. The panel `code` has two layers, pass@1 and pass@10. Other panels
-    have one layer.
+    `panel` is a key of PANELS. For the panel `code` there are two layers, with the metrics pass@1
+    and pass@10. For each other panel there is one layer.
     """
     labels = {panel: "published"}
     if panel == "code":
@@ -147,8 +148,8 @@ def end_points(model: str, panel: str) -> list[FigureLayer]:
 
 
 def _curve_layer(run: Run, curve: ScoreCurve) -> FigureLayer:
-    """Returns a layer with one score curve of a run: scores of its checkpoints in %, with 95 %
-    intervals, against billions of training tokens.
+    """Returns one score curve of a run as a figure layer: scores of the run's checkpoints in %,
+    with 95 % intervals, against billions of training tokens.
     """
     layer = own_points(
         [run],
@@ -165,8 +166,8 @@ def _curve_layer(run: Run, curve: ScoreCurve) -> FigureLayer:
 
 
 def _draw_end_points(axis: Any, panels: dict[str, list[FigureLayer]]) -> None:
-    """Draws one horizontal line per panel of the paper. It joins the published scores of the last
-    checkpoints, which are also written as numbers.
+    """Draws one horizontal line for each panel of the paper's figure. The line joins the published
+    scores of the last checkpoints. The scores are also written as numbers beside the line.
     """
     published = {}
     for name, title in PANELS.items():
@@ -271,11 +272,11 @@ def averaging_content(runs: Runs = ()) -> TableContent:
 
 
 def reports(runs: Runs) -> list[tuple[EvalReport, str, str]]:
-    """Returns (report, `made`, name) for the newest score report of each scored run, and for each
-    report file among `runs`.
+    """Returns (score report, origin, name) for the newest score report of each scored run, and for
+    each report file among `runs`.
 
-    `made` is `measured`, or DEMO for a run of this machine. The name is the name of the run or of
-    the file.
+    The origin is `measured`, or DEMO for a run of this machine. The name is the name of the run or
+    of the report file.
     """
     found = []
     for run in runs:
@@ -320,7 +321,7 @@ def _printed_table(
 
 
 def _kind_of(made: str) -> str:
-    """Returns the kind of the layer to which a table row belongs, `published` or `measured`. `made`
-    is the row's cell in the column `made`.
+    """Returns the kind of numbers that a table row has, `published` or `measured`. `made` is the
+    text in the row's column `made`, which says where the scores come from.
     """
     return made.split(",")[0]

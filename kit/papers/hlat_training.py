@@ -17,27 +17,29 @@ from kit.show.theme import BLUE, GREY, OLIVE, PURPLE, SLATE, VERMILION
 from kit.trainer.spikes import spikes
 
 Steps = list[dict[str, Any]]
-"""Rows of a small training, one per training step, as `hlat_demo.train_in` returns them: dicts from
-column name to value."""
+"""Rows of the training of a small model, one per training step. Each row maps a column name, such
+as `loss`, to the value."""
 STEPS_SHOWN = 60
-"""Number of points at which a learning-rate schedule is drawn, since the schedule has half a
-million steps."""
+"""Number of points at which a learning-rate schedule is drawn, since the complete schedule has half
+a million steps."""
 EXACT = (
     "nothing is fitted: the formula of the released scheduler (clamped), and of Megatron and NeMo"
     " (rescaled)"
 )
-"""Error of the modelled schedules, for the list of sources below the figure."""
+"""Text in the place of a model's error for the learning-rate schedules, which are computed exactly.
+It is shown in the list of sources below the figure."""
 PRECISION = "precision.json"
-"""Name of the file in which `hlat_demo.demo_precision` stores the losses of the study of
-precisions."""
+"""Name of the file with the losses of the small model that was trained in four precisions on this
+machine."""
 PRECISION_STYLES = ((SLATE, 4.0), (BLUE, 2.4), (PURPLE, 1.4), (OLIVE, 0.9))
-"""(colour, line width) of each precision in the study of precisions. The widths differ because the
-lines cover each other."""
+"""(colour, line width) of the curve of each precision, in the figure of a small model that is
+trained in four precisions. The widths differ because the curves cover each other."""
 
 
 def learning_rate_content(runs: Runs = ()) -> FigureContent:
-    """Returns a figure of learning rate against tokens: the schedules of both models, with the
-    floor clamped and rescaled, and the schedules of the user's runs.
+    """Returns a figure of learning rate against tokens, with the schedules of both HLAT models and
+    of the user's runs. Each HLAT schedule is drawn twice: with the cosine clamped at the
+    learning-rate floor, and rescaled to end at the floor.
     """
     own, token_units = curves(runs, "learning_rate")
     last = final_step("7B")
@@ -65,10 +67,11 @@ def learning_rate_content(runs: Runs = ()) -> FigureContent:
 
 
 def _schedules(model: str) -> list[FigureLayer]:
-    """Returns the layers of one model's learning-rate schedule, against billions of tokens.
+    """Returns three figure layers of one model's learning-rate schedule, against billions of
+    tokens.
 
-    One layer has the published points: the peak and the floor. Two modelled lines show the whole
-    schedule, one for each meaning of the floor (clamped or rescaled).
+    The first layer has the published points: the peak and the floor. Two modelled curves show the
+    complete schedule, one for each meaning of the floor (clamped or rescaled).
     """
     clamped = recipe(model, "clamped")
     ends = {"learning_rate": clamped.warmup_steps, "min_learning_rate": floor_step(model)}
@@ -129,8 +132,8 @@ def loss_content(runs: Runs = (), *, paper_panels: bool = False) -> FigureConten
     """Returns a figure of training loss against tokens for the user's runs. Crosses mark the loss
     spikes that the kit's alerts detect.
 
-    If `paper_panels` is true, an empty panel is added for the paper's curve, which could not be
-    read.
+    If `paper_panels` is true, an empty panel is added for the paper's curve, whose numbers could
+    not be read off the paper's figure.
 
     Raises:
         ConfigError: No run has a step, and `paper_panels` is false.
@@ -219,6 +222,8 @@ def last_losses(steps: dict[str, Steps]) -> dict[str, float]:
 
 
 def _column(rows: Steps, name: str) -> tuple[list[int], list[float]]:
-    """Returns (step numbers, values) of one column. Steps without a value are left out."""
+    """Returns (step numbers, values) of one column of the training rows. Steps without a value in
+    this column are left out.
+    """
     known = [row for row in rows if row[name] is not None]
     return [row["step"] for row in known], [row[name] for row in known]

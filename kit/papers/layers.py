@@ -42,10 +42,11 @@ from kit.show.style import Rows
 Runs = Sequence[Run | str | Path]
 """Opened runs, run directories, or folders that contain run directories."""
 Drawn = tuple[Any, Rows]
-"""(drawn figure, its rows). The first item is a table if the paper prints a table."""
+"""(drawn figure, rows of its data). If the paper prints a table, the first item is a table instead
+of a figure."""
 WARM_UP = 2
-"""Number of training steps at the beginning of a run, or of first measured times of a kernel, that
-are left out of statistics."""
+"""Number of first values that statistics leave out: the first training steps of a run, or the first
+measured times of a kernel."""
 LOAD = "load.json"
 """Name of the file with the load average that this machine had before the first run of a study. It
 is in the folder that contains the runs."""
@@ -57,11 +58,11 @@ TOKEN_UNITS = {
     "tokens, thousands": 1e3,
     "tokens": 1,
 }
-"""Label of a token axis, mapped to the number of tokens per unit of that axis. The largest unit
+"""Maps the label of a token axis to the number of tokens per unit of this axis. The largest unit
 comes first."""
 QUIET_LOAD = 1.5
-"""Load average (running processes) from which on a study is marked as measured while other programs
-ran."""
+"""Smallest load average (number of running processes) at which a figure says that other programs
+ran during the measurements."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,15 +82,15 @@ class FigureLayer:
     """Upper ends of the intervals of y, NaN without an interval. A single number is extended to an
     array as long as x."""
     source: str
-    """Source of the points. For a modelled layer, this is the error of the model, with the
-    measurements by which the error was determined."""
+    """Text that says where the plotted points come from. For a modelled layer, the text states the
+    error of the model, and the measurements by which this error was determined."""
     scale: Literal["paper", "cluster", "demo"] = "paper"
     names: tuple[str, ...] = ()
-    """Category names of the points, such as models. If they are given, x only numbers the
-    categories."""
+    """Names of the categories to which the points belong, such as models. If names are given, x has
+    only the numbers of the categories."""
     level: bool = False
-    """Whether the layer is one value that holds for every x. It is then drawn as a horizontal line
-    across the panel."""
+    """Whether the layer has only one value, which holds for every x. The value is then drawn as a
+    horizontal line across the panel."""
     joined: bool = False
     """Whether a line joins the points of a measured layer."""
     runs: tuple[str, ...] = ()
@@ -146,8 +147,8 @@ class FigureLayer:
 
     @classmethod
     def modelled(cls, label: str, *points: Any, error: str, names: Iterable[str] = ()) -> Self:
-        """Returns a modelled layer. A layer without points is not drawn. It only adds the model to
-        the sources that are listed below a table.
+        """Returns a modelled layer (curve or points). A layer without points is not drawn. It only
+        adds the model's error to the sources that are listed below a table.
 
         Args:
             label: name in the legend.
@@ -155,7 +156,7 @@ class FigureLayer:
                 follow.
             error: sentence with the error of the model, and the measurements by which the error was
                 determined.
-            names: category names of the points, if x only numbers categories.
+            names: names of the categories, such as models, if x has only the numbers of categories.
 
         Raises:
             ConfigError: `error` is empty.
@@ -200,8 +201,8 @@ class FigureLayer:
 
 
 def table(layers: Iterable[FigureLayer], **columns: Any) -> Rows:
-    """Returns the table rows of all layers. `columns`, such as `panel="(a)"`, are added to the
-    beginning of each row.
+    """Returns the table rows of all layers, one row per point. `columns`, such as `panel="(a)"`,
+    are added at the beginning of each row.
     """
     return [columns | row for layer in layers for row in layer.rows()]
 
@@ -246,7 +247,8 @@ def note_load(directory: str | Path) -> None:
 
 
 def was_quiet(directory: str | Path) -> bool:
-    """Returns whether the load average was below QUIET_LOAD before the first run in a folder.
+    """Returns whether this machine was nearly idle (load average below QUIET_LOAD) before the first
+    run in a folder.
 
     Returns True if no load average was recorded in the folder.
     """
@@ -317,8 +319,8 @@ def measured(
     clusters. A layer without points is left out.
 
     Each run gives one point. The y of the point is the median of `y` over the steps after the first
-    `WARM_UP` steps, and the interval is the interquartile range. A run is left out if it has no
-    later step, or if its x or y is NaN.
+    `WARM_UP` steps, and the interval is the interquartile range. A run is left out if it has at
+    most `WARM_UP` steps, or if its x or y is NaN.
 
     Args:
         runs: runs, run directories, or folders of them.
@@ -348,8 +350,8 @@ def measured(
 
 
 def own_points(own: Sequence[Run], x: Any, y: Any, **fields: Any) -> FigureLayer:
-    """Returns one layer of points that were measured in the runs `own`. All these runs must have
-    one scale: all demo scale, or all clusters.
+    """Returns one layer of points that were measured in the runs `own`. Either all these runs are
+    runs of this machine (demo scale), or all are runs of clusters.
 
     `fields` are further fields of `FigureLayer`. By default, the label is the name of the first
     run, and all points belong to that run.
@@ -379,15 +381,16 @@ def study_points(folder: Path, label: str, *points: Any, **fields: Any) -> Figur
 def on_clusters(
     runs: Runs, *, x: Callable[[Run], float], y: Callable[[Run], np.ndarray]
 ) -> list[FigureLayer]:
-    """Returns the layers of `measured` that come from clusters. Unlike points at demo scale, they
-    may share a panel with a paper's points.
+    """Returns figure layers with one measured point for each cluster run among `runs`. Runs of this
+    machine (demo scale) are left out, since their points must not share a panel with a paper's
+    points.
     """
     return [layer for layer in measured(runs, x=x, y=y) if layer.scale == "cluster"]
 
 
 def curves(runs: Runs, column: str) -> tuple[dict[str, list[FigureLayer]], dict[str, str]]:
     """Returns (layers, axis labels) that show one column of the runs' metrics against tokens. Both
-    are dicts by scale, "demo" and "cluster".
+    are dicts with the keys "demo" (runs of this machine) and "cluster" (runs of clusters).
 
     Each layer shows the column of one run. Runs without steps are left out. The unit of the token
     axis is chosen to suit the longest run.

@@ -62,7 +62,8 @@ class FigureContent:
     """Text for each placeholder in the captions, titles and notes, by the name of the
     placeholder."""
     notes: Sequence[str] = ()
-    """Notes that depend on the data. They follow the notes from `data/figures.toml`."""
+    """Notes below the figure that depend on the data. They follow the notes from
+    `data/figures.toml`."""
     ticks: Mapping[str, Mapping[Any, str]] = dataclasses.field(default_factory=dict)
     """For each panel name, a mapping from the coordinates of x ticks to their labels. Only panels
     whose ticks depend on computed numbers are contained."""
@@ -71,11 +72,11 @@ class FigureContent:
     axes: Sequence[str] | None = None
     """Names of the panels that are drawn, in order. None: all keys of `panels`."""
     layout: Mapping[str, Any] | None = None
-    """Keyword arguments of `new_figure`. None: the layout from `data/figures.toml` for this number
-    of panels."""
+    """Keyword arguments of `new_figure`: arrangement of the panels and height of the figure. None:
+    the layout that `data/figures.toml` has for this number of panels."""
     draw_panel: Callable[[Any, str], None] | None = None
     """Function `draw_panel(axis, name)` that draws the panel with this name into a matplotlib axis.
-    None: `draw_layers` draws it."""
+    None: the layers of the panel are drawn as curves and points (`draw_layers`)."""
     annotate: Callable[[Any], None] | None = None
     """Function `annotate(figure)` that adds whatever is not a layer, such as texts and marks, after
     the panels are drawn."""
@@ -91,19 +92,21 @@ class TableContent:
     rows: Rows
     """Rows of the table as data. They are written to the CSV file."""
     layers: Sequence[FigureLayer]
-    """Layers (not drawn) that only serve to list the sources of the cells below the table."""
+    """Layers that are not drawn. They only name the sources of the cells, which are listed below
+    the table."""
     runs: Iterable[str] = ()
     """Names of the user's runs that the table contains."""
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Text for each placeholder in the captions, titles and notes, by the name of the
     placeholder."""
     notes: Sequence[str] = ()
-    """Notes that depend on the data. They follow the notes from `data/figures.toml`."""
+    """Notes below the table that depend on the data. They follow the notes from
+    `data/figures.toml`."""
 
 
 def draw_content(appearance: Appearance, content: FigureContent | TableContent) -> Drawn:
-    """Returns (figure or table, its rows). The content is drawn with the texts and settings of
-    `appearance`.
+    """Returns (figure or table, rows of its data). The content is drawn with the texts and settings
+    of `appearance`.
     """
     values = content.values
     caption = [line.format(**values).strip() for line in appearance.caption]
@@ -119,8 +122,8 @@ def draw_content(appearance: Appearance, content: FigureContent | TableContent) 
 def _draw_figure(
     appearance: Appearance, content: FigureContent, caption: Sequence[str], notes: Sequence[str]
 ) -> Drawn:
-    """Returns (figure, its rows) for the content. The caption and the notes are complete texts
-    without placeholders.
+    """Returns (figure, rows of its data) for the content. The placeholders in the caption and the
+    notes are already replaced.
     """
     names = content.axes if content.axes is not None else [*content.panels]
     layout = dict(content.layout or appearance.layout(len(names)))
@@ -150,8 +153,8 @@ def _draw_figure(
 
 
 def panel_rows(panels: Mapping[str, Sequence[FigureLayer]]) -> Rows:
-    """Returns the table rows of all layers. Their column `panel` has the name of the panel, unless
-    the name is "".
+    """Returns the table rows of all layers, one row per point. The column `panel` has the name of
+    the panel. Rows of a panel with the name "" lack this column.
     """
     rows = []
     for name, layers in panels.items():
@@ -287,10 +290,11 @@ def _add_legend_above(figure: Any, columns: int) -> None:
 
 
 def label_line_ends(axis: Any) -> None:
-    """Writes the name of each line at its right end in its colour, instead of a legend.
+    """Writes the name of each line at the line's right end in the line's colour, instead of a
+    legend.
 
-    Instead of a line, points with error bars are named at the last point. Horizontal reference
-    lines are not named.
+    The name of points with error bars is written at the last point. Horizontal reference lines are
+    not named.
     """
     from matplotlib.patheffects import withStroke
 
@@ -383,8 +387,8 @@ def paper_facts_table(
 
 
 def _stated_cells(run: Run, labels: Mapping[str, str]) -> dict[str, str]:
-    """Returns those fields of a run's model, plan and recipe that the paper publishes too, as texts
-    by row label.
+    """Returns a dict from row label to text, with the fields of a run's model, plan and recipe that
+    the paper publishes too.
     """
     shape = {f"model_{name}": value for name, value in run.spec.to_dict().items()}
     training = run.plan.to_dict() | run.recipe.to_dict()

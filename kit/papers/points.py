@@ -1,4 +1,4 @@
-"""Adds points that the user has digitised from a figure in the paper's PDF. They are drawn as
+"""Adds points that the user has digitised from a figure in the paper's PDF. The points are drawn as
 hollow markers in the kit's figure.
 """
 
@@ -47,9 +47,9 @@ def series_of(figure: Any) -> dict[str, Series]:
     """Returns the series of a figure to which points can be added. Keys are the names by which a
     file of points refers to them.
 
-    In a figure with one panel, the name is the label in the legend. With several panels, it is
-    `TITLE: LABEL`, with the title of the panel. If such a panel has at most one series, the name is
-    only the title.
+    In a figure with one panel, the name of a series is its label in the legend. In a figure with
+    several panels, the name is `TITLE: LABEL`, where TITLE is the title of the panel. If a panel
+    has at most one series, the name is only the title.
     """
     found = {}
     for panel in figure.axes:
@@ -71,8 +71,8 @@ def series_of(figure: Any) -> dict[str, Series]:
 
 
 def template(name: str, figure: Any) -> str:
-    """Returns the text of an empty file of points, which the user fills in. It has the columns, the
-    units of the axes, and one line per series.
+    """Returns the text of an empty file of points, which the user fills in. The text has the names
+    of the columns, the units of the axes, and one line per series.
     """
     units = {}
     lines = []
@@ -85,7 +85,7 @@ def template(name: str, figure: Any) -> str:
 
 
 def read_points(file: Path, known: Mapping[str, Series]) -> dict[str, FigureLayer]:
-    """Returns the points in a file as one layer per series, by the name of the series.
+    """Returns a dict from series name to a figure layer with the points of this series in the file.
 
     `known` maps each allowed series name to its series.
 
@@ -211,8 +211,9 @@ def _place(axis: Any, text: str, where: str) -> float:
 
 
 def _unit(axis: Any) -> str:
-    """Returns a text that says what an axis shows and in which unit. It is the label of the axis.
-    Without a label, it is the title of the panel (y axis only) or the list of category names.
+    """Returns a text that says what an axis shows and in which unit. The text is the label of the
+    axis. If the axis has no label, the text is the title of the panel (y axis only) or the list of
+    category names.
     """
     label = axis.get_label_text()
     if label:

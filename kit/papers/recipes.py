@@ -25,8 +25,8 @@ from kit.papers.layers import FigureLayer, Runs, by_scale, on_clusters, open_run
 from kit.papers.panels import TableContent, paper_facts_table
 
 PAPERS = {"frontier": frontier_model, "hlat": hlat_model}
-"""Module of each paper, by the paper's short name. A module has the published numbers, the names of
-the models, and the error of the planner's predictions."""
+"""Maps the short name of each paper to a module. The module has the published numbers of the paper,
+the names of its models, and the error of the planner's predictions."""
 NOT_STATED = {
     "frontier": {
         "num_steps": "the scripts only time some steps",
@@ -34,11 +34,11 @@ NOT_STATED = {
     },
     "hlat": {},
 }
-"""Fields of `Recipe` that a paper does not publish and the user must give. Maps the paper to a dict
-from field to the reason."""
+"""Maps the short name of each paper to the fields of `Recipe` that the paper does not publish and
+the user must give. The fields are a dict from field name to the reason."""
 SITES = {"frontier": "frontier", "hlat": hlat_model.TRN1}
-"""Site (description of a machine) on which the models of each paper were trained, by the paper's
-short name."""
+"""Maps the short name of each paper to the site (description of a machine) on which its models were
+trained."""
 FRONTIER = frontier_model.FACTS
 HLAT = hlat_model.FACTS
 
@@ -85,9 +85,9 @@ def published_recipe(name: str, replicas: int = 0) -> PublishedRecipe:
 
     Args:
         name: name of the paper and the model, such as `frontier-175b` or `hlat-7b`.
-        replicas: number of replicas. 0: the number in the released script. With another number,
-            each replica of Frontier keeps its share of the batch, so the global batch changes.
-            HLAT's global batch stays constant and is divided among the replicas.
+        replicas: number of replicas. 0: the number in the released script. Another number changes
+            the global batch of a Frontier recipe, since the batch per replica stays constant. The
+            global batch of an HLAT recipe stays constant and is divided among the replicas.
 
     Raises:
         ConfigError: No recipe has this name.
@@ -136,7 +136,9 @@ def recipe(model: str, cosine_floor: Literal["clamped", "rescaled"]) -> Recipe:
 
 
 def final_step(model: str) -> int:
-    """Returns the step by which HLAT has trained on all its 1.8 trillion tokens."""
+    """Returns the number of HLAT's last training step, at which the model has been trained on all
+    1.8 trillion tokens.
+    """
     return int(HLAT.value("recipe_training_tokens", model) / tokens_of(model, 1))
 
 
@@ -167,7 +169,7 @@ def frontier_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> T
     """Returns the table of the recipes in the Frontier authors' scripts, with the planner's
     predictions for each recipe.
 
-    `labels` maps series of published numbers to row labels, as in `paper_facts_table`.
+    `labels` maps each series of published numbers that the table shows to the label of its row.
     """
     layers = [
         FigureLayer.published(FRONTIER["throughput_percent"], label="throughput"),
@@ -188,8 +190,8 @@ def frontier_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> T
 
 
 def _predicted_cells(model: str) -> dict[str, str]:
-    """Returns the cells of one recipe by row label: predictions of the planner, and numbers derived
-    from the layout.
+    """Returns a dict from row label to table cell for one recipe: predictions of the planner, and
+    numbers derived from the layout.
     """
     spec = ModelSpec.preset(frontier_model.MODELS[model])
     plan = frontier_model.recipe_plan(model)
@@ -215,7 +217,7 @@ def hlat_models_content(runs: Runs = (), *, labels: Mapping[str, str]) -> TableC
     """Returns the table of the shapes of both HLAT models, as in the released code, with derived
     numbers.
 
-    `labels` maps series of published numbers to row labels, as in `paper_facts_table`.
+    `labels` maps each series of published numbers that the table shows to the label of its row.
     """
     layers = [
         FigureLayer.published(HLAT["model_num_layers"], label="shapes"),
@@ -241,7 +243,7 @@ def hlat_recipes_content(runs: Runs = (), *, labels: Mapping[str, str]) -> Table
     """Returns the table of HLAT's released hyperparameters and layouts, with numbers derived from
     them.
 
-    `labels` maps series of published numbers to row labels, as in `paper_facts_table`.
+    `labels` maps each series of published numbers that the table shows to the label of its row.
     """
     follows = {}
     for name in hlat_model.MODELS:

@@ -30,9 +30,9 @@ MOST_WORDS = 2
 """Largest number of words in a cell that still counts as a number. For example, "41 GiB of 64" has
 two words."""
 LONG_TEXT = 60
-"""Number of characters from which on a cell counts as long. The column of a long cell is at least
-LEAST_WIDTH wide. Otherwise a browser narrows the column to its longest word, and the row becomes
-dozens of lines high."""
+"""Smallest number of characters of a long cell. The column of a long cell is at least LEAST_WIDTH
+wide. Otherwise a browser narrows the column to its longest word, and the row becomes dozens of
+lines high."""
 LEAST_WIDTH = "16em"
 """Least width of a column with long cells, as a CSS length."""
 CAPTION = "<div style='width:0'><div style='{}'>{}</div></div>"

@@ -55,12 +55,12 @@ STYLE_CODE = re.compile(r"(\x1b\[[\d;]*m)")
 
 
 class PlainStream:
-    """Wrapper of standard output or standard error that replaces control characters by visible
-    symbols, in the text of any library. On a terminal, carriage returns and styles are kept, since
-    progress bars and coloured errors need them.
+    """Wrapper of standard output or standard error. It replaces control characters by visible
+    symbols in all text that the process writes, including the text of libraries. On a terminal,
+    carriage returns and styles are kept, since progress bars and coloured errors need them.
 
-    The attribute `unfiltered` is the original stream. PlainConsole writes to it directly, since it
-    replaces control characters itself.
+    The attribute `unfiltered` is the original stream. A PlainConsole writes to the original stream,
+    because the console already replaces control characters.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -69,7 +69,7 @@ class PlainStream:
     def write(self, text: str) -> int:
         if not self.unfiltered.isatty():
             return self.unfiltered.write(plain(text))
-        # `split` alternates text and escape sequences of styles. Only the text is changed.
+        # `split` returns text and style sequences in turn. Only the text is changed.
         parts = STYLE_CODE.split(text)
         kept = {**VISIBLE, ord("\r"): "\r"}
         parts[::2] = [part.translate(kept) for part in parts[::2]]
@@ -85,8 +85,9 @@ class PlainStream:
 
 @contextlib.contextmanager
 def plain_streams() -> Iterator[None]:
-    """Replaces control characters in all output of the process within the block, by a `PlainStream`
-    around standard output and standard error.
+    """Context manager that replaces control characters by visible symbols in all output of the
+    process. Within the `with` block, standard output and standard error are wrapped in a
+    `PlainStream`.
     """
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     filters = {name: PlainStream(stream) for name, stream in before.items()}
@@ -96,7 +97,8 @@ def plain_streams() -> Iterator[None]:
         yield
     finally:
         for name, stream in filters.items():
-            # After a closed pipe, Typer has replaced the stream by its own. That stream must stay.
+            # If a closed pipe caused an error, Typer has replaced the stream by a stream that
+            # ignores this error. Typer's stream is kept.
             if getattr(sys, name) is stream:
                 setattr(sys, name, before[name])
 
@@ -106,12 +108,13 @@ GAP = "  "
 UNLIMITED = 100_000
 """Assumed line width of a file or a pipe, in characters. It is so large that no line is wrapped."""
 PICTURE = 80
-"""Width of a text curve that is printed to a file or a pipe, in characters."""
+"""Width, in characters, of a curve that is drawn with text characters and printed to a file or a
+pipe."""
 APART_S = 30.0
-"""Least time between two views that `keep_drawing` writes to a file or a pipe, in seconds."""
+"""Shortest time in seconds between two prints of a live view to a file or a pipe."""
 HUGE = 1e6
-"""Absolute value from which on a number is printed with an exponent, even if its format has fixed
-decimals."""
+"""Smallest absolute value of a number that is printed with an exponent, even if the format of the
+number has fixed decimals."""
 
 
 def number(value: float | None, form: str) -> str:
@@ -139,8 +142,9 @@ def clock(when: float, form: str = "%H:%M:%S") -> str:
 
 
 def as_text(*parts: RenderableType) -> str:
-    """Returns the text that the terminal would show for `parts`, without colours. Lines are wrapped
-    to the width of the terminal. Without a terminal they are not wrapped.
+    """Returns the text that the terminal would show for the printable objects `parts`, without
+    colours. Lines are wrapped to the width of the terminal. Without a terminal, lines are not
+    wrapped.
     """
     console = PlainConsole(color_system=None, force_jupyter=False)
     with console.capture() as shown:
@@ -164,8 +168,9 @@ class PlainConsole(Console):
 
     @property
     def file(self) -> Any:
-        """Stream to which the console writes. If the stream is a PlainStream, it is the original
-        stream inside it, since a PlainStream would damage the console's own escape sequences.
+        """Stream to which the console writes. If standard output is wrapped in a PlainStream, the
+        console writes to the original stream, since a PlainStream would damage the console's own
+        escape sequences.
         """
         stream = Console.file.fget(self)  # pyright: ignore[reportOptionalCall]
         return getattr(stream, "unfiltered", stream)
@@ -176,8 +181,8 @@ class PlainConsole(Console):
 
     @property
     def picture_width(self) -> int:
-        """Width of a text curve in characters: the width of the terminal, or PICTURE for a file or
-        a pipe.
+        """Width, in characters, of a curve that is drawn with text characters: the width of the
+        terminal, or PICTURE for a file or a pipe.
         """
         return PICTURE if self.width == UNLIMITED else self.width
 
@@ -202,8 +207,8 @@ def keep_drawing(
     """Draws a view repeatedly in the same place of the terminal, until `over` returns True or the
     user presses Ctrl-C.
 
-    Views in a file or a pipe cannot be overwritten. Only the first view, one view every APART_S
-    seconds, and the last view are written to a file or a pipe.
+    In a file or a pipe, a new view cannot overwrite the old view. So only the first view, one view
+    every APART_S seconds, and the last view are printed.
 
     Args:
         view: function that returns the view of the present moment. It is called once per drawing.

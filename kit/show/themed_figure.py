@@ -1,5 +1,5 @@
-"""A matplotlib figure that notebooks show in the theme of the page, light or dark, with notes on
-its sources below it.
+"""A matplotlib figure that notebooks show in the theme of the page, light or dark, with notes below
+the figure that say where its data come from.
 """
 
 import base64
@@ -44,7 +44,7 @@ def drawing_settings(settings: str | dict[str, Any]) -> Iterator[None]:
     block in another thread waits until this block has ended.
 
     Matplotlib's settings are global to the process, and a dashboard draws its saved picture in a
-    separate thread. Without the lock, the end of one block would reset the settings of a block in
+    separate thread. Without this wait, the end of a block would reset the settings of a block in
     another thread.
     """
     with _settings_lock, style.context(settings):
@@ -61,7 +61,8 @@ class ThemedFigure(Figure):
     runs: frozenset[str] = frozenset()
     """Names of the user's run directories whose points are drawn in the figure."""
     left_out: tuple[str, ...] = ()
-    """Sentences that name given data that are not drawn, with the reason."""
+    """Sentences that name runs or data of the user that the figure does not show, with the
+    reason."""
 
     @property
     def caption(self) -> str:

@@ -1,5 +1,5 @@
 """Candidates of a search for the fastest layout: every layout that a valid Plan can describe for
-one model, number of devices and batch. They are the elements of one `Layouts` object.
+one model, number of devices and batch. The candidates are the elements of one `Layouts` object.
 """
 
 import dataclasses
@@ -44,9 +44,10 @@ of devices, a word describes them."""
 
 class Shape(NamedTuple):
     """Degrees of parallelism, stages per device and micro-batch size of one layout. The product of
-    the four degrees is the number of devices. Replicas times micro-batch size divides the batch.
-    Pipeline devices times stages divides the number of layers. If the engine counts embedding and
-    output as layers, it may instead divide the number of layers plus 2.
+    the tensor, context, pipeline and data parallel degrees is the number of devices. Replicas times
+    micro-batch size divides the batch. Pipeline devices times stages divides the number of layers.
+    If the engine counts embedding and output as layers, this product may instead divide the number
+    of layers plus 2.
     """
 
     tensor_parallel: int
@@ -67,8 +68,8 @@ def candidates(
     node_devices: int = 0,
     **kernels: Any,
 ) -> Layouts:
-    """Returns all layouts on `num_devices` devices that obey every rule of Plan and of
-    Plan.check_shapes.
+    """Returns all layouts on `num_devices` devices that obey every rule for plans and every rule
+    for plans of this model.
 
     Layouts that train identically are listed once. The ZeRO stage changes nothing if there is one
     replica, and the schedule changes nothing without a pipeline. Layouts that the engine cannot
@@ -95,7 +96,8 @@ def candidates(
     hybrid = capabilities_of(engine).shards_within_groups and 0 < node_devices < num_devices
     modes = _modes(limits, engine, hybrid=hybrid)
     if "recompute_layers" not in limits:
-        # All layouts keep the default of `Layouts.of`. One value is faster than a column.
+        # All layouts then share the default value of `recompute_layers`. One shared value is faster
+        # to compute with than a column with one value per layout.
         del modes["recompute_layers"]
     columns = {name: values[:, None] for name, values in shapes.items()}
     columns.update(modes)
@@ -105,7 +107,7 @@ def candidates(
         inside = node_devices / columns["tensor_parallel"]
         columns["shard_size"] = np.where(is_hybrid, inside, 0.0)
     if capabilities_of(engine).copies_kv_heads:
-        # Each rank holds at least one key/value head.
+        # Each rank needs a key/value head. If there are more ranks than heads, heads are copied.
         columns["num_kv_heads"] = np.maximum(spec.num_kv_heads, columns["tensor_parallel"])
     grid = dataclasses.replace(Layouts.of(spec, [Plan(engine=engine)], **kernels), **columns)
     mask = allowed(grid, spec, engine)
@@ -184,8 +186,9 @@ def _limits(only: Mapping[str, Iterable[Any]]) -> dict[str, tuple]:
 def _shapes(
     spec: ModelSpec, num_devices: int, batch: int, limits: dict[str, tuple], engine: EngineName
 ) -> dict[str, Array]:
-    """Returns all values of `Shape` that the model, the devices, the batch and `limits` allow. The
-    result maps each field of `Shape` to an array with one element per shape.
+    """Returns all combinations of degrees of parallelism, stages per device and micro-batch size
+    that the model, the devices, the batch and `limits` allow. The result maps each field of `Shape`
+    to an array with one element per combination.
     """
     shapes: list[Shape] = []
     for t in _choice(limits, "tensor_parallel", _tensor_degrees(spec, num_devices, engine)):
@@ -270,8 +273,8 @@ def _modes(limits: dict[str, tuple], engine: EngineName, hybrid: bool) -> dict[s
 def _codes(
     limits: dict[str, tuple], name: str, values: Iterable[str], names: tuple[str, ...]
 ) -> Array:
-    """Returns the allowed values of the field `name` as an array of indices into `names`, as
-    columns of `Layouts` need them.
+    """Returns the allowed values of the plan field `name` as an array of indices into `names`.
+    `Layouts` stores a field with text values as such indices.
     """
     return np.array([names.index(value) for value in _choice(limits, name, values)], np.int8)
 

@@ -16,12 +16,13 @@ from kit.estimate.choose.search import Search, describe_layout, interval_text, s
 from kit.estimate.theory.schedule import simulate_plan
 
 SHORTLIST = 2000
-"""Number of the fastest layouts that fit on a changed machine and are evaluated on it. The limit
-saves time."""
+"""Largest number of layouts that are evaluated on a changed machine. They are the fastest layouts
+that fit in its memory. The limit saves time."""
 WITHIN_REACH = 1.5
-"""Largest memory of a faster layout that does not fit, as a multiple of the memory of a device. If
-such a layout exists, the explanation says that memory limits the chosen layout. Layouts above this
-limit are ignored, since no small change of the machine makes them fit."""
+"""Largest memory of a layout that is too large for the device but is still considered, as a
+multiple of the device's memory. If such a layout would be faster, the explanation says that memory
+limits the chosen layout. Larger layouts are ignored, since no small change of the machine makes
+them fit."""
 FAR = 4.0
 """Largest `Nearest.distance`, without unit, between a layout and the most similar published run.
 Above it, a warning calls the prediction outside the measured range."""
@@ -32,8 +33,8 @@ the GPU and back in each step. At best the two copies overlap."""
 ROUNDING = 1e-6
 """Largest relative difference of two step times that counts as a rounding error."""
 SIMULATED_ROUNDS = 6
-"""Number of simulated micro-batches per pipeline device. In a longer simulation each further
-micro-batch would only add the time of the slowest device."""
+"""Largest number of micro-batches per pipeline device that are simulated. Each further micro-batch
+only adds the time of the slowest device, so this time is added without simulation."""
 USEFUL_TERMS = ("gemm", "attention")
 """Terms of the modelled step time in which a device computes the FLOPs of the network. All other
 terms are lost time."""
@@ -97,7 +98,8 @@ class Answer:
     """Plan of the layout, with all settings with which the engine trains it."""
     row: dict[str, Any]
     """Maps column names to the numbers of the layout: fields of the plan, step time, memory, risk,
-    MFU, HFU and tokens per second. With a token budget also days and price in USD."""
+    MFU, HFU and tokens per second. If a token budget is given, days and price in USD are
+    included."""
     time_terms_s: dict[str, float]
     """Maps each term of the modelled step time, e.g. `gemm`, to its seconds. The largest term comes
     first. The seconds add up to the step time."""
@@ -112,7 +114,9 @@ class Answer:
     def of(
         cls, search: Search, index: int, tokens: float | None, batch_advice: str | None
     ) -> "Answer":
-        """Returns the times, memory and plan of the layout with this index in `search.layouts`."""
+        """Returns the predicted times, the memory and the plan of the layout that has the position
+        `index` in `search.layouts`.
+        """
         plan = search.plan(index)
         layout = search.layouts.select(np.array([index]))
         step_time = search.machine.step_time(layout)
@@ -140,8 +144,8 @@ class Answer:
         )
 
     def explain(self) -> Explanation:
-        """Returns the explanation of the layout. For it, the pipeline's schedule is simulated, and
-        the fastest layouts are evaluated on changed machines. This needs about 0.1 s.
+        """Returns the explanation of the layout. The method simulates the pipeline's schedule and
+        evaluates the fastest layouts on changed machines, which takes about 0.1 s.
         """
         machine = self.search.machine
         simulated_share = self._simulate_schedule()
@@ -301,8 +305,8 @@ def _limit(answer: Answer) -> str:
 
 
 def _choice_on_changed_machine(answer: Answer, name: str, factors: dict[str, float]) -> str | None:
-    """Returns a text with the fastest layout on a changed machine. Returns None if the layout of
-    `answer` is at most about 1 % slower than this layout.
+    """Returns a text that names the fastest layout on a changed machine. Returns None if the layout
+    of `answer` is at most about 1 % slower than the fastest layout.
 
     `name` describes the change. `factors` maps fields of `Hardware` to multipliers.
     """
@@ -329,8 +333,8 @@ def _choice_on_changed_machine(answer: Answer, name: str, factors: dict[str, flo
 
 
 def _choice_with_other_degrees(answer: Answer) -> str | None:
-    """Returns a text with the fastest feasible layout that has another tensor or pipeline parallel
-    degree than the layout of `answer`. Returns None if no such layout is feasible.
+    """Returns a text that names the fastest feasible layout with another tensor or pipeline
+    parallel degree than the layout of `answer`. Returns None if no such layout is feasible.
     """
     search = answer.search
     layouts = search.layouts

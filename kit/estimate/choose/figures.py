@@ -26,8 +26,9 @@ MEMORY_COLOURS = (
     "#CC97B6",
     "#BFBFBF",
 )
-"""Colours of the parts of a memory bar: first the terms of `kit.estimate.theory.memory.TERMS` in
-their order, then the reserve for memory that is not modelled."""
+"""Colours of the sections of a stacked memory bar. The first colours are for the terms of the
+modelled memory, e.g. weights, in the order of `kit.estimate.theory.memory.TERMS`. The last colour
+is for the reserve for memory that is not modelled."""
 TIME_COLOURS = {
     "gemm": "#0072B2",
     "attention": "#56A0D3",
@@ -61,8 +62,8 @@ def memory_figure(
     GiB, with one panel per layout. The rows are a table of the total memory of each device.
 
     Args:
-        stages: Maps the title of a panel to the result of `memory_by_stage` for its layout. The
-            memory of the fullest device is added to each title.
+        stages: Maps the title of a panel to the memory of each pipeline device for one layout
+            (result of `memory_by_stage`). The memory of the fullest device is added to the title.
         device_bytes: Memory of a device in bytes, drawn as a line.
         reserve: Reserve for memory that is not modelled. It is drawn on top of each bar.
     """
@@ -167,9 +168,9 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
     """Returns (figure, rows). The figure shows the layouts of a search as points of memory in GiB
     and step time in seconds, and the Pareto front as a line. The rows are a table of the front.
 
-    Layouts above 6 times the shortest time or 4 times the memory of a device are not drawn. Of
-    40,000 or more layouts only every second, third, ... layout is drawn. `marked` maps a label to
-    the index of the layout that the label marks.
+    Layouts with more than 6 times the shortest time or 4 times the memory of a device are not
+    drawn. Of 40,000 or more layouts, only every second, third, ... layout is drawn. `marked` maps a
+    label to the index of the layout that is marked with this label.
     """
     rows = [search.row(int(index)) for index in search.pareto]
     used = search.used_bytes / 2**30
@@ -199,7 +200,7 @@ def pareto_figure(search: Search, *, marked: Mapping[str, int] | None = None) ->
             axis.annotate(
                 name,
                 (used[index], time_s[index]),
-                xytext=(-6, -5),  # The label is left below its point: no layout lies there.
+                xytext=(-6, -5),  # No layout lies to the left below a marked layout.
                 textcoords="offset points",
                 color=GREEN,
                 ha="right",

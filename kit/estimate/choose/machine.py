@@ -49,7 +49,7 @@ class Machine:
     """Bytes per parameter that the engine keeps for weights, gradients and optimizer states."""
     code_base: str = "kit"
     """Name of the training code that is assumed to run the layouts: `kit`, or a name in
-    `memory.CODE_BASES`. It decides kernels and memory reserve."""
+    `memory.CODE_BASES`. The training code determines the kernels and the memory reserve."""
 
     @property
     def coefficients(self) -> Coefficients:
@@ -100,9 +100,9 @@ class Machine:
     def stage_times(
         self, spec: ModelSpec, plan: Plan, terms: Mapping[str, float]
     ) -> dict[str, Any]:
-        """Returns the seconds that one micro-batch needs on each stage, for the forward pass, input
-        gradients and weight gradients, and the seconds of one send. They are keyword arguments of
-        `simulate_plan`. `terms` maps each term of the step time to seconds per step.
+        """Returns the keyword arguments of `simulate_plan`: the seconds that one micro-batch needs
+        on each stage for the forward pass, input gradients and weight gradients, and the seconds of
+        one send. `terms` maps each term of the step time to seconds per step.
 
         A third of the matrix products belongs to the forward pass, a third to input gradients and a
         third to weight gradients. Recomputation is part of the backward pass. Logits and embedding
@@ -157,8 +157,12 @@ def machine_of(
     precision: Precision = "bf16",
     code_base: str = "kit",
 ) -> Machine:
-    """Returns a site with the numbers from which the step time and the memory of layouts are
-    computed. The arguments are explained in `search`.
+    """Returns a `Machine`: a site with all numbers from which the step time and the memory of
+    layouts are computed.
+
+    `engine` trains the layouts. `kernels` describes the tensors that are saved for backward.
+    `code_base` names the training code. By default, these are the engine of the site and the
+    kernels of the code base.
 
     Raises:
         ConfigError: The site lacks a number, the code base is unknown, or the site has no peak for

@@ -27,9 +27,9 @@ class Nearest:
 
     run: PublishedRun
     distance: float
-    """Distance between run and layout. For each of parameters, devices, degrees, sequence length,
-    micro-batch and peak FLOP/s, |ln(run / layout)| is multiplied by a weight and added. The
-    distance is 0 if all are equal."""
+    """Distance between run and layout: the weighted sum of |ln(run / layout)| over parameters,
+    devices, tensor and pipeline degree, sequence length, micro-batch size and peak FLOP/s of a
+    device. The distance is 0 if all these sizes are equal."""
     residual: float
     """Relative error of the run's predicted step time: predicted over measured, minus 1."""
 
@@ -51,8 +51,9 @@ class Nearest:
 def nearest_run(
     spec: ModelSpec, plan: Plan, hardware: Hardware, coefficients: Coefficients
 ) -> Nearest:
-    """Returns the published run most similar to the layout `plan`, with the error of the run's step
-    time. `coefficients` are the efficiencies and latencies with which it is predicted.
+    """Returns the published run most similar to the layout `plan`, with the error of the run's
+    predicted step time. `coefficients` are the efficiencies and latencies with which this step time
+    is predicted.
     """
     here = _position(spec, plan, float(hardware.peak_flops_per_s), plan.precision)
     distances = np.abs(_positions() - here).sum(axis=1)
@@ -100,11 +101,12 @@ def _positions() -> Array:
 
 
 def _position(spec: ModelSpec, plan: Plan, peak_flops_per_s: float, precision: str) -> Array:
-    """Returns the weighted logarithms of the sizes of a run or layout. The distance of two runs is
-    the sum of the absolute differences of these numbers.
+    """Returns the coordinates of a run or layout: weighted logarithms of model size, number of
+    devices, tensor and pipeline degree, sequence length, micro-batch size and peak FLOP/s of a
+    device. The distance of two runs is the sum of the absolute differences of their coordinates.
 
-    The peak FLOP/s of the device has the largest weight. For a precision narrower than bf16, it is
-    the bf16 peak times the largest speedup of the precision.
+    The peak FLOP/s has the largest weight. For a precision narrower than bf16, the bf16 peak is
+    multiplied by the largest speedup of this precision over bf16.
     """
     values = (
         spec.num_params,

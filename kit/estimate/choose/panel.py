@@ -35,12 +35,13 @@ GIB = 2.0**30
 WIDTH = 600
 DPI = 192
 MOST_OPERATIONS = 256
-"""Largest number of forward and backward passes per device that the timeline draws. With more, the
-box of a pass would be thinner than a line. Two micro-batches per pipeline device are always drawn.
-"""
+"""Largest number of forward and backward passes per device that the timeline draws. With more
+passes, the box of a pass would be thinner than a line. At least two micro-batches per pipeline
+device are drawn, even if their passes exceed this number."""
 SIDE = 19.0
 """Odds at the upper end of a 90 % interval: 95 % against 5 %. The interval of used bytes is
-computed from these odds and from the sharpness of the memory reserve."""
+computed from these odds and from `Reserve.sharpness` (steepness of the out-of-memory
+probability)."""
 DARK_PAGE = (
     ":is([data-jp-theme-light=false],.vscode-dark) :is(.kit-panel,.kit-panel-still) img"
     " {filter: invert(0.93) hue-rotate(180deg)}"
@@ -61,9 +62,11 @@ FIELDS = (
     "compile",
     "engine",
 )
-"""Fields of the plan that take their value unchanged from the control of equal name."""
+"""Fields of the plan whose value is the unchanged value of the panel's control (input element) with
+the field's name."""
 OPTIONAL = ("shard_size", "recompute_layers")
-"""Fields of the plan that may be None. The control of such a field shows 0 for None."""
+"""Fields of the plan that may be None. The panel's control (input element) for such a field shows 0
+for None."""
 FLAGS = (("no", False), ("yes", True))
 """Choices of a control for a Boolean field, as pairs (label, value)."""
 
@@ -89,8 +92,8 @@ class Estimate:
     risk: float
     """Probability, 0 to 1, that the layout runs out of memory."""
     timeline: Simulation
-    """Simulated pipeline schedule of the whole step. If the step is too long to draw, only its
-    beginning is simulated."""
+    """Simulated pipeline schedule of the complete training step. If the step is too long to draw,
+    only its first micro-batches are simulated."""
     drawn_microbatches: int
     """Number of micro-batches that the first pipeline device starts within the drawn part of the
     timeline."""
@@ -205,7 +208,7 @@ class Estimate:
         percent = 100 * np.array(self.step_s[1:]) / self.step_s[0]
         step.axes[0].plot(percent, [0.43, 0.43], color=INK, linewidth=3)
         step.axes[0].set_xlim(0, max(100, percent[1]))
-        # Labels and numbers are removed from the timeline, since drawing each needs a millisecond.
+        # Labels and numbers are removed from the timeline: drawing each of them takes 1 ms.
         timeline.axes[0].set_yticks([])
         for text in [*timeline.axes[0].texts]:
             text.remove()

@@ -12,7 +12,7 @@ from kit.estimate.theory.layouts import RECOMPUTE, Array, Layouts
 NONE = RECOMPUTE.index("none")
 FULL = RECOMPUTE.index("full")
 MOST = 200
-"""Number of layouts for which partial recomputation is tried. They are the fastest layouts that
+"""Largest number of layouts for which partial recomputation is tried: the fastest layouts that
 recompute all blocks and fit in memory."""
 PARTS = 16
 """Number of partial recomputations that are tried per layout: 0/16 to 15/16 of the blocks of a
@@ -27,17 +27,18 @@ def with_some_recomputed(
     most_bytes: float,
     equal_stages: bool,
 ) -> tuple[Layouts, Array, Array]:
-    """Returns (layouts, step times in seconds, used bytes). They contain the given layouts, and
+    """Returns (layouts, step times in seconds, used bytes). The result has the given layouts first,
     then the added layouts, which recompute only some blocks.
 
-    Partial recomputation is tried for the MOST fastest feasible layouts that recompute all blocks.
-    For each, the layout with the smallest number of recomputed blocks that fits in `most_bytes` is
-    added. Nothing is added for a layout that fits without recomputation.
+    Partial recomputation is tried for the fastest feasible layouts that recompute all blocks, at
+    most `MOST` layouts. Of each layout, a copy is added that recomputes the smallest number of
+    blocks with which it fits in `most_bytes`. No copy is added of a layout that fits without
+    recomputation.
 
     A block that is not recomputed saves the time of one forward pass and keeps its activations in
-    memory. The layout with the fewest recomputed blocks is therefore the fastest. With
-    `equal_stages`, all stages of a device recompute an equal number of blocks. This is how
-    Megatron-Core's option works, which sets the number of blocks per stage.
+    memory. The copy with the fewest recomputed blocks is therefore the fastest. With
+    `equal_stages`, all stages of a device recompute an equal number of blocks, as Megatron-Core
+    does: its option sets the number of blocks per stage.
     """
     rows = np.flatnonzero((layouts.recompute == FULL) & (used_bytes <= most_bytes))
     rows = rows[np.argsort(time_s[rows], kind="stable")][:MOST]

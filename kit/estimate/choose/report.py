@@ -89,12 +89,14 @@ def plan_report(
 
     `model` and `site` are names or files. `count` is the largest number of layouts. `tokens` is the
     training budget, from which days and price are computed. `choose` is the number of the layout to
-    explain and save, counted from 1. Without `sequence_length`, `training_spec` chooses the length
-    of training sequences. All other arguments are explained in `search`.
+    explain and save, counted from 1. Without `sequence_length`, training sequences have the length
+    in the preset or file, or an assumed length for a Hugging Face configuration. All other
+    arguments are arguments of `search`, which explains them.
 
     Raises:
-        ConfigError: The model or the site is unknown, or `tokens` is less than one step. Or
-            `search` or `answers` raises it, or fewer than `choose` layouts were found.
+        ConfigError: The model or the site is unknown, `tokens` is less than one step, or another
+            argument is not allowed. Or no layout fits devices and batch, no layout fits in
+            memory, or fewer than `choose` layouts were found.
     """
     spec, notes = training_spec(model, sequence_length=sequence_length)
     if tokens is not None and tokens < batch * spec.sequence_length:

@@ -39,16 +39,16 @@ EXACT_LAYOUTS = 2000
 Float32 is precise enough to find these layouts. With float64, a report shows exactly the values
 that `step_time`, `memory` and the notebook panel compute for the plan."""
 NOTABLE = 1.1
-"""Smallest ratio of sequences per second, with another batch over the present batch, at which the
-other batch is recommended."""
+"""Smallest speedup at which another batch is recommended: sequences per second with the other
+batch, divided by sequences per second with the present batch."""
 COLUMNS: tuple[str, ...] = ("layout", "s/step", "90 % interval", "GiB", "risk", "MFU")
 """Column headers of a table of layouts. The function `cells` returns the cells of one row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchSetup:
-    """Inputs of a search without the number of devices, the batch and the allowed values. They stay
-    unchanged if the search is repeated with other devices or another batch.
+    """Inputs of a search without the number of devices, the batch and the allowed values. These
+    inputs stay unchanged if the search is repeated with other devices or another batch.
     """
 
     spec: ModelSpec
@@ -171,10 +171,10 @@ class Search:
         return self.plan(int(self.order[0]))
 
     def fastest(self, count: int) -> Array:
-        """Returns the indices of the `count` fastest feasible layouts, or of fewer. Of layouts with
-        equal time and memory, only the first is returned.
+        """Returns the indices of the fastest feasible layouts, fastest first, at most `count`
+        indices. If several layouts have equal time and memory, only the first is returned.
 
-        For example, with a pipeline ZeRO 2 needs as much time and memory as ZeRO 1.
+        For example, a pipeline with ZeRO 2 needs as much time and memory as a pipeline with ZeRO 1.
         """
         rows = self.order[: 20 * count]
         time_s = self.step_time_s[rows]
@@ -186,8 +186,8 @@ class Search:
         return rows[is_new][:count]
 
     def plan(self, index: int) -> Plan:
-        """Returns the plan of one layout for the engine of the search, in the precision of the
-        search. On GPUs the plan has the settings of `Plan.gpu_defaults`.
+        """Returns the plan of one layout, with the engine and the precision of the search. On GPUs,
+        blocks are compiled unless this makes steps slower (`Plan.gpu_defaults`).
         """
         plan = self.layouts.plan(index, self.engine)
         if self.machine.site.device.is_gpu:
@@ -345,8 +345,9 @@ def evaluate_layouts(
     global_batch_size: int,
     only: Mapping[str, Iterable[Any]],
 ) -> Search:
-    """Returns all layouts of a setup for a number of devices and a batch, with the modelled step
-    time and memory of each layout. Layouts that do not fit in memory are included.
+    """Returns a search with all layouts for a number of devices and a batch, and with the modelled
+    step time and memory of each layout. Layouts that do not fit in memory are included. `setup` has
+    the model, the machine and the engine.
 
     Raises:
         ConfigError: The site lacks a number, or no layout fits devices, batch and `only`.
@@ -537,8 +538,8 @@ def interval_text(row: Mapping[str, Any]) -> str:
 
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the table cells of one layout as short texts, in the order of `COLUMNS`. `row` is a
-    result of `Search.row`.
+    """Returns the table cells of one layout as short texts, in the order of `COLUMNS`. `row` maps
+    names to the layout's numbers, as `Search.row` returns them.
     """
     return (
         describe_layout(row),

@@ -119,9 +119,9 @@ class MeasuredRate:
     """Objective of a search, measured in real runs of the kit: tokens per second, summed over all
     devices, as the median over the steps. The first `warm_up` steps are ignored.
 
-    Each trial has a run directory below `directory`. Its name contains the parameters of the trial.
-    If the run of a trial has ended, it is not repeated. A killed search may leave an active run,
-    and the next search waits for this run.
+    Each trial has a run directory below `directory`. The name of the run directory contains the
+    parameters of the trial. If the run of a trial has ended, it is not repeated. A killed search
+    may leave an active run, and the next search waits for this run.
     """
 
     spec: ModelSpec
@@ -136,8 +136,8 @@ class MeasuredRate:
 
     def __call__(self, parameters: Parameters) -> float:
         """Returns the tokens per second of the run of a trial, summed over all devices, as the
-        median over the steps. If the run does not exist, it is launched. The method waits for its
-        end.
+        median over the steps. If the run does not exist, it is launched. The method waits until
+        the run has ended.
 
         Raises:
             ConfigError, DataError, RunError: The plan cannot run.

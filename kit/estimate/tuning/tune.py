@@ -116,8 +116,8 @@ class Trials:
 
     @property
     def best_so_far(self) -> Array:
-        """Largest objective among the first trials up to each trial. Elements before the first
-        successful trial are NaN.
+        """Largest objective up to each trial, including this trial, in the order of evaluation.
+        Elements before the first successful trial are NaN.
         """
         return np.fmax.accumulate(self.values) if self.trials else self.values
 
@@ -237,8 +237,8 @@ def _journal(storage: Path) -> Any:
 
 
 def _study(new: Trials, storage: str | Path | None) -> Any:
-    """Returns the Optuna study of a search. It is loaded from the file `storage` if this file
-    contains it, and otherwise created. The name of the study is `Trials.words`.
+    """Returns the Optuna study of a search. If the file `storage` contains the study, it is loaded.
+    Otherwise a new study is created, whose name is the JSON text `Trials.words`.
 
     Raises:
         ConfigError: The file contains the trials of another search.
@@ -275,8 +275,9 @@ def _ask(study: Any, trials: Trials) -> Any:
         study.enqueue_trial(_far_from_all(trials, seed))
     asked = study.ask(choices)
     if asked.params in seen:
-        # The proposal was evaluated before. It is ended in state FAIL, since samplers ignore trials
-        # in this state. A random combination that was not evaluated takes its place.
+        # Optuna proposed a combination that was evaluated before. The proposed trial is ended in
+        # state FAIL, since samplers ignore trials in this state. It is replaced by a trial with a
+        # random combination that was not evaluated.
         study.tell(asked, state=optuna().trial.TrialState.FAIL)
         every = itertools.product(*(range(len(each)) for each in trials.space.values()))
         rest = [index for index in every if dict(zip(trials.space, index, strict=True)) not in seen]
@@ -287,8 +288,9 @@ def _ask(study: Any, trials: Trials) -> Any:
 
 
 def _far_from_all(trials: Trials, seed: int) -> dict[str, int]:
-    """Returns the one of 64 random combinations of parameters that is farthest from all trials. The
-    result maps each parameter to the index of its value. It is proposed if all trials have failed.
+    """Draws 64 random combinations of parameters and returns the combination that is farthest from
+    all earlier trials. The result maps each parameter to the index of its value. It is used if all
+    earlier trials have failed.
     """
     sizes = np.array([len(choices) for choices in trials.space.values()])
     drawn = np.random.default_rng(seed).integers(sizes, size=(64, len(sizes)))

@@ -30,8 +30,8 @@ runs do not change the prior."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredMachine:
-    """Measured published runs of one machine, divided into groups. The runs of a group are left out
-    of the fit together.
+    """Measured published runs of one machine, divided into groups of similar runs, e.g. by hidden
+    size. The runs of a group are left out of the fit together.
     """
 
     name: str
@@ -56,7 +56,8 @@ class MeasuredMachine:
 Group = Callable[[PublishedRun], Hashable]
 """Function that returns the key of the group to which a run belongs, e.g. its hidden size."""
 Choice = Callable[[PublishedRun], bool]
-"""Function that returns whether a run was made on the machine to which the function belongs."""
+"""Function that returns whether a published run belongs to a certain machine. Each entry of
+MACHINES has one such function."""
 
 
 def size_of(run: PublishedRun) -> Hashable:
@@ -76,8 +77,8 @@ def _bridge(device: str) -> Choice:
 
 
 # Each element is (name, family, function that selects the runs, function that returns the group of
-# a run). With `id` as last function, each run is a group. Recalled or second-hand numbers and one
-# run with a wrong configuration are left out.
+# a run). If the last function is `id`, each run is a separate group. Runs with recalled or
+# second-hand numbers, and one run with a wrong configuration, are left out.
 MACHINES: tuple[tuple[str, str, Choice, Group], ...] = (
     (
         "Selene",
@@ -146,15 +147,16 @@ def population_without(all_machines: dict[str, MeasuredMachine], family: str | N
 
 
 SELENE_FITTED = ("factor",)
-"""Names of the coefficients that are fitted to runs on Selene. All other coefficients keep their
-mean over the other machines."""
+"""Names of the planner's coefficients that are fitted to runs on Selene. All other coefficients
+keep their mean over the other machines."""
 
 
 def held_out(
     machine: MeasuredMachine, prior: Prior, *, stacks: bool = False
 ) -> tuple[Array, Array]:
     """Returns (relative errors, half-widths of the 90 % intervals in ln seconds), two arrays with
-    one element per run of a machine. Each run is predicted by a fit without the runs of its group.
+    one element per run of a machine. Each run is predicted by a fit without its group (set of
+    similar runs).
 
     With `stacks`, a time factor of each software stack is fitted too.
     """
@@ -187,7 +189,7 @@ def validate(
     site: Site | None = None,
 ) -> tuple[Row, ...]:
     """Returns a table of the planner's errors on published runs. Each run is predicted by a fit
-    without the runs of its group.
+    without its group (set of similar runs, e.g. with equal hidden size).
 
     If `rows_csv` is given, the table shows the errors on the runs of this CSV file. Only this table
     uses the arguments `calibrate`, `seed` and `site`, which `validate_rows` explains.
@@ -217,8 +219,8 @@ fraction)."""
 
 def predictions() -> dict[str, tuple[Array, Array]]:
     """Returns a dict from the name of a machine to (measured, predicted) seconds per step, two
-    arrays with one element per published run. Each run is predicted by a fit without the runs of
-    its group.
+    arrays with one element per published run. Each run is predicted by a fit without its group (set
+    of similar runs).
     """
     return {
         machine.name: (machine.rows.step_time_s, machine.rows.step_time_s * (1 + error))
