@@ -64,8 +64,9 @@ BENCHMARKS = {
     "hour": Benchmark("hour"),
 }
 QUIET, PATIENCE_S = 2.0, 600.0
-"""Load below which a benchmark starts, and longest wait for it in seconds. Other load makes ratios
-uncertain. The load before the benchmark is written under each table."""
+"""Load average below which a benchmark starts, and longest wait for this load in seconds. The load
+of other programs makes measured ratios uncertain. The load before the benchmark is written under
+its table."""
 
 
 def quiet_load(console: Console) -> float:
@@ -100,7 +101,8 @@ def main() -> int:
     needs_dataset = any(BENCHMARKS[name].reads_dataset for name in names)
     dataset = demo_dataset(options.data) if needs_dataset else None
     for name in names:
-        # The load of the host's cores hardly changes the speed of a GPU.
+        # The load of the host's cores hardly changes the speed of a GPU, so a GPU benchmark starts
+        # at any load.
         is_on_gpu = name == "gpu" and torch.cuda.is_available()
         load = load_average() if is_on_gpu else quiet_load(console)
         console.rule(name)
@@ -111,7 +113,7 @@ def main() -> int:
             model = {"model": options.model} if name == "gpu" else {}
             rows = BENCHMARKS[name].measure(Path(workplace), dataset, **model)
         command = f"python -m tests.bench {name}"
-        if name == "gpu":  # a file and a table for each model
+        if name == "gpu":  # each model of `gpu` has its own results file and table
             name, command = gpu.results_name(options.model), f"{command} --model {options.model}"
         results = write_results(name, rows, command=command, load_before=load)
         console.print(Markdown(table(results)))

@@ -1,5 +1,5 @@
-"""Runs part of a benchmark in its own process, so that its peak memory is measured alone and a
-process group changes no state of the caller.
+"""Runs part of a benchmark in its own process. The process measures only its own peak memory, and a
+process group in it changes no state of the caller.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Alone(NamedTuple):
-    """JSON result of a function, and the peak memory of its process."""
+    """JSON result of a function that ran in its own process, and the peak memory of the process."""
 
     found: Any
     peak_bytes: int
@@ -22,10 +22,10 @@ class Alone(NamedTuple):
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Alone:
-    """Runs a module-level function in a new process and returns its result and memory.
+    """Runs a module-level function in a new process and returns its result and peak memory.
 
     Raises:
-        RuntimeError: the function failed. The message has the last line of its error output.
+        RuntimeError: The function failed. The message has the last line of its error output.
     """
     command = [sys.executable, "-W", "ignore", "-m", "tests.bench.alone"]
     done = subprocess.run(command, input=pickle.dumps((function, arguments)), capture_output=True)
@@ -36,8 +36,8 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Alone:
 
 
 def _peak_bytes() -> int:
-    """Returns the peak memory of this program in bytes. `ru_maxrss` is not used, since it includes
-    the memory of the parent before exec.
+    """Returns the peak memory of this program in bytes. Reads VmHWM, because `ru_maxrss` includes
+    the memory of the parent process before exec.
     """
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found

@@ -1,12 +1,14 @@
-"""The training loops that `train_speed` and `gpu` compare: same shapes, weights, batches and AdamW.
+"""The training loops that the benchmarks `train_speed` and `gpu` compare. All loops have equal
+shapes, weights, batches and AdamW.
 
     python -m tests.bench.contestants NAME THREADS [--keep-freed-memory]
 
-Each line on standard input is a number of steps; each answer a line.
+Each line on standard input is a number of steps to train (one turn). After each turn the program
+prints one line of JSON with times, losses and memory.
 
-Each runs in a process of its own, since the Trainer and a process group change the state of theirs,
-and only when told to, so that several can take turns. It works in a folder that holds what they
-train, `SETUP`.
+Each loop runs in its own process, because the Trainer and a process group change the state of their
+process. It trains only when a turn is requested, so several loops can alternate. The working
+directory must hold the file `SETUP`, which describes model, batch and device.
 """
 
 import dataclasses
@@ -37,8 +39,8 @@ from kit.model import Decoder, empty_decoder, initial_weight
 
 NUM_BATCHES = 8
 SETUP = Path("setup.json")
-# No weight decay: the Trainer excludes norms from it and the kit does not. Without it all train
-# the same model.
+# The weight decay is 0, because the Trainer excludes norms from weight decay and the kit does not.
+# Without weight decay all loops train the same model.
 RECIPE = Recipe(data="memory", num_steps=1, learning_rate=1e-4, weight_decay=0.0)
 
 
@@ -57,7 +59,7 @@ class Setup(Record):
 
     @property
     def micro_batch_size(self) -> int:
-        """Sequences of one forward and backward pass."""
+        """Number of sequences in one forward and backward pass."""
         return self.batch_size // self.micro_batches
 
     @property
@@ -77,12 +79,12 @@ SHAPES = {
     "llama-1b": (16, 2048, 32, 8, 8192, 32_000, 2048),
     "tiny": (2, 64, 4, 4, 128, 4096, 64),
 }
-"""(layers, hidden size, heads, key/value heads, size of the feed-forward block, vocabulary,
-sequence length) by name."""
+"""Shapes of the Llama models by name: (layers, hidden size, heads, key/value heads, size of the
+feed-forward block, vocabulary size, sequence length)."""
 
 
 def llama(name: str) -> ModelSpec:
-    """Returns the Llama of a row of SHAPES."""
+    """Returns the Llama model with the shape `name` of SHAPES."""
     layers, hidden, heads, kv_heads, ffn, vocab, length = SHAPES[name]
     return ModelSpec.llama(
         name=name,
@@ -98,17 +100,21 @@ def llama(name: str) -> ModelSpec:
 
 DEMO = Setup(spec=ModelSpec.preset("demo"), batch_size=16)
 LARGER = Setup(spec=llama("llama-100m"), batch_size=2)
-"""A model of 110M parameters. Nearly all of its step time is matrix products."""
+"""Setup with a model of 110M parameters. Matrix products take nearly all of its step time."""
 
 
 class Turns:
-    """Runs the steps that standard input requests, and prints their times, losses and memory."""
+    """Trains the numbers of steps that standard input requests, and prints their times, losses and
+    memory. One request is a turn.
+    """
 
     def __init__(self) -> None:
         self.left = 0
 
     def wait(self) -> None:
-        """Waits for the next turn. Ends the process if standard input has ended."""
+        """Waits for the next request on standard input. Ends the process if standard input has
+        ended.
+        """
         order = sys.stdin.readline()
         if not order:
             sys.exit(0)
@@ -119,20 +125,20 @@ class Turns:
         self.wall_s, self.cpu_s = time.perf_counter(), time.process_time()
 
     def step_done(self, loss: Any) -> None:
-        """Must be called after each step. `loss` is a loss, (loss, norm), or a result whose `read`
-        returns either.
+        """Must be called after each step. `loss` is the loss, a tuple (loss, gradient norm), or an
+        engine's result whose method `read` returns one of them.
 
-        After the last step of a turn, prints the answer and waits for the next turn.
+        After the last step of a turn, prints the measurements as JSON and waits for the next turn.
         """
         self.losses.append(loss)
         self.left -= 1
         if self.left:
             return
-        # `read` waits for the device.
+        # The method `read` of an engine's result waits for the device.
         read = [each.read() if hasattr(each, "read") else each for each in self.losses]
         losses = [float(each[0] if isinstance(each, tuple) else each) for each in read]
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # the last update too
+            torch.cuda.synchronize()  # the measured time includes the last weight update
         wall_s, cpu_s = time.perf_counter() - self.wall_s, time.process_time() - self.cpu_s
         answer = {"step_s": wall_s / self.steps, "step_cpu_s": cpu_s / self.steps, "losses": losses}
         if torch.cuda.is_available():
@@ -142,7 +148,9 @@ class Turns:
         self.wait()
 
     def run(self, step: Callable[[Tensor], Any], data: Tensor) -> None:
-        """Runs steps on one batch after another, from the first turn until standard input ends."""
+        """Calls `step` with one batch after another. Starts at the first request on standard input
+        and ends the process when standard input ends.
+        """
         self.wait()
         for samples in itertools.cycle(data):
             self.step_done(step(samples))
@@ -157,8 +165,8 @@ def batches(setup: Setup) -> Tensor:
 
 
 def initial_decoder(setup: Setup) -> Decoder:
-    """Returns the kit's model with the initial weights of all contestants. An engine of the kit
-    makes equal weights on an equal device.
+    """Returns the kit's model with the initial weights that all contestants share. An engine of the
+    kit makes equal weights on a device of the same type.
     """
     decoder = empty_decoder(setup.spec).to(setup.device)
     with torch.no_grad():
@@ -169,24 +177,26 @@ def initial_decoder(setup: Setup) -> Decoder:
 
 
 def kit(turns: Turns, setup: Setup, **changes: Any) -> None:
-    """Trains with an engine of the kit, as one rank of a job. `changes` are changes of the plan."""
+    """Trains with an engine of the kit, as the only rank of a job. `changes` are fields of the plan
+    that differ from `setup.plan`.
+    """
     join_alone(setup.device)
     plan = setup.plan.replace(**changes)
     engine = build_engine(setup.spec, plan, RECIPE, torch.device(setup.device))
-    # The loop of a rank calls `begin_step` too.
+    # The kit's training loop calls `begin_step` too.
     step = engine.begin_step
     turns.run(lambda samples: step(samples, RECIPE.learning_rate), batches(setup))
 
 
 def join_alone(device: str = "cpu") -> None:
-    """Starts a process group that has only this process."""
+    """Starts a process group in which this process is the only rank."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def plain(turns: Turns, setup: Setup) -> None:
-    """Trains with the shortest loop over the kit's model that uses torch's fast parts, like
-    nanoGPT: compiled loss, fused AdamW.
+    """Trains with a short loop like nanoGPT's over the kit's model. The loop uses torch's fast
+    parts: a compiled loss and fused AdamW.
     """
     model = initial_decoder(setup)
 
@@ -210,7 +220,7 @@ def _train(
     loss_of: Callable[[Tensor], Tensor],
     clip: Callable[[list, float], object],
 ) -> None:
-    """Minimises a mean loss with a loop that uses no engine."""
+    """Trains with a loop that minimises the mean loss and uses no engine of the kit."""
     optimizer = adamw(model.parameters(), RECIPE)
 
     def step(samples: Tensor) -> Tensor:
@@ -228,8 +238,8 @@ def _train(
 
 
 def transformers(turns: Turns, setup: Setup) -> None:
-    """Trains Hugging Face's model, with equal shapes and weights, under its Trainer. Evaluation,
-    saving and reports are off.
+    """Trains Hugging Face's model with its Trainer. Shapes and weights equal those of the kit's
+    model. Evaluation, saving and logging are off.
     """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -257,7 +267,8 @@ def transformers(turns: Turns, setup: Setup) -> None:
         remove_unused_columns=False,
         train_sampling_strategy="sequential",
     )
-    # `shift_labels` are targets as they are, so that all T positions count, as in the other loops.
+    # `shift_labels` are used without a further shift, so all T positions count, as in the other
+    # loops.
     rows = [
         {"input_ids": row[:-1], "labels": row[1:], "shift_labels": row[1:]}
         for row in batches(setup).flatten(0, 1)
@@ -279,7 +290,7 @@ def transformers(turns: Turns, setup: Setup) -> None:
 
 
 def theirs(decoder: Decoder) -> Any:
-    """Returns transformers' Llama or GPT-2 with the shapes and weights of `decoder`."""
+    """Returns Hugging Face's Llama or GPT-2 model with the shapes and weights of `decoder`."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     config = {**config_of(decoder.spec), "use_cache": False}
@@ -288,19 +299,22 @@ def theirs(decoder: Decoder) -> Any:
     else:
         model = GPT2LMHeadModel(GPT2Config(**config))
     missing, unexpected = model.load_state_dict(_their_weights(decoder), strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)  # tied
+    # tied embeddings have no own output weight
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     return model
 
 
 def _their_weights(decoder: Decoder) -> dict[str, Tensor]:
-    """Returns the weights by Hugging Face's names."""
+    """Returns the weights of `decoder` as a dict from Hugging Face's parameter name to the
+    tensor.
+    """
     named = ((name, weight.detach()) for name, weight in decoder.named_parameters())
     return to_theirs(decoder.spec, named)
 
 
 def torchtitan(turns: Turns, setup: Setup) -> None:
-    """Trains torchtitan's own Llama with its `parallelize_llama` and loss, combined as in its
-    trainer. Written for torchtitan 0.3.0.
+    """Trains torchtitan's own Llama with torchtitan's `parallelize_llama` and loss, combined as in
+    torchtitan's trainer. Written for torchtitan 0.3.0.
     """
     if setup.spec.family != "llama":
         sys.exit("torchtitan has no GPT-2")
@@ -311,7 +325,7 @@ def torchtitan(turns: Turns, setup: Setup) -> None:
     from torchtitan.models.llama3 import Llama3StateDictAdapter, parallelize_llama  # type: ignore
 
     join_alone(setup.device)
-    parallel_dims.device_type = setup.device  # it takes CUDA for granted
+    parallel_dims.device_type = setup.device  # torchtitan would otherwise use CUDA on every machine
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor")
     compiling = CompileConfig(enable=setup.compile)
     names = {"fp32": "float32", "bf16": "bfloat16"}
@@ -348,7 +362,7 @@ def _torchtitan_config(spec: ModelSpec) -> Any:
     from torchtitan.models import llama3  # type: ignore
     from torchtitan.models.common.attention import ScaledDotProductAttention  # type: ignore
 
-    weights = {"weight": torch.nn.init.zeros_}  # a copy of ours comes
+    weights = {"weight": torch.nn.init.zeros_}  # placeholder: the kit's weights are loaded later
     rope = llama3.ComplexRoPE.Config(
         dim=spec.head_size, max_seq_len=spec.sequence_length, theta=spec.rope_theta
     )
@@ -361,7 +375,7 @@ def _torchtitan_config(spec: ModelSpec) -> Any:
         rope=rope,
         attn_backend="varlen",
     )
-    for layer in layers:  # documents are not masked, by the others neither
+    for layer in layers:  # no contestant masks the boundaries of documents
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     norms = [norm for layer in layers for norm in (layer.attention_norm, layer.ffn_norm)]
     norms.append(llama3.RMSNorm.Config(normalized_shape=spec.hidden_size, param_init=weights))
@@ -384,11 +398,13 @@ def _torchtitan_config(spec: ModelSpec) -> Any:
 DEEPSPEED: dict[str, Any] = {"engine": "deepspeed", "compile": False}
 CONTESTANTS: dict[str, Callable[[Turns, Setup], None]] = {
     "kit": kit,
-    "kit_selective": partial(kit, recompute="selective"),  # which no rival does
+    # no other contestant offers selective recomputation
+    "kit_selective": partial(kit, recompute="selective"),
     "plain": plain,
     "transformers": transformers,
     "deepspeed_zero0": partial(kit, **DEEPSPEED),
-    "deepspeed_zero1": partial(kit, **DEEPSPEED, zero_stage=1),  # as in the Frontier recipe
+    # the Frontier recipe uses ZeRO 1 too
+    "deepspeed_zero1": partial(kit, **DEEPSPEED, zero_stage=1),
     "torchtitan": torchtitan,
 }
 
@@ -396,7 +412,7 @@ CONTESTANTS: dict[str, Callable[[Turns, Setup], None]] = {
 def main(name: str, threads: str, *options: str) -> None:
     """Runs one contestant until standard input ends."""
     torch.set_num_threads(int(threads))
-    if "--keep-freed-memory" in options:  # as the kit's ranks do
+    if "--keep-freed-memory" in options:  # the ranks of the kit use this setting too
         keep_freed_memory()
     CONTESTANTS[name](Turns(), Setup.read(SETUP))
 

@@ -1,8 +1,8 @@
 """Export of a 70B model to a Hugging Face folder: peak memory of the process, and time.
 
-The checkpoint lists all layers in fp32, but all layers share the bytes of the first one in its
-file. A finished shard is replaced by a hole of its size. So 6 GB of disk and one shard are enough
-for 276 GB read and 138 GB written.
+The checkpoint lists all layers in fp32, but all layers share the bytes of the first layer in its
+file. Each finished weight file is replaced by a sparse file of its size. Therefore 6 GB of disk
+plus one weight file are enough to read 276 GB and to write 138 GB.
 """
 
 import os
@@ -45,7 +45,9 @@ def measure(workplace: Path, spec: ModelSpec = SPEC, shard_bytes: int = SHARD_BY
 
 
 def export(folder: Path, spec: ModelSpec, shard_bytes: int) -> tuple[float, int]:
-    """Exports `folder`/run. Returns (seconds, number of weight files)."""
+    """Exports the run `folder`/run to a Hugging Face folder. Returns (seconds, number of weight
+    files).
+    """
     weights = run_weights(Run.open(folder / "run"))
 
     def fill(targets: Any) -> None:
@@ -66,7 +68,9 @@ def export(folder: Path, spec: ModelSpec, shard_bytes: int) -> tuple[float, int]
 
 
 def make_run(directory: Path, spec: ModelSpec) -> None:
-    """Writes a run whose checkpoint has the weights of the first layer in all layers."""
+    """Writes a run directory whose checkpoint repeats the weights of the first layer in all
+    layers.
+    """
     plan, shapes = Plan(), parameter_shapes(spec)
     run = local_run(directory, spec, plan, Recipe(data="none", num_steps=1))
     folder = run.checkpoints.path(1)
@@ -93,5 +97,7 @@ def make_run(directory: Path, spec: ModelSpec) -> None:
 
 
 def _kept(name: str) -> str:
-    """Returns the parameter of the first layer whose bytes also serve as parameter `name`."""
+    """Returns the name of the first layer's parameter whose bytes are also used for parameter
+    `name`.
+    """
     return f"layers.0.{name.split('.', 2)[-1]}" if name.startswith("layers.") else name

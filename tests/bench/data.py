@@ -1,9 +1,9 @@
-"""Data loading and tokenisation on this machine per CPU-second: flat windows, samples, and text to
-tokens.
+"""Speed of data loading and tokenisation on this machine per CPU-second: flat windows, the kit's
+samples, and text to tokens.
 
-Flat windows start at random positions of the file, drawn in advance, as in a loop without epochs.
-The kit's samples read each window once per epoch, in a computed order. Both make equal read
-requests.
+Flat windows start at random positions of the token file. The positions are drawn in advance, as in
+a training loop without epochs. The kit's samples read each window once per epoch, in a computed
+order. Both ways make equal read requests.
 """
 
 import time
@@ -22,7 +22,9 @@ TEXT_BYTES = 16_000_000
 
 
 def measure(workplace: Path, dataset: Dataset, *, text_bytes: int = TEXT_BYTES) -> list[Row]:
-    """Returns tokens per CPU-second of both ways to read, and MB/s of the tokenizer."""
+    """Returns tokens per CPU-second of flat windows and of the kit's samples, and MB/s of the
+    tokenizer.
+    """
     length = min(SEQUENCE_LENGTH, dataset.train.num_tokens // 4)
     samples, file = dataset.samples("train", length, seed=1), dataset.train
     starts = np.random.default_rng(1).integers(0, file.num_tokens - length, (10_000, BATCH_SIZE))
@@ -53,7 +55,9 @@ def measure(workplace: Path, dataset: Dataset, *, text_bytes: int = TEXT_BYTES) 
 
 
 def _seconds(read: Callable[[int], np.ndarray]) -> float:
-    """Returns CPU-seconds per batch of a reader that is called with 0, 1, 2, ..."""
+    """Returns the CPU-seconds per batch of the function `read`, which is called with the batch
+    numbers 0, 1, 2, ...
+    """
     read(0)
     batch, start = 0, time.process_time()
     while (spent := time.process_time() - start) < ROUND_S:

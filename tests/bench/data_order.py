@@ -1,9 +1,9 @@
-"""Data order over 1.5e9 documents and 1.8e12 tokens on one rank: memory, start, time per batch, and
-randomness.
+"""Data order of one rank over 1.5e9 documents and 1.8e12 tokens: memory, start time, time per
+batch, and randomness of the order.
 
-The token files are sparse: right sizes, all zeros. Disk reads are therefore not in the times. Half
-of the tokens are in one file, half in 300 shards. The weights change at 1.4e12 tokens, as in HLAT's
-Table III.
+The token files are sparse: they have the right sizes and contain only zeros. The times therefore
+include no disk reads. Half of the tokens are in one file, half in 300 shards. The weights of the
+data sources change at 1.4e12 tokens, as in HLAT's Table III.
 """
 
 import math
@@ -35,12 +35,12 @@ def measure(
     epochs: int = EPOCHS,
     whole: int = WHOLE,
 ) -> list[Row]:
-    """Returns memory and times of one rank, and how the order of the windows compares with NumPy's
-    permutation.
+    """Returns memory and times of one rank, and the difference between the kit's order of windows
+    and NumPy's random permutation.
 
-    `draws` is the number of windows drawn from each of `epochs` epochs, `whole` the number of
-    windows of an epoch that is read completely. The files are terabytes long and occupy a few
-    hundred blocks.
+    `draws` is the number of windows drawn from each of `epochs` epochs. `whole` is the number of
+    windows of an epoch that is read completely. The sparse files are terabytes long and occupy a
+    few hundred disk blocks.
     """
     write_sources(workplace)
     took = alone(rank, str(dataset.directory), workplace)
@@ -63,7 +63,7 @@ def measure(
 
 
 def write_sources(folder: Path) -> None:
-    """Writes the sparse token files `one` and `part_*`."""
+    """Writes the sparse token files: the file `one` and the shards `part_*`."""
     write_sparse(folder / "one", TOKENS // 2, DOCUMENTS // 2)
     for i in range(SHARDS):
         write_sparse(folder / f"part_{i:03d}", TOKENS // 2 // SHARDS, DOCUMENTS // 2 // SHARDS)
@@ -76,7 +76,7 @@ def write_sparse(prefix: Path, tokens: int, documents: int) -> None:
     with open(f"{prefix}.idx", "wb") as stream:
         stream.write(HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
         stream.seek(HEADER.size + 12 * documents - 8)
-        stream.write(struct.pack("<q", 2 * tokens))  # of the last document, which has no token
+        stream.write(struct.pack("<q", 2 * tokens))  # end of the last document, which is empty
         stream.truncate(HEADER.size + 12 * documents + 8 * (documents + 1))
 
 
@@ -100,11 +100,11 @@ def rank(dataset: str, folder: Path) -> tuple[float, float]:
 
 
 def compare(draws: int, epochs: int) -> tuple[float, str]:
-    """Returns (distance, name) of the statistic whose mean is furthest from its mean for NumPy's
-    orders. The distance is in standard errors.
+    """Returns (distance, name) of the statistic that differs most between the kit's orders and
+    NumPy's random orders. The distance between the two means is in standard errors.
 
-    NumPy cannot permute so many windows here. Independent draws replace the start of its
-    permutation. They differ only by a few repeated windows.
+    A NumPy permutation of so many windows does not fit in memory. The random orders are therefore
+    drawn with replacement, which repeats only a few windows.
     """
     count = TOKENS // 2 // SEQUENCE_LENGTH
     ours, theirs = [], []
@@ -121,7 +121,7 @@ def compare(draws: int, epochs: int) -> tuple[float, str]:
 
 
 def met_once(whole: int) -> float:
-    """Returns the share of the `whole` windows of an epoch that the epoch reads exactly once."""
+    """Returns the share of windows that an epoch of `whole` windows reads exactly once."""
     times, part = np.zeros(whole, np.uint8), 1 << 18
     for first in range(0, whole, part):
         times[permuted(np.arange(first, min(first + part, whole)), whole, (1, 0, 0))] += 1

@@ -1,9 +1,9 @@
-"""Scoring speed on this machine: the Hugging Face model of the evaluation harness with the kit's
-packing of requests, and without, in turns.
+"""Scoring speed on this machine: the evaluation harness with the kit's packing of requests,
+compared with the harness's own Hugging Face model.
 
-Weights, tokenizer and items of the smoke suite's tasks are equal. Each runs in one process with one
-thread in fp32. The time is of the complete path of the harness, from building prompts to metrics.
-Both score the same new items in each round.
+Weights, tokenizer and items of the smoke suite's tasks are equal. Each contestant runs in one
+process with one thread in fp32. The contestants alternate, and both score the same new items in
+each round. The time includes the complete path of the harness, from building prompts to metrics.
 """
 
 import contextlib
@@ -29,28 +29,29 @@ from tests.bench.turns import median_row, ratio_row, take_turns
 TASKS = ("piqa", "arc_easy", "winogrande")
 TARGET = 2.0
 SAME_NATS = 1e-3
-"""Largest difference of log-likelihoods, in nats, at which both contestants score equal inputs."""
+"""Largest difference of two log-likelihoods in nats. Above this limit the two contestants do not
+score equal inputs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model to score, and the number of items per task and round."""
+    """A model to score, and the number of items that are scored per task and round."""
 
     name: str
     decoder: Decoder
     tokenizer: Tokenizer
     items: int
     rounds: int
-    batch_size: int  # Of the harness without packing.
+    batch_size: int  # Batch size of the harness's own model, which does not pack requests.
 
 
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
-    """Returns items per second of both contestants, and the kit's ratio, for the demo model and
-    SmolLM2-135M.
+    """Returns items per second of both contestants and the kit's ratio to the harness, for the demo
+    model and SmolLM2-135M.
 
     Raises:
-        DataError: the benchmarks or SmolLM2 can neither be found nor downloaded.
-        RuntimeError: the log-likelihoods of an item differ.
+        DataError: The benchmarks or SmolLM2 can neither be found nor downloaded.
+        RuntimeError: The two contestants give different log-likelihoods for an item.
     """
     build_mirror()
     torch.set_num_threads(1)
@@ -64,7 +65,7 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
 
 
 def compare(subject: Subject) -> list[Row]:
-    """Returns the rows of one model."""
+    """Returns the result rows of one model."""
     from kit.evaluate.benchmarks import Options
     from kit.evaluate.loading import decoder_lm
     from kit.evaluate.packed import HFLM
@@ -120,8 +121,8 @@ def check_same(found: dict[str, list[tuple[float, list[float]]]], task: str) -> 
 
 
 def judged(subject: Subject, times: dict[str, dict[str, list[float]]]) -> list[Row]:
-    """Returns items per second of both contestants and the kit's ratio. `times` has seconds by
-    task, contestant and round.
+    """Returns rows with items per second of both contestants and the kit's ratio. `times` maps task
+    and contestant to the seconds of each round.
     """
     whole = {
         who: [sum(rounds) for rounds in zip(*(times[task][who] for task in TASKS), strict=True)]

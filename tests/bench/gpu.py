@@ -1,16 +1,17 @@
-"""One model on one GPU: tokens/s, MFU and memory of the kit, beside a compiled loop, Trainer,
-DeepSpeed and torchtitan, and beside what the planner predicts.
+"""One model on one GPU: tokens/s, MFU and memory of the kit, compared with a compiled loop,
+Trainer, DeepSpeed, torchtitan, and the planner's prediction.
 
     make bench-gpu OUT=DIR [MODEL=NAME]
     python -m tests.bench.gpu --out DIR [--model NAME] [--dry-run]
 
-It needs Python, torch and NumPy. A contestant whose packages are missing is left out, and its row
-says so. Each contestant has the device to itself, one after the other, for an equal share of the
-time that is left. One line is printed after each contestant, so that the results are not lost if
+The program needs Python, torch and NumPy. A contestant whose packages are missing is left out, and
+its row says so. The contestants use the device one after the other. Each may use an equal share of
+the remaining time. One line is printed after each contestant, so that the results are not lost if
 the program is ended early.
 
-Without a GPU `python -m tests.bench gpu` compares one CPU thread each, in fp32, compiled and
-by turns. It measures processor time, which other work on the machine changes less than wall time.
+On a machine without a GPU, `python -m tests.bench gpu` compares the contestants on one CPU thread
+each, compiled, in fp32, and alternating. It measures processor time, which other programs on the
+machine change less than wall time.
 """
 
 import argparse
@@ -58,23 +59,24 @@ ENTRANTS = {
 }
 RECOMPUTED: dict[str, Recompute] = {KIT: "none", SELECTIVE: "selective"}
 DATASHEETS = {"H100": "dgx-h100", "H200": "dgx-h100", "A100": "selene"}
-"""Site whose device has the same peak, by a part of the name that CUDA gives. Source: NVIDIA's
-data sheets."""
+"""Maps a part of the device name that CUDA reports to the site whose device has the same peak
+FLOP/s. Source: NVIDIA's data sheets."""
 MICRO_BATCHES = 4
-"""Micro-batches per update on a GPU, of 8,192 tokens each.
+"""Micro-batches per weight update on a GPU, of 8,192 tokens each.
 
 AdamW, clipping, the gradient norm and casts move about 60 bytes per parameter and update, at any
 batch size. With one micro-batch per update they would take a sixth to a fifth of the step on an
-H100, and the benchmark would measure its own batch size. With four they take a twentieth, as in a
-training run."""
+H100, and the benchmark would mainly measure the small batch size. With four micro-batches they take
+a twentieth, as in a training run."""
 MFU_WANTED = {"llama-1b": 0.47, "gpt-1.4b": 0.48, "llama3-8b-8-layers": 0.55}
-"""Least MFU of the kit on an H100 of 700 W. Modelled, not measured: products at 570 to 690 TFLOP/s
-and 60 bytes per parameter and update give 49, 51 and 57 %. The margin covers the error of the
-model. Heads of 88 numbers make gpt-1.4b slower than its size suggests."""
+"""Smallest accepted MFU of the kit on an H100 of 700 W, by model. Modelled, not measured: matrix
+products at 570 to 690 TFLOP/s and 60 bytes per parameter and update give 49, 51 and 57 %. The
+margin covers the error of this calculation. Heads of 88 numbers make gpt-1.4b slower than its size
+suggests."""
 ON_CPU_WANTED = 0.98
 LIMIT_S = 420.0
-"""Time limit of all contestants of one model. With the start and the matrix products the program
-ends within eight minutes."""
+"""Time limit in seconds for all contestants of one model. With the start and the measured matrix
+products the program ends within eight minutes."""
 DRY_RUN = "tiny"
 
 
@@ -89,7 +91,9 @@ class Prediction(Record):
 
 
 def models(has_gpu: bool | None = None) -> dict[str, tuple[Setup, int]]:
-    """Returns (setup, steps per turn) by name of the model, for the device at hand."""
+    """Returns a dict from the name of a model to (setup, steps per turn), for the GPU or CPU of
+    this machine.
+    """
     if not (torch.cuda.is_available() if has_gpu is None else has_gpu):
         return {
             "demo": (DEMO.replace(batch_size=8), 3),
@@ -113,12 +117,12 @@ def models(has_gpu: bool | None = None) -> dict[str, tuple[Setup, int]]:
 def measure(
     workplace: Path, *, model: str | None = None, rounds: int = 5, compiled: bool = True
 ) -> list[Row]:
-    """Returns the rows of one model. The default is the first model for this machine's device.
-    `workplace` is an empty folder.
+    """Returns the result rows of one model. The default is the first model for this machine's
+    device. `workplace` is an empty folder.
 
     Raises:
-        KeyError: no such model for this device.
-        RuntimeError: on a CPU, the kit itself failed.
+        KeyError: There is no such model for this device.
+        RuntimeError: On a CPU, the kit itself failed.
     """
     setup, steps = models()[model or next(iter(models()))]
     setup = setup.replace(compile=compiled)
@@ -142,10 +146,10 @@ def product_rate(setup: Setup, device_name: str) -> Row:
 def take_each_alone(
     workplace: Path, setup: Setup, *, rounds: int, steps: int, limit_s: float = LIMIT_S
 ) -> Answers:
-    """Returns the answers of all contestants. Each runs alone on the device.
+    """Returns the measurements of all contestants. Each contestant runs alone on the device.
 
-    A contestant may take its share of the seconds that are left of `limit_s`. Prints one line when
-    a contestant is done.
+    The time left until `limit_s` is divided equally among the remaining contestants. One line is
+    printed after each contestant.
     """
     given: dict[str, list[dict[str, Any]]] = {}
     absent = {name: reason for name in ENTRANTS if (reason := not_installed(ENTRANTS[name]))}
@@ -173,34 +177,40 @@ def take_each_alone(
 
 
 def measured_step_s(answers: list[dict[str, Any]], clock: str = "step_s") -> float:
-    """Returns the median seconds per step of the rounds after the first."""
+    """Returns the median seconds per step over all rounds except the first, which is the
+    warm-up.
+    """
     return statistics.median(answer[clock] for answer in answers[1:])
 
 
 def results_name(model: str) -> str:
-    """Returns the name of a model's results: `gpu_gpt_1_4b`, or `compiled_demo` on a CPU."""
+    """Returns the name of a model's results file, such as `gpu_gpt_1_4b`, or `compiled_demo` on a
+    CPU.
+    """
     return re.sub(r"\W", "_", f"{'gpu' if torch.cuda.is_available() else 'compiled'}_{model}")
 
 
 def datasheet_site(device: str) -> Site | None:
-    """Returns the site with this GPU. None if no site file has the GPU."""
+    """Returns the site whose device has the peak of the GPU named `device`. Returns None for an
+    unknown GPU.
+    """
     site = next((site for part, site in DATASHEETS.items() if part in device), None)
     return Site.load(site) if site else None
 
 
 def judged(answers: Answers, product: Row, site: Site | None) -> list[Row]:
-    """Returns tokens/s of all contestants, the kit's ratio to each rival that trains the same
-    model, MFU, and the planner's errors.
+    """Returns rows with tokens/s of all contestants, the kit's ratio to each contestant that trains
+    the same model, MFU, and the planner's errors.
 
-    `site` has the peak FLOP/s of MFU and the numbers from which the planner predicts. If None, as
-    for a CPU, MFU against the data sheet and the planner's errors are left out.
+    `site` gives the peak FLOP/s for MFU and the numbers from which the planner predicts. If None,
+    as on a CPU, MFU against the data sheet and the planner's errors are left out.
     """
     setup, has_gpu = answers.setup, answers.setup.device == "cuda"
     model, clock = setup.spec.name, "step_s" if has_gpu else "step_cpu_s"
     if not answers.given:
         return [product, *answers.missing(model)]
     wanted: dict[str, float | None] = {}
-    if KIT in answers.given:  # without the kit, its targets would judge the first contestant
+    if KIT in answers.given:  # without the kit, its limits would be applied to the first contestant
         wanted = {name: 1.0 if has_gpu else None for name in ENTRANTS if name not in RECOMPUTED}
         if not has_gpu and model != "tiny":
             wanted[PLAIN] = ON_CPU_WANTED
@@ -227,7 +237,9 @@ def judged(answers: Answers, product: Row, site: Site | None) -> list[Row]:
 
 
 def predicted(setup: Setup, recompute: Recompute, site: Site) -> Prediction:
-    """Returns the planner's step time and allocated memory for the kit on one device of a site."""
+    """Returns the planner's prediction of step time and allocated memory, for the kit on one device
+    of `site`.
+    """
     plan = setup.plan.replace(recompute=recompute, precision="bf16")
     layouts = Layouts.of(setup.spec, [plan], flash_attention=2)
     step = machine_of(site, engine="native").calibration.predict(layouts)
@@ -242,7 +254,9 @@ def predicted(setup: Setup, recompute: Recompute, site: Site) -> Prediction:
 def planner_errors(
     subject: str, prediction: Prediction, answers: list[dict[str, Any]]
 ) -> Iterable[Row]:
-    """Yields the relative errors of the planner's step time and, if it was measured, memory."""
+    """Yields rows with the relative error of the planner's step time and, if memory was measured,
+    of its memory.
+    """
     step_s = measured_step_s(answers)
     note = (
         f"{step_s:.4g} s measured, {prediction.step_s:.4g} predicted,"
@@ -264,8 +278,8 @@ def planner_errors(
 
 
 def main() -> int:
-    """Measures one model, prints its rows, writes them under --out, and returns the exit code:
-    1 if nothing was measured.
+    """Measures one model, prints its rows and writes them to the folder given by --out. Returns the
+    exit code, which is 1 if nothing was measured.
     """
     names = [*models(True)]
     parser = argparse.ArgumentParser(

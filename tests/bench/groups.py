@@ -1,8 +1,9 @@
-"""Joining ranks: file descriptors, reads of the store, and CPU seconds.
+"""Cost of joining the ranks of a job: file descriptors, reads of the rendezvous store, and CPU
+seconds.
 
-The ranks are forked. They only join, make the groups for control and checkpoints, and use each
-once. Descriptors and reads are exact counts. CPU seconds have an error of some 20 %, because many
-processes share few cores.
+The ranks are forked. They only join, create the process groups for control messages and
+checkpoints, and use each group once. Descriptors and reads are exact counts. CPU seconds have an
+error of some 20 %, because many processes share few cores.
 """
 
 import datetime
@@ -22,14 +23,15 @@ from tests.support.workers import run_ranks
 
 RANKS = 128
 GROUPS = 2
-"""Number of process groups: the world, which control uses too, and the group of checkpoints."""
+"""Number of process groups: the world group, which also carries control messages, and the group of
+checkpoints."""
 c10d: Any = dist.distributed_c10d
 SEEN: dict[str, Any] = {}
-"""Counts of this rank's process by name."""
+"""Measurements of this rank's process by name: its store, and counts before the join."""
 
 
 class CountingStore(c10d.Store):
-    """Passes all calls to another store and counts the reads."""
+    """Store that passes all calls to another store and counts the reads."""
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -56,7 +58,9 @@ class CountingStore(c10d.Store):
 
 
 def join_lazily() -> None:
-    """Joins as a rank of the kit does, and records descriptors and reads in SEEN."""
+    """Joins the process group as a rank of the kit does. Records file descriptors and reads of the
+    store in SEEN.
+    """
     local_store = process_group.local_store
 
     def counted(*args: Any) -> dict[str, Any]:
@@ -74,8 +78,8 @@ def join_lazily() -> None:
 
 
 def use(groups: int) -> dict[str, float]:
-    """Makes and uses `groups` groups. Returns this rank's descriptors, reads of the store and CPU
-    seconds.
+    """Creates `groups` process groups and uses each once. Returns this rank's file descriptors,
+    reads of the store and CPU seconds.
     """
     for group in (dist.group.WORLD, *(cpu_group(f"group {i}") for i in range(1, groups))):
         dist.broadcast(torch.zeros(2), src=0, group=group)
@@ -93,9 +97,9 @@ def _descriptors() -> int:
 
 
 def measure(workplace: Path, ranks: int = RANKS) -> list[Row]:
-    """Returns descriptors, reads and CPU seconds of ranks that join and use their groups.
-    Descriptors and reads are the maximum over all ranks but rank 0. Nothing is written to
-    `workplace`.
+    """Returns rows with file descriptors, reads of the store and CPU seconds of ranks that join and
+    use their process groups. Descriptors and reads are the maximum over all ranks except rank 0.
+    Nothing is written to `workplace`.
     """
     first, *others = seen = run_ranks(ranks, use, GROUPS, start=join_lazily)
     most = {key: max(rank[key] for rank in others) for key in first}

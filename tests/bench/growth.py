@@ -1,8 +1,10 @@
-"""Growth of cost with size: exponent of the power law through four sizes of each kind of work.
+"""Growth of the kit's costs with size. Each kind of work is measured at four sizes, and the
+exponent of a power law is fitted.
 
-An exponent of 1 is linear. Time is CPU time, the least of some repeats after one warm-up at the
-smallest size. Simulated work needs no other ranks: sharding of one rank on torch's fake process
-group, rank 0's part of planning a save, and the reads of each rank at a resume.
+An exponent of 1 is linear growth. Time is CPU time: the minimum over some repeats, after one
+warm-up at the smallest size. Some work is simulated without other ranks: sharding of one rank on
+torch's fake process group, rank 0's part of planning a save, and the reads of each rank at a
+resume.
 """
 
 import json
@@ -29,17 +31,18 @@ from tests.bench.contestants import llama
 from tests.support.recorded_runs import recorded_run
 
 MOST = 1.15
-"""Largest exponent that counts as linear."""
+"""Largest exponent that still counts as linear growth."""
 LEAST_REPEATS, MOST_REPEATS, REPEATED_S = 2, 5, 0.5
-"""Work is repeated until its total is `REPEATED_S` seconds, within the least and most repeats."""
+"""Least and most repeats of a measurement, and its total time in seconds. Repeats end when their
+total reaches `REPEATED_S`."""
 RUN_STEPS = 20
 DOCUMENT_BYTES = 200
 Costs = tuple[int, dict[str, float]]
-"""(size of the work, CPU seconds by kind of work)."""
+"""Size of the work, and its CPU seconds by kind of work."""
 
 
 def start(folder: Path, ranks: int, data: Path) -> Costs:
-    """Measures the start of the last rank of a job: its mesh and its part of the model."""
+    """Measures how the last rank of a job creates its device mesh and its part of the model."""
     from kit.parallel.simulate import view_rank
 
     plan = Plan(
@@ -54,8 +57,8 @@ def start(folder: Path, ranks: int, data: Path) -> Costs:
 
 
 def checkpoint(folder: Path, ranks: int, data: Path) -> Costs:
-    """Measures save and resume of a model with one block per pipeline stage, so that tensors grow
-    with ranks.
+    """Measures save and resume of a model with one block per pipeline stage. The number of tensors
+    therefore grows with the number of ranks.
     """
     stages = ranks // 16
     spec = llama("tiny").replace(num_layers=stages, num_heads=8, num_kv_heads=8)
@@ -71,7 +74,7 @@ def checkpoint(folder: Path, ranks: int, data: Path) -> Costs:
     path = checkpoints.path(2)
     for name, size in files.items():
         with (path / name).open("ab") as stream:
-            stream.truncate(size)  # The files of tensors are holes.
+            stream.truncate(size)  # sparse files take the place of tensor files
     facts: dict[str, Any] = {"step": 2, "attempt": 1, "samples": 0, "tokens": 0, "seed": 0}
     manifest = Manifest(spec=spec, plan=plan, time=0.0, files=files, **facts)
     checkpoints.complete(path, manifest)
@@ -85,7 +88,7 @@ def checkpoint(folder: Path, ranks: int, data: Path) -> Costs:
 
 
 def steps(folder: Path, count: int, data: Path) -> Costs:
-    """Measures reading a run's metrics."""
+    """Measures the time to read the metrics of a run with `count` steps."""
     return count, {"metrics read": cpu_s(scale.metrics(folder, count))}
 
 
@@ -109,7 +112,7 @@ def documents(folder: Path, count: int, data: Path) -> Costs:
 
 
 def order(folder: Path, count: int, data: Path) -> Costs:
-    """Measures the first batch from a file of `count` documents."""
+    """Measures the time to the first batch from a token file of `count` documents."""
     folder.mkdir(parents=True)
     data_order.write_sparse(folder / "one", 1000 * count, count)
     recipe = Recipe(data=str(data), num_steps=1, sources=(DataSource(paths=(f"{folder}/one",)),))
@@ -121,7 +124,7 @@ def order(folder: Path, count: int, data: Path) -> Costs:
 
 
 def layouts(folder: Path, batch: int, data: Path) -> Costs:
-    """Measures a search. A larger batch has more layouts."""
+    """Measures the planner's search for layouts. A larger batch has more possible layouts."""
     site, found = Site.load("dgx-h100"), []
     seconds = cpu_s(lambda: found.append(search(scale.TRILLION, site, 512, batch)))
     return len(found[-1].layouts), {"searched": seconds}
@@ -135,8 +138,8 @@ def runs(folder: Path, count: int, data: Path) -> Costs:
 
 
 def items(folder: Path, count: int, data: Path) -> Costs:
-    """Measures scoring of PIQA items by a tiny model. The items are made up and as long as real
-    items.
+    """Measures the scoring of `count` PIQA items by a tiny model. The items are artificial and as
+    long as real items.
     """
     import pyarrow
     import pyarrow.parquet
@@ -165,7 +168,9 @@ def items(folder: Path, count: int, data: Path) -> Costs:
 
 
 class Kind(NamedTuple):
-    """Name of what grows, its sizes, and the function that measures the costs of a size."""
+    """Name of the growing quantity, its sizes, and the function that measures the costs at one
+    size.
+    """
 
     what: str
     sizes: tuple[int, ...]
@@ -179,7 +184,7 @@ KINDS = {
     "steps": Kind("steps", (10_000, 50_000, 250_000, 1_000_000), steps),
     "documents": Kind("documents", (1_000, 5_000, 25_000, 100_000), documents),
     "order": Kind("documents", (10**6, 10**7, 10**8, 10**9), order),
-    "layouts": Kind("layouts", (8, 64, 512, 12_288), layouts),  # by sequences of a batch
+    "layouts": Kind("layouts", (8, 64, 512, 12_288), layouts),  # sizes: sequences of a batch
     "runs": Kind("runs", (30, 100, 300, 1_000), runs),
     "items": Kind("items", (30, 100, 300, 1_000), items),
 }
@@ -188,7 +193,7 @@ KINDS = {
 def measure(
     workplace: Path, dataset: Dataset, sizes: Mapping[str, Sequence[int]] | None = None
 ) -> list[Row]:
-    """Returns the exponent of each kind of work. `sizes` replaces the default sizes."""
+    """Returns rows with the exponent of each kind of work. `sizes` replaces the default sizes."""
     asked = {name: kind.sizes for name, kind in KINDS.items()} | dict(sizes or {})
     found = alone(grown, workplace, asked, dataset.directory.resolve()).found
     return [
@@ -199,7 +204,7 @@ def measure(
 
 
 def grown(folder: Path, sizes: Mapping[str, Sequence[int]], data: Path) -> dict[str, list[Costs]]:
-    """Returns the costs of each kind of work at its sizes, by name of the kind."""
+    """Returns a dict from each kind of work to its costs at all sizes."""
     found = {}
     for name, asked in sizes.items():
         costs = KINDS[name].costs
@@ -209,8 +214,8 @@ def grown(folder: Path, sizes: Mapping[str, Sequence[int]], data: Path) -> dict[
 
 
 def exponent_row(name: str, points: Mapping[int, float]) -> Row:
-    """Returns a row with the least-squares slope of log time on log size. A slope above MOST is
-    noted as steeper than linear.
+    """Returns a row with the least-squares slope of log time over log size. The note says "steeper
+    than linear" for a slope above MOST.
     """
     slope = float(np.polyfit(np.log(list(points)), np.log(list(points.values())), 1)[0])
     times = ", ".join(format_value(seconds, "") for seconds in points.values())
@@ -220,7 +225,7 @@ def exponent_row(name: str, points: Mapping[int, float]) -> Row:
 
 
 def cpu_s(work: Callable[[], object]) -> float:
-    """Returns the least CPU seconds over some repeats of `work`, child processes included."""
+    """Returns the minimum CPU seconds over some repeats of `work`. Child processes are included."""
     took = []
     while len(took) < LEAST_REPEATS or (len(took) < MOST_REPEATS and sum(took) < REPEATED_S):
         start = _used_s()

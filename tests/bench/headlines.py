@@ -1,7 +1,8 @@
-"""Measured results on the first page: a sentence, a plan, and five rows, with met targets first.
+"""Measured results on the first page of the documentation: a sentence, an example plan, and five
+result rows. Rows with a met target come first.
 
-`python -m tests.bench.headlines` updates them and the tables of `docs/benchmarks.md` from
-`results/`.
+`python -m tests.bench.headlines` updates these parts and the tables of `docs/benchmarks.md` from
+the files in `results/`.
 """
 
 import dataclasses
@@ -41,7 +42,8 @@ HEADLINES = {
         "CPU of the live dashboard at four updates a second, of one core",
     ),
 }
-"""(name of a row, its title on the first page) by name of the results."""
+"""Maps the name of a results file to (name of a row in the file, title of the row on the first
+page)."""
 ERROR = "published runs, their own group held out: median error"
 STRANGER = "never met, 0 runs: mean error"
 SEARCH = "Search: 1T on 3,072 devices, whole space"
@@ -52,7 +54,7 @@ def write_headlines(directory: Path = RESULTS) -> bool:
     is missing.
 
     Raises:
-        KeyError: the results have no such row.
+        KeyError: A results file lacks a row of HEADLINES.
     """
     found = _measured(directory)
     if not found:
@@ -75,7 +77,7 @@ def write_headlines(directory: Path = RESULTS) -> bool:
 
 
 def front(directory: Path = RESULTS) -> str | None:
-    """Returns the sentence of the first page, built from measured rows. None if a result is
+    """Returns the sentence of the first page, built from measured rows. Returns None if a result is
     missing.
     """
     found = _measured(directory)
@@ -97,8 +99,8 @@ def front(directory: Path = RESULTS) -> str | None:
 
 
 def plan_example(document: Path = Path("README.md")) -> str:
-    """Returns a code block with the output of the `kit plan` command that `document` shows, at 80
-    columns. The command may continue over lines.
+    """Returns a code block with the output of the `kit plan` command that is printed in `document`.
+    The output has 80 columns. The command may be continued over several lines.
     """
     command = re.search(r"^\$ (kit plan (?:.*\\\n)*.*)$", document.read_text(), re.M)
     assert command
@@ -115,10 +117,10 @@ def plan_example(document: Path = Path("README.md")) -> str:
 
 
 def refresh(*documents: Path) -> Iterator[str]:
-    """Updates the measured parts of the documents. Yields one line of text per part.
+    """Updates the measured parts of the documents. Yields one line of text per updated part.
 
     Raises:
-        ConfigError: for the reasons of `write_tables`.
+        ConfigError: A document is missing, a marker has no partner, or a results file is damaged.
     """
     write_headlines()
     texts = {"front": front(), "plan": plan_example()}
@@ -131,7 +133,9 @@ def refresh(*documents: Path) -> Iterator[str]:
 
 
 def _measured(directory: Path) -> dict[str, Results]:
-    """Returns the results that the first page needs, by name. Empty if one is missing."""
+    """Returns a dict from name to the results that the first page needs. The dict is empty if one
+    of the results is missing.
+    """
     files = {name: directory / f"{name}.json" for name in HEADLINES}
     return (
         {n: Results.read(f) for n, f in files.items()}

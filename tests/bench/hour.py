@@ -1,5 +1,5 @@
-"""A dashboard that stays open for an hour while steps arrive: cost of its first and its last
-minute.
+"""A dashboard that stays open for an hour while new steps arrive. The cost of its last minute is
+compared with the cost of its first minute.
 """
 
 import contextlib
@@ -28,24 +28,24 @@ from tests.support.lab import Lab, Notebook
 from tests.support.recorded_runs import recorded_run, say
 
 STEPS = 100_000
-"""Steps of the run before it is opened. An hour adds a seventh."""
+"""Steps of the run before the dashboard is opened. The hour adds a seventh of them."""
 HOUR_S, MINUTE_S, SETTLED_S = 3600.0, 60.0, 30.0
 NOTE_NO_DRAWS = "() => { window.seen = { push() {} }; }"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Minute:
-    """Cost of one minute in the kernel and in the page."""
+    """Cost of the dashboard during one minute, in the kernel and in the browser page."""
 
-    cpu_ms: float  # of the kernel, a step
-    late_ms: float  # from a step's line in the file to its picture, the median
+    cpu_ms: float  # CPU time of the kernel per step
+    late_ms: float  # median time from a step's line in the file to its drawing
     kernel_mb: float
-    page_mb: float  # of JavaScript's heap, once garbage is collected
+    page_mb: float  # JavaScript heap after garbage collection
 
 
 def measure(workplace: Path, seconds: float = HOUR_S, minute_s: float = MINUTE_S) -> list[Row]:
-    """Returns the ratios of the last minute to the first. Without a browser, returns a row with the
-    reason.
+    """Returns rows with the cost of the last minute divided by the cost of the first minute. If
+    there is no browser, returns one row with the reason.
     """
     if missing := lab.why_not():
         return [row("a widget open for an hour", 0, note=f"not measured: {missing}")]

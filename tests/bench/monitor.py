@@ -35,14 +35,15 @@ LINE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A dashboard: the cell that shows it, and scripts that read its drawing from the page.
+    """A dashboard: the notebook cell that shows it, and scripts that read its drawing from the
+    page.
 
     Attributes:
-        imports: imports of the cell, which are not timed.
-        last: script that returns the last step drawn, or null before the first.
-        detail: script whose result changes when the kernel's answer to a zoom is drawn.
-        surface: selector of the area to drag over.
-        saved: description of the picture in the saved notebook.
+        imports: Imports of the cell, whose time is not measured.
+        last: Script that returns the last step drawn, or null before the first drawing.
+        detail: Script whose result changes as soon as the detailed data of a zoom are drawn.
+        surface: CSS selector of the area over which the mouse is dragged.
+        saved: Description of the picture in the saved notebook.
     """
 
     imports: str
@@ -94,8 +95,8 @@ STATE_SIZE = (
 
 
 def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
-    """Returns the rows of both dashboards. Without a browser, returns only the rows of the kernel's
-    side, with the reason. The run takes 300 MB.
+    """Returns the rows of the kit's dashboard and of the plotly dashboard. If there is no browser,
+    returns only the rows measured in the kernel, with the reason. The run takes 300 MB of disk.
     """
     run = recorded_run(workplace / "run", steps=0, planned=2 * steps)
     with (run.directory / "metrics.jsonl").open("w") as stream:
@@ -107,7 +108,7 @@ def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
         return [kernel[0].replace(note=f"the rest was not measured: {missing}"), *kernel[1:]]
     files = workplace / "files"
     files.mkdir()
-    # A kernel finds the other dashboard below the root.
+    # The kernel imports the plotly dashboard from the repository root.
     server = Lab(Path(sys.executable), workplace, files, PYTHONPATH=str(ROOT))
     with contextlib.ExitStack() as stack:
         stack.callback(server.stop)
@@ -118,8 +119,8 @@ def measure(workplace: Path, steps: int = STEPS) -> list[Row]:
 
 
 def _live(browser: Any, server: Lab, run: Run, step: int, contestant: Contestant) -> list[Row]:
-    """Returns cost and latency of a dashboard while steps arrive after `step`. It has its own page
-    and kernel.
+    """Returns rows with cost and latency of a dashboard while steps after `step` arrive. The
+    dashboard has its own page and kernel.
     """
     opened = f"import kit\n{contestant.imports}\nrun = kit.Run.open({str(run.directory)!r})"
     notebook: Any = Notebook(browser, server, [opened, contestant.cell, STATE_SIZE])
@@ -127,7 +128,7 @@ def _live(browser: Any, server: Lab, run: Run, step: int, contestant: Contestant
     notebook.run_cell(0)
     first, whole = notebook.evaluate(FIRST_PAINT, [1, step, contestant.last])
     page = notebook.page
-    page.wait_for_timeout(4000)  # what is done once
+    page.wait_for_timeout(4000)  # work that is done only once at the start is not measured
     notebook.evaluate(NOTE_DRAWS, contestant.last)
     kernel = kernel_process(server)
     with steps_coming(run, step) as stamps:
@@ -161,7 +162,9 @@ def _live(browser: Any, server: Lab, run: Run, step: int, contestant: Contestant
 
 
 def side_by_side(kit: list[Row], plotly: list[Row]) -> list[Row]:
-    """Returns the rows of both dashboards: the kit's with the target, plotly's with the ratio."""
+    """Returns the rows of both dashboards. The kit's rows have the target. Plotly's rows have their
+    ratio to the kit in the note.
+    """
     rows = []
     for ours, theirs in zip(kit, plotly, strict=True):
         told = f"{theirs.value / ours.value:.1f} x; {theirs.note}".removesuffix("; ")
@@ -170,7 +173,7 @@ def side_by_side(kit: list[Row], plotly: list[Row]) -> list[Row]:
 
 
 def kernel_process(server: Lab) -> psutil.Process:
-    """Returns the process of the newest kernel of a server."""
+    """Returns the process of the newest kernel of a JupyterLab server."""
     children = psutil.Process(server.process.pid).children(recursive=True)
     kernels = [each for each in children if "ipykernel" in " ".join(each.cmdline())]
     return max(kernels, key=lambda each: each.create_time())
@@ -178,8 +181,8 @@ def kernel_process(server: Lab) -> psutil.Process:
 
 @contextlib.contextmanager
 def steps_coming(run: Run, step: int) -> Iterator[dict[int, float]]:
-    """Within the context, appends steps to a run at RATE_HZ, as its job would. Yields the time of
-    each step.
+    """Within the context, appends steps to a run at RATE_HZ steps per second, as its job would.
+    Yields a dict from each step to its Unix time.
     """
     stamps: dict[int, float] = {}
     ended = threading.Event()
@@ -203,7 +206,9 @@ def steps_coming(run: Run, step: int) -> Iterator[dict[int, float]]:
 
 
 def _kernel_side(run: Run, steps: int) -> list[Row]:
-    """Returns the time of reading and drawing the run without a browser."""
+    """Returns rows with the time of reading and drawing the run in the kernel, measured without a
+    browser.
+    """
     start = time.perf_counter()
     dashboard = Dashboard(run)
     dashboard.read_all()
@@ -219,7 +224,9 @@ def _kernel_side(run: Run, steps: int) -> list[Row]:
 
 
 def lines(first: int, last: int) -> str:
-    """Returns lines of `metrics.jsonl`: a falling, noisy loss with rare spikes."""
+    """Returns lines of `metrics.jsonl` for the steps `first` to `last`: a falling, noisy loss with
+    rare spikes.
+    """
     step = np.arange(first, last + 1)
     noise = np.random.default_rng(first).normal(size=(4, len(step)))
     seconds = 1 + 0.02 * abs(noise[0])
@@ -236,8 +243,8 @@ def lines(first: int, last: int) -> str:
 
 
 def latencies(stamps: dict[int, float], seen: list[list[float]]) -> list[float]:
-    """Returns for each step the seconds from its line in the file to the first picture with the
-    step.
+    """Returns for each step the seconds from its line in the metrics file to the first drawing that
+    includes it. `stamps` maps steps to write times.
     """
     found = []
     for step, written in stamps.items():
@@ -249,7 +256,9 @@ def latencies(stamps: dict[int, float], seen: list[list[float]]) -> list[float]:
 
 
 def _zoom(notebook: Any, contestant: Contestant, left: float) -> float:
-    """Drags over a curve. Returns the seconds until the kernel's detail is drawn."""
+    """Drags the mouse over a curve to zoom. Returns the seconds until the detailed data from the
+    kernel are drawn.
+    """
     notebook.evaluate(NOTE_ZOOM, contestant.detail)
     page = notebook.page
     box = page.locator(contestant.surface).first.bounding_box()

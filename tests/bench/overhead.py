@@ -1,9 +1,9 @@
 """Cost of recording (metrics, heartbeats, requests, asynchronous checkpoints) as a share of a run's
 time, and milliseconds per step outside the engine.
 
-The share comes from the run's own records. Time outside steps is the difference between stamps of
-`metrics.jsonl` minus the step time. A checkpoint also slows the steps during which it is written:
-the excess of the steps after it over the median step.
+The share is computed from the run's own records. Time outside steps is the difference between two
+time stamps of `metrics.jsonl` minus the step time. A checkpoint also slows the steps during which
+it is written. This slowdown is the excess of the steps after the save over the median step.
 """
 
 import statistics
@@ -32,13 +32,13 @@ RECORDED = {"1 process": ONE, "DP2, 2 processes": ONE.replace(data_parallel=2)}
 CHECKPOINT_EVERY = 50
 NUM_CHECKPOINTS = 5
 SLOWED_STEPS = 2
-"""Number of steps after a checkpoint that count as overlapping with its writing. A demo checkpoint
-takes about one step."""
+"""Number of steps after a save that count as slowed by the writing of the checkpoint. The writing
+of a demo checkpoint takes about one step."""
 WATCHED_STEPS, WARM_STEPS = 400, 5
 DEMO = ModelSpec.preset("demo").replace(sequence_length=32)
 SHORT = Plan(global_batch_size=1)
-"""A plan with steps so short that few are followed by a look at requests or a heartbeat. The
-optimizer still empties the caches."""
+"""Plan with very short steps, so that most steps include neither a check for requests nor a
+heartbeat. The optimizer still empties the CPU caches."""
 HOOK = "def on_step(state):\n    return {'one': 1.0}\n"
 REQUESTS, BEAT = "requests", "heartbeat"
 
@@ -65,13 +65,13 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
 
 
 def costs(metrics: Metrics) -> dict[str, float]:
-    """Returns seconds that recording and checkpoints cost in a run with a checkpoint every
-    `CHECKPOINT_EVERY` steps.
+    """Returns the median seconds that recording and checkpoints cost in a run with a checkpoint
+    every `CHECKPOINT_EVERY` steps.
 
-    step_s: one step. recording_s: time between two steps, for metrics, heartbeat and requests.
-    checkpoint_s: additional time between two steps if a checkpoint starts, for the copy after which
-    training continues. slowed_s: slowdown of the steps during which a checkpoint is written. All
-    are medians, so that other load during one checkpoint does not decide.
+    The keys are: step_s, time of one step. recording_s, time between two steps for metrics,
+    heartbeat and requests. checkpoint_s, additional time between two steps in which a checkpoint is
+    copied before training continues. slowed_s, slowdown of the steps during which a checkpoint is
+    written. Medians are used because other load may disturb a single checkpoint.
     """
     step_s, stamps, steps = metrics["step_time_s"], metrics["time"], metrics["step"]
     between_s = np.diff(stamps) - step_s[1:]
@@ -90,8 +90,8 @@ def costs(metrics: Metrics) -> dict[str, float]:
 def measure_beside(
     workplace: Path, dataset: Dataset, *, steps: int = WATCHED_STEPS, spec: ModelSpec = DEMO
 ) -> list[Row]:
-    """Returns milliseconds outside the engine: per step with a hook that does nothing, the addition
-    by a look at requests and by a heartbeat, and the total.
+    """Returns rows with milliseconds outside the engine: per step with a hook that does nothing,
+    the additional time of a check for requests and of a heartbeat, and the total.
     """
     data = str(dataset.directory.resolve())
     found = alone(beside, workplace, data, steps, spec).found[WARM_STEPS:]
@@ -122,8 +122,8 @@ def measure_beside(
 
 
 def beside(folder: Path, data: str, steps: int, spec: ModelSpec) -> list[dict[str, float]]:
-    """Returns seconds by component for each step of a model trained in this process, from the
-    engine's end of the step before to its start.
+    """Returns a dict for each step of a model trained in this process. It maps each component of
+    the trainer to its seconds between the engine's end of one step and its start of the next step.
     """
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -156,7 +156,7 @@ def beside(folder: Path, data: str, steps: int, spec: ModelSpec) -> list[dict[st
     watch(trainer.bad_steps, "after_step", "recovery")
     watch(trainer.checkpoints, "poll", "recovery")
     watch(trainer.heartbeat, "after_step", "steps remembered")
-    # Called by another thread, which competes for the interpreter with the steps.
+    # Another thread calls these two functions and competes with the steps for the interpreter.
     watch(heartbeat, "write_rank_heartbeat", BEAT)
     watch(heartbeat, "update_state", BEAT)
     watch(trainer.batches, "at", "next batch")
@@ -166,7 +166,7 @@ def beside(folder: Path, data: str, steps: int, spec: ModelSpec) -> list[dict[st
     begin, ended = trainer.engine.begin_step, [time.perf_counter()]
 
     def begin_step(*arguments: Any) -> Any:
-        # A copy first: the other thread may add a name meanwhile.
+        # The dict is copied at once, because the other thread may add a name while it is read.
         found.append({"all": time.perf_counter() - ended[0], **spent.copy()})
         spent.clear()
         begun = begin(*arguments)

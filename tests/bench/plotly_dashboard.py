@@ -1,5 +1,5 @@
-"""The dashboard's curves as a plotly FigureWidget, for comparison: equal data, windows and update
-rate.
+"""The dashboard's curves drawn with a plotly FigureWidget, for comparison with the kit's dashboard.
+Data, windows and update rate are equal.
 """
 
 import threading
@@ -15,7 +15,9 @@ TICK_S = 0.25
 
 
 class PlotlyDashboard:
-    """Four panels with band and average. A cell shows `widget`. A thread follows the run."""
+    """Dashboard of four panels, each with a curve, its average and a band. A notebook cell displays
+    the attribute `widget`. A thread reads new rows of the run.
+    """
 
     def __init__(self, run: Run) -> None:
         from plotly.graph_objects import FigureWidget, Scatter

@@ -1,5 +1,5 @@
-"""Counts of a rehearsal compared with a real job of eight training ranks on a real Slurm with four
-nodes. Without Slurm nothing is measured.
+"""Counts of a rehearsal (size of a checkpoint, open files of rank 0) compared with a real job. The
+job has eight training ranks on a real Slurm with four nodes. Without Slurm nothing is measured.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ PLAN = kit.Plan(
 
 
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
-    """Returns rows of the rehearsed and the observed value for each count that eight ranks can
-    show.
+    """Returns rows with the rehearsed and the observed value of each count that a job of eight
+    ranks can show.
     """
     if missing := why_not():
         print(f"rehearsal: {missing}")
@@ -35,7 +35,8 @@ def measure(workplace: Path, dataset: Dataset) -> list[Row]:
         stack.callback(sandbox.stop)
         os.environ.update(sandbox.environment)
         site = kit.Site.load(sandbox.site_file)
-        # Step times, which the sandbox does not state, are not compared.
+        # The rehearsal needs device speeds, which the sandbox does not state, so those of Frontier
+        # are used. Step times are not compared.
         priced = site.replace(device=frontier.device, links=frontier.links)
         told = rehearse(spec, PLAN, recipe, priced)
         run = kit.launch(workplace / "run", spec=spec, plan=PLAN, recipe=recipe, site=site)
@@ -70,7 +71,7 @@ def _ranks(run: Run) -> list[int]:
     """Returns the process ids of a job's ranks on all nodes of the sandbox."""
     mark, found = f"KIT_RUN_DIR={run.directory}\0", []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # The process has ended.
+        with contextlib.suppress(OSError):  # the process has ended since it was listed
             environment, command = (
                 (process / file).read_text(errors="replace") for file in ("environ", "cmdline")
             )

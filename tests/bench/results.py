@@ -1,4 +1,4 @@
-"""Results of measurements: rows in `results/NAME.json`."""
+"""Results of measurements: each file `results/NAME.json` has the rows of one benchmark."""
 
 import dataclasses
 import datetime
@@ -64,5 +64,7 @@ def machine() -> str:
 
 
 def load_average() -> float:
-    """Returns the average number of processes that wanted a core in the last minute."""
+    """Returns the load average of the last minute: the mean number of processes that ran or waited
+    for a core.
+    """
     return os.getloadavg()[0]

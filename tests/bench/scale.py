@@ -1,8 +1,8 @@
 """Scale on one machine: planner and monitor at 100,000 devices, one rank of 16,384, and ten million
 steps.
 
-Each case runs in its own process, so that its peak memory is measured alone. Heartbeats and metrics
-are files as a job leaves them. The ranks that would write them are not running.
+Each case runs in its own process, which measures only its own peak memory. Heartbeats and metrics
+are files with the content that a job would write. The ranks of the job are not running.
 """
 
 import time
@@ -33,8 +33,8 @@ Work = Callable[[], object]
 
 
 def measure(workplace: Path, sizes: Mapping[str, int] | None = None) -> list[Row]:
-    """Returns seconds and peak memory of each case. `sizes` replaces default sizes. Ten million
-    steps take 1.9 GB of disk.
+    """Returns rows with seconds and peak memory of each case. `sizes` replaces the default sizes.
+    Ten million steps take 1.9 GB of disk.
     """
     rows, peaks = [], []
     for name, case in CASES.items():
@@ -56,12 +56,16 @@ def _seconds(prepare: Callable[[Path, int], Work], folder: Path, size: int) -> f
 
 
 def planner(folder: Path, size: int) -> Work:
-    """Prepares a search of the planner on `size` devices."""
+    """Prepares a search of the planner for layouts on `size` devices. Returns the function to
+    measure.
+    """
     return lambda: answers(search(TRILLION, Site.load("dgx-h100"), size, 12_288), 5)
 
 
 def rank(folder: Path, size: int) -> Work:
-    """Prepares the last of `size` ranks: the real sharding code, for that rank alone."""
+    """Prepares the start of the last of `size` ranks. It runs the real sharding code for this rank
+    alone.
+    """
     from kit.parallel.simulate import view_rank
 
     plan = Plan(
@@ -75,14 +79,14 @@ def rank(folder: Path, size: int) -> Work:
 
 
 def heartbeats(folder: Path, size: int) -> Work:
-    """Prepares reading the heartbeats of a run directory."""
+    """Prepares reading the heartbeats of `size` ranks from a run directory."""
     write_heartbeats(folder, size)
     return lambda: read_rank_heartbeats(folder, 1)
 
 
 def monitor(folder: Path, size: int) -> Work:
-    """Prepares one update of the dashboard, which is due every second, and its picture of the
-    ranks.
+    """Prepares one update of the dashboard and its drawing of the ranks. An update is due every
+    second.
     """
     dashboard = Dashboard(recorded_run(folder, steps=200, ranks=size))
     write_heartbeats(folder, size)
@@ -91,7 +95,7 @@ def monitor(folder: Path, size: int) -> Work:
         dashboard.look()
         ranks = dashboard.run_view.ranks
         assert ranks.samples, "no heartbeat was read"
-        ranks.samples = ranks.samples[:1] * SAMPLES  # As many as after some hours.
+        ranks.samples = ranks.samples[:1] * SAMPLES  # as many samples as after some hours
         dashboard.read()
         dashboard.frame(PlotRange())
         assert slowest_rank(ranks.newest_samples(SAMPLES)) is not None
@@ -102,7 +106,9 @@ def monitor(folder: Path, size: int) -> Work:
 
 
 def metrics(folder: Path, size: int) -> Work:
-    """Prepares reading metrics with the reader that figures, exports and `kit status` share."""
+    """Prepares reading metrics of `size` steps with the reader that figures, exports and `kit
+    status` share.
+    """
     run = recorded_run(folder, steps=0, ranks=1024)
     with (folder / "metrics.jsonl").open("w") as stream:
         stream.writelines(_lines(size))
@@ -115,10 +121,12 @@ def metrics(folder: Path, size: int) -> Work:
 
 
 class Case(NamedTuple):
-    """Preparation of the work, its size and name, and its limits of seconds and GB."""
+    """Function that prepares the work, size of the work with its name, and limits in seconds and
+    GB.
+    """
 
     prepare: Callable[[Path, int], Work]
-    size: int  # devices, ranks or steps
+    size: int  # number of devices, ranks or steps
     name: str
     most_s: float
     most_gb: float | None = None
@@ -141,7 +149,7 @@ CASES = {
 
 
 def write_heartbeats(folder: Path, ranks: int) -> None:
-    """Writes the file of all heartbeats of a run's step 200. One rank in 97 is slow."""
+    """Writes the file with the heartbeats of all ranks at step 200. One rank in 97 is slow."""
     folder.mkdir(parents=True, exist_ok=True)
     beats = (
         RankHeartbeat(

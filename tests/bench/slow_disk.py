@@ -1,6 +1,7 @@
-"""Slowdown of steps without checkpoints while a metadata server takes 2 s for each rename.
+"""Slowdown of training steps while a metadata server takes 2 s for each rename.
 
-One run of the demo model with short sequences is measured. Its disk is slow in every other window.
+One run of the demo model with short sequences and without checkpoints is measured. Renames are slow
+in every second time window.
 """
 
 import time
@@ -27,7 +28,9 @@ WARM_STEPS = 5
 def measure(
     workplace: Path, dataset: Dataset, *, rounds: int = ROUNDS, window_s: float = WINDOW_S
 ) -> list[Row]:
-    """Returns the ratio of seconds per step with and without slow renames, in one run."""
+    """Returns the ratio of seconds per step between windows with and windows without slow
+    renames.
+    """
     disk = FailingDisk(compile_library(workplace), workplace / "rules")
     data = str(dataset.directory.resolve())
     recipe = Recipe(data=data, num_steps=10**6, learning_rate=1e-3, checkpoint_every=None)
@@ -46,7 +49,7 @@ def measure(
 
         windows = take_turns({"usual": usual, "slow": slow}, rounds)
         disk.end()
-        time.sleep(2 * DELAY_S + 1)  # Until the last steps are in the metrics.
+        time.sleep(2 * DELAY_S + 1)  # wait until the metrics have the last steps
         found = {name: [step_s(run, *each) for each in of] for name, of in windows.items()}
     finally:
         disk.end()
@@ -77,7 +80,9 @@ def window(length_s: float) -> tuple[float, float]:
 
 
 def step_s(run: Run, start: float, end: float) -> float:
-    """Returns the mean seconds between step ends, for steps that end between `start` and `end`."""
+    """Returns the mean seconds between the ends of two steps, over steps that end between the Unix
+    times `start` and `end`.
+    """
     ended_at = run.metrics()["time"]
     inside = ended_at[(ended_at >= start) & (ended_at < end)]
     if len(inside) < 2:

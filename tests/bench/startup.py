@@ -1,6 +1,6 @@
 """Waiting times of a user: for `import kit`, from `launch` to the first optimizer step of the demo
-model, and from `git clone` to the first loss by phase. The phases follow `make demo` with the
-caches as they are.
+model, and from `git clone` to the first loss. The last time is measured by phase. The phases are
+those of `make demo`, and package caches are left unchanged.
 """
 
 import os
@@ -31,7 +31,7 @@ REPEATS = 3
 
 
 def measure(workplace: Path, dataset: Dataset) -> list[Row]:
-    """Returns import times, and times from `launch` to the end of the first step."""
+    """Returns rows with import times, and with times from `launch` to the end of the first step."""
     rows = [_import_row(package) for package in ("kit", "cluster")]
     rows.append(row("`import torch`, for comparison", _import_s("torch", repeats=3)[0], "s"))
     for name, plan in LAYOUTS.items():
@@ -44,7 +44,7 @@ def first_step_s(directory: Path, plan: Plan, dataset: Dataset) -> float:
     """Returns the seconds from the call of `launch` to the end of the first optimizer step.
 
     Raises:
-        RuntimeError: the run failed.
+        RuntimeError: The run failed.
     """
     start = time.time()
     run = trained(directory, plan, dataset, num_steps=1, checkpoint_every=None)
@@ -55,13 +55,13 @@ def trained(directory: Path, plan: Plan, dataset: Dataset, **recipe: Any) -> Run
     """Trains the demo model and returns the finished run.
 
     Raises:
-        RuntimeError: the run failed.
+        RuntimeError: The run failed.
     """
     return ended(launched(directory, plan, dataset, **recipe))
 
 
 def launched(directory: Path, plan: Plan, dataset: Dataset, **recipe: Any) -> Run:
-    """Returns a run of the demo model that has just been launched."""
+    """Starts a run of the demo model and returns it. Does not wait for the run's job."""
     asked = Recipe(data=str(dataset.directory), learning_rate=1e-3, **recipe)
     return launch(directory, spec=ModelSpec.preset("demo"), plan=plan, recipe=asked)
 
@@ -115,15 +115,16 @@ print(first_step_s(Path(sys.argv[1]), ONE, Dataset.open(sys.argv[2])))
 def measure_cold(
     workplace: Path, *, install: bool = True, text_bytes: int | None = None
 ) -> list[Row]:
-    """Returns the seconds of each phase and their sum.
+    """Returns rows with the seconds of each phase and their sum.
 
     Args:
-        workplace: folder for the clone and its environment, several GB.
+        workplace: Folder for the clone and its environment, which take several GB.
         install: False skips phases that need a package index, and uses the running Python.
-        text_bytes: size of the dataset's text. The default is the text of the demo.
+        text_bytes: Size of the dataset's text. The default is the text of the demo.
 
     Raises:
-        RunError: this is no clone, or a phase failed. The message has its last line of output.
+        RunError: The working directory is no clone, or a phase failed. The message has the last
+            line of its output.
     """
     if not (ROOT / ".git").exists():
         raise RunError(

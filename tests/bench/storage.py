@@ -1,12 +1,12 @@
-"""Checkpoints on this machine: saving and loading compared with a plain write of equal size, and
-rank 0's CPU seconds for planning and describing a save of gpt-1t.
+"""Checkpoints on this machine: speed of saving and loading compared with a plain write of equal
+size, and rank 0's CPU seconds for planning a save of gpt-1t and writing its metadata.
 
-Saving: the stall is the time for which `save` stops training, the copy. Writing continues in the
-background. Its effect on steps is in the table of recording.
+Saving: the stall is the time for which `save` stops training to copy the tensors. Writing continues
+in the background. Its effect on steps is measured by the benchmark `overhead`.
 
-Planning: the plans of one stage's 48 ranks come from the real sharding code (fake process group,
-meta device). The other stages get copies with their own layer names. Nothing is sent: gathered
-objects were pickled before and are unpickled.
+Planning: the save plans of one stage's 48 ranks are made by the real sharding code (fake process
+group, meta device). The other stages get copies with their own layer names. Nothing is sent between
+ranks: the objects that rank 0 would gather are pickled before the measurement and unpickled in it.
 """
 
 import dataclasses
@@ -46,12 +46,14 @@ from tests.bench.turns import ratio_row
 SMALL = llama("checkpoint-26m")
 REPEATS = 5
 PAUSE_S = 3.0
-"""Pause before each write in seconds. A virtual machine returns freed memory to its host meanwhile,
-as between real checkpoints."""
+"""Pause before each write in seconds. During the pause a virtual machine returns freed memory to
+its host, as between real checkpoints."""
 
 
 def measure(workplace: Path, spec: ModelSpec = SMALL, *, pause_s: float = PAUSE_S) -> list[Row]:
-    """Returns MB/s of saving, of loading and of a plain write, and the stall of training."""
+    """Returns rows with MB/s of saving, of loading and of a plain write, and with the stall of
+    training in a save.
+    """
     found = alone(times, workplace, spec, pause_s).found
     size = found.pop("bytes") / 1e6
     middle = {name: statistics.median(seconds) for name, seconds in found.items()}
@@ -68,15 +70,15 @@ def measure(workplace: Path, spec: ModelSpec = SMALL, *, pause_s: float = PAUSE_
 
 
 def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict[str, Any]:
-    """Returns the bytes of a checkpoint, and the seconds of each repeat of saving, stall, loading
-    and a plain write.
+    """Returns the bytes of a checkpoint, and lists with the seconds of each repeat: saving, stall,
+    loading and a plain write.
     """
     keep_freed_memory()
     join_alone()
     plan = Plan(global_batch_size=2)
     engine = build_engine(spec, plan, Recipe(data="none", num_steps=1), torch.device("cpu"))
     assert isinstance(engine, PortableEngine)
-    # Creates the moments of AdamW.
+    # The first step creates the moments of AdamW.
     engine.train_step(torch.zeros((2, spec.sequence_length + 1), dtype=torch.long), 1e-4)
     checkpoints = Checkpoints(folder / "checkpoints")
     writer = CheckpointWriter(checkpoints, attempt=1, keep_last=1, keep_every=None)
@@ -86,7 +88,8 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict[str, Any]:
         facts = {"step": step, "samples": step, "tokens": step, "seed": 1}
         start = time.perf_counter()
         writer.start(engine.state_dict(), {**facts, "spec": spec, "plan": plan})
-        # An upper limit: in training a forward and a backward pass come before the wait.
+        # This stall is an upper limit: in training, the wait comes only after a forward and a
+        # backward pass.
         writer.wait_for_copies()
         found["stall"].append(time.perf_counter() - start)
         writer.finish()
@@ -100,13 +103,13 @@ def times(folder: Path, spec: ModelSpec, pause_s: float) -> dict[str, Any]:
         found["plain"].append(_plain_write(folder / f"plain-{step}", found["bytes"]))
         (folder / f"plain-{step - 1}").unlink(missing_ok=True)
     dist.destroy_process_group()
-    # Step 0 is the warm-up.
+    # The first repeat is the warm-up and is left out.
     return {name: value[1:] if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _plain_write(file: Path, size: int) -> float:
-    """Returns the seconds of writing a new file. The previous file still exists, as with
-    checkpoints.
+    """Returns the seconds of writing a new file of `size` bytes. The previous file still exists, as
+    with checkpoints.
     """
     content = memoryview(bytearray(os.urandom(1 << 20)) * (size // (1 << 20)))
     start = time.perf_counter()
@@ -116,7 +119,7 @@ def _plain_write(file: Path, size: int) -> float:
     return time.perf_counter() - start
 
 
-# Planning
+# Planning of a save
 
 TRILLION = ModelSpec.preset("gpt-1t")
 PLAN = Plan(
@@ -132,8 +135,8 @@ PLAN = Plan(
 def measure_planning(
     workplace: Path, stages: int = 64, spec: ModelSpec = TRILLION, plan: Plan = PLAN
 ) -> list[Row]:
-    """Returns rank 0's CPU seconds for a first and a later save of `stages` stages with 48 ranks
-    each.
+    """Returns rows with rank 0's CPU seconds for a first and a later save of a job with `stages`
+    stages of 48 ranks.
     """
     found = alone(saves, workplace, stages, spec, plan).found
     first, later = found["seconds"]
@@ -150,7 +153,8 @@ def plans_of_a_stage(spec: ModelSpec, plan: Plan) -> list[Any]:
     """Returns the save plans of the second pipeline stage's ranks, made by torch's own code."""
     size = plan.num_devices // plan.pipeline_parallel
     ranks = range(size, 2 * size)
-    # One process per rank: torch caches a rank's shards for every mesh of that shape.
+    # Each rank gets its own process, because torch caches the shards of one rank and would return
+    # them for another rank with a mesh of equal shape.
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         return pool.starmap(_plan, [(spec, plan, rank) for rank in ranks], chunksize=1)
 
@@ -169,7 +173,9 @@ def _plan(spec: ModelSpec, plan: Plan, rank: int) -> Any:
 
 
 def of_stage(plans: list[Any], spec: ModelSpec, plan: Plan, stage: int) -> list[Any]:
-    """Returns copies of the plans of the second stage with the layer names of stage `stage`."""
+    """Returns copies of the second stage's plans in which the layer names are those of stage
+    `stage`.
+    """
     layers = zip(plan.stage_layers(spec, 1), plan.stage_layers(spec, stage), strict=True)
     names = {f".layers.{a}.": f".layers.{b}." for a, b in layers}
 
@@ -192,9 +198,10 @@ def of_stage(plans: list[Any], spec: ModelSpec, plan: Plan, stage: int) -> list[
 
 
 def saves(folder: Path, stages: int, spec: ModelSpec, plan: Plan) -> dict[str, Any]:
-    """Returns rank 0's CPU seconds of two saves, the numbers of ranks and items, and bytes by file.
+    """Returns rank 0's CPU seconds of two saves, the numbers of ranks and items, and the bytes of
+    each file.
 
-    Checkpoints 1 and 2 of `folder` get only their description.
+    Only the metadata of checkpoints 1 and 2 is written to `folder`.
     """
     own = plans_of_a_stage(spec, plan)
     plans = [each for stage in range(stages) for each in of_stage(own, spec, plan, stage)]
@@ -207,7 +214,7 @@ def saves(folder: Path, stages: int, spec: ModelSpec, plan: Plan) -> dict[str, A
         path.mkdir(parents=True)
         writer = Writer(path, planner, lambda sizes, _: files.update(sizes))
         start = time.process_time()
-        gc.disable()  # as the trainer does
+        gc.disable()  # the trainer disables garbage collection too
         planner.set_up_planner({}, is_coordinator=True)
         gathered = [pickle.loads(each) for each in sent]
         planned, described = planner.create_global_plan(gathered)
@@ -218,13 +225,13 @@ def saves(folder: Path, stages: int, spec: ModelSpec, plan: Plan) -> dict[str, A
         writer.finish(described, [pickle.loads(each) for each in results])
         took.append(time.process_time() - resumed + paused - start)
         gc.enable()
-        # Ranks with an unchanged plan send this.
+        # Ranks whose plan is unchanged since the last save send only this empty plan.
         sent = [pickle.dumps(SavePlan([], usable=False))] * len(sent)
     return {"seconds": took, "ranks": len(sent), "items": items, "files": files}
 
 
 def _results(plan: Any) -> list[Any]:
-    """Returns the write results that a rank would report."""
+    """Returns the write results that a rank with this plan would report."""
     file = f"{plan.storage_data.prefix}0.distcp"
     return [
         WriteResult(item.index, 1000, _StorageInfo(file, 1000 * i, 1000))

@@ -1,7 +1,8 @@
-"""The tables of a document, made from results.
+"""Tables of measured results in a Markdown document.
 
-A document has `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, each on its own line. The text
-between them is replaced, so that no measured number is typed by hand.
+The document has the markers `<!-- bench:NAME -->` and `<!-- /bench:NAME -->`, each on its own line.
+The text between the two markers is replaced by the table of results NAME, so that no measured
+number is typed by hand.
 """
 
 import re
@@ -21,23 +22,24 @@ BETWEEN_MARKERS = re.compile(
 def write_tables(
     document: Path, *, directory: Path = RESULTS, texts: Mapping[str, str | None] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Replaces the tables of `document`. Returns (names written, names kept without results).
+    """Replaces the tables of `document`. Returns (names of the written tables, names of the tables
+    that stay because they have no results).
 
     Args:
-        document: file with the markers. It is written only if all markers and results are valid.
-        directory: folder of the results.
-        texts: text by name to put between the markers instead of a table. None keeps the present
-            text.
+        document: File with the markers. It is written only if all markers and results are valid.
+        directory: Folder of the results.
+        texts: Maps a name to the text that is put between its markers instead of a table. None
+            keeps the present text.
 
     Raises:
-        ConfigError: the document is missing, a marker has no partner, or a results file is damaged.
+        ConfigError: The document is missing, a marker has no partner, or a results file is damaged.
     """
     if not document.is_file():
         raise ConfigError(
             f"{document}: no such file; expected a document with <!-- bench:NAME --> markers."
         )
     text = document.read_text()
-    # A lost partner would swallow text up to the next marker.
+    # Without this check, the text between a single marker and the next pair would be replaced too.
     if lost := re.search(r"^<!-- /?bench:\w+ -->$", re.sub(BETWEEN_MARKERS, "", text), flags=re.M):
         raise ConfigError(
             f"{document}: marker {lost[0]!r} has no partner. Each table stands between <!--"
@@ -62,7 +64,9 @@ def write_tables(
 
 
 def table(results: Results) -> str:
-    """Returns the rows as a Markdown table, then one line with machine, date, load and command."""
+    """Returns the result rows as a Markdown table, then one line with machine, date, load and
+    command.
+    """
     lines = ["| | measured | target | met | |", "|---|--:|--:|:-:|---|"]
     for item in results.rows:
         met = {True: "yes", False: "**no**", None: ""}[item.ok]
@@ -79,5 +83,5 @@ def table(results: Results) -> str:
 
 
 def _cell(text: str) -> str:
-    """Returns text as a cell of a Markdown table, on one line and with markup escaped."""
+    """Returns `text` as a cell of a Markdown table. Newlines are removed and markup is escaped."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

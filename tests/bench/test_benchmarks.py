@@ -1,4 +1,4 @@
-"""The benchmarks at small sizes: they give the rows of `docs/benchmarks.md`, compare only equal
+"""The benchmarks at small sizes. They return the rows of `docs/benchmarks.md`, compare only equal
 work, and compute costs correctly from records.
 """
 
@@ -64,7 +64,9 @@ SIZES = {"search": 1024, "rank": 512, "heartbeats": 300, "monitor": 2000, "metri
 
 
 def documented(name: str) -> set[str]:
-    """Returns the row names of a benchmark's table, with each number replaced by N."""
+    """Returns the row names of a benchmark's table in the documentation, with each number replaced
+    by N.
+    """
     table = re.search(rf"<!-- bench:{name} -->(.*?)<!-- /bench:{name} -->", DOCUMENT, re.S)
     assert table, name
     return {_sizeless(cell) for cell in re.findall(r"^\| ([^|\s].*?) \|", table[1], re.M)}
@@ -75,7 +77,9 @@ def _sizeless(name: str) -> str:
 
 
 def assert_documented(name: str, rows: list[Row]) -> dict[str, Row]:
-    """Asserts that rows are those of the document and have values. Returns the rows by name."""
+    """Asserts that `rows` have the names of the documented table, and have values. Returns the rows
+    by name.
+    """
     assert {_sizeless(each.name) for each in rows} == documented(name)
     assert all(np.isfinite(each.value) and each.value >= 0 for each in rows)
     return {each.name: each for each in rows}
@@ -83,8 +87,8 @@ def assert_documented(name: str, rows: list[Row]) -> dict[str, Row]:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs each isolated part of a benchmark in a fork of this process, which imports nothing
-    again. Peak memory is not measured. `data_order` keeps a process of its own.
+    """Runs each isolated part of a benchmark in a fork of this process, so that modules are not
+    imported again. Peak memory is not measured. `data_order` still runs in a new process.
     """
 
     def alone(function: Callable[..., Any], *arguments: Any) -> Alone:
@@ -181,8 +185,8 @@ def test_data_benchmark_gives_documented_rows(tiny_dataset, tmp_path: Path, monk
 
 
 def test_data_order_benchmark_meets_its_targets(tiny_dataset, tmp_path: Path) -> None:
-    """Memory of a rank and randomness of the order meet their targets. The sparse files take under
-    20 MB.
+    """The memory of a rank and the randomness of its data order meet their targets. The sparse
+    files take under 20 MB of disk.
     """
     small = {"draws": 20_000, "epochs": 20, "whole": 300_000}
     rows = [
@@ -221,7 +225,7 @@ def test_overhead_is_computed_from_time_stamps() -> None:
 
 @pytest.mark.thorough
 def test_cold_start_benchmark_measures_each_phase(tmp_path: Path) -> None:
-    """Phases that need a package index are left out. The demo's model trains on a tenth of its
+    """Phases that need a package index are skipped. The demo model trains on a tenth of the demo
     text.
     """
     *phases, whole = startup.measure_cold(tmp_path, install=False, text_bytes=2_400_000)
@@ -250,8 +254,8 @@ def test_scoring_speed_is_compared_within_rounds(monkeypatch) -> None:
 def answered(
     entrants, *_, setup=train_speed.DEMO, losses=(), step_s=(), absent=(), **__
 ) -> train_speed.Answers:
-    """Returns simulated answers of contestants: a warm-up step of 9 s, later steps of 1 s, equal
-    losses. Arguments change this by contestant.
+    """Returns simulated measurements of contestants: a warm-up step of 9 s, later steps of 1 s,
+    equal losses. The arguments replace these values for single contestants.
     """
     given, used = {}, {"allocated_bytes": 40e9, "reserved_bytes": 44e9}
     for name in entrants.keys() - dict(absent).keys():
@@ -265,7 +269,9 @@ def answered(
 
 
 def test_speeds_exclude_warm_up_and_other_losses(tmp_path: Path, monkeypatch) -> None:
-    """A contestant whose losses differ trains another model and gets no ratio."""
+    """A contestant whose losses differ from the kit's trains another model, so no speed ratio is
+    computed for it.
+    """
     monkeypatch.setattr(train_speed, "take_answers", answered)
     rows = assert_documented("train_speed", train_speed.measure(tmp_path))
     assert rows["kit, 1 thread"].value == 16 * 256 and rows["kit / Trainer, 1 thread"].value == 1
@@ -306,7 +312,7 @@ def test_gpu_benchmark_without_gpu_runs_tiny_model(tmp_path: Path, monkeypatch) 
 
 @pytest.mark.thorough
 def test_gpu_benchmark_dry_run_trains_one_model(tmp_path: Path) -> None:
-    """All contestants get the same losses from four micro-batches per update."""
+    """All contestants compute the same losses with four micro-batches per weight update."""
     command = [sys.executable, "-m", "tests.bench.gpu", "--dry-run", "--out", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -344,7 +350,7 @@ print(not_installed(tests.bench.gpu.ENTRANTS["kit"]) or "all there")
 
 
 def test_gpu_benchmark_needs_only_torch_and_numpy() -> None:
-    """Any other package is hidden from the process."""
+    """The process cannot import any other package."""
     command = [sys.executable, "-c", BARE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "all there\n", done.stderr
@@ -359,7 +365,9 @@ def test_benchmark_parameters_match_declaration() -> None:
 
 
 def test_gpu_benchmark_keeps_results_after_a_failure(tmp_path: Path, monkeypatch, capsys) -> None:
-    """The kit fails and the Trainer is not installed. The other contestants are measured."""
+    """The kit fails and the Trainer's package is missing. The other contestants are still
+    measured.
+    """
     setup, steps = gpu.models(True)["llama-1b"]
 
     def take(entrants, workplace, *, limit_s, **_) -> train_speed.Answers:
@@ -429,7 +437,7 @@ def test_latency_is_from_line_to_first_picture() -> None:
 
 
 def test_monitor_benchmark_without_browser_is_partial(tmp_path: Path, monkeypatch) -> None:
-    """The kernel's side is measured. The rows name what was not measured."""
+    """The cost in the kernel is measured. The rows name the quantities that were not measured."""
     monkeypatch.setattr(lab, "chromium", lambda: None)
     rows = monitor.measure(tmp_path, steps=2000)
     assert {_sizeless(each.name) for each in rows} < documented("monitor")
@@ -438,7 +446,7 @@ def test_monitor_benchmark_without_browser_is_partial(tmp_path: Path, monkeypatc
 
 
 def test_side_by_side_rows_have_target_and_ratio() -> None:
-    """The kit's dashboard has the target. The other dashboard has the ratio."""
+    """The kit's rows have the target. The rows of the plotly dashboard have the ratio."""
     ours, theirs = row("zoom", 0.15, "s", at_most=0.2), row("zoom", 0.45, "s", note="p95")
     own, other = monitor.side_by_side([ours], [theirs])
     assert own == ours and (other.name, other.ok) == ("zoom: plotly", None)

@@ -1,10 +1,10 @@
-"""Training speed on this machine: the kit, its engines, transformers' Trainer and a plain loop, in
-turns.
+"""Training speed on this machine: the kit, its engines, transformers' Trainer and a plain loop.
+They train alternately, one turn each.
 
-Turns alternate between processes (A B C A B C ...), so that other load affects all equally. Ratios
-are taken within a round, and the median round counts. The speed of a shared machine changes by a
-fifth within a second, so a turn is one step and there are many rounds: six rounds of three steps
-gave 0.96x where sixty of one step gave 1.00x.
+Turns alternate between processes (A B C A B C ...), so that the load of other programs affects all
+equally. Ratios are computed within a round, and the median over rounds is the result. The speed of
+a shared machine changes by a fifth within a second. Therefore a turn is one step and there are many
+rounds: six rounds of three steps gave 0.96x where sixty rounds of one step gave 1.00x.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from kit.show.results import Row, row
 from tests.bench.contestants import DEMO, LARGER, SETUP, Setup
 from tests.bench.turns import median_row, ratio_row
 
-ROUNDS = 40  # The larger model has half as many, since its steps take six seconds.
+ROUNDS = 40  # halved for the larger model, whose steps take six seconds
 EARLY_STEPS = 5
 SAME_LOSS = {"fp32": 2e-5, "bf16": 1e-3}
-"""Largest relative difference of the losses of the first `EARLY_STEPS` at which two loops count as
-training the same model, by precision.
+"""Largest relative difference of losses, by precision. Two loops train the same model if the losses
+of their first `EARLY_STEPS` steps differ by no more than this.
 
-Other seeds differ by 1e-4 to 4e-3, the contestants in bf16 by 2e-5 (all measured with models below
-2M parameters)."""
+Measured with models below 2M parameters: losses of two seeds differ by 1e-4 to 4e-3, losses of two
+contestants in bf16 by 2e-5."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entrant:
-    """A contestant and how its process is set up."""
+    """A contestant and the settings of its process."""
 
     name: str
     keep_freed_memory: bool = True
@@ -51,7 +51,8 @@ AS_USED = {
     "Trainer": Entrant("transformers", keep_freed_memory=False, packages=TRAINER),
     "plain loop": Entrant("plain", keep_freed_memory=False),
 }
-"""Contestants with the settings of normal use. The kit's ranks change one allocator setting."""
+"""Contestants with the settings of normal use. Only the kit changes a setting of the memory
+allocator."""
 
 SAME_ALLOCATOR = {
     "Trainer, kit's allocator setting": Entrant("transformers", packages=TRAINER),
@@ -70,22 +71,22 @@ UNITS = {"step_s": "tokens/s", "step_cpu_s": "tokens/CPU-s"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answers:
-    """Answers of the contestants by round. The first round is the warm-up. The first contestant is
-    compared with the others.
+    """Measurements of the contestants by round. The first round is the warm-up. The other
+    contestants are compared with the first contestant.
     """
 
     setup: Setup
     given: dict[str, list[dict]]
     absent: dict[str, str]
-    """Reasons by name of the contestants without answers."""
+    """Maps each contestant without measurements to the reason."""
 
     def times(self, clock: str = "step_s") -> dict[str, list[float]]:
         """Returns the seconds per step of each contestant in each round after the warm-up."""
         return {name: [answer[clock] for answer in given[1:]] for name, given in self.given.items()}
 
     def unlike(self, where: str) -> dict[str, Row]:
-        """Returns a row for each contestant whose first losses differ from those of the first
-        contestant. It trains another model.
+        """Returns a row for each contestant whose first losses differ from the losses of the first
+        contestant. Such a contestant trains another model. `where` is the end of the row's name.
         """
         losses = {
             name: [loss for answer in given for loss in answer["losses"]][:EARLY_STEPS]
@@ -93,7 +94,8 @@ class Answers:
         }
         subject, limit, rows = next(iter(losses)), SAME_LOSS[self.setup.precision], {}
         for name, found in losses.items():
-            # The time limit may have ended a contestant early, so lengths may differ.
+            # The numbers of losses may differ, because the time limit may have ended a contestant
+            # early.
             pairs = zip(losses[subject], found, strict=False)
             by = max(abs(theirs / ours - 1) for ours, theirs in pairs)
             if by > limit:
@@ -103,14 +105,16 @@ class Answers:
         return rows
 
     def missing(self, where: str) -> list[Row]:
-        """Returns a row that names the contestants without answers. Empty if there are none."""
+        """Returns a list with one row that names the contestants without measurements. The list is
+        empty if there are none.
+        """
         note = "; ".join(f"{name}: {reason}" for name, reason in self.absent.items())
         return [row(f"not measured, {where}", len(self.absent), note=note)] if note else []
 
 
 def measure(workplace: Path) -> list[Row]:
-    """Returns tokens per second of each loop and the kit's ratio to each loop, on one and on two
-    threads.
+    """Returns rows with tokens per second of each loop and the kit's ratio to each loop, on one and
+    on two threads.
     """
     both = {**AS_USED, **SAME_ALLOCATOR}
     wanted = dict.fromkeys([*both][1:], 1.0)
@@ -127,14 +131,14 @@ def measure(workplace: Path) -> list[Row]:
 def speeds(
     answers: Answers, where: str, wanted: Mapping[str, float | None], *, clock: str = "step_s"
 ) -> list[Row]:
-    """Returns tokens per second of each contestant by wall or processor time. Adds the ratio of the
-    first one to each contestant in `wanted` with equal losses.
+    """Returns rows with tokens per second of each contestant by wall or processor time. Adds the
+    ratio of the first contestant to each contestant that is in `wanted` and has equal losses.
 
     Args:
-        answers: answers of the contestants.
-        where: end of the names of the rows.
-        wanted: least ratio by contestant. None has no limit.
-        clock: key of `UNITS`.
+        answers: Measurements of the contestants.
+        where: End of the names of the rows.
+        wanted: Smallest accepted ratio by contestant. None means no limit.
+        clock: Key of `UNITS`: wall time or processor time.
     """
     setup, times, unlike = answers.setup, answers.times(clock), answers.unlike(where)
     tokens, subject, rows = setup.batch_size * setup.spec.sequence_length, next(iter(times)), []
@@ -152,8 +156,8 @@ def speeds(
 
 
 def measure_engines(workplace: Path) -> list[Row]:
-    """Returns each engine's step time on one GPU or CPU process, and its ratio to the native
-    engine's step time within a round.
+    """Returns rows with each engine's step time on one GPU or CPU process, and its ratio to the
+    native engine's step time of the same round.
     """
     setup = DEMO.replace(device="cuda" if torch.cuda.is_available() else "cpu")
     answers = take_answers(ENGINES, workplace, rounds=ROUNDS, setup=setup)
@@ -176,15 +180,15 @@ def take_answers(
     setup: Setup = DEMO,
     limit_s: float = 3600.0,
 ) -> Answers:
-    """Returns the answers of each entrant in each round, after one round to warm up, and the reason
-    for each entrant without answers.
+    """Trains all contestants in alternating turns. Returns their measurements by round, after one
+    warm-up round, and the reason for each contestant without measurements.
 
-    All start from the kit's initial weights and take turns, so that other work on the machine slows
-    all equally. All processes are ended after `limit_s` seconds. The answers of an entrant until
-    then count if it has finished a round after the warm-up.
+    All contestants start from the kit's initial weights. They alternate, so that the load of other
+    programs slows all equally. All processes are ended after `limit_s` seconds. The measurements of
+    a contestant until then count if it has finished a round after the warm-up.
 
     Raises:
-        RuntimeError: the first entrant, with which all are compared, has no answers.
+        RuntimeError: The first contestant, with which all are compared, has no measurements.
     """
     setup.write(workplace / SETUP)
     absent = {name: reason for name in entrants if (reason := not_installed(entrants[name]))}
@@ -216,8 +220,8 @@ def take_answers(
 
 
 def not_installed(entrant: Entrant) -> str:
-    """Returns a text that names the packages of an entrant that are not installed. Empty if all
-    are.
+    """Returns a text that names the missing packages of a contestant. The text is empty if all
+    packages are installed.
     """
     missing = [name for name in entrant.packages if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(missing)}" if missing else ""
@@ -227,12 +231,12 @@ def not_installed(entrant: Entrant) -> str:
 def _process(
     entrant: Entrant, workplace: Path, threads: int, device: str, end: float
 ) -> Iterator[subprocess.Popen]:
-    """Within the context, a contestant waits for turns. It is killed at `end` on the monotonic
-    clock or at exit.
+    """Within the context, the process of a contestant waits for requests. The process is killed at
+    the time `end` of the monotonic clock, or when the context ends.
     """
     command = [sys.executable, "-W", "ignore", "-m", "tests.bench.contestants", entrant.name]
     command += [str(threads), *["--keep-freed-memory"] * entrant.keep_freed_memory]
-    root = Path(__file__).parents[2]  # The process runs in `workplace`.
+    root = Path(__file__).parents[2]  # the process runs in `workplace`, not in the repository
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH")))),
@@ -254,7 +258,9 @@ def _process(
 
 
 def _one_turn(process: subprocess.Popen, steps: int) -> dict:
-    """Returns the answer of one turn. Raises EOFError if the process has ended."""
+    """Requests `steps` steps from a contestant and returns its measurements. Raises EOFError if its
+    process has ended.
+    """
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(f"{steps}\n")

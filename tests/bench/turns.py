@@ -1,5 +1,5 @@
-"""Timing in turns: alternating the contestants spreads other load over all of them. Ratios are
-taken within a round, and the median round counts.
+"""Timing of several functions in turns. The functions alternate, so that the load of other programs
+affects all equally. Ratios are computed within a round, and the median over rounds is the result.
 """
 
 import statistics
@@ -9,13 +9,13 @@ from typing import Any
 from kit.show.results import Row, format_value, row
 
 MANY_ROUNDS = 20
-"""Number of rounds from which quartiles are reported instead of minimum and maximum. With many
-rounds the extremes show other load on the machine."""
+"""Smallest number of rounds for which quartiles are reported instead of minimum and maximum. With
+many rounds, minimum and maximum mainly show the load of other programs."""
 
 
 def take_turns(ways: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, list[Any]]:
-    """Calls each function of `ways` in turn with the number of the round. Returns results by name,
-    one per round.
+    """Calls each function of `ways` in turn with the number of the round. Returns a dict from the
+    function's name to its results, one per round.
     """
     found: dict[str, list[Any]] = {name: [] for name in ways}
     for number in range(rounds):
@@ -27,9 +27,10 @@ def take_turns(ways: dict[str, Callable[[int], Any]], rounds: int) -> dict[str, 
 def median_row(
     name: str, values: Sequence[float], unit: str, *, note: str = "", **limit: float | None
 ) -> Row:
-    """Returns a row with the median over rounds. `limit` is the limit of `row`.
+    """Returns a row with the median over rounds. `limit` has the limits that `row` takes as keyword
+    arguments.
 
-    The note has the range, or the quartiles from MANY_ROUNDS rounds on.
+    The note has the minimum and maximum, or the quartiles for at least MANY_ROUNDS rounds.
     """
     many = len(values) >= MANY_ROUNDS
     low, high = statistics.quantiles(values)[::2] if many else (min(values), max(values))
@@ -41,8 +42,8 @@ def median_row(
 def ratio_row(
     name: str, longer: Sequence[float], shorter: Sequence[float], **limit: float | None
 ) -> Row:
-    """Returns a row with the median of `longer` / `shorter` within a round. `limit` is the limit of
-    `row`.
+    """Returns a row with the median over rounds of the ratio `longer` / `shorter`. `limit` has the
+    limits that `row` takes as keyword arguments.
     """
     ratios = [one / other for one, other in zip(longer, shorter, strict=True)]
     return median_row(name, ratios, "x", **limit)

@@ -1,5 +1,5 @@
-"""Later waiting times of a user: from `resume` to the next step, for a requested checkpoint or end,
-and for the first picture of the first notebook.
+"""Waiting times of a user after the start of a run: from `resume` to the next step, from a request
+to a saved checkpoint or to the end of the run, and to the first picture of the first notebook.
 """
 
 import re
@@ -26,8 +26,8 @@ PICTURE = re.compile("<(img|svg)")
 
 
 def measure(workplace: Path, dataset: Dataset, *, repeats: int = REPEATS) -> list[Row]:
-    """Returns the seconds to the next step of a resumed run, to a requested checkpoint, to a
-    requested end, and to the first picture of the first notebook.
+    """Returns rows with the seconds to the next step of a resumed run, to a requested checkpoint,
+    to a requested end, and to the first picture of the first notebook.
     """
     rows = []
     for name, plan in LAYOUTS.items():
@@ -57,7 +57,7 @@ def measure(workplace: Path, dataset: Dataset, *, repeats: int = REPEATS) -> lis
 
 
 def resumed_s(directory: Path, num_steps: int) -> float:
-    """Returns the seconds from the call of `resume` to the end of the next step."""
+    """Returns the seconds from the call of `resume` to the end of the run's next step."""
     start = time.time()
     run = ended(resume(directory, num_steps=num_steps))
     return float(run.metrics()["time"][-1]) - start
@@ -75,7 +75,7 @@ def saved_s(run: Run) -> float:
 
 
 class Reader(TerminalClient):
-    """Runs a notebook and records when its first picture was shown."""
+    """Client that runs a notebook and records when its first picture was shown."""
 
     drawn: float | None = None
 
@@ -87,8 +87,9 @@ class Reader(TerminalClient):
 
 
 def first_picture_s(folder: Path, dataset: Dataset) -> tuple[float, float, str]:
-    """Opens a copy of notebook 00, whose dataset exists, without a running kernel. Returns (seconds
-    to its first picture, seconds to the end of that cell, name of the cell).
+    """Runs a copy of notebook 00 in a new kernel. The notebook's dataset exists already. Returns
+    (seconds to its first picture, seconds to the end of the cell with the picture, name of the
+    cell).
     """
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "demo").symlink_to(dataset.directory.resolve())

@@ -1,5 +1,5 @@
-"""The dashboard's front end in headless Chromium and its kernel side, with a stand-in for the
-connection between them.
+"""Fixtures for tests of the dashboard: its front end runs in headless Chromium, its kernel side in
+the test's process. A simulated connection takes the place of Jupyter's.
 """
 
 import base64
@@ -24,7 +24,7 @@ SENT = ("charts", "frame", "window", "facts", "alerts", "heat", "log")
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator:
-    """A headless Chromium of this machine."""
+    """Yields a headless Chromium browser that is installed on this machine."""
     if missing := why_not():
         pytest.skip(missing)
     with headless() as started:
@@ -33,7 +33,9 @@ def browser() -> Iterator:
 
 @pytest.fixture(scope="session")
 def lab(browser, reader_python, tmp_path_factory) -> Iterator[Lab]:
-    """A JupyterLab server with the installed wheel, and with a folder of its own."""
+    """Yields a JupyterLab server in which the built wheel is installed. The server has its own
+    folder.
+    """
     server = Lab(
         reader_python(), tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("served")
     )
@@ -42,7 +44,9 @@ def lab(browser, reader_python, tmp_path_factory) -> Iterator[Lab]:
 
 
 class Quiet(Monitor):
-    """A dashboard that reads its run only when a test calls it."""
+    """Dashboard without its background threads. It reads the run only when a test calls a
+    method.
+    """
 
     def _follow_metrics(self) -> None: ...
 
@@ -52,7 +56,9 @@ class Quiet(Monitor):
 
 
 class Screen:
-    """A page that shows a run. The widget answers the page's messages."""
+    """Browser page that shows a run's dashboard. The dashboard's kernel side, a widget in the
+    test's process, answers the messages of the page.
+    """
 
     def __init__(
         self, window: "Window", run: Run, *, dark: bool = False, before: str = "", **options
@@ -71,13 +77,15 @@ class Screen:
         self.settle()
 
     def answer(self, message: dict) -> None:
-        """Handles a message as the kernel does."""
+        """Passes a message of the page to the widget, as the Jupyter kernel does, and sends the new
+        state back.
+        """
         if not self.busy:
             self.widget._on_message(self.widget, message, [])
             self.tick()
 
     def tick(self) -> None:
-        """Reads the run once and sends the result to the page."""
+        """Reads the run once and sends the new state to the page."""
         self.dashboard.catch_up()
         self.widget._send_frame()
         self.widget._send_facts()
@@ -91,7 +99,9 @@ class Screen:
         return self.widget.view
 
     def refresh(self) -> None:
-        """Reads the run once, sends the result to the page and waits until it is drawn."""
+        """Reads the run once, sends the new state to the page and waits until the page has drawn
+        it.
+        """
         self.tick()
         self.settle()
 
@@ -102,11 +112,11 @@ class Screen:
         return [message for message in self.page.evaluate("sent") if message["type"] == kind]
 
     def label(self, name: str) -> str:
-        """Returns the accessible label of a picture."""
+        """Returns the accessible label (aria-label) of the picture called `name`."""
         return self.page.get_by_role("img", name=name).get_attribute("aria-label")
 
     def data(self, name: str) -> str:
-        """Returns a data attribute of the dashboard's element."""
+        """Returns the attribute data-`name` of the dashboard's HTML element."""
         return self.page.locator(".kit-monitor").get_attribute(f"data-{name}")
 
     def click(self, name: str) -> None:
@@ -116,7 +126,9 @@ class Screen:
         return self.page.locator(selector).first.inner_text()
 
     def coloured(self, pane: int, colour: str) -> int:
-        """Returns how many pixels of a pane's canvas have about this colour."""
+        """Returns the number of canvas pixels of chart `pane` whose colour is close to `colour`
+        (#rrggbb).
+        """
         wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
         return self.page.evaluate(
             """([pane, wanted]) => { const c = document.querySelectorAll('.kit-plot canvas')[pane];
@@ -131,7 +143,7 @@ class Screen:
 
 
 class Window:
-    """A browser window that records the errors and the network requests of its pages."""
+    """Browser window that records the errors and the network requests of its pages."""
 
     def __init__(self, browser) -> None:
         self.errors: list[str] = []
@@ -143,7 +155,7 @@ class Window:
         self.page.expose_function("kernel", self._answer)
 
     def open(self, run: Run, *, width: int = 1180, height: int = 900, **options) -> Screen:
-        """Shows a run in an empty page."""
+        """Opens an empty page in the window and shows the dashboard of `run` in it."""
         self.page.goto("about:blank")
         self.page.set_viewport_size({"width": width, "height": height})
         return Screen(self, run, **options)
@@ -159,7 +171,7 @@ class Window:
 
 @pytest.fixture(scope="session")
 def window(browser) -> Iterator[Window]:
-    """The window in which all screens are opened, one after the other."""
+    """Yields the window in which all screens of a test module are opened, one after the other."""
     opened = Window(browser)
     yield opened
     opened.page.context.close()
@@ -167,7 +179,9 @@ def window(browser) -> Iterator[Window]:
 
 @pytest.fixture
 def open_screen(window) -> Iterator:
-    """Opens a run in an empty page, which must neither throw an error nor use the network."""
+    """Yields a function that shows a run's dashboard in an empty page. The test fails if the page
+    throws an error or uses the network.
+    """
     window.errors.clear()
     window.requests.clear()
     yield window.open

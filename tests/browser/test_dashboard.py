@@ -1,4 +1,6 @@
-"""The dashboard's front end: what it draws, requests and shows."""
+"""The dashboard's front end in Chromium: its drawings, its requests to the kernel, and its
+texts.
+"""
 
 import math
 import os
@@ -64,7 +66,7 @@ def test_drag_zooms_into_the_charts(open_screen, tmp_path):
 
 
 def test_keyboard_axes_smoothing_and_hover_work(open_screen, tmp_path):
-    """The page around the dashboard receives no key that the dashboard handles."""
+    """Keys that the dashboard handles are not passed on to the page around it."""
     screen = open_screen(recorded_run(tmp_path / "run", steps=401))
     page = screen.page
     page.evaluate("document.addEventListener('keydown', e => { window.leaked = e.key; })")
@@ -123,7 +125,7 @@ def test_click_during_busy_kernel_is_kept(open_screen, tmp_path):
     screen = open_screen(recorded_run(tmp_path / "run"))
     screen.busy = True
     screen.click("Checkpoint now")
-    for _ in range(4):  # the kernel's threads still send updates
+    for _ in range(4):  # the kernel's threads may still send updates
         screen.settle(500)
         screen.tick()
     assert "waits for the kernel" in screen.text(".kit-history")
@@ -160,7 +162,8 @@ def test_heartbeat_alone_keeps_the_dashboard_live(open_screen, tmp_path):
     screen.page.evaluate("tell({type: 'beat', busy: false, looked_s_ago: 90})")
     assert "the state is 1 min 30 s old" in screen.text(".kit-notice")
     screen.page.evaluate(LATER, 60_000)
-    screen.page.get_by_text("has sent nothing for").wait_for()  # the page checks once a second
+    # the page checks the time of the last message once a second
+    screen.page.get_by_text("has sent nothing for").wait_for()
     assert is_stale(screen)
     assert "If it was restarted, run this cell again" in screen.text(".kit-notice")
 
@@ -300,7 +303,7 @@ def test_charts_are_available_as_a_table(open_screen, tmp_path):
 
 
 def test_screen_reader_regions_change_only_with_news(open_screen, tmp_path):
-    """A lost job is announced. A view that is left removes its listeners."""
+    """A screen reader announces a lost job. Event listeners are removed when a view is closed."""
     run = recorded_run(tmp_path / "run", steps=900, spike_at=700)
     screen = open_screen(run)
     screen.page.evaluate("""() => { window.spoken = [];

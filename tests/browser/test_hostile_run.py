@@ -1,4 +1,6 @@
-"""A run directory of another user in real Chromium: the dashboard and a notebook's tables."""
+"""The run directory of an untrusted user, shown in real Chromium: the dashboard and the tables of a
+notebook.
+"""
 
 from cluster.heartbeats import read_rank_heartbeats
 from tests.support.hostile import SCRIPT

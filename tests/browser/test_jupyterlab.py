@@ -1,6 +1,7 @@
-"""Use of a real JupyterLab that watches a real job. The job continues whatever the viewer does.
+"""A real JupyterLab watches a real job. No action of the viewer stops the job, except a request to
+stop it.
 
-JupyterLab and its kernels run where the wheel is installed, outside the checkout.
+JupyterLab and its kernels use the installed wheel, not the source code of the checkout.
 """
 
 import os
@@ -38,7 +39,9 @@ OURS = ("http://127.0.0.1:", "ws://127.0.0.1:", "blob:", "data:")
 
 @pytest.fixture(scope="module")
 def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
-    """A job that trains ten steps a second, and sleeps for most of each step."""
+    """Yields the run of a job that trains ten steps a second. The job sleeps for most of each
+    step.
+    """
     size = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "sequence_length": 64}
     spec = ModelSpec.gpt(name="small-gpt", vocab_size=300, **size)
     hook = tmp_path_factory.mktemp("hook") / "pace.py"
@@ -54,7 +57,9 @@ def run(tiny_dataset, tmp_path_factory) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def opened(browser, lab, run) -> Iterator[Notebook]:
-    """A notebook with three cells that records every request of its pages."""
+    """Yields a JupyterLab notebook with three cells. It records every network request of its
+    pages.
+    """
     notebook = Notebook(browser, lab, [CELL % str(run.directory), MONITOR, BUSY])
     yield notebook
     notebook.context and notebook.context.close()
@@ -62,8 +67,8 @@ def opened(browser, lab, run) -> Iterator[Notebook]:
 
 @pytest.fixture
 def notebook(opened, run) -> Notebook:
-    """The notebook with a live dashboard of a running job, reused from the last test if
-    possible.
+    """Returns a notebook with the live dashboard of a running job. The notebook of the last test is
+    reused if possible.
     """
     if read_status(run.directory).state.is_final:
         kit.resume(run.directory)
@@ -82,12 +87,13 @@ def is_live(notebook: Notebook) -> bool:
 
 
 def assert_heard(notebook: Notebook) -> None:
-    notebook.page.wait_for_timeout(3000)  # a page that waits for an answer shows it by then
+    # a page that waits for a reply of the kernel shows this within 3 s
+    notebook.page.wait_for_timeout(3000)
     notebook.until(notebook.is_heard, 30)
 
 
 def loss(notebook: Notebook) -> str:
-    """Returns the accessible label of the loss chart."""
+    """Returns the accessible label (aria-label) of the loss chart."""
     return notebook.page.get_by_role("img", name="Loss").last.get_attribute("aria-label") or ""
 
 
@@ -111,7 +117,8 @@ def test_busy_cell_neither_stops_view_nor_loses_click(notebook, run):
     busy, begun, ended = (notebook.lab.folder / name for name in ("busy", "begun", "ended"))
     busy.touch()
     notebook.run_cell(2, wait=False)
-    # A file shows that the cell runs: the kernel's status changes with every message.
+    # The cell creates a file when it starts to run. The kernel's status is no proof, because it
+    # changes with every message.
     notebook.until(begun.exists)
     before = notebook.step
     notebook.click("Checkpoint now")
@@ -136,8 +143,9 @@ def test_dashboard_continues_after_page_reload(notebook):
 
 
 def test_dashboard_works_after_a_subshell_is_closed(notebook):
-    """JupyterLab restores views with a subshell after a reload. ipykernel 7.4.0 then handles the
-    page's next messages in the shell that the kernel's last message seems to come from.
+    """After a reload of the page, JupyterLab restores views through a subshell of the kernel, which
+    it then closes. ipykernel 7.4.0 then handles the page's next messages in the shell from which
+    the kernel's last message seems to come.
     """
     notebook.evaluate(SUBSHELL)
     before = notebook.step
@@ -162,8 +170,8 @@ def test_kernel_restart_does_not_affect_the_job(notebook, run):
 def test_new_server_shows_saved_picture_then_live_run(notebook, run):
     job = process(run)
     saved = notebook.save()
-    # Two drawings and a picture of at most 300 columns, for any length of run: 290 kB for a very
-    # noisy run.
+    # The file has two drawings and a picture of at most 300 columns, for any length of run. A very
+    # noisy run takes 290 kB.
     assert len(notebook.file.read_bytes()) < 400_000 and "widgets" not in saved.metadata
     notebook.lab.stop()
     assert job.is_alive and read_status(run.directory).state is JobState.RUNNING
@@ -179,7 +187,7 @@ def test_new_server_shows_saved_picture_then_live_run(notebook, run):
 
 
 def test_killed_job_is_shown_as_lost_and_resumed(notebook, run):
-    """The dashboard shows the state "lost" within five seconds."""
+    """The dashboard shows the job's state "lost" within five seconds."""
     notebook.click("Checkpoint now")
     notebook.until(lambda: "saved at step" in notebook.text(".kit-history"))
     saved = run.checkpoints.steps()[-1]
@@ -204,7 +212,7 @@ def test_killed_job_is_shown_as_lost_and_resumed(notebook, run):
 
 
 def test_stop_after_step_saves_checkpoint_and_picture(notebook, run):
-    """The saved picture shows the final state."""
+    """The picture in the saved notebook shows the run's final state."""
     before = run.checkpoints.steps()
     notebook.click("Stop after step")
     notebook.click("Really stop after step?")
@@ -216,7 +224,7 @@ def test_stop_after_step_saves_checkpoint_and_picture(notebook, run):
     assert run.checkpoints.steps()[-1] == run.metrics().summary()["step"]
     picture = notebook.page.locator(".jp-OutputArea-output img").last
 
-    def told() -> bool:  # while it is replaced, there is none
+    def told() -> bool:  # the file does not exist while it is replaced
         return picture.count() > 0 and "done" in (picture.get_attribute("alt") or "")
 
     notebook.until(told, 180)

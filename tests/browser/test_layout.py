@@ -1,5 +1,5 @@
-"""No part of the dashboard overlaps another, and no style of the kit acts outside its own element.
-A real browser gives the bounding boxes, and the computed styles of a foreign page.
+"""No part of the dashboard overlaps another part, and no CSS style of the kit changes elements of
+the page outside the kit's output. A real browser computes bounding boxes and styles.
 """
 
 import json
@@ -50,15 +50,15 @@ PLACES = """() => [...document.querySelectorAll('.kit-monitor *')].filter((e) =>
   .map((e) => JSON.stringify(e.getBoundingClientRect()))"""  # noqa: E501
 CUT_CELLS = """(e) => [...e.querySelectorAll('th, td')].filter((cell) => cell.scrollWidth > cell.clientWidth)
   .map((cell) => cell.textContent)"""  # noqa: E501
-# The style of pictures in notebooks that an earlier version of the kit has saved.
+# CSS style of the pictures in notebooks that were saved by an earlier version of the kit.
 EARLIER_STYLE = "<style>[data-jp-theme-light=false] .kit-dark { display: inline; }</style>"
-# JupyterLab's file browser and cell prompt leave this much of a window of 1,280 pixels.
+# Width in pixels that JupyterLab's file browser and cell prompt leave in a window of 1,280 pixels.
 BESIDE_FILE_BROWSER = 880
 
 
 def full_screen(open_screen, folder, **options) -> Screen:
-    """Returns a screen with all that a dashboard can show, and below it the picture of a saved
-    dashboard.
+    """Returns a screen with every element that a dashboard can show. The picture of a saved
+    dashboard is shown below it.
     """
     run = recorded_run(
         folder / "run", steps=900, spike_at=700, second_attempt_at=500, ranks=4, pipeline=2
@@ -91,7 +91,9 @@ def test_dashboard_parts_do_not_overlap(open_screen, tmp_path, dark):
 
 
 def run_with_last_rows(folder, *losses, **options):
-    """Returns a run whose last steps have these losses, and a gradient norm that overflows."""
+    """Returns a run whose last steps have the losses `losses`, and a gradient norm that
+    overflows.
+    """
     run = recorded_run(folder, **options)
     file = run.directory / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -119,13 +121,14 @@ WRITTEN = """() => { const write = CanvasRenderingContext2D.prototype.fillText; 
 
 
 def test_texts_in_charts_are_not_cut_at_the_edge(open_screen, tmp_path):
-    """Attempt 2 begins near the right edge of the charts."""
+    """Attempt 2 begins near the right edge of the charts, so its label has little space."""
     run = recorded_run(tmp_path / "run", steps=900, second_attempt_at=870)
     screen = open_screen(run, width=1280, before=f"({WRITTEN})()")
     screen.refresh()
     labels = [each for each in screen.page.evaluate("written") if each["text"] == "attempt 2"]
     assert {label["pane"] for label in labels} >= {0, 1}
-    # uPlot leaves 22 pixels right of each chart. The first drawing, without data, has no attempts.
+    # uPlot leaves 22 pixels to the right of each chart for labels. The first drawing has no data
+    # and thus no labels of attempts.
     seen = [label for label in labels if label["left"] < label["width"]]
     cut = [label for label in seen if label["left"] < 0 or label["right"] > label["width"] - 22]
     assert seen
@@ -158,7 +161,7 @@ WIDTHS = """() => [...document.querySelectorAll('.kit-plot')].map(
 
 
 def test_charts_fill_their_panes_after_theme_change(open_screen, tmp_path):
-    """JupyterLab changes its theme while the page has no layout."""
+    """JupyterLab changes its theme while the page is hidden and has no layout."""
     screen = open_screen(recorded_run(tmp_path / "run", steps=100), width=1280)
     screen.page.evaluate(CHANGE_THEME)
     screen.page.wait_for_selector(".kit-monitor.kit-on-dark")
@@ -221,7 +224,7 @@ def test_hover_shows_recorded_and_smoothed_values(open_screen, tmp_path):
     assert {"MFU", "Tokens/s", "Learning rate", "Memory of rank 0"} <= set(shown)
 
 
-# Styles ------------------------------------------------------------------------------------------
+# CSS styles ---------------------------------------------------------------------------------------
 
 ALL_STYLES = """() => [...document.querySelectorAll('#foreign *')].map((e) => {
   const style = getComputedStyle(e); return e.className + ': ' + [...style].map((name) => name + style.getPropertyValue(name)).join(';'); })"""  # noqa: E501
@@ -229,8 +232,8 @@ TAGS = ("div", "span", "img", "table", "th", "td", "section", "figure", "button"
 
 
 def emitted(folder) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Returns, for each thing that the kit shows in a notebook, (HTML with its styles, classes of
-    the elements in which the styles may act).
+    """Returns a dict from the name of each notebook output of the kit to (HTML with its style
+    sheet, CSS classes of the elements in which the styles may act).
     """
     run = recorded_run(folder / "run", steps=300)
     widget = Monitor(run)
@@ -252,7 +255,7 @@ def emitted(folder) -> dict[str, tuple[str, tuple[str, ...]]]:
 
 
 def kit_classes() -> set[str]:
-    """Returns the names of all classes in the kit's sources, and of its chart library's."""
+    """Returns all CSS classes in the kit's source files and in the source of its chart library."""
     files = [*(ROOT / "kit").rglob("*.py"), *(ROOT / "kit/monitor/static").rglob("*.[cj]s*")]
     text = "".join(file.read_text() for file in files)
     return set(re.findall(r"\bkit-[a-z]+(?:-[a-z]+)*\b", text)) | set(
@@ -261,7 +264,9 @@ def kit_classes() -> set[str]:
 
 
 def test_every_module_with_styles_is_listed():
-    """A new module that writes a style sheet must be added to `emitted`."""
+    """A new module that writes a style sheet must be added to the function `emitted` of this
+    file.
+    """
     sources = {
         str(file.relative_to(ROOT / "kit"))
         for file in (ROOT / "kit").rglob("*.py")

@@ -1,4 +1,6 @@
-"""The panel of notebook 02 in a real JupyterLab: light, dark, narrow, and without a kernel."""
+"""The planner's panel of notebook 02 in a real JupyterLab: light theme, dark theme, narrow window,
+and without a kernel.
+"""
 
 import io
 
@@ -19,7 +21,7 @@ END_KERNELS = "async () => await jupyterapp.serviceManager.sessions.shutdownAll(
 
 
 def test_panel_follows_degrees_and_saves_a_picture(browser, lab):
-    """The panel also prints its plan, refuses an impossible layout, and follows a dark theme."""
+    """The panel also prints its plan, refuses an impossible layout, and changes to a dark theme."""
     notebook = Notebook(browser, lab, [CELL], "panel.ipynb")
     notebook.open()
     notebook.run_cell(0)

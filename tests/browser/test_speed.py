@@ -1,4 +1,6 @@
-"""The expected speed band, the verdict and the goodput bar in the dashboard."""
+"""The dashboard shows the band of the expected speed, the verdict on the run's speed, and the
+goodput bar.
+"""
 
 import json
 import time
@@ -13,7 +15,9 @@ from tests.support.recorded_runs import happened, recorded_run
 
 
 def _at_pace(folder: Path, times: float) -> Run:
-    """Returns a run whose steps take `times` the expected time, with a history that ends now."""
+    """Returns a run that was recorded until now and whose steps take `times` the expected step
+    time.
+    """
     run = recorded_run(folder, steps=400, second_attempt_at=200)
     monitor = SpeedMonitor(run, run.metrics)
     monitor.refresh(wait=True)

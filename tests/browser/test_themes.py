@@ -1,4 +1,6 @@
-"""Figures in a real JupyterLab of 1,000 pixels have the page's theme and text size."""
+"""Figures in a real JupyterLab page of 1,000 pixels have the theme and the text size of the
+page.
+"""
 
 from collections.abc import Iterator
 
@@ -21,7 +23,7 @@ SHOWN = """() => [...document.querySelectorAll('.kit-figure img')].filter(i => i
     svg.remove();
     return [i.className, heights, drawing]; })"""  # noqa: E501
 DIGIT = 0.72
-"""Height of a digit, and of a capital, as a share of the font's size."""
+"""Height of digits and capital letters as a share of the font size."""
 PAGE = """() => [document.querySelector('.jp-RenderedHTMLCommon'), document.querySelector('.jp-Notebook')].map(e =>
     [getComputedStyle(e).fontSize, getComputedStyle(e).backgroundColor])"""  # noqa: E501
 THEME = """async (name) => { await window.jupyterapp.commands.execute('apputils:change-theme', {theme: name}); }"""  # noqa: E501
@@ -29,7 +31,7 @@ THEME = """async (name) => { await window.jupyterapp.commands.execute('apputils:
 
 @pytest.fixture(scope="module")
 def page(browser, lab) -> Iterator[Notebook]:
-    """A notebook that shows a figure and a table of a paper, in a window of 1,000 pixels."""
+    """Yields a notebook that shows a figure and a table of a paper, in a window of 1,000 pixels."""
     notebook = Notebook(browser, lab, [CELL, TABLE], "figures.ipynb")
     notebook.open(width=1000)
     notebook.run_cell(0)

@@ -1,16 +1,19 @@
-"""How random an order is, in numbers that can be compared with NumPy's permutation."""
+"""Statistics of the randomness of a data order. They are compared with NumPy's random
+permutation.
+"""
 
 import numpy as np
 
 
 def quality(order: np.ndarray, count: int) -> dict[str, float]:
-    """Returns statistics of the beginning of an order of `count` positions. Each statistic has the
-    same spread for all true permutations.
+    """Returns statistics of the beginning of an order of `count` positions. For random permutations
+    each statistic has the same distribution, so two orders can be compared.
 
-    correlation: of each position with the next one. chi_square: of the counts in each hundredth of
-    all positions, divided by its degrees of freedom, so about 1. coverage: share of all 1,000ths
-    that the first 1,000 positions meet. steps: share of neighbours within a thousandth of each
-    other. early: mean position of the first tenth, 0 to 1.
+    The keys are: correlation, between each position and the next position. chi_square, of the
+    number of positions in each hundredth of the range, divided by its degrees of freedom (about 1).
+    coverage, share of all thousandths of the range that the first 1,000 positions reach. steps,
+    share of neighbours whose distance is at most a thousandth of the range. early, mean position of
+    the first tenth of the order, 0 to 1.
     """
     hundredths = np.bincount(order * 100 // count, minlength=100)
     return {

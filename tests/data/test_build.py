@@ -1,5 +1,5 @@
-"""A build in pieces gives the bytes of a build in one piece. Parts of a dataset are
-datasets too.
+"""A dataset that is built in many small pieces is equal, byte for byte, to a dataset built in one
+piece. Each part of a dataset is a dataset too.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """Five files of 40 documents. Every tenth document is in all files, and one is twice in the
-    first file.
+    """Returns a folder with five files of about 40 documents. Every tenth document is in all files.
+    The first file has one document twice.
     """
     folder = tmp_path_factory.mktemp("text")
     for number in range(FILES):
@@ -47,7 +47,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory) -> dict[str, bytes]:
-    """The files of the dataset that is built in one piece, by name."""
+    """Returns the files of a dataset that is built in one piece, by name."""
     folder = tmp_path_factory.mktemp("data") / "whole"
     return contents(build_dataset(folder, text, **QUIET).directory)
 
@@ -72,7 +72,9 @@ def test_build_with_several_workers_respects_max_bytes(text, tmp_path, in_pieces
 
 
 def test_killed_build_can_be_repeated_and_workers_end(whole, text, tmp_path, capsys):
-    """SIGKILL at the first encoded piece. The workers end because their parent is gone."""
+    """SIGKILL ends the build at the first encoded piece. The worker processes end because their
+    parent no longer exists.
+    """
     code = (
         "import kit.data.corpus, sys\n"
         "kit.data.corpus.PIECE_BYTES = 1\n"
@@ -132,8 +134,8 @@ def tokenizer(whole, tmp_path) -> Path:
 
 
 def test_parts_together_equal_the_whole_dataset(whole, text, tmp_path, tokenizer):
-    """Parts agree on the validation documents. A document in the files of two parts is in both
-    parts.
+    """All parts put the same documents into the validation set. A document that occurs in the
+    source files of two parts is in both parts.
     """
 
     def built(name: str, part: tuple[int, int] | None) -> Dataset:
@@ -170,7 +172,9 @@ def test_incompatible_parts_are_refused(text, tmp_path, tokenizer):
 
 
 def test_only_missing_parts_are_listed_as_unbuilt(text, tmp_path, tokenizer):
-    """Settings, names and sizes of files decide. Other settings are refused as for any dataset."""
+    """A part counts as built if its settings and the names and sizes of its source files are equal.
+    A part with other settings is refused, as any dataset is.
+    """
     source = Path(shutil.copytree(text, tmp_path / "text"))
     asked = {
         "sources": source,

@@ -1,4 +1,6 @@
-"""Documents that are read from sources: all of them, once each. Errors name damaged documents."""
+"""Documents are read from their source files completely and once each. Errors name damaged
+documents.
+"""
 
 import gzip
 import json
@@ -105,7 +107,9 @@ def zstd(data: bytes) -> bytes:
 @pytest.mark.parametrize("rows", [100, 30_000], ids=["small", "above 1 MB"])
 @pytest.mark.parametrize(("end", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
 def test_truncated_compressed_file_is_read_to_the_cut(tmp_path, end, compress, rows):
-    """The second of two frames lacks its last bytes: of gzip only the checksum, of zstd a block."""
+    """The second of two compressed frames is cut. A gzip file loses only its checksum, a zstd file
+    loses one block.
+    """
     texts = [f"document {i} {i * i}" for i in range(2 * rows)]
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
     frames = [compress(b"".join(part)) for part in (lines[:rows], lines[rows:])]
@@ -128,8 +132,8 @@ def test_truncated_compressed_file_is_read_to_the_cut(tmp_path, end, compress, r
 
 
 def test_hugging_face_folder_gives_its_training_text(tmp_path):
-    """The folder is as `save_to_disk` and the hub leave it: Arrow, splits, a card, and links to the
-    bytes.
+    """The folder has the form that `save_to_disk` and the hub create: Arrow files, splits, a
+    dataset card, and links to the data files.
     """
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
@@ -218,7 +222,7 @@ def test_empty_or_missing_sources_are_refused(source, max_bytes, message, tmp_pa
 
 
 def test_overlong_line_is_skipped_in_little_memory(tmp_path, monkeypatch):
-    """The line is 1,000 times smaller when compressed."""
+    """The line is 1,000 times smaller when it is compressed."""
     monkeypatch.setattr(readers, "LARGEST_LINE_BYTES", 3 << 20)
     row, bomb = b'{"text": "%s"}\n', b"[" * (64 << 20) + b"\n"
     file = tmp_path / "b.jsonl.gz"
@@ -234,8 +238,8 @@ def test_overlong_line_is_skipped_in_little_memory(tmp_path, monkeypatch):
 
 
 def test_link_out_of_the_folder_is_not_followed(tmp_path):
-    """A link of another user may lead to a private key. Links of the hub's cache lead to its own
-    files.
+    """A link in the folder of another user may point to a private key. A link in the hub's cache
+    points to a file of the cache.
     """
     (tmp_path / "secret").write_text("key")
     folder = tmp_path / "hub" / "snapshots" / "1f2e"

@@ -1,4 +1,6 @@
-"""build_dataset and Dataset: a folder is complete or absent, and damage is detected."""
+"""`build_dataset` and `Dataset`: a dataset's folder is complete or does not exist, and damage is
+detected.
+"""
 
 import hashlib
 import json
@@ -20,7 +22,7 @@ from tests.data.token_files import QUIET, contents, documents
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
-    """Returns a .jsonl of 100 documents, the last of them a duplicate."""
+    """Returns a .jsonl file of 100 documents. The last document is a duplicate."""
     file = tmp_path_factory.mktemp("text") / "text.jsonl"
     words = [hashlib.sha256(str(i).encode()).hexdigest() for i in range(99)]
     quoted = "and quotes <|endoftext|>"
@@ -79,8 +81,8 @@ def test_description_lists_tokenizer_files_and_sources(dataset):
 
 
 def test_tokenizer_is_trained_on_training_text_only(dataset, text, tmp_path, monkeypatch):
-    """Validation documents are left out. For a large corpus, a sample of the training
-    text is used.
+    """The tokenizer is not trained on validation documents. For a large corpus it is trained on a
+    sample of the training text.
     """
     whole = dataset.tokenizer().sha256
     assert train_tokenizer(decoded(dataset, dataset.train), 330).sha256 == whole
@@ -113,7 +115,9 @@ def test_text_changed_during_the_build_is_refused(text, tmp_path, monkeypatch):
 
 
 def test_training_documents_are_in_random_order(dataset, text, tmp_path):
-    """The order is that of their draws. Another seed gives another order."""
+    """Documents are sorted by a random number that is drawn for each document. Another seed gives
+    another order.
+    """
     draws = {document.text: document.draw("order 1234") for document in Corpus(text)}
     texts = decoded(dataset, dataset.train)
     assert dataset.info.settings.order == "windows"
@@ -136,7 +140,7 @@ def test_seed_and_fraction_choose_validation_documents(text, tmp_path):
 
 @pytest.fixture(scope="module")
 def uneven(tmp_path_factory) -> Path:
-    """A long text, one that is not UTF-8, and a short document."""
+    """Returns a source file with a long text, a text that is not UTF-8, and a short document."""
     folder = tmp_path_factory.mktemp("uneven") / "text"
     folder.mkdir()
     lines = [hashlib.sha256(b"%d" % i).hexdigest()[:20] + "\n" for i in range(4000)]
@@ -148,7 +152,9 @@ def uneven(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_only_the_end_of_a_long_text_is_validation(seed, uneven, tmp_path):
-    """For every seed the validation text has the requested size, and no text is in both splits."""
+    """For every seed the validation text has the requested size, and no text is in both splits. The
+    long text is divided: its end is validation text.
+    """
     usual = {"vocab_size": 300, "progress": False, "skip_corrupt": True}
     dataset = build_dataset(tmp_path / "data", uneven, **usual, seed=seed)
     info, long = dataset.info, (uneven / "good.txt").read_text()

@@ -1,5 +1,5 @@
-"""Files in practice: every format is detected from its content, and files that are left out are
-reported.
+"""Source files as users have them. Every format is detected from the file's content, and files that
+are not read are reported.
 """
 
 import bz2
@@ -32,7 +32,7 @@ SMALL = {**QUIET, "vocab_size": 280}
 
 
 def num_documents(info: DatasetInfo) -> int:
-    """Returns the number of documents of a dataset. A document that is split between train and
+    """Returns the number of documents of a dataset. A document that is divided between train and
     validation counts once.
     """
     return info.train.documents + info.validation.documents - info.cut
@@ -71,7 +71,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_json_is_read_under_any_file_name(name, tmp_path):
-    """Also in a folder with a card and checksums, which are not documents."""
+    """The folder also has a dataset card and checksums, which are not read as documents."""
     folder = tmp_path / "clone"
     folder.mkdir()
     (folder / name).write_bytes(FILES[name])
@@ -113,16 +113,16 @@ def test_text_key_reaches_nested_objects(tmp_path):
         texts(lines)
 
 
-# Folders ------------------------------------------------------------------------------------------
+# Folders of source files --------------------------------------------------------------------------
 
 
 def test_unread_files_of_a_folder_are_recorded(tmp_path):
-    """The build prints and records unread files. If they have more bytes than the files that are
-    read, `allow_unread` is required.
+    """The build prints and records unread files. If unread files have more bytes than the files
+    that are read, `allow_unread` is required.
     """
     folder = tmp_path / "mixed"
     folder.mkdir()
-    (folder / "a.jsonl").write_bytes(ROWS * 30)  # each document 30 times
+    (folder / "a.jsonl").write_bytes(ROWS * 30)  # the file has each document 30 times
     (folder / "b.json.gz").write_bytes(gzip.compress(ROWS.replace(b"document", b"leaf")))
     (folder / "c.csv").write_text("a,b\n" * 50)
     (folder / "config.json").write_text('{"version": 1}')
@@ -222,7 +222,7 @@ STORIES = (
 @pytest.mark.parametrize("read_bytes", [1, 7, 1 << 20])
 @pytest.mark.parametrize("pack", [None, gzip.compress], ids=["plain", "gz"])
 def test_separator_splits_text_into_documents(tmp_path, monkeypatch, read_bytes, pack):
-    """For any size of the blocks that are read."""
+    """The result does not depend on the size of the blocks in which the file is read."""
     monkeypatch.setattr(readers, "READ_BYTES", read_bytes)
     file = tmp_path / ("stories.txt.gz" if pack else "stories.txt")
     file.write_bytes(pack(STORIES.encode()) if pack else STORIES.encode())
@@ -248,8 +248,8 @@ def test_too_large_separated_document_is_refused(tmp_path, monkeypatch):
 
 
 def test_large_text_is_read_in_pieces(tmp_path):
-    """The whole text is read, in little memory. A line longer than a piece is split at a space or a
-    character.
+    """The whole text is read in little memory. A line longer than a piece is split at a space or
+    between two characters.
     """
     file = tmp_path / "text8.txt"
     lines = "".join(f"line {number} of a text é\n" for number in range(400_000))
@@ -289,7 +289,9 @@ def test_end_of_text_marks_in_one_document_are_reported(tmp_path):
 
 @pytest.mark.parametrize("size", [1 << 20, (1 << 24) + 1, 1 << 40])
 def test_nul_bytes_after_a_crash_are_reported(size, tmp_path):
-    """A terabyte of NUL bytes takes no space on the disk, and no time to check."""
+    """The file is sparse: a terabyte of NUL bytes takes no disk space and almost no time to
+    check.
+    """
     file = tmp_path / "a.txt"
     with file.open("wb") as sparse:
         sparse.truncate(size)
@@ -310,7 +312,7 @@ def test_nul_bytes_after_a_crash_are_reported(size, tmp_path):
 
 
 def test_separated_text_build_is_equal_with_workers(tmp_path, monkeypatch):
-    """Parts can be built too."""
+    """Parts of the dataset can be built too."""
     folder = tmp_path / "text"
     folder.mkdir()
     for number in range(3):

@@ -1,4 +1,6 @@
-"""A recipe's data: a folder, or shards and sources in phases. Incompatible data are refused."""
+"""The data of a recipe: a dataset folder, or several sources whose weights change at given samples
+(phases). Incompatible datasets are refused.
+"""
 
 import json
 import shutil
@@ -16,7 +18,9 @@ from kit.errors import ConfigError, DataError
 
 @pytest.fixture
 def shards(tmp_path) -> Path:
-    """Three Megatron shards of tokens 1, 2 and 3 only: 100, 200 and 300 windows of 8."""
+    """Returns a folder with three Megatron shards. Shard 1 contains only the token 1, shard 2 only
+    2, shard 3 only 3. They have 100, 200 and 300 windows of 8 tokens.
+    """
     for token in (1, 2, 3):
         with TokenFileWriter(tmp_path / f"part_{token}", 300) as writer:
             for _ in range(100 * token):
@@ -52,7 +56,8 @@ def test_phases_change_the_mix_at_given_tokens(tiny_dataset, shards):
     ends = (400, (3, 1, 0)), (1601, (0, 1, 1))
     phases = tuple(DataPhase(until_tokens=end, weights=weights) for end, weights in ends)
     samples = training_samples(mixed(tiny_dataset, *sources, phases=phases), 8)
-    # Phases begin at samples 0, 50 and 201, which are wholly beyond the phase before.
+    # Phases begin at samples 0, 50 and 201. The first sample of a phase lies completely after the
+    # tokens of the previous phase.
     read = samples.batch(0, 300)[:, 0]
     assert set(read[:50]) == {1, 2} and set(read[50:201]) == {2, 3} and set(read[201:]) == {1, 3}
     counts = np.bincount(read, minlength=4)[1:]
@@ -79,8 +84,8 @@ def test_data_shares_are_computed_without_files():
 
 
 def test_rounded_small_weight_is_reported():
-    """Shares are counted over a million sequences. Sources without a small weight need
-    no rounding.
+    """The kit rounds weights of sources. The test counts each source's share over a million
+    sequences. Large weights need no rounding.
     """
     weights = {"web": 1, "code": 4e-5, "math": 0.1}
     sources = [DataSource(paths=(name,), weight=weight) for name, weight in weights.items()]
@@ -96,8 +101,8 @@ def test_rounded_small_weight_is_reported():
 
 
 def test_parts_of_a_dataset_are_one_source(tiny_dataset, tmp_path):
-    """A pattern names the parts, as `data` or as a source. Tokenizer and validation text come from
-    the first part. A plain folder stays unchanged.
+    """A file name pattern selects the parts, as the recipe's `data` or as one source of a mix.
+    Tokenizer and validation text come from the first part. A plain folder keeps its meaning.
     """
     for i in range(2):
         shutil.copytree(tiny_dataset.directory, tmp_path / f"part_{i}_of_2")

@@ -1,4 +1,6 @@
-"""Samples and Windows: functions of a sample's number, in an order as good as NumPy's."""
+"""`Samples` and `Windows` compute a sample from its number alone, in an order that is as random as
+NumPy's.
+"""
 
 import math
 
@@ -32,7 +34,9 @@ def test_position_in_order_does_not_depend_on_batch(count, data):
 
 
 def test_order_is_as_random_as_numpys():
-    """Over the first tenth of 40 epochs, means differ by no more than the noise of both."""
+    """Statistics of the first tenth of 40 epochs are compared with NumPy's. Their means differ by
+    no more than the noise of both.
+    """
     count, tries = 20_000, 40
     orders = [permuted(np.arange(2000), count, (1, 0, epoch)) for epoch in range(tries)]
     ours = [quality(order, count) for order in orders]
@@ -77,7 +81,9 @@ def test_every_window_of_shards_is_read_once_an_epoch(tmp_path_factory, sizes, l
 
 
 class Numbers(Windows):
-    """A source whose rows hold the number of the source and of the sequence."""
+    """Data source for tests. Each of its rows holds (number of the source, number of the
+    sequence).
+    """
 
     def __init__(self, source: int) -> None:
         self.source, self.epoch_sequences = source, 1
@@ -99,7 +105,9 @@ def mixes(draw):
 @settings(deadline=None, max_examples=12)
 @given(mixes(), st.data())
 def test_mix_with_phases_equals_a_counting_loop(mix, data):
-    """The loop draws one source after another. Any batch must be a part of the loop's draws."""
+    """The test computes the order with a simple loop that draws one source after another. A batch
+    from any position equals a slice of this order.
+    """
     num_sources, phases = mix
     samples = Samples([Numbers(i) for i in range(num_sources)], 1, phases)
     end, drawn = phases[-1][0] + PERIOD + 1000, np.zeros(num_sources, np.int64)
@@ -108,7 +116,7 @@ def test_mix_with_phases_equals_a_counting_loop(mix, data):
         sources = whole[begin:stop, 0]
         for i in range(num_sources):
             numbers = whole[begin:stop][sources == i, 1]
-            # None twice, none left out.
+            # No sequence is repeated and none is left out.
             assert np.array_equal(numbers, drawn[i] + np.arange(numbers.size))
             share = weights[i] / sum(weights)
             due = share * np.arange(1, stop - begin + 1)
@@ -127,7 +135,9 @@ def test_too_small_weight_is_refused():
 
 
 def test_sample_order_equals_pinned_order(tmp_path):
-    """A run resumed by a later version must read the data in the order it began with."""
+    """A run that is resumed with a later version of the kit must read the data in the order with
+    which the run began.
+    """
     files = [numbered(tmp_path / str(i), [31], first=100 * i) for i in range(2)]
     sources = [Windows(files[:1], 3, 1234), Windows(files, 3, 1234, 1)]
     samples = Samples(sources, 3, [(0, (3, 1)), (20, (1, 2))])

@@ -1,4 +1,6 @@
-"""Token files are equal to megatron-core's byte for byte, and damage is reported with numbers."""
+"""Token files equal those of megatron-core byte for byte, and errors for damaged files state the
+wrong numbers.
+"""
 
 import itertools
 import json
@@ -37,7 +39,7 @@ def write(prefix, texts, vocab_size: int) -> TokenFile:
 
 @pytest.fixture
 def megatron():
-    """Megatron-core's own module for token files."""
+    """Returns megatron-core's module that reads and writes token files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("megatron.core.datasets.indexed_dataset")
@@ -50,7 +52,9 @@ def written(tmp_path):
 
 
 def by_megatron(megatron, prefix: Path, texts, dtype, **options) -> None:
-    """Writes documents of sequences with Megatron-core's own builder."""
+    """Writes a token file with megatron-core's own builder. Each document is a list of
+    sequences.
+    """
     builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype, **options)
     for sequences in texts:
         for sequence in sequences:
@@ -79,7 +83,9 @@ def test_token_file_equals_megatron_core(megatron, tmp_path, vocab_size):
 
 @pytest.mark.parametrize(("code", "dtype"), [(4, np.int32), (8, np.uint16)])
 def test_documents_of_several_sequences_are_joined(megatron, tmp_path, code, dtype):
-    """Megatron-LM's `preprocess_data` writes such documents if it splits sentences."""
+    """`preprocess_data` of Megatron-LM writes documents of several sequences if it splits the text
+    into sentences.
+    """
     texts = [[[1, 2], [3]], [[4, 5, 6]], [], [[7], [8], [9]]]
     by_megatron(megatron, tmp_path / "reference", texts, dtype)
     as_published(tmp_path / "own", texts, code)
@@ -91,7 +97,9 @@ def test_documents_of_several_sequences_are_joined(megatron, tmp_path, code, dty
 
 
 def as_published(prefix: Path, documents: list[list[list[int]]], code: int) -> None:
-    """Writes byte by byte: magic, version, type, counts, lengths, offsets, first sequences."""
+    """Writes a token file byte by byte in the published format: magic, version, type code, counts,
+    lengths, offsets, first sequences.
+    """
     form, size = {4: ("<i", 4), 8: ("<H", 2)}[code]
     sequences = [sequence for document in documents for sequence in document]
     firsts = [0, *itertools.accumulate(len(document) for document in documents)]
@@ -155,7 +163,7 @@ DAMAGE = [
     *[(suffix, lambda data, n=n: data[:n], SIZE) for suffix in SUFFIXES for n in (-1, -200)],
     *[(suffix, lambda data: data + b"x", SIZE) for suffix in SUFFIXES],
     *[(suffix, lambda data: b"", ": .*expected .* bytes, found 0") for suffix in SUFFIXES],
-    # The first bytes of magic, version and type code.
+    # Changes the first byte of the magic, of the version and of the type code.
     *[(".idx", byte_changed(offset, 99), FORMAT) for offset in (0, 9, 17)],
 ]
 

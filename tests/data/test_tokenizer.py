@@ -1,4 +1,6 @@
-"""Tokenizers: exact sizes, round trips, equality with the libraries they come from."""
+"""Tokenizers: exact vocabulary sizes, lossless round trips, and equality with the libraries that
+define their formats.
+"""
 
 import _thread
 import json
@@ -48,7 +50,9 @@ def test_any_text_round_trips(trained, text):
 
 
 def test_quoted_special_tokens_are_encoded_as_text(trained):
-    """Each digit is a token of its own."""
+    """A special token quoted in a text is encoded as plain text. Each digit is a token of its
+    own.
+    """
     ids = trained.encode(f"x{END_OF_TEXT}y")
     assert trained.eos_id not in ids and trained.decode(ids) == f"x{END_OF_TEXT}y"
     assert trained.eos_id not in trained.encode_batch([END_OF_TEXT])[0]
@@ -125,7 +129,9 @@ def test_unusable_tokenizers_are_refused(tmp_path, monkeypatch):
 
 
 def test_tokenizer_training_ends_at_ctrl_c():
-    """An error in the iterator of texts is raised too."""
+    """Ctrl-C ends the training of a tokenizer. An exception in the iterator of texts is
+    raised too.
+    """
     is_told, woken = threading.Event(), []
 
     def texts():
@@ -138,7 +144,8 @@ def test_tokenizer_training_ends_at_ctrl_c():
         yield "some text"
         raise DataError("line 2 is torn")
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind `&`
+    # SIGINT is ignored in a process started with `&`
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             train_tokenizer(texts(), 260)

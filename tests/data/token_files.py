@@ -8,16 +8,18 @@ import numpy as np
 from kit.data.token_file import HEADER, TokenFile, TokenFileWriter
 
 QUIET = {"vocab_size": 330, "validation_fraction": 0.2, "progress": False}
-"""Arguments for a build of a small text."""
+"""Keyword arguments for `build_dataset` with a small text."""
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Returns the bytes of the files in a folder, by name."""
+    """Returns a dict from the name of each file in a folder to its bytes."""
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def documents(file: TokenFile) -> list[list[int]]:
-    """Returns the tokens of each document, by the index's lengths and its first sequences."""
+    """Returns the tokens of each document. Uses the sequence lengths in the index and the first
+    sequence of each document.
+    """
     index = file.prefix.with_name(f"{file.prefix.name}.idx").read_bytes()
     num_sequences = HEADER.unpack_from(index)[3]
     lengths = np.frombuffer(index, "<i4", num_sequences, HEADER.size)
@@ -27,7 +29,9 @@ def documents(file: TokenFile) -> list[list[int]]:
 
 
 def numbered(prefix: Path, lengths: list[int], first: int = 0) -> TokenFile:
-    """Returns a file of documents whose n-th token is `first` + n."""
+    """Writes a token file with documents of the given lengths and returns it. The n-th token of the
+    file is `first` + n.
+    """
     bounds = np.concatenate(([first], first + np.cumsum(lengths)))
     with TokenFileWriter(prefix, int(bounds[-1]) + 1) as writer:
         for begin, end in itertools.pairwise(bounds):

@@ -1,4 +1,6 @@
-"""Bytes of the tensors that torch operations made and that are still alive."""
+"""Counts the bytes of live tensors, that is, of tensors that torch operations created and that
+still exist.
+"""
 
 import weakref
 
@@ -17,15 +19,15 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        """Bytes of all live storages at their present size. `fully_shard` frees a storage by
-        resizing it.
+        """Bytes of all live storages at their present size. FSDP's `fully_shard` frees a storage by
+        resizing it to 0.
         """
         storages = [ref() for ref in self._held.values()]
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor | AsyncCollectiveTensor) for kind in types):
-            return NotImplemented  # The call is dispatched again with plain tensors.
+            return NotImplemented  # torch calls the operation again with plain tensors
         result = func(*args, **(kwargs or {}))
         given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         for tensor in _tensors(result):

@@ -1,4 +1,6 @@
-"""Calibration: fits recover known coefficients, intervals cover runs, proposed runs narrow them."""
+"""Calibration of the planner: fits recover known coefficients, intervals cover measured runs, and
+proposed runs narrow the intervals.
+"""
 
 import dataclasses
 import json
@@ -33,7 +35,9 @@ def bloom():
 
 @pytest.fixture(scope="module")
 def invented(bloom):
-    """Rows whose step times are computed by the model with TRUE coefficients."""
+    """Returns the rows of published runs with invented step times. The planner's model computes
+    them with the coefficients TRUE.
+    """
     rows = published_rows(bloom)
     return dataclasses.replace(
         rows, step_time_s=step_time(rows.layouts, rows.hardware, TRUE).total_s
@@ -41,7 +45,7 @@ def invented(bloom):
 
 
 def off(found, rows):
-    """Returns the relative error of each row."""
+    """Returns the relative error of the fitted step time of each row."""
     times = fitting.log_time(rows.layouts, rows.hardware, found.values)
     return np.abs(np.exp(times) / rows.step_time_s - 1)
 
@@ -136,7 +140,9 @@ def test_untried_traits_widen_interval_and_are_named():
 
 
 def untried(layouts, hardware, measured) -> set[str]:
-    """Returns the names of traits that occur in no fit and not in the measured range."""
+    """Returns the names of the traits of a layout or device that occur neither in the runs of the
+    fit nor in the measured range.
+    """
     found = interval.untried_counts(layouts, hardware, measured)
     return {name for name, each in found.items() if each.any()}
 
@@ -161,7 +167,9 @@ def test_misfit_of_runs_widens_next_interval(invented):
 
 
 def test_left_out_errors_match_refits(invented):
-    """Each refit leaves out all runs of one model."""
+    """Left-out errors are computed without new fits. The test compares them with fits that leave
+    out all runs of one model.
+    """
     noise = np.random.default_rng(1).normal(0, 0.05, len(invented))
     rows = dataclasses.replace(invented, step_time_s=invented.step_time_s * np.exp(noise)).select(
         np.arange(0, 40, 2)
@@ -206,7 +214,9 @@ def test_proposed_runs_narrow_interval_more_than_random(bloom, invented):
 
 
 def local_run(directory, plan, coefficients):
-    """Writes a run directory with step times of the model. Returns (run, seconds per step)."""
+    """Writes a run directory whose step times come from the planner's model. Returns (run, seconds
+    per step).
+    """
     spec, site = ModelSpec.preset("demo"), Site.load("laptop")
     run = new_run(directory, spec=spec, plan=plan, recipe=Recipe(data="x", num_steps=8), site=site)
     plan.write(directory / "plan.attempt_01.json")
@@ -249,7 +259,9 @@ def test_oversubscribed_cores_halve_compute_rate():
 
 
 def test_fp16_rate_equals_bf16_rate():
-    """Fits use the bf16 rate for runs in fp16, so every view of a run in fp16 must use it too."""
+    """The planner is fitted with the bf16 FLOP/s for runs in fp16, so every view of an fp16 run
+    must use the bf16 FLOP/s too.
+    """
     site = Site.load("frontier")
     layouts = Layouts.of(ModelSpec.preset("demo"), [Plan()])
     rates = [hardware_on(site, layouts, dtype).matmul_flops_per_s for dtype in ("fp16", "bf16")]

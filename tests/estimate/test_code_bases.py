@@ -1,4 +1,6 @@
-"""Memory and speed of code bases other than the kit's engines, and of narrow number formats."""
+"""Estimated memory and speed of code bases other than the kit's engines, and of number formats
+below bf16.
+"""
 
 import dataclasses
 
@@ -19,13 +21,13 @@ GPT = ModelSpec.preset("gpt-22b")
 
 
 def test_megatron_core_runs_fit_in_predicted_memory():
-    """Exactly 2 of 70 published runs have a predicted out-of-memory risk above 5 %. Kernels and
-    reserve are those of Megatron Core.
+    """Exactly 2 of 70 published runs have a predicted out-of-memory risk above 5 %. The prediction
+    uses the kernels and the memory reserve of Megatron Core.
     """
     runs = [
         run for run in published.load() if run.system == "Eos-class H100" or "Bridge" in run.source
     ]
-    # Megatron-FSDP's recipes leave the activations of some layers in the host's memory.
+    # Megatron-FSDP's recipes store the activations of these numbers of layers in host memory.
     fully = {"GB200": 40, "GB300": 20}
     for place, run in enumerate(runs):
         if run.plan.zero_stage == 3:
@@ -40,8 +42,8 @@ def test_megatron_core_runs_fit_in_predicted_memory():
 
 
 def test_fp8_memory_of_activations_and_weights():
-    """Narrow inputs shrink the activations. Only devices that multiply without a transposed copy
-    store one byte per weight.
+    """Narrow inputs of matrix products shrink the stored activations. Weights take one byte each
+    only on devices that can multiply without a transposed copy.
     """
     formats = (("bf16", True), ("fp8", False), ("fp8", True), ("mxfp8", True))
     degrees = {"tensor_parallel": 4, "sequence_parallel": True, "data_parallel": 2}
@@ -58,8 +60,9 @@ def test_fp8_memory_of_activations_and_weights():
 
 
 def test_code_base_sets_schedules_overlap_and_kernels():
-    """Megatron-LM's examples/llama set --overlap-grad-reduce and --overlap-param-gather. Its
-    megatron/core/pipeline_parallel has only 1F1B and interleaved 1F1B.
+    """The options --overlap-grad-reduce and --overlap-param-gather come from Megatron-LM's
+    examples/llama. Its package megatron/core/pipeline_parallel has only the schedules 1F1B and
+    interleaved 1F1B.
     """
     asked = ModelSpec.preset("llama3-8b"), Site.load("dgx-h100"), 16, 64
     core = search(*asked, code_base="megatron-core").layouts
@@ -78,9 +81,9 @@ def test_code_base_sets_schedules_overlap_and_kernels():
 
 @pytest.mark.parametrize(("replicas", "teraflops"), [(64, 430), (128, 400)])
 def test_llama_405b_step_time_is_inside_interval(replicas, teraflops):
-    """The speed is from Llama 3, arXiv 2407.21783, table 4: TP8 PP16 in bf16, batches of 16M tokens
-    in sequences of 8,192. No fit uses this speed. The paper does not give the number of stages per
-    device, so the test tries 2, 4 and 8.
+    """The measured speed is from Llama 3 (arXiv 2407.21783, table 4): TP8, PP16, bf16, batches of
+    16M tokens in sequences of 8,192. The planner is not fitted to this speed. The paper does not
+    give the number of virtual stages per device, so the test tries 2, 4 and 8.
     """
     spec = ModelSpec.preset("llama3.1-405b").replace(sequence_length=8192)
     degrees = {"tensor_parallel": 8, "sequence_parallel": True, "pipeline_parallel": 16}

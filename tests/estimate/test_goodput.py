@@ -1,4 +1,6 @@
-"""Goodput, the share of time that counts in a job with failures: formula against simulated jobs."""
+"""Goodput is the share of a job's time that trains steps which are not lost in a failure. The
+formula is compared with simulated jobs.
+"""
 
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from kit.estimate.rehearsal import time_that_counts
     [(16 * 3600, 60, 600), (3 * 3600, 5, 120), (3600, 300, 900)],
 )
 def test_goodput_formula_matches_simulated_failures(between_failures_s, save_s, restart_s):
-    """Simulates work of many intervals. Each interval is repeated until no failure falls into it. A
-    restart may fail too.
+    """Simulates 20,000 checkpoint intervals. Each interval is repeated until it passes without a
+    failure. A failure may also happen during a restart.
     """
     rng, interval = np.random.default_rng(0), (2 * save_s * between_failures_s) ** 0.5
     spent, intervals = 0.0, 20_000
@@ -20,7 +22,7 @@ def test_goodput_formula_matches_simulated_failures(between_failures_s, save_s, 
         need = interval + save_s
         while (failure := rng.exponential(between_failures_s)) < need:
             spent += failure
-            # Time without failure that the next attempt needs.
+            # The next attempt must pass this time without a failure.
             need = restart_s + interval + save_s
         spent += need
     rates = {"between_failures_s": between_failures_s, "save_s": save_s, "lost_s": restart_s}
@@ -33,10 +35,12 @@ def test_goodput_formula_matches_simulated_failures(between_failures_s, save_s, 
     [(3.16 * 3600, 0), (3.16 * 3600, 300), (3.16 * 3600, 900), (3600, 300)],
 )
 def test_goodput_counts_only_completed_saves(between_failures_s, write_s):
-    """Simulates attempts of random length. Each keeps the steps before its last completed save."""
+    """Simulates attempts that end at a random time. An attempt keeps the steps before its last
+    completed save.
+    """
     interval = max((2 * 5 * between_failures_s) ** 0.5, write_s)
     lasted = np.random.default_rng(0).exponential(between_failures_s, 100_000)
-    # Saves that are complete before the end.
+    # number of saves that are complete when the attempt ends
     written = np.maximum(lasted - 200 - write_s, 0) // (interval + 5)
     rates = {"between_failures_s": between_failures_s, "save_s": 5, "lost_s": 200 + write_s}
     share = time_that_counts(interval, **rates)

@@ -1,4 +1,6 @@
-"""The memory model against torch's allocations, whole steps of engines, schedules, and papers."""
+"""The memory model compared with torch's allocations, whole steps of the engines, pipeline
+schedules, and papers.
+"""
 
 import itertools
 from typing import Any
@@ -66,18 +68,19 @@ def test_block_activations_match_live_bytes(family, recompute):
         kept = live.now - y.nbytes
         live.peak = live.now
         y.backward(torch.ones_like(y))
-    # The CPU has no fused RMSNorm. What its norm saves for backward is counted in `norm_bytes`.
+    # The CPU has no fused RMSNorm. The field `norm_bytes` counts the activations that its norm
+    # saves for backward.
     layouts = Layouts.of(spec, [Plan(recompute=recompute)], fused_norm=False)
     layer, tokens = LayerActivations(layouts, KIT), batch * spec.sequence_length
     assert tokens * layer.saved_bytes.item() == pytest.approx(kept, rel=0.01)
-    held = kept + 2 * y.nbytes  # The output and its gradient.
+    held = kept + 2 * y.nbytes  # kept bytes plus the block's output and its gradient
     assert tokens * layer.workspace_bytes.item() == pytest.approx(live.peak - held, rel=0.15)
 
 
 @pytest.fixture
 def fake_ranks():
-    """A function that makes this process rank 0 of a fake process group of `world` ranks.
-    Collectives allocate their memory and send nothing.
+    """Returns a function that makes this process rank 0 of a fake process group of `world` ranks.
+    Collectives of the group allocate memory and send nothing.
     """
     yield lambda world: dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     dist.destroy_process_group()
@@ -114,13 +117,14 @@ def test_loss_memory_matches_live_bytes(chunk, monkeypatch):
         if chunk:
             loss = decoder(tokens, tokens)
         else:
-            logits = decoder(tokens)  # The logits are held during backward.
+            logits = decoder(tokens)  # the logits exist until the end of the backward pass
             loss = cross_entropy(logits, tokens, None)
         loss.backward()
     layouts = Layouts.of(spec, [Plan(micro_batch_size=2, global_batch_size=2)])
     modelled = memory(layouts, kernels=KIT.replace(chunk_logits=chunk)).stages[0]
     held = modelled.embedding_logits + modelled.workspace + modelled.activations
-    # bf16 gradients exist at the peak, in the backward pass. With chunks the peak is in forward.
+    # The peak is in the backward pass, in which bf16 gradients exist. With a loss in chunks, the
+    # peak is in the forward pass.
     gradients = 0 if chunk else 2 * modelled.params.item()
     assert held.item() == pytest.approx(live.peak - gradients, rel=0.05)
 
@@ -136,7 +140,7 @@ def test_memory_model_counts_every_weight(name):
     "family, layers, t, p", [*((family, 4, 2, 2) for family in TINY), ("llama", 6, 1, 4)]
 )
 def test_pipeline_device_weights_match_engine(family, layers, t, p, schedule, stages):
-    """Includes uneven stages: six layers on four devices."""
+    """The cases include uneven pipeline stages, such as six layers on four devices."""
     spec = TINY[family].replace(num_layers=layers)
     degrees = {"tensor_parallel": t, "pipeline_parallel": p, "virtual_stages": stages}
     plan = Plan(**degrees, schedule=schedule, global_batch_size=8)
@@ -148,14 +152,17 @@ def test_pipeline_device_weights_match_engine(family, layers, t, p, schedule, st
 @pytest.mark.parametrize(
     ("stages", "shard_size", "over", "weights", "gradients", "optimizer"),
     [
-        # With ZeRO 3 the optimizer's fp32 weights are the only shards.
+        # Under ZeRO 3 the fp32 weights of the optimizer are the only sharded copy, so `weights` is
+        # 0.
         ((0, 1, 2, 3), None, 4, [2, 2, 2, 0], [4, 4, 1, 1], [12, 3, 3, 3]),
         ((1, 2, 3), 2, 2, [2, 2, 0], [4, 2, 2], [6, 6, 6]),
     ],
     ids=["all replicas", "a shard size"],
 )
 def test_zero_stages_divide_training_state(stages, shard_size, over, weights, gradients, optimizer):
-    """Compares bytes per parameter with the expected ones, and sharded weights with the engine."""
+    """Compares the modelled bytes per parameter with expected bytes, and the number of sharded
+    weights with the engine.
+    """
     spec = TINY["llama"]
     plan = Plan(data_parallel=4 if shard_size is None else 8, global_batch_size=16)
     plans = [plan.replace(zero_stage=stage, shard_size=shard_size) for stage in stages]
@@ -339,8 +346,8 @@ def test_engine_recomputes_first_blocks_of_stages(fake_ranks, layers, device):
 
 
 def test_deepspeed_gradient_memory_by_zero_stage():
-    """The expected bytes were counted in DeepSpeed 0.19.8 on two processes. ZeRO 2 needs a gradient
-    bucket in addition to 14.1 bytes per parameter.
+    """The expected bytes were counted in DeepSpeed 0.19.8 on two processes. ZeRO 2 needs 14.1 bytes
+    per parameter and a gradient bucket.
     """
     larger = SHAPES | dict(num_layers=8, hidden_size=512, vocab_size=1024)
     spec = ModelSpec.llama(**larger, ffn_hidden_size=1408)

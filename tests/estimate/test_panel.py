@@ -1,4 +1,6 @@
-"""The panel of notebook 02 without a browser: estimates, refusals, written Python, and speed."""
+"""The planner's panel of notebook 02 without a browser: estimates, refused choices, generated
+Python code, and speed.
+"""
 
 import base64
 import html
@@ -75,8 +77,8 @@ GIVEN = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_panel_estimates_its_initial_plan(name: str) -> None:
-    """Compares with `step_time` and with the advice after running out of memory, for the panel's
-    plan.
+    """Compares the panel's estimate with `step_time`, and its text with the kit's advice after a
+    run is out of memory. Both use the panel's plan.
     """
     plan = GIVEN[name]
     is_recipe = name in recipe_names()
@@ -98,8 +100,8 @@ def test_panel_estimates_its_initial_plan(name: str) -> None:
 
 
 def test_panel_refuses_unsupported_choices() -> None:
-    """An unsupported engine, precision or site is refused. The panel does not replace it by
-    another.
+    """The panel refuses an unsupported engine, precision or site. It does not silently choose
+    another value.
     """
     plan = PLAN.replace(compile=False)
     panel = Panel("gpt-175b", "frontier", plan)
@@ -120,8 +122,8 @@ def test_panel_refuses_unsupported_choices() -> None:
     "changes", [{}, {"recompute": "none"}, {"zero_stage": 0, "tensor_parallel": 8}]
 )
 def test_memory_bars_add_up_to_title(changes: dict) -> None:
-    """Reads the drawing: tops of the pipeline devices' bars, the line of the interval, and the line
-    of the capacity.
+    """Reads numbers from the drawing: the tops of the bars, one for each pipeline device, the line
+    of the memory interval, and the line of the device's capacity.
     """
     panel = Panel("gpt-175b", "frontier", PLAN.replace(**changes))
     [told] = re.findall(
@@ -155,8 +157,8 @@ def test_memory_interval_ends_have_risk_95_and_5(panel: Panel) -> None:
 
 @pytest.mark.slow
 def test_control_change_costs_little_above_drawing(panel: Panel) -> None:
-    """Both are timed in turn on one core, so that other load slows both. A change takes 0.2 s on an
-    idle machine.
+    """A change of a control and the drawing alone are timed alternately on one core, so that other
+    load slows both. A change takes 0.2 s on an idle machine.
     """
     moves, pictures, found = [], [], panel.estimate()
     for stage in (0, 1) * 2:
@@ -224,7 +226,9 @@ def test_static_image_shows_controls_and_figures(panel: Panel, monkeypatch) -> N
 
 
 def test_bubble_share_in_title_is_of_whole_step(panel: Panel) -> None:
-    """In the few micro-batches that are drawn, devices wait for a much larger share."""
+    """The figure shows only a few micro-batches, in which devices wait for a much larger share of
+    the time than in the whole step.
+    """
     found = panel.estimate()
     title = found.titles["timeline"]
     share = float(re.findall(r"bubble ([\d.]+)% of the step", title)[0])
@@ -245,8 +249,8 @@ def test_bubble_share_in_title_is_of_whole_step(panel: Panel) -> None:
     ],
 )
 def test_drawn_timeline_is_start_of_full_simulation(schedule, pipeline, stages, tensor) -> None:
-    """Compares with the simulation of all micro-batches. The figure has no operation of the
-    pipeline's drain.
+    """Compares the drawn timeline with the simulation of all micro-batches. The figure does not
+    show the end of the step, in which the pipeline empties.
     """
     fields = {"schedule": schedule, "virtual_stages": stages, "compile": False}
     fields["recompute"] = "none" if schedule in SPLIT_SCHEDULES else "full"
@@ -271,7 +275,7 @@ def test_drawn_timeline_is_start_of_full_simulation(schedule, pipeline, stages, 
 
 
 def _operations(simulation: Simulation, end: float) -> list[tuple[float, float, int]]:
-    """Returns (start, end, device) of all operations that start before `end`."""
+    """Returns (start, end, device) of all simulated operations that start before the time `end`."""
     devices, columns = np.nonzero(simulation.start_s < end)
     starts, ends = (each[devices, columns] for each in (simulation.start_s, simulation.end_s))
     rounded = zip(starts.round(9).tolist(), ends.round(9).tolist(), devices.tolist(), strict=True)

@@ -1,4 +1,6 @@
-"""Published runs: the shipped file is accepted, and common errors in rows are refused."""
+"""The file of published runs: the file in the package is accepted, and common errors in its rows
+are refused.
+"""
 
 import csv
 
@@ -50,7 +52,7 @@ def test_shipped_rows_are_accepted_and_have_a_source(runs):
 
 
 def test_measured_rates_stay_below_site_ceiling(runs):
-    """Every measured machine has a site."""
+    """Every machine with measured rates has a site file, whose ceiling is compared."""
     for run in runs:
         assert run.site() is not None, run.system
         rate = run.flops_per_s()
@@ -88,8 +90,8 @@ def test_layouts_keep_every_run_in_order(runs):
 
 
 def test_frontier_log_above_ceiling_is_refused(write):
-    """149 TFLOP/s is refused, 37 is accepted. The log counted 640 micro-batches (1,280 samples),
-    but the engine ran 160 (320 samples).
+    """A row with 149 TFLOP/s is refused, 37 TFLOP/s is accepted. The log computed its TFLOP/s for
+    640 micro-batches (1,280 samples), but the engine ran 160 micro-batches (320 samples).
     """
     corrected = published.load(write({}))[0]
     assert corrected.flops_per_s(FlopBasis.MEGATRON_RECOMPUTE) == pytest.approx(37.4e12, rel=0.01)
@@ -122,7 +124,7 @@ def test_bad_row_is_refused_with_line_and_reason(write, change, message):
 
 
 def test_reader_continues_after_refused_rows(write):
-    """Rows with an incomplete layout or without a time are left out."""
+    """Rows with an incomplete layout or without a step time are skipped and listed."""
     timeless = dict(seconds_per_iter="", tflops_per_gpu="")
     file = write({}, dict(global_batch="321"), dict(tp=""), timeless)
     runs, refused, left_out = published.read_runs(file)
@@ -131,9 +133,10 @@ def test_reader_continues_after_refused_rows(write):
 
 
 def test_kernel_columns_are_read_or_assumed(write):
-    """The notes of a source are not read."""
+    """Columns that are empty get assumed values. The column `note` is never parsed."""
     note = (
-        "kernel=torch; sequence parallelism; TP overlap; mem 12GB"  # a source's, which say nothing
+        # words in a note, which must not set any field
+        "kernel=torch; sequence parallelism; TP overlap; mem 12GB"
     )
     run = published.load(write(dict(overlap="yes", memory_gb="31.5", note=note)))[0]
     assert (run.flash_attention, run.data_overlap, run.fused_softmax) == (1, True, True)

@@ -1,4 +1,4 @@
-"""Rehearsals of the papers' largest jobs, and of jobs that do not fit."""
+"""Rehearsals of the papers' largest jobs, and of jobs that do not fit into the machine's limits."""
 
 import functools
 import json
@@ -24,14 +24,18 @@ RECIPE = Recipe(data="/nowhere", num_steps=100_000, checkpoint_every=100)
 
 @pytest.fixture(scope="module", autouse=True)
 def split_once() -> Iterator[None]:
-    """Splits the model of each plan once: the result depends on neither site nor recipe."""
+    """Caches the split of a model for each plan in all tests, because it depends on neither site
+    nor recipe.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rehearsal, "split_model", functools.cache(split_model))
         yield
 
 
 def packed_site(name: str) -> Site:
-    """Returns a site with the Python environment packed on its shared disk."""
+    """Returns the site `name` with a packed archive of the Python environment on its shared
+    disk.
+    """
     site = Site.load(name)
     assert site.slurm
     broadcast = Broadcast(directory="/local_storage/environment", archive="/fsx/environment.tar")
@@ -66,7 +70,7 @@ def test_rehearsal_and_panel_estimates_agree(name):
 
 
 def test_fp32_rehearsal_is_slower_and_larger():
-    """The peak in fp32 of an MI250X's GCD is a quarter of its peak in bf16 (AMD's data sheet)."""
+    """An MI250X GCD has a peak in fp32 that is a quarter of its peak in bf16 (AMD's data sheet)."""
     spec, plan = of("frontier-22b", engine="native", precision="bf16")
     site = Site.load("frontier")
     wide, narrow = (
@@ -115,7 +119,9 @@ def test_rehearsal_names_what_does_not_fit(packed):
 
 
 def test_rehearsal_counts_kept_checkpoints(packed):
-    """A job in a container fits without a packed Python environment."""
+    """The test counts the terabytes of all kept checkpoints. A job in a container is accepted
+    without a packed Python environment.
+    """
     spec, plan = of("frontier-1t", data_parallel=6, global_batch_size=3072)
     once = rehearse(spec, plan, RECIPE.replace(checkpoint_every=None), packed)
     assert count(once, "kept").value == pytest.approx(12.1, rel=0.01), "only the last step is saved"

@@ -1,4 +1,6 @@
-"""The pipeline simulator: closed forms, bounds, orders of torch and of the engine, the timeline."""
+"""The pipeline simulator: closed formulas, bounds, operation orders of torch and of the kit's
+engine, and the drawn timeline.
+"""
 
 import time
 from types import SimpleNamespace
@@ -35,8 +37,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 def even(
     schedule: str, p: int, m: int, v: int = 1, *, f: float, b: float, w: float, send_s: float = 0
 ) -> Simulation:
-    """Simulates equal devices. `f`, `b` and `w` are the seconds of one micro-batch in all `v`
-    stages of a device.
+    """Simulates devices with equal speeds. `f`, `b` and `w` are the seconds that one micro-batch
+    takes in all `v` stages of a device: forward pass, backward pass for inputs, and backward pass
+    for weights.
     """
     order = Order.of(schedule, pipeline_parallel=p, num_microbatches=m, virtual_stages=v)
     return simulate(
@@ -107,7 +110,7 @@ def cases(draw):
 @given(cases())
 def test_simulation_respects_dependencies_and_bounds(case):
     order, times, send = case
-    simulation = simulate(order, **times, send_s=send)  # Raises on a deadlock.
+    simulation = simulate(order, **times, send_s=send)  # this call raises an error on a deadlock
     work, eps = order.kind != PADDING, 1e-9
     assert (np.isfinite(simulation.end_s) == work).all()
     assert (simulation.start_s[:, 1:] >= simulation.end_s[:, :-1] - eps)[work[:, 1:]].all()
@@ -132,7 +135,7 @@ def test_simulation_respects_dependencies_and_bounds(case):
     busy = np.bincount(order.device_of_stage, weights=m * whole)
     one_micro_batch = times["forward_s"].sum() + times["backward_input_s"].sum() + 2 * hop.sum()
     assert simulation.makespan_s >= max(busy.max(), one_micro_batch) - eps
-    # Not longer than all work in sequence.
+    # The step must not take longer than the sum of all work without any overlap.
     assert simulation.makespan_s <= m * (whole.sum() + 2 * hop.sum()) + eps
     np.testing.assert_allclose(simulation.busy_s, busy)
 
@@ -176,8 +179,8 @@ def assert_order_is_torchs(name, stages, p, m):
 
 
 def order_of_actions(actions) -> Order:
-    """Returns the order in torch's `pipeline_order` without idle slots and without actions that
-    compute nothing.
+    """Returns the operation order of torch's `pipeline_order`. Idle slots and actions that compute
+    nothing are left out.
     """
     rows = [
         [
@@ -194,8 +197,8 @@ def order_of_actions(actions) -> Order:
 
 
 def _engine_order(spec, plan):
-    """Trains one step with the native engine and returns this rank's operations in torch's
-    notation.
+    """Trains one step with the native engine. Returns the operations that this rank executed, in
+    torch's notation.
     """
     recipe, done = Recipe(data="none", num_steps=1), []
     engine = NativeEngine(spec, plan, recipe, torch.device("cpu"))
@@ -207,7 +210,9 @@ def _engine_order(spec, plan):
 
 
 def _record(stage, done):
-    """Patches a stage so that it appends each operation to `done` before running it."""
+    """Patches a pipeline stage so that it appends the name of each operation to the list `done`
+    before it runs the operation.
+    """
     backward = stage.backward_one_chunk
 
     def recorded(letter, operation):
@@ -241,7 +246,7 @@ def test_simulated_order_matches_engine(schedule, llama_spec):
 def test_large_pipeline_simulation_is_fast_and_bounded(schedule, v):
     start = time.process_time()
     simulation = even(schedule, 64, 512, v, f=1, b=1, w=1)
-    assert time.process_time() - start < 2  # 0.1 s where nothing else runs
+    assert time.process_time() - start < 2  # takes 0.1 s on an idle machine
     assert 512 * 3 <= simulation.makespan_s <= (512 + 63) * 3
 
 

@@ -1,4 +1,6 @@
-"""The search: rules of Plan, numbers of the formulas, explained answers, refused input."""
+"""The planner's search: the rules of `Plan`, the numbers of its formulas, explanations of the
+layouts found, and refused input.
+"""
 
 import contextlib
 import dataclasses
@@ -47,7 +49,9 @@ LLAMA_405B = ModelSpec.preset("llama3.1-405b")
 
 
 def random_plans(rng: np.random.Generator, count: int) -> Iterator[dict[str, Any]]:
-    """Yields fields of plans on a few devices, most of which break some rule."""
+    """Yields the fields of random plans on a few devices. Most of these plans break some rule of
+    `Plan`.
+    """
     for _ in range(count):
         t, p, r, c = rng.choice([1, 1, 2, 3, 4, 8], 4)
         yield dict(
@@ -70,8 +74,8 @@ def random_plans(rng: np.random.Generator, count: int) -> Iterator[dict[str, Any
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_layout_mask_matches_plan_validation(engine):
-    """Each rule takes arrays of layouts or the numbers of one plan. Both forms must accept the same
-    plans.
+    """Each rule can check arrays of layouts or the numbers of one plan. Both forms must accept the
+    same plans.
     """
 
     def is_accepted(values):
@@ -96,8 +100,8 @@ def test_layout_mask_matches_plan_validation(engine):
 
 
 def test_126_layers_are_offered_on_128_stages():
-    """Llama 3 405B (arXiv 2407.21783, section 3.3.2): embedding and loss each take the place of a
-    layer.
+    """In Llama 3 405B (arXiv 2407.21783, section 3.3.2) the embedding and the loss each take the
+    place of one layer, so 126 layers fit 128 stages.
     """
     layouts = candidates(LLAMA_405B, 8192, 2048)
     plan = layouts.select(layouts.num_stages == 128).plan(0)
@@ -131,7 +135,9 @@ def test_candidates_are_valid_and_unique(model, devices, batch, engine):
 
 
 def test_zero_3_is_offered_with_shards_inside_nodes():
-    """A node size adds ZeRO 3 plans with shard groups inside a node, and no other plans."""
+    """A given number of devices per node adds ZeRO 3 plans whose shard groups stay inside a node.
+    It adds no other plans.
+    """
     few, more = (candidates(SMALL, 16, 32, node_devices=node) for node in (0, 8))
     plans, offered = ({x.plan(i) for i in range(len(x))} for x in (few, more))
     hybrid = offered - plans
@@ -228,7 +234,9 @@ ASKED = [
 
 @pytest.mark.parametrize("model, site, devices, batch", ASKED)
 def test_command_notebook_and_panel_agree(model, site, devices, batch):
-    """The command's JSON and table, `answers`, and the panel show one order and one step time."""
+    """The JSON and the table of `kit plan`, the function `answers`, and the panel show equal
+    layouts in equal order with equal step times.
+    """
     words = f"plan {model} --site {site} --devices {devices} --batch {batch}".split()
     told, shown = (CliRunner().invoke(app, [*words, *more]) for more in (["--json"], []))
     rows = json.loads(told.stdout)["answers"]
@@ -263,7 +271,9 @@ def test_command_notebook_and_panel_agree(model, site, devices, batch):
 
 
 def test_schedule_slower_than_closed_form_is_warned():
-    """With fewer micro-batches than stages the closed form of zbv is too short."""
+    """If there are fewer micro-batches than stages, the closed formula of the schedule zbv gives a
+    step time that is too short.
+    """
     only = {"tensor_parallel": [64], "schedule": ["zbv"]}
     known = published_calibration(FRONTIER)
     (answer,) = answers(search(GPT_1T, FRONTIER, 1024, 64, calibration=known, only=only), 1)
@@ -296,7 +306,7 @@ def test_search_recomputes_fewest_blocks_that_fit():
         time_s, used_bytes = found.machine.evaluate(layouts)
         assert time_s[1] < time_s[0] < time_s[2] and used_bytes[1] > used_bytes[0] > used_bytes[2]
         blocks = plan.virtual_stages * len(plan.stage_layers(GPT_22B, 0))
-        if blocks <= 16:  # With more blocks the search tries sixteenths of them.
+        if blocks <= 16:  # with more blocks the search tries only multiples of a sixteenth
             assert used_bytes[1] > found.machine.most_bytes(0.05) >= used_bytes[0]
     assert f"recompute full ({plan.recompute_layers} a device)" in describe_layout(
         found.row(int(row))
@@ -304,7 +314,9 @@ def test_search_recomputes_fewest_blocks_that_fit():
 
 
 def test_answers_of_one_degree_suggest_no_other_degrees():
-    """On 63 devices every answer has tensor parallelism 1. Answers suggest other changes."""
+    """On 63 devices every layout found has tensor parallelism 1. The suggested changes do not
+    include other degrees of parallelism.
+    """
     report = plan_report("llama3-8b", site="dgx-h100", devices=63, batch=63)
     assert {answer.plan.tensor_parallel for answer in report.answers} == {1}
     told = [text for answer in report.answers for text in answer.to_dict()["changes"]]
@@ -318,7 +330,7 @@ def test_interval_text_has_three_significant_digits():
 
 @pytest.fixture(scope="module")
 def first():
-    """The fastest layout of 22B on two nodes of Frontier."""
+    """Returns the fastest layout of the 22B model on two nodes of Frontier."""
     return answers(search(GPT_22B, FRONTIER, 16, 640), 1)[0]
 
 
@@ -364,8 +376,8 @@ def test_trainium_plans_are_valid_for_neuron_engine():
 
 
 def test_trainium_zero_0_memory_matches_advice():
-    """NxD without ZeRO keeps no master weights. The example is HLAT's 7B. A search over stage 0
-    together with other stages is refused.
+    """NxD without ZeRO stores no fp32 master weights. The example is HLAT's 7B model. A search over
+    ZeRO stage 0 together with other stages is refused.
     """
     recipe, site = published_recipe("hlat-7b"), Site.load("trn1.32xlarge")
     spec, plan = ModelSpec.preset(recipe.model), recipe.plan
@@ -460,8 +472,8 @@ def test_untried_tensor_parallelism_widens_interval():
 
 
 def test_warning_names_fast_tensor_degree_across_nodes():
-    """The first answer has TP8. It warns that TP32, whose tensor ranks leave the node, is among the
-    fastest layouts.
+    """The first layout has tensor parallelism 8. Its warning says that tensor parallelism 32, whose
+    ranks are on several nodes, is among the fastest layouts.
     """
     asked, known = (GPT_1T, FRONTIER, 3072, 9600), published_calibration(FRONTIER)
     found = search(*asked, calibration=known, only={"recompute": ["none", "full"]})
@@ -523,7 +535,9 @@ def test_search_of_1t_takes_under_half_a_second():
 
 
 def test_nvfp4_plan_names_run_and_peak_of_its_format():
-    """The nearest run is in nvfp4. The MFU is given against the peaks in bf16 and in nvfp4."""
+    """The nearest published run is in nvfp4. The MFU is given relative to the bf16 peak and to the
+    nvfp4 peak.
+    """
     asked: dict[str, Any] = dict(
         site="gb300-nvl72", devices=64, batch=256, count=1, code_base="megatron-core"
     )

@@ -1,4 +1,4 @@
-"""Plans that a search returns train unchanged on real processes."""
+"""Plans that the planner's search returns train without changes on real processes."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ BATCH = 8
 
 
 def two_steps(spec: ModelSpec, plans: list[Plan]) -> list[tuple[float, float]]:
-    """Returns the loss of the second step and the gradient norm of the first under each plan."""
+    """Returns (loss of the second step, gradient norm of the first step) for each plan."""
     shape, seeded = (BATCH, spec.sequence_length + 1), torch.Generator().manual_seed(0)
     batch = torch.randint(0, spec.vocab_size, shape, generator=seeded)
     results = []
@@ -30,8 +30,8 @@ def two_steps(spec: ModelSpec, plans: list[Plan]) -> list[tuple[float, float]]:
 
 @pytest.mark.slow
 def test_search_plans_train_unchanged(llama_spec):
-    """Trains a random candidate of each combination of degrees on four processes in bf16. Loss and
-    gradient norm must follow one process in fp32.
+    """Trains a random plan for each combination of parallel degrees on four processes in bf16. Loss
+    and gradient norm must be close to those of one process in fp32.
     """
     layouts = candidates(llama_spec, 4, BATCH)
     drawn = [layouts.plan(int(i)) for i in np.random.default_rng(7).permutation(len(layouts))]

@@ -1,4 +1,6 @@
-"""Step time: terms add up, limits are physical, and each option changes the time as expected."""
+"""The planner's step time: its terms add up to the total, it respects physical limits, and each
+option of a plan changes it as expected.
+"""
 
 import dataclasses
 
@@ -72,7 +74,9 @@ def test_more_micro_batches_shrink_bubble_share():
 
 
 def test_interleaving_and_zero_bubble_shrink_bubble():
-    """Three virtual stages divide the bubble by 3. Zero-bubble divides the rest by 3 again."""
+    """Three virtual stages divide the pipeline bubble by 3. The zero-bubble schedule divides the
+    rest by 3 again.
+    """
     plain = seconds(plan()).terms_s["bubble"]
     interleaved = seconds(plan(schedule="interleaved", virtual_stages=3)).terms_s["bubble"]
     zero = seconds(plan(schedule="zero_bubble", virtual_stages=3)).terms_s["bubble"]
@@ -87,8 +91,9 @@ def test_full_recomputation_costs_a_forward_pass():
 
 
 def test_eager_block_skips_recomputing_last_product():
-    """The last product takes 2 T h f FLOPs. A Megatron block with these shapes is recomputed
-    completely.
+    """The kit's engine does not recompute the last matrix product of a block, which takes 2 T h f
+    FLOPs (T tokens, hidden size h, feed-forward size f). A Megatron block with these shapes is
+    recomputed completely.
     """
     spec, alone = ModelSpec.preset("gpt-22b"), plan(**ALONE, recompute="full")
     ours, megatron = (
@@ -125,7 +130,7 @@ def test_zero_3_traffic_grows_with_micro_batches():
 
 
 def test_shard_group_in_node_uses_node_links():
-    """Weights are gathered inside the node. The gradients of a shard are summed across nodes."""
+    """FSDP gathers weights inside a node. The gradients of a shard are summed across nodes."""
     spec = ModelSpec.preset("gpt-22b")
     base = plan(**ALONE, data_parallel=64, global_batch_size=256, zero_stage=3)
     layouts = Layouts.of(spec, [base.replace(shard_size=size) for size in (None, 8, 64)])
@@ -137,8 +142,8 @@ def test_shard_group_in_node_uses_node_links():
     flat, inside, whole = step_time(layouts, SELENE, PERFECT).terms_s["data_parallel"]
     assert inside < 0.9 * flat and whole == flat
 
-    # Once per step, 6 bytes per weight cross nodes, or 8 if each shard's gradients are summed
-    # across groups.
+    # ZeRO 1 moves 6 bytes per weight across nodes, once per step. If the gradients of each shard
+    # are summed across shard groups, 8 bytes cross nodes.
     once = base.replace(zero_stage=1, global_batch_size=64)
     layouts = Layouts.of(spec, [once, once.replace(shard_size=8)])
     flat, inside = step_time(layouts, SELENE, PERFECT).terms_s["data_parallel"]
@@ -174,7 +179,9 @@ def test_group_links_never_exceed_hardware_rate():
 
 
 def tensor_rates(hardware, coefficients=PERFECT):
-    """Returns bytes per second between tensor ranks in groups of two, four and eight."""
+    """Returns the bytes per second between tensor-parallel ranks, for groups of two, four and eight
+    ranks.
+    """
     plans = [plan(tensor_parallel=t, pipeline_parallel=1) for t in (2, 4, 8)]
     return GroupLinks(
         Layouts.of(ModelSpec.preset("gpt-22b"), plans), hardware, coefficients

@@ -1,4 +1,6 @@
-"""Terms of a step that few plans use: each changes time or memory as its formula states."""
+"""Terms of the step time and memory that few plans use. Each changes the estimate as its formula
+states.
+"""
 
 import contextlib
 import dataclasses
@@ -47,7 +49,9 @@ def timed(*plans, **kernels):
 
 
 def test_ring_attention_sends_hide_behind_attention():
-    """The bytes sent grow with the ranks and with the key/value heads."""
+    """The number of sent bytes grows with the context-parallel ranks and with the key/value
+    heads.
+    """
     time, links, x = timed(plan(), plan(context_parallel=2), plan(context_parallel=4))
     tokens = LLAMA.sequence_length / x.context_parallel
     kv = LLAMA.hidden_size * 8 / 32
@@ -74,7 +78,9 @@ def test_all_to_all_traffic_is_fully_exposed():
 
 
 def test_context_parallelism_divides_memory():
-    """Activations and logits are divided, and optimizer states are sharded over the ranks."""
+    """The ranks of context parallelism divide activations and logits, and they shard the optimizer
+    states.
+    """
     halved = plan(context_parallel=2)
     plans = (plan(), halved, halved.replace(context_exchange="all_to_all"))
     one, two, ulysses = (memory_by_stage(Layouts.of(LLAMA, [each])) for each in plans)
@@ -125,7 +131,9 @@ def test_context_parallel_plans_are_warned_as_not_trained():
 
 
 def test_fp8_products_are_faster_and_add_casts():
-    """The speed-up follows the site's peaks. Casts are memory traffic."""
+    """The speed-up equals the ratio of the site's fp8 and bf16 peaks. Casts to fp8 add memory
+    traffic.
+    """
     (wide, _, x), (narrow, _, _) = timed(plan()), timed(plan(precision="fp8"))
     rate = Hardware.of(H100).memory_bytes_per_s * C.memory_efficiency
     tokens, h, f = LLAMA.sequence_length, LLAMA.hidden_size, LLAMA.ffn_hidden_size
@@ -184,8 +192,8 @@ def test_interleaving_widens_gradient_overlap_window():
 
 
 def test_contention_is_added_only_on_shared_links():
-    """A full fat tree has no contention. Its step time still grows by less than 1 %, because a step
-    waits for the slowest of more ranks.
+    """A full fat tree has no contention between nodes. Its step time still grows by less than 1 %,
+    because a step waits for the slowest of more ranks.
     """
     plans = [
         plan(tensor_parallel=8, data_parallel=ranks, global_batch_size=8 * ranks)
@@ -200,7 +208,7 @@ def test_contention_is_added_only_on_shared_links():
 
 
 def test_mxfp8_casts_move_more_bytes_than_fp8():
-    """In mxfp8 each block of numbers has its own scale and is quantised separately."""
+    """In mxfp8 each block of numbers has its own scale, which is computed and stored separately."""
     runs = [cast_bytes(precision, is_native=False) for precision in ("bf16", "fp8", "mxfp8")]
     assert runs[0] == 0 < runs[1] < runs[2]
     assert cast_bytes("fp8", is_native=True) < runs[1]
@@ -225,7 +233,7 @@ def test_fp8_is_planned_but_refused_for_training():
 )
 @pytest.mark.parametrize("m", [1, 2, 3, 7])
 def test_few_micro_batches_match_simulated_makespan(schedule, v, m):
-    """There are fewer micro-batches than stages."""
+    """The cases have fewer micro-batches than pipeline stages."""
     p, sent = 8, 0.25
     order = Order.of(schedule, pipeline_parallel=p, num_microbatches=m, virtual_stages=v)
     third: dict[str, Any] = dict.fromkeys(PARTS, 1 / v)
@@ -264,7 +272,9 @@ def test_mixture_of_experts_config_is_refused(tmp_path, key):
 
 
 def test_zero_3_exposes_first_gather_and_last_scatter():
-    """Of the other traffic only the part that the layers do not hide is exposed."""
+    """The other ZeRO 3 collectives overlap with the computation of the layers. Only the part that
+    the layers do not hide is exposed.
+    """
     plans = [
         plan(tensor_parallel=1, data_parallel=64, zero_stage=3, global_batch_size=64 * m)
         for m in (1, 4)
@@ -289,7 +299,9 @@ def test_zero_3_exposes_first_gather_and_last_scatter():
 
 
 def test_eager_elementwise_traffic_exceeds_compiled():
-    """Each operation of an eager block reads its inputs from memory and writes its outputs."""
+    """Each operation of a block that is not compiled reads its inputs from memory and writes its
+    outputs.
+    """
     rate = Hardware.of(H100).memory_bytes_per_s * C.memory_efficiency
     eager, fused, compiled = (
         timed(plan(sequence_parallel=True, compile=is_compiled), native=native)[0].layer.terms_s
@@ -323,7 +335,9 @@ def test_other_code_base_has_no_native_kernels():
 
 
 def test_async_tensor_parallelism_hides_collectives():
-    """Products are split in parts, and each part overlaps with the collective of another part."""
+    """A matrix product is split into parts. The computation of one part overlaps with the
+    collective of another part.
+    """
     spec, t = ModelSpec.preset("llama3-8b"), 8
     layouts = {
         (sp, on): Layouts.of(
@@ -361,8 +375,8 @@ def test_fixed_step_time_grows_with_log_of_ranks():
 
 
 def test_ring_rate_follows_spanned_links():
-    """In a mesh of eight MI300X a pair of devices has one link. On MI250X the links of a pair are
-    the fast links.
+    """In a node of eight MI300X a pair of devices shares only one link. On MI250X the
+    tensor-parallel pair uses the fast links.
     """
     for name, pair, node in (("mi300x", 64e9, 448e9), ("frontier", 200e9, 75e9)):
         hardware = Hardware.of(Site.load(name))
@@ -378,7 +392,9 @@ def test_ring_rate_follows_spanned_links():
 
 
 def test_published_zero_3_gathers_twice_scatters_once():
-    """Rows not of the native engine: two gathers and a scatter overlap with each micro-batch."""
+    """For engines other than the native one, two gathers and one reduce-scatter overlap with each
+    micro-batch.
+    """
     many = [
         plan(tensor_parallel=1, data_parallel=64, zero_stage=3, global_batch_size=64 * m)
         for m in (1, 4)

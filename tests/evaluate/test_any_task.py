@@ -1,9 +1,9 @@
-"""Any task of the harness, with data from a folder of the user or the hub's cache. Bits per byte of
-right answers.
+"""Scoring of any task of the evaluation harness, with data from a user's folder or the hub's cache.
+Also tests bits per byte of the right answers.
 
 The data of BLiMP is real: items 1 and 501 of each of its 67 parts (CC-BY 4.0, Warstadt et al. 2020,
-arXiv 1912.00582, github.com/alexwarstadt/blimp at 3e56b06). SciQ's columns are those of the hub,
-and its items are made for this test.
+arXiv 1912.00582, github.com/alexwarstadt/blimp at 3e56b06). The items of SciQ are made for this
+test and have the columns of the hub.
 """
 
 import json
@@ -49,7 +49,9 @@ CARD = "---\nconfigs:\n- config_name: default\n  data_files:"
 
 @pytest.fixture(autouse=True)
 def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Takes away the hub and its caches, also from the harness, which would query the hub first."""
+    """Makes the Hugging Face hub and its caches unavailable to the kit and to the harness, which
+    otherwise queries the hub first.
+    """
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     for module in (datasets.config, huggingface_hub.constants):
@@ -58,13 +60,16 @@ def no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path, tokenizer) -> Path:
-    decoder = build_decoder(SPEC.replace(sequence_length=256, init_std=0.3))  # with distinct scores
+    # large weights give different texts different scores
+    decoder = build_decoder(SPEC.replace(sequence_length=256, init_std=0.3))
     return export_hugging_face(decoder, tmp_path / "models" / "tiny", tokenizer=tokenizer)
 
 
 @pytest.fixture
 def task_data(tmp_path: Path) -> Path:
-    """Copies of repositories of the hub: folders of configurations with a card, and parquet."""
+    """Returns a folder with local copies of Hugging Face dataset repositories: one folder per
+    configuration, a dataset card, and Parquet files.
+    """
     folder = tmp_path / "task data"
     card = ["---", "configs:"]
     for name in dict.fromkeys(row["UID"] for row in BLIMP):
@@ -96,7 +101,8 @@ def write_jsonl(file: Path, rows: list[dict]) -> None:
     ("name", "metrics", "items", "repository"),
     [
         ("sciq", ["acc", "acc_norm"], 5, "allenai/sciq/data/"),
-        # The 67 parts take longest to read. test_suites.py scores another group.
+        # BLiMP's 67 parts take longest to read, so this case runs only in thorough tests.
+        # test_suites.py scores another group.
         pytest.param("blimp", ["acc"], 134, "nyu-mll/blimp/", marks=pytest.mark.thorough),
     ],
 )
@@ -106,7 +112,8 @@ def test_task_and_group_scores_equal_the_harness(
     from lm_eval.evaluator import simple_evaluate
 
     report = evaluate_folder(model, (name,), task_data=task_data, out=tmp_path / "ours.json")
-    # In this directory, `datasets` takes a folder with a repository's name for the repository.
+    # The library `datasets` takes a folder in the working directory for the repository if it has
+    # the repository's name.
     monkeypatch.chdir(task_data)
     theirs: Any = simple_evaluate(
         model="hf",
@@ -131,7 +138,9 @@ def test_task_and_group_scores_equal_the_harness(
 
 
 def plain_bits(model: Path, samples: dict, name: str) -> list[float]:
-    """Returns -log2 p(right answer) per byte, item by item, of transformers' own model."""
+    """Returns -log2 p(right answer) per byte of each item, computed with the model of
+    transformers.
+    """
     tokenizer, llama = AutoTokenizer.from_pretrained(model), LlamaForCausalLM.from_pretrained(model)
     found = []
     for sample in [each for task in samples if task.startswith(name) for each in samples[task]]:
@@ -182,15 +191,15 @@ def test_dataset_card_cannot_point_outside_its_folder(tmp_path, place):
         (copy / "README.md").write_text(f"{CARD}\n  - split: test\n    path: {path}\n---\n")
         assert_refused("sciq", tmp_path / "own", "sciq: asks for .*; only what is below .* is read")
         with pytest.raises(BlockingIOError):
-            server.accept()  # nobody has called
+            server.accept()  # raises an error, because nobody has connected
 
 
 @pytest.mark.parametrize(
     "card", [f"\n{CARD}", CARD.replace("configs:", "license: mit\n---x: 1\nconfigs:")]
 )
 def test_dataset_card_with_unusual_header_is_checked(tmp_path, card, no_network):
-    """`datasets` also reads a card that starts with an empty line, or has `---` at the start of a
-    longer line.
+    """The library `datasets` also reads the header of a card that starts with an empty line, or has
+    `---` at the start of a longer line.
     """
     copy = tmp_path / "allenai" / "sciq"
     copy.mkdir(parents=True)
@@ -211,7 +220,9 @@ def test_task_definition_cannot_point_outside_its_folder(tmp_path, no_network):
 
 
 def test_dataset_card_with_image_column_is_refused(tmp_path):
-    """An image column holds a path or an address, which is opened when its row is read."""
+    """An image column holds a path or a URL. The library `datasets` opens it when the row is
+    read.
+    """
     copy = tmp_path / "allenai" / "sciq"
     write_jsonl(copy / "test.jsonl", [row | {"question": {"path": "/etc/passwd"}} for row in SCIQ])
     facts = ["dataset_info:", "  features:"]
@@ -239,7 +250,8 @@ def test_unscorable_task_error_gives_the_reason(tmp_path, monkeypatch, no_networ
 
 
 def test_group_tag_and_task_names_are_resolved():
-    asked = check_request(("blimp", "ai2_arc", "piqa"))  # a group, a tag, and one of the kit's own
+    # a group and a tag of the harness, and a task of the kit
+    asked = check_request(("blimp", "ai2_arc", "piqa"))
     assert [request.task for request in asked] == ["blimp", "arc_challenge", "arc_easy", "piqa"]
     for wrong, right in (("blimpp", "blimp"), ("pique", "piqa")):
         message = rf"tasks: '{wrong}' is unknown\. Did you mean '{right}'\?"

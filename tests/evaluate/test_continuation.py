@@ -1,5 +1,5 @@
-"""Text generation: greedy text equals transformers', sampled text follows its seed, text is
-streamed.
+"""Text generation: greedy text equals that of transformers, sampled text is determined by its seed,
+and text is streamed.
 """
 
 import shutil
@@ -23,15 +23,17 @@ PROMPT = "the cat – and"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    """A model with random weights, which therefore also generates broken characters."""
+    """Returns the folder of a model with random weights. Such a model also generates incomplete
+    UTF-8 characters.
+    """
     decoder, folder = build_decoder(OPINIONATED["llama"]), tmp_path_factory.mktemp("model") / "tiny"
     return export_hugging_face(decoder, folder, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("begins", [True, False])
 def test_greedy_text_equals_transformers(folder, tmp_path, begins):
-    """With a tokenizer that puts a begin token before texts, as Llama's do, and with one that does
-    not.
+    """Tested with a tokenizer that adds a begin token to texts, like Llama's, and with a tokenizer
+    that does not.
     """
     copy = shutil.copytree(folder, tmp_path / "copy")
     if begins:

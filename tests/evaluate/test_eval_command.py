@@ -1,4 +1,6 @@
-"""`kit eval` of a run, and of a Hugging Face folder, whose report is kept beside it."""
+"""`kit eval` of a run, and of a Hugging Face folder. The report of a folder is stored next to the
+folder.
+"""
 
 import json
 import os
@@ -28,7 +30,9 @@ def test_eval_prints_and_keeps_scores(run, benchmarks):
 
 
 def test_eval_without_benchmarks_scores_only_heldout(run, no_network):
-    """As on a first user's machine. A task that is given by name is refused without its data."""
+    """The machine has no benchmark data, like that of a new user. A task that is requested by name
+    is refused without its data.
+    """
     report = EvalReport.from_json(kit("eval", run.directory, "--json"))
     assert [score.task for score in report.scores] == ["heldout"]
     assert [item.task for item in report.unscored] == ["piqa", "arc_easy"]
@@ -97,7 +101,7 @@ def test_wrong_eval_request_is_refused(run, folder, benchmarks, arguments, messa
     assert {path.name for path in folder.parent.iterdir()} == {"tiny"}
 
 
-# Hugging Face folders -----------------------------------------------------------------------------
+# Model folders in Hugging Face's format -----------------------------------------------------------
 
 
 @pytest.fixture
@@ -107,7 +111,7 @@ def folder(tmp_path: Path, tiny_decoder, tokenizer) -> Path:
 
 @pytest.fixture
 def score(folder, benchmarks):
-    """Scores the folder on the given tasks with the command line."""
+    """Returns a function that scores the model folder on the given tasks with `kit eval`."""
     return lambda tasks, *rest: kit(
         "eval", folder, "--tasks", tasks, "--task-data", benchmarks, *rest
     )
@@ -133,13 +137,14 @@ def test_folder_report_is_written_beside_the_folder(score, folder, benchmarks, t
 
 
 def test_unwritable_report_or_other_weights_are_refused(score, folder, tokenizer, monkeypatch):
-    """A report of other weights is not extended. If the report cannot be written, no model is
-    loaded.
+    """A report of a model with other weights is not extended. If the report cannot be written, `kit
+    eval` fails before it loads the model.
     """
     score("piqa", "--limit", 5)
     with monkeypatch.context() as patched:
         patched.setattr(loading, "load_causal_model", lambda *_: pytest.fail("it was loaded"))
-        patched.setattr("os.access", lambda path, mode: mode != os.W_OK)  # root may write anywhere
+        # the superuser may write everywhere, so the check is patched
+        patched.setattr("os.access", lambda path, mode: mode != os.W_OK)
         with pytest.raises(ConfigError, match="tiny.eval.json: cannot be written: .*--output FILE"):
             score("piqa")
     folder.rename(folder.with_name("old"))
@@ -158,7 +163,7 @@ def test_unwritable_report_or_other_weights_are_refused(score, folder, tokenizer
     ],
 )
 def test_eval_refuses_damaged_model_folder(score, folder, change, kind, message):
-    """Scoring makes the checks of an import."""
+    """Scoring checks a folder in the way in which `kit import` checks it."""
     config, weights = folder / "config.json", folder / "model.safetensors"
     if change == "cut":
         weights.write_bytes(weights.read_bytes()[:-100])

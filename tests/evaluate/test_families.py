@@ -1,5 +1,5 @@
-"""Any decoder that transformers loads gets the scores of lm-eval's own model class. Folders that
-cannot be loaded are refused with their defect.
+"""Any decoder that transformers loads gets the scores of lm-eval's own model class. A folder that
+cannot be loaded is refused, and the error names its defect.
 """
 
 import json
@@ -54,7 +54,8 @@ PACKED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**EXPERTS, "head_dim": 16, "moe_intermediate_size": 32},
     "starcoder2": {"sliding_window": None},
 }
-"""Every packed architecture, with the settings that make its model small."""
+"""Settings that make each model small, by architecture. The kit scores these architectures with
+packed requests."""
 PLAIN: dict[str, dict[str, Any]] = {
     "bloom": {"n_layer": 2, "n_head": 4},
     "falcon": {"alibi": True},
@@ -75,7 +76,8 @@ PLAIN: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
 }
-"""Architectures and configurations that packing would score wrongly."""
+"""Settings by architecture of models that packing would score wrongly, so the kit scores them
+without packing."""
 CASES = [(name, extra, True) for name, extra in PACKED.items()] + [
     (name, extra, False) for name, extra in PLAIN.items()
 ]
@@ -88,12 +90,13 @@ ITEMS = [
     }
     for i in range(8)
 ]
-"""Items of growing length. Some exceed the sliding windows, and one exceeds the models."""
+"""Items of growing length. Some are longer than the models' sliding windows, and one is longer than
+the models' sequence."""
 
 
 def write_model(folder: Path, tokenizer: Any, kind: str, **extra: Any) -> Path:
-    """Writes a tokenizer and a random model with weights large enough to give texts different
-    scores.
+    """Writes a folder with a tokenizer and a random model. Its weights are large enough to give
+    different texts different scores.
     """
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SHAPE, **extra})
@@ -134,7 +137,7 @@ def test_family_log_likelihoods_equal_hflm(kind, extra, packs, tokenizer, tmp_pa
 
 
 def test_sequence_length_defaults_to_the_harness_value(tokenizer, tmp_path):
-    """A Mamba has no length in its configuration."""
+    """The configuration of a Mamba model has no sequence length."""
     folder = write_model(tmp_path / "mamba", tokenizer, "mamba", state_size=8)
     lm = load_lm(folder, None, Options(), DeviceLayout(), torch.device("cpu"))
     with quiet_harness():
@@ -142,12 +145,14 @@ def test_sequence_length_defaults_to_the_harness_value(tokenizer, tmp_path):
     assert lm.max_length == reference.max_length
 
 
-# Own tasks ----------------------------------------------------------------------------------------
+# Task definitions of the user ---------------------------------------------------------------------
 
 
 @pytest.fixture
 def own_tasks(tmp_path: Path) -> Path:
-    """A folder with a task, a group of it, and a task whose documents are made by Python code."""
+    """Returns a folder with definitions of harness tasks: a task, a group that contains it, and a
+    task whose documents are made by Python code.
+    """
     folder = tmp_path / "tasks"
     folder.mkdir()
     rows = tmp_path / "rows.jsonl"
@@ -175,8 +180,8 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 def harness_results(
     folder: Path, tasks: list[str], include: Path, *, samples_too: bool = False, **more: Any
 ) -> Any:
-    """Returns what lm-eval's command line computes with `--batch_size 1`, its default: numbers by
-    task, or the samples of the first task.
+    """Returns the results of lm-eval's own model class with batch size 1, the default of its
+    command: metrics by task. With `samples_too`, returns the samples of the first task instead.
     """
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -229,7 +234,7 @@ def test_own_task_scores_equal_lm_eval(kind, tokenizer, own_tasks, tmp_path, no_
 
 
 def test_perplexity_interval_equals_bootstrap(qwen, own_tasks, tmp_path):
-    """The bootstrap resamples the log-likelihoods that lm-eval's own model gives."""
+    """The bootstrap of lm-eval resamples the log-likelihoods of its own model class."""
     (own_tasks / "words.yaml").write_text(
         f"""
 task: mine_words
@@ -247,7 +252,8 @@ metric_list: [{{metric: perplexity}}, {{metric: acc}}]
     (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with quiet_harness():
         reference = packed.HFLM(str(qwen), device="cpu", dtype="float32")
-    pairs = [(row["q"], row["last"]) for row in rows]  # lm-eval puts no space between them
+    # lm-eval puts no space between question and answer
+    pairs = [(row["q"], row["last"]) for row in rows]
     scored = reference.loglikelihood(asked("loglikelihood", pairs), disable_tqdm=True)
     logs = np.array([value for value, _ in scored])
     draws = np.random.default_rng(0).choice(logs, (20_000, len(logs))).mean(axis=1)
@@ -283,7 +289,7 @@ def test_wrong_harness_options_are_refused(qwen, words, message, tmp_path):
 
 
 def test_seed_selects_few_shot_examples_as_lm_eval(qwen, own_tasks, tmp_path):
-    """`--seed N` of lm-eval sets the seed of solved examples too."""
+    """The option `--seed N` of lm-eval also sets the seed that selects few-shot examples."""
     shots = {"num_fewshot": 2, "include_path": own_tasks}
     values = {}
     for seed in (1234, 7):
@@ -299,7 +305,9 @@ def test_seed_selects_few_shot_examples_as_lm_eval(qwen, own_tasks, tmp_path):
 
 
 def test_chat_and_generation_options_equal_lm_eval(qwen, own_tasks, tmp_path):
-    """The samples of both are compared: prompts with turns, and texts of another length."""
+    """Compares the samples of the kit with those of lm-eval: prompts with chat turns, and generated
+    texts of another length.
+    """
     folder = shutil.copytree(qwen, tmp_path / "chat")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     turn = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant] "
@@ -352,7 +360,7 @@ def test_batch_size_does_not_change_scores(qwen, own_tasks, tmp_path):
     assert found[1] == pytest.approx(found[0]) and found[2] == pytest.approx(found[0])
 
 
-# Text ---------------------------------------------------------------------------------------------
+# Text generation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2", "mamba"])
@@ -370,7 +378,7 @@ def test_family_text_equals_transformers(kind, tokenizer, tmp_path):
     assert text.count("the cat") == 2
 
 
-# What cannot be read ------------------------------------------------------------------------------
+# Model folders that cannot be loaded --------------------------------------------------------------
 
 
 BERT = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -378,7 +386,7 @@ LFS = "version https://git-lfs.github.com/spec/v1"
 
 
 def broken(qwen: Path, folder: Path, how: str) -> Path:
-    """Returns a copy of the model's folder with the defect `how`."""
+    """Returns a copy of the model's folder with the defect that `how` names."""
     shutil.copytree(qwen, folder)
     weights = folder / "model.safetensors"
     if how == "wrapped":

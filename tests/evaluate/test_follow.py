@@ -1,4 +1,6 @@
-"""Scoring during training: each checkpoint once, with its cost, and curves of the scores."""
+"""Scoring of a run during its training: each checkpoint is scored once and its cost is reported.
+The scores are drawn as curves.
+"""
 
 import dataclasses
 import json
@@ -23,7 +25,7 @@ from kit.monitor.scores import ScoreFollower, eval_reports
 from tests.evaluate.conftest import task_score
 from tests.support.pictures import check_data
 
-# Saving without a process group is meant.
+# This warning is expected: the tests save checkpoints without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 
@@ -34,7 +36,7 @@ def follow(run, benchmarks, **options) -> list:
 
 
 def test_follow_scores_each_checkpoint_once(run, benchmarks, tiny_decoder, save_checkpoint):
-    """Each score is reported with its cost in seconds."""
+    """The output has the cost of each score in seconds."""
     with pytest.raises(ConfigError, match="suite: 'hlta' is unknown. Did you mean 'hlat'"):
         next(follow_run(run, "hlta", task_data=benchmarks))
     assert not (run.directory / "eval").exists(), "refused before the first checkpoint"
@@ -64,7 +66,7 @@ def test_follow_scores_each_checkpoint_once(run, benchmarks, tiny_decoder, save_
 def test_follow_scores_new_checkpoints_until_job_ends(
     run, benchmarks, tiny_decoder, save_checkpoint, monkeypatch
 ):
-    """Ctrl-C ends following too, and keeps the scores so far."""
+    """Ctrl-C also ends `kit eval --follow`, and the scores until then are kept."""
     states = iter([False, False, True, False])
     monkeypatch.setattr("kit.evaluate.follow._has_ended", lambda run: next(states))
     arrivals = iter([6, None])
@@ -102,10 +104,13 @@ def test_unscored_task_is_retried_when_data_arrives(run, benchmarks, tmp_path, m
     assert has_scores(run, 3, check_request(tasks), Options(**given))
 
 
-# tests/cluster/test_eval_jobs.py: with Slurm; test_eval_devices.py: a job of two ranks
+# tests/cluster/test_eval_jobs.py tests this with Slurm, test_eval_devices.py with a job of two
+# ranks.
 @pytest.mark.thorough
 def test_follow_scores_checkpoint_in_submitted_jobs(run, benchmarks):
-    """A job for one task does not prevent a later job for another task on the same checkpoint."""
+    """A submitted job for one task does not prevent a later job for another task on the same
+    checkpoint.
+    """
     given = {"submit": True, "task_data": benchmarks}
     list(follow_run(run, ("piqa",), limit=5, poll_s=0, idle=interrupt, **given))
     (found,) = list(follow_run(run, ("heldout",), poll_s=0.2, **given))
@@ -117,7 +122,9 @@ def test_follow_scores_checkpoint_in_submitted_jobs(run, benchmarks):
 
 
 def test_eval_job_receives_every_option(run, tmp_path, monkeypatch):
-    """Each option differs from its default here, so that a new option cannot be forgotten."""
+    """Each option of the test differs from its default. A new option that is not passed to the job
+    fails this test.
+    """
     given = Options(
         limit=5,
         seed=7,
@@ -134,7 +141,8 @@ def test_eval_job_receives_every_option(run, tmp_path, monkeypatch):
         devices=2,
         task_data=tmp_path,
     )
-    names = {field.name for field in dataclasses.fields(given)} - {"device"}  # not with devices
+    # `device` is not passed: it cannot be combined with `devices`
+    names = {field.name for field in dataclasses.fields(given)} - {"device"}
     assert all(getattr(given, name) != getattr(Options(), name) for name in names)
     num_devices = layout(run.spec, run.site, given).num_devices
     job = eval_job(run, 3, eval_arguments("smoke", given), num_devices)
@@ -179,7 +187,7 @@ def read_from(origin: Any, path: str) -> dict[str, Any]:
         (PART, FIVE, {"limit": 5, "seed": 1}, False),
         (PART, FIVE, {"limit": 6}, False),
         ({"seed": 1234}, FIVE, {}, True),
-        ({"seed": 7}, FIVE, {}, False),  # other solved examples
+        ({"seed": 7}, FIVE, {}, False),  # other few-shot examples
         ({}, FIVE | {"limit": 5}, {}, True),
         (DRAWN, FIVE, {}, False),
         (DRAWN, HOT | {"temperature": 0.1}, {}, False),
@@ -236,7 +244,8 @@ def test_eval_curves_have_tokens_scores_and_errors(run, benchmarks, tiny_decoder
 
     figure, table = eval_figure(run)
     check_data(figure)
-    # Axes: accuracy, bits per byte of answers, bits per byte of the text.
+    # The three axes are accuracy, bits per byte of answers, and bits per byte of the validation
+    # text.
     assert len(figure.axes) == 3 and len(table) == 6
     assert {"task": "piqa", "metric": "acc_norm", "step": 6}.items() <= table[3].items()
     of_answers, last = "answer_bits_per_byte", table[-1]

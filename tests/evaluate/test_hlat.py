@@ -1,4 +1,6 @@
-"""HLAT's tables as printed, and measured scores beside them where these are complete."""
+"""HLAT's tables as printed in the paper. Measured scores are added to a column only if they are
+complete.
+"""
 
 import math
 from typing import Any
@@ -41,7 +43,9 @@ def test_hlat_tables_hold_the_printed_numbers():
 
 
 def test_notes_on_the_papers_errors_are_true_and_shown():
-    """Each note is checked against the numbers beside it."""
+    """The notes state errors in the paper's tables. Each note is checked against the numbers of its
+    table.
+    """
     rows = {(row["model"], row["size"]): row for row in published_table("II").rows}
     assert rows["LLaMA-2", "13B"]["mmlu"] == rows["LLaMA-2", "7B"]["mmlu"]
     alike = dict.fromkeys(("mmlu", "reading", "math", "code_pass_1"), 1)
@@ -74,7 +78,9 @@ def test_table_column_is_mean_of_complete_data_sets():
 
 
 def test_code_columns_need_the_published_sampling():
-    """LLaMA's paper samples pass@1 at temperature 0.1, and the other metrics at 0.8."""
+    """LLaMA's paper samples programs for pass@1 at temperature 0.1, and for its other metrics at
+    0.8.
+    """
     cold = score("humaneval", 0, {"pass@1,create_test": 0.1}, num_samples=5, temperature=0.1)
     values = {"pass@1,create_test": 0.05, "pass@10,create_test": 0.2}
     hot = score("humaneval", 0, values, num_samples=20, temperature=0.8)
@@ -108,7 +114,7 @@ PLAIN = score("gsm8k", 8, {"exact_match,strict-match": 0.5})
     ids=["a part", "other shots", "none right", "all right", "one way", "the first way", "Table V"],
 )
 def test_table_column_needs_all_items_and_papers_shots(scores, table, column, expected):
-    """Tasks over the same data are alternatives, of which the first counts."""
+    """Of several tasks on the same data, the table uses the first task that has a score."""
     found = compare([report(*scores)], table)
     assert found.own[0][column] == expected
     missing = "mine, mmlu: mmlu with 5 shots: partial: 20 of 100 items"

@@ -1,4 +1,6 @@
-"""Scores and texts equal those of the harness's own model, on one process and on several."""
+"""The kit's packed model gives the scores and texts of the harness's own model, on one process and
+on several processes.
+"""
 
 import math
 from pathlib import Path
@@ -32,7 +34,9 @@ LENGTH = 64
 
 @pytest.fixture(scope="module", params=["llama", "gpt"])
 def folder(request, tokenizer, tmp_path_factory) -> Path:
-    """A random model with weights large enough to give texts different scores."""
+    """Returns the folder of a random model. Its weights are large enough to give different texts
+    different scores.
+    """
     decoder = build_decoder(OPINIONATED[request.param])
     folder = tmp_path_factory.mktemp("models") / request.param
     return export_hugging_face(decoder, folder, tokenizer=tokenizer)
@@ -67,7 +71,9 @@ def assert_same(found: list, expected: list) -> None:
 
 
 def task_of(rows: list[dict], metrics: list[str], **config: Any) -> ConfigurableTask:
-    """Returns a task of the harness over `rows`. The column `q` holds the prompts."""
+    """Returns a task of the harness whose documents are `rows`. The column `q` holds the
+    prompts.
+    """
     given = {
         "custom_dataset": lambda **_: {"test": datasets.Dataset.from_list(rows)},
         "test_split": "test",
@@ -92,9 +98,10 @@ def test_item_log_likelihoods_equal_the_harness(folder, benchmarks, dataset, mon
         seen += found
     assert len({round(value, 3) for value, _ in seen}) > 100, "they must differ to mean anything"
     responses(lm, "piqa", load_task("piqa", task_data=benchmarks).task)
-    assert lm.num_truncated == 6  # three items with a long goal, two choices each
+    assert lm.num_truncated == 6  # three items have a long goal, with two choices each
     task = load_task("heldout", heldout=dataset).task
-    expected = responses(reference, "heldout", task)  # sums over up to a thousand tokens
+    # log-likelihoods are sums over up to a thousand tokens
+    expected = responses(reference, "heldout", task)
     assert responses(lm, "heldout", task) == pytest.approx(expected, abs=1e-3, rel=1e-6)
 
 
@@ -175,8 +182,8 @@ def test_long_continuation_is_scored_in_windows(folder):
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_begin_token_is_added_as_in_the_harness(folder, tokenizer, tmp_path, adds_bos):
-    """Llama-2's tokenizer puts a begin token before prompts, rolling texts and texts to
-    continue.
+    """Llama-2's tokenizer adds a begin token to prompts, to texts whose perplexity is computed, and
+    to texts to continue.
     """
     inner, bos = Tokenizer.from_str(tokenizer.data.decode()), "\u0100"
     if adds_bos:
@@ -195,7 +202,7 @@ def test_begin_token_is_added_as_in_the_harness(folder, tokenizer, tmp_path, add
 
 
 def test_every_end_token_ends_text_and_is_not_shown(tokenizer, tmp_path):
-    """Llama 3's instruct models have several end tokens."""
+    """The instruct models of Llama 3 have several end tokens."""
     decoder, turn = build_decoder(OPINIONATED["llama"]), "<|eot_id|>"
     inner = Tokenizer.from_str(tokenizer.data.decode())
     inner.add_special_tokens([turn])
@@ -215,7 +222,9 @@ def test_every_end_token_ends_text_and_is_not_shown(tokenizer, tmp_path):
 
 
 def with_tokenizer(folder: Path, copy: Path, inner: Tokenizer, **tokens: str) -> Path:
-    """Returns a copy of a model with another tokenizer."""
+    """Returns a copy of a model folder with the tokenizer `inner` and the special tokens
+    `tokens`.
+    """
     copy.mkdir(exist_ok=True)
     for name in ("config.json", "model.safetensors"):
         (copy / name).write_bytes((folder / name).read_bytes())
@@ -234,8 +243,9 @@ MERGES = [
 
 
 def test_token_across_context_end_equals_the_harness(folder, tokenizer):
-    """A continuation follows the tokens of its context alone. A task without a delimiter shows
-    this.
+    """The text of context and continuation can have a token across their border. The harness
+    encodes both separately, and the kit must too. Only a task without a delimiter between them
+    shows the difference.
     """
     rows = [
         {"q": q, "choices": choices, "gold": 0}
@@ -258,11 +268,11 @@ def test_token_across_context_end_equals_the_harness(folder, tokenizer):
     assert_same(*(responses(lm, "merges", task) for lm in (ours(folder), theirs(folder))))
 
 
-# Several processes --------------------------------------------------------------------------------
+# Scoring on several processes ---------------------------------------------------------------------
 
 
 def results(lm: packed.PackedLM) -> dict[str, Any]:
-    """Returns one result of every kind that the interface gives, for a few texts."""
+    """Returns one result of each kind of request to the model, for a few texts."""
     contexts = [f"Question {i}: why is number {i % 7} odd?\nAnswer:" for i in range(5)]
     words = ("it", "the module", "seven")
     pairs = [(context, f" because of {word}") for context in contexts for word in words]
@@ -307,6 +317,7 @@ def test_several_processes_give_results_of_one(
         assert answer["rolling"] == pytest.approx(expected["rolling"], rel=1e-6)
         for exact in ("greedy choices", "texts", "one text", "cut"):
             assert answer[exact] == expected[exact]
-        # Tensor ranks cut every matrix; FSDP leaves the output projection gathered.
+        # Two tensor-parallel shards hold half of every weight matrix each. With FSDP each process
+        # also holds the gathered output projection.
         assert held <= whole * (0.51 if is_tensor and shards > 1 else 0.7 if shards > 1 else 1)
     assert expected["cut"] == 1 and len(set(expected["texts"])) > 2

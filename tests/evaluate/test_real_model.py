@@ -1,7 +1,9 @@
-"""A real pretrained model on real items: pinned numbers, and numbers of the harness's own model.
+"""A real pretrained model scores real items. The results are compared with stored numbers and with
+the harness's own model.
 
-`python -m tests.evaluate.test_real_model` pins them again. The only texts in the file are sentences
-of BLiMP (CC-BY 4.0, Warstadt et al. 2020, arXiv 1912.00582), one pair for each of its terms.
+`python -m tests.evaluate.test_real_model` computes and stores the numbers again. The only texts in
+the stored file are sentences of BLiMP (CC-BY 4.0, Warstadt et al. 2020, arXiv 1912.00582), one pair
+for each of its linguistic terms.
 """
 
 import functools
@@ -29,25 +31,28 @@ PINNED_FILE = Path(__file__).parent / "data" / "smollm2_items.json"
 PINNED = json.loads(PINNED_FILE.read_text())
 PAIRS = PINNED["blimp"]["pairs"]
 EQUAL = 1e-4
-"""Nats by which an item may differ from the harness's own model, in fp32 on one machine."""
+"""Largest difference of an item's log-likelihood to the harness's own model in nats, in fp32 on one
+machine."""
 FP32_SUM = 2**-22
-"""Relative precision of fp32 sums, which limits the comparison of thousands of nats."""
+"""Relative precision of fp32 sums. It limits the comparison of log-likelihoods of thousands of
+nats."""
 SAME_FILE = 5e-3
-"""Nats by which another processor's rounding may move an item from the pinned numbers."""
+"""Largest difference of an item's log-likelihood to the stored number in nats. Another type of
+processor rounds differently."""
 Answers = dict[str, list[tuple[float, bool]]]
 
 
 @functools.cache
 def task_of(name: str) -> Any:
-    """Returns a benchmark. It is loaded once, because loading takes longer than a small model's
-    answers.
+    """Returns a benchmark task. The result is cached, because loading a task takes longer than
+    scoring it with a small model.
     """
     return load_task(name).task
 
 
 def answers(lm: Any) -> Answers:
-    """Returns log-likelihood and greedy choice of each continuation of eight items a task, and of
-    BLiMP's sentences, which it scores whole.
+    """Returns a dict from the task to (log-likelihood, whether it is the greedy choice) of each
+    continuation. Eight items per task are scored. The sentences of BLiMP are scored as whole texts.
     """
     told: Answers = {}
     with quiet_harness():
@@ -109,7 +114,9 @@ def test_smollm2_equals_the_harness_on_every_item(lm, found):
 
 
 def main() -> None:
-    """Pins the answers again, to the sentences of the file and the items of the mirror."""
+    """Computes the numbers again and stores them, for the sentences in the stored file and the
+    items of the benchmark mirror.
+    """
     told = {name: [round(value, 4) for value, _ in each] for name, each in answers(load()).items()}
     blimp = {"pairs": PAIRS, "log_likelihoods": told.pop("blimp")}
     pinned = PINNED | {"tasks": told, "blimp": blimp}

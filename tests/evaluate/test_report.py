@@ -1,4 +1,6 @@
-"""Evaluation reports: their tables, and that a merge never loses the scores of other tasks."""
+"""Evaluation reports: their tables, and the merge of two reports, which must not lose the scores of
+other tasks.
+"""
 
 import pytest
 
@@ -79,8 +81,8 @@ def test_interval_of_none_or_all_right_has_a_width():
 
 @pytest.mark.parametrize("num_items", [1, 5, 164])
 def test_wilson_interval_equals_its_definition(num_items):
-    """The interval holds every share whose own standard error, times 1.96, reaches the observed
-    share. A search over 20,001 shares finds the same ends.
+    """The Wilson interval contains every share for which the observed share is within 1.96 standard
+    errors. A search over 20,001 shares finds the same limits.
     """
     for right in range(num_items + 1):
         share = right / num_items
@@ -132,7 +134,9 @@ def test_perplexity_interval_is_positive(name, value, stderr, low, high):
 
 
 def test_perplexity_without_a_usable_error_has_no_interval():
-    """lambada with an untrained model: the bootstrap's error is 2e13 times the value."""
+    """The example is lambada with an untrained model: the standard error of the bootstrap is 2e13
+    times the value.
+    """
     metric = Metric.of("perplexity", 2.65e14, 6.4e27, 30)
     assert (metric.low, metric.high) == (None, None)
 

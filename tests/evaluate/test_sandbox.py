@@ -1,5 +1,5 @@
-"""Untrusted programs: what they try to reach, exhaust or forge, in every isolation of
-this machine.
+"""Untrusted programs in the sandbox: they try to reach files and the network, to exhaust the
+machine, or to forge results. Each kind of isolation that this machine has is tested.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ BUILTINS = "import builtins; builtins.compile = lambda *a: 'pass'; builtins.exec
 
 
 def make_sandbox(kind: str) -> ProgramSandbox:
-    """Returns the sandbox of root ("root"), of other users ("user"), or of a machine without
-    namespaces ("limits").
+    """Returns the sandbox that the superuser gets ("root"), that other users get ("user"), or that
+    a machine without namespaces gets ("limits").
     """
     with pytest.MonkeyPatch.context() as patched:
         if kind == "limits":
@@ -145,7 +145,7 @@ def test_sandbox_blocks_network_and_other_processes(isolated):
     assert not isolated.run(f"import os; os.kill({os.getpid()}, 0)").passed
     isolated.run("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)")
     isolated.run("import os, signal\nos.kill(-1, signal.SIGKILL)")
-    assert isolated.run("x = 1").passed  # this process and its helpers still run
+    assert isolated.run("x = 1").passed  # the test process and its helpers are still alive
 
 
 def test_sandboxed_program_cannot_regain_privileges(isolated):

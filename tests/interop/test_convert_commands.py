@@ -1,5 +1,5 @@
-"""`kit import` of a checkpoint writes a folder that loads again, and refuses mistakes before it
-writes.
+"""`kit import` of a checkpoint writes a model folder that can be loaded again. It detects mistakes
+before it writes a file.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""A folder's tokenizer, as its user loads it, gives the ids of training, or is not written."""
+"""The tokenizer in an exported model folder, loaded with transformers, gives the token ids of
+training. If it cannot, no tokenizer is exported.
+"""
 
 import inspect
 import io
@@ -29,7 +31,7 @@ from tests.support import distinct_models
 
 TEXTS = inspect.getsource(textwrap).split("\n\n")
 LLAMA = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-"""Training options of LLaMA's and of Mistral's own tokenizer."""
+"""Training options of the SentencePiece tokenizers of LLaMA and Mistral."""
 
 
 def trained(texts: list[str] = TEXTS, **options: Any) -> SentencePieceTokenizer:
@@ -42,7 +44,7 @@ def trained(texts: list[str] = TEXTS, **options: Any) -> SentencePieceTokenizer:
 
 
 def exported(tokenizer: Tokenizer, folder: Path, family: str = "llama") -> Any:
-    """Returns the tokenizer of a folder, as its user loads it."""
+    """Exports a tokenizer to a folder. Returns it as transformers loads it."""
     spec = getattr(distinct_models, family.upper()).replace(vocab_size=500)
     export_hugging_face(build_decoder(spec), folder, tokenizer=tokenizer)
     return transformers.AutoTokenizer.from_pretrained(folder)
@@ -73,7 +75,9 @@ def test_exported_sentencepiece_bpe_gives_equal_ids(options: dict, tmp_path: Pat
 def with_pieces(
     tokenizer: SentencePieceTokenizer, pieces: dict[str, float]
 ) -> SentencePieceTokenizer:
-    """Returns a model whose last pieces are replaced by `pieces` with their scores."""
+    """Returns a SentencePiece model in which the last pieces are replaced by `pieces`, each with
+    its score.
+    """
     model = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.data)
     for place, (piece, score) in zip(reversed(model.pieces), pieces.items(), strict=False):
         place.piece, place.score = piece, score
@@ -81,7 +85,7 @@ def with_pieces(
 
 
 def test_spaces_with_equal_scores_merge_from_the_left(tmp_path: Path) -> None:
-    """All pieces of spaces have one score in Mistral's model."""
+    """In Mistral's model all pieces of spaces have one score."""
     spaces = {"▁" * length: -1e9 for length in (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11)}
     tokenizer = with_pieces(trained(**LLAMA), spaces)
     theirs = exported(tokenizer, tmp_path / "model")
@@ -91,8 +95,8 @@ def test_spaces_with_equal_scores_merge_from_the_left(tmp_path: Path) -> None:
 
 
 def test_unigram_export_is_refused_if_ties_differ(tmp_path: Path) -> None:
-    """The exported tokenizer adds scores in another precision, so `**` and `*` may change places in
-    a run of stars.
+    """The exported tokenizer adds scores in another precision than SentencePiece. In a row of stars
+    it may therefore exchange the pieces `**` and `*`.
     """
     alphabet = [chr(code) for code in range(33, 127)]
     lines = [line for text in TEXTS for line in text.splitlines()]
@@ -130,7 +134,9 @@ def test_quoted_special_tokens_stay_text_after_export(family: str, tmp_path: Pat
 
 
 def test_exported_tokenizer_neither_adds_nor_truncates(tmp_path: Path) -> None:
-    """The kit adds no padding or template to a text, so a model was never trained on them."""
+    """The kit adds no padding or template to a training text, so a trained model has never seen
+    them.
+    """
     trained = train_tokenizer(TEXTS, 400)
     other = tokenizers.Tokenizer.from_str(trained.data.decode())
     other.enable_truncation(max_length=3)

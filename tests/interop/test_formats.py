@@ -1,4 +1,4 @@
-"""What is read from the logs of each trainer, and from a log that no known trainer printed."""
+"""Values that are read from the logs of each trainer, and from logs of unknown trainers."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ from tests.support import foreign_logs as logs
 
 NONE = math.nan
 LENGTH = ModelSpec.preset("demo").sequence_length
-INITIALIZED = (  # as in torchtitan/train.py
+INITIALIZED = (  # the format of torchtitan/train.py
     "[rank0]:[titan] 2026-05-18 16:04:30,838 - root - INFO - Trainer is initialized with local"
     " batch size 8, global batch size 64, gradient accumulation steps 1, sequence length 2048,"
     " total steps 10000 (warmup 2)\n[rank0]:[titan] 2026-05-18 16:04:30,838 - root - INFO -"
@@ -36,7 +36,7 @@ ROUNDED = [
 
 
 def tells(text: str, batch: int | None = 8, **told: Any) -> tuple[str, int | None, dict[str, Any]]:
-    """Returns (log, batch size given with it, expected facts of the run and values of all its
+    """Returns (log, batch size that the user gives, expected facts of the run and values of all its
     steps).
     """
     return text, batch, told
@@ -148,7 +148,8 @@ LOGS = {
         128,
         step=[150101, 150102],
     ),
-    # tqdm writes 995 to 1004 as 1e+3, which is shorter; ten held-out batches are counted as well
+    # tqdm prints the counts 995 to 1004 as 1e+3, because this is shorter. The total of the progress
+    # bar includes ten validation batches.
     "nxdt: steps that the bar rounds": tells(
         "".join(logs.short_bar(step + 11, f"{step}:00", *short) for step, *short in ROUNDED),
         128,
@@ -186,8 +187,8 @@ def test_log_format_is_detected_and_read(read_node, name):
 
 
 def healthy(every: int, seed: int) -> list[tuple[int, float, float]]:
-    """Returns (step, loss of that step, mean loss of the line) for each log line of 20,000 healthy
-    steps.
+    """Returns (step, loss of this step, mean loss of the steps on the line) for each log line. The
+    log has one line per `every` steps, 20,000 steps in all, and no loss rise.
     """
     steps = np.arange(1, 20_001)
     noise = 0.015 * np.random.default_rng(seed).normal(size=20_000)
@@ -242,13 +243,15 @@ Mistake = tuple[dict[str, Any], type[Exception], str]
 
 
 def other(message: str, error: type[Exception] = ConfigError, **given: Any) -> Mistake:
-    """Returns a mistake with a log of nanoGPT and the layout that the log lacks."""
+    """Returns a mistake of a user who imports a nanoGPT log and gives the layout, which the log
+    lacks.
+    """
     told = {"text": logs.NANOGPT, "model": "demo", "plan": DEGREES | {"global_batch_size": 8}}
     return told | given, error, message
 
 
 def megatron(message: str, error: type[Exception] = ConfigError, **given: Any) -> Mistake:
-    """Returns a mistake with a log of Megatron."""
+    """Returns a mistake of a user who imports a Megatron log."""
     return {"text": logs.lumi(), "format": "megatron"} | given, error, message
 
 
@@ -352,7 +355,7 @@ def test_current_megatron_log_gives_plan_options(read, arguments, field, value):
 
 @pytest.mark.parametrize("label", ["", "[default0]:", "0: "])
 def test_current_megatron_log_gives_layout_and_steps(read, label):
-    """The log ends with a loss of the test set, which is not taken as a validation loss."""
+    """The log ends with a loss of the test set, which must not be imported as a validation loss."""
     report, run = read(logs.modern(label), "dgx-h100")
     plan = run.plan
     assert (plan.context_parallel, plan.context_exchange) == (2, "ring")
@@ -365,7 +368,9 @@ def test_current_megatron_log_gives_layout_and_steps(read, label):
 
 
 def test_given_settings_override_the_log(read):
-    """The log's model has experts, and is refused unless a model is given."""
+    """The model in the log has experts, which the kit does not support. The import is refused
+    unless the user gives a model.
+    """
     given = {"recipe": {"num_steps": 5000}}
     run = read(logs.modern(num_experts=8), "dgx-h100", "hlat-7b", **given)[1]
     assert (run.spec.name, run.recipe.num_steps) == ("hlat-7b", 5000)
@@ -386,7 +391,7 @@ def test_lumi_log_gives_model_layout_and_published_mfu(read):
 
 
 def test_overstated_tflops_of_a_log_are_not_used(read):
-    """DeepSpeed ran a quarter of the sequences for which the log prints TFLOP/s."""
+    """DeepSpeed trained a quarter of the sequences from which the log computes its TFLOP/s."""
     report, run = read(logs.frontier(), "frontier")
     assert run.plan.global_batch_size == 320 and set(run.metrics()["tokens"]) == {320 * 2048}
     hfu = run.metrics().hfu()

@@ -1,4 +1,6 @@
-"""Models go to Hugging Face's format and back bit for bit, and have the same logits there."""
+"""Models are converted to Hugging Face's format and back without a changed bit. transformers
+computes equal logits.
+"""
 
 import copy
 import json
@@ -47,13 +49,13 @@ def test_hugging_face_round_trip_keeps_every_bit(name: str, tmp_path: Path) -> N
     assert type(model).__name__ == ("LlamaForCausalLM" if "Llama" in name else "GPT2LMHeadModel")
     assert_same_logits(decoder, model)
     assert_equal(import_hugging_face(folder).decoder(), decoder)
-    model.save_pretrained(tmp_path / "theirs")  # the file that transformers itself writes
+    model.save_pretrained(tmp_path / "theirs")  # a model folder that transformers itself writes
     assert_equal(import_hugging_face(tmp_path / "theirs").decoder(), decoder)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_sharded_export_round_trips(tmp_path: Path) -> None:
-    """An error names a damaged shard."""
+    """The error for a damaged weight file names the file."""
     decoder = randomised(LLAMA)
     folder = export_hugging_face(decoder, tmp_path / "model", max_shard_bytes=100_000)
     shards = sorted(folder.glob("model-*.safetensors"))

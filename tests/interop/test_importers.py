@@ -1,4 +1,4 @@
-"""Import of logs that are built like public ones: the imported run, its times and its alerts."""
+"""Import of logs that are built like public logs: the imported run, its times and its alerts."""
 
 import datetime
 import json
@@ -56,7 +56,7 @@ def test_views_work_on_an_imported_run(read):
         export_table(run)["hfu"].to_pylist()[-1],
         scalars(run, rows)[-1]["hfu"],
     ]
-    # HFU counts full recomputation, as Megatron runs and counts it.
+    # HFU counts the FLOPs of full recomputation, which Megatron runs and also counts.
     assert told == pytest.approx([37.4 / 191.5] * 3, rel=0.01)
     assert "149.46" in run.job.logs()
 
@@ -99,7 +99,8 @@ def test_followed_log_gives_only_a_stall_alert(log, read, full_disk):
         dashboard = looked_at(run)
         now = time.monotonic()
         with pytest.MonkeyPatch.context() as later:
-            # Only the alerts' clock is changed: the follower still writes its heartbeats.
+            # Only the clock of the alerts is changed. The importer that follows the log still
+            # writes its heartbeats with the real clock.
             later.setattr(
                 alerts, "time", SimpleNamespace(monotonic=lambda: now + 1e5, time=time.time)
             )
@@ -114,7 +115,7 @@ def test_followed_log_gives_only_a_stall_alert(log, read, full_disk):
 
 def test_log_timestamps_give_the_times_of_steps(read):
     stamped = [f" [2025-04-13 23:4{i}:12]" + line(i, 50.0, tflops=400) for i in range(1, 4)]
-    small = {"num_layers": 2}  # so that 50 s are believable
+    small = {"num_layers": 2}  # few layers, so that a step time of 50 s is plausible
     times = read(START + "".join(stamped), spec=small)[1].metrics()["time"]
     assert (times[1:] - times[:-1]).tolist() == [60.0, 60.0]
 
@@ -124,8 +125,8 @@ def every_ten_minutes(first: datetime.datetime, lines: int = 12) -> list[datetim
 
 
 def test_imported_run_ends_at_its_last_log_line(read):
-    """The time of the file's last change does not matter."""
-    text = titan(every_ten_minutes(datetime.datetime(2025, 6, 1, 12)))  # copied today
+    """The modification time of the log file is not used."""
+    text = titan(every_ten_minutes(datetime.datetime(2025, 6, 1, 12)))  # the log was copied today
     found = ledger(read(text, "trn1.32xlarge", "llama3-8b", plan=NODE)[1])
     assert found.goodput == 1 and found.wall_s == pytest.approx(2 * 3600)
     assert found.usd == pytest.approx(2 * 21.50), "two hours of one node"
@@ -142,7 +143,9 @@ def berlin(monkeypatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("night", ["2025-10-26 01:30", "2025-03-30 01:30"])
 def test_timestamps_without_zone_are_read_as_utc(read, berlin, night):
-    """Neither the reader's time zone nor a change of its clocks matters."""
+    """Neither the time zone of the user's machine nor a change to summer time changes the imported
+    times.
+    """
     first = datetime.datetime.fromisoformat(night)
     report, run = read(titan(every_ten_minutes(first)), "trn1.32xlarge", "llama3-8b", plan=NODE)
     assert set(run.metrics()["step_time_s"]) == {600.0}
@@ -170,8 +173,8 @@ def test_timestamp_with_utc_offset_needs_no_zone(read_node):
 
 
 def test_total_tokens_follow_the_count_of_the_log(read):
-    """Iterations 5,001 to 5,100 have a batch of 32. The batch was 16 before, which these lines do
-    not show.
+    """Iterations 5,001 to 5,100 have a batch of 32 sequences. Earlier iterations had 16, which
+    these log lines do not show, so the total must come from the log's own token count.
     """
     told = "".join(
         line(step, 60.0, batch=32, tflops=390).replace(
@@ -186,7 +189,8 @@ def test_total_tokens_follow_the_count_of_the_log(read):
     assert export_table(run)["total_tokens"].to_pylist() == seen
 
 
-# Megatron-DeepSpeed's curriculum: 3,000 steps of 1,024 tokens a sequence, then 2,048.
+# Cumulative tokens under Megatron-DeepSpeed's curriculum: 3,000 steps with sequences of 1,024
+# tokens, then steps with 2,048.
 GROWN = [(3000 * 1024 + number * 2048) * 1024 for number in range(1, 5)]
 
 
@@ -261,8 +265,8 @@ SMALL = ARGUMENTS | arguments(
 
 
 def lines_of(every: int, losses: list[float], changed: dict[int, str] | None = None) -> str:
-    """Returns a log with one line per `every` steps. `changed` replaces the end of a line, from the
-    loss on.
+    """Returns a log with one line per `every` steps. `changed` maps the number of a line to the
+    text that replaces the line's end, from the loss on.
     """
     text = head(SMALL | {"log_interval": every}, vocabulary=51200)
     for number, loss in enumerate(losses, 1):
@@ -281,8 +285,9 @@ def alerts_of(read):
 
 
 BLOWN_UP = [*np.interp(range(1, 39), [1, 15, 16, 17, 38], [9.61, 3.56, 4.61, 5.19, 6.94])]
-"""A line for 200 steps. Lowest 3.56 at step 3,000 and 6.94 at 7,600 are of a public run of 350M on
-LUMI, 4-alibi-bf16-nods. The losses in between are invented."""
+"""Losses of a diverging run, one per log line of 200 steps. The lowest loss 3.56 at step 3,000 and
+the loss 6.94 at step 7,600 are of a public 350M run on LUMI, 4-alibi-bf16-nods. The losses in
+between are invented."""
 
 
 def test_blow_up_gives_one_rise_alert_with_lowest_step(alerts_of):
@@ -304,7 +309,9 @@ SKIPPED = (
 
 
 def test_megatron_nan_and_loss_scale_give_alerts(alerts_of):
-    """Megatron's `training_log` counts steps with NaN and leaves them out of the mean loss."""
+    """Megatron's `training_log` counts steps with NaN losses and excludes them from the mean
+    loss.
+    """
     scaled = lines_of(200, BLOWN_UP[:9], {7: " lm loss: 1.110000E+01 |" + NAN_LINE}).replace(
         "loss scale: 1.0 | grad norm: 23", "loss scale: 65536.0 | grad norm: 23"
     )
@@ -336,8 +343,8 @@ def test_import_refuses_missing_log_and_foreign_folder(log, read):
 
 
 def growing(log: Path, parts: list[str]) -> Callable[[float], None]:
-    """Returns a function that appends the next part to a log at each call, and ends with
-    KeyboardInterrupt.
+    """Returns a function that appends the next part to a log at each call. After the last part it
+    raises KeyboardInterrupt.
     """
     left = iter(parts)
 

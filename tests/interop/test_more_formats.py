@@ -1,4 +1,6 @@
-"""Logs of trainers that print a step on several lines, in rounded numbers or not at all."""
+"""Import of logs of trainers that print a step on several lines, print rounded numbers, or print no
+step number.
+"""
 
 import gzip
 import io
@@ -25,7 +27,7 @@ from tests.support import foreign_logs as logs
 
 NONE = math.nan
 
-# github.com/huggingface/nanotron, issue 390.
+# Log of nanotron, from github.com/huggingface/nanotron, issue 390.
 NANOTRON = "".join(
     f"10/17/2025 16:3{1 + i}:56 [INFO|DP=0|PP=0|TP=0]: iteration: {327281 + i} / 378950 |"
     " consumed_tokens: 85.8G | elapsed_time_per_iteration_ms: 11.5K | tokens_per_sec: 22.8K |"
@@ -34,7 +36,7 @@ NANOTRON = "".join(
     " grad_norm: 1.25\n"
     for i, loss in enumerate(("2.38", "2.35", "2.51"))
 )
-# As allenai/OLMo prints it.
+# Log of OLMo, in the format of allenai/OLMo.
 OLMO = """\
 [2024-04-17 09:42:26] INFO     [olmo.train:816, rank=0] [step=1/739328]
     train/CrossEntropyLoss=11.25
@@ -48,7 +50,8 @@ OLMO = """\
     train/CrossEntropyLoss=10.64
     throughput/device/batches_per_second=0.0869
 """
-# By the format strings of `ConsoleLoggerCallback` in OLMo-core, with metrics every other step.
+# Log of OLMo-core, made with the format strings of its `ConsoleLoggerCallback`. Metrics are printed
+# every other step.
 OLMO_CORE = "".join(
     f"2025-06-01 10:00:{5 * step:02}.120\thost:0\tolmo_core.train.callbacks:88\tINFO\t"
     f"[step={step}/???,epoch=1,eta=1d2h]\n    train/CE loss={9 - step}.250\n"
@@ -58,7 +61,7 @@ OLMO_CORE = "".join(
     else f"2025-06-01 10:00:{5 * step:02}.120\thost:0\tx:8\tINFO\t[step={step}/???,epoch=1]\n"
     for step in range(1, 8)
 )
-# github.com/mosaicml/composer, pull request 1884.
+# Log of Composer, from github.com/mosaicml/composer, pull request 1884.
 COMPOSER = "".join(
     f"[batch={step}/3]:\n\t Train epoch: 0\n\t Train trainer/global_step: {step - 1}\n"
     f"\t Train loss/train/total: {13 - step}.0570\n\t Train throughput/batches_per_sec: 0.0503\n"
@@ -72,31 +75,32 @@ COMPOSER_EPOCHS = "".join(
     for epoch in (1, 2)
     for batch in (1, 2)
 )
-# litgpt/pretrain.py: two micro-steps of each step.
+# Log of LitGPT in the format of litgpt/pretrain.py, with two micro-batches per step.
 LITGPT = "".join(
     f"Epoch 1 | iter {i} step {i // 2} | loss train: {9 - i}.500, val: n/a | iter time:"
     f" {200 + i}.00 ms{' (step)' * (i % 2 == 0)} remaining time: 0:01:54\n"
     for i in range(1, 7)
 )
-# github.com/Lightning-AI/litgpt, issue 1607: every fiftieth micro-step.
+# Log of LitGPT that prints every fiftieth micro-batch, from github.com/Lightning-AI/litgpt, issue
+# 1607.
 LITGPT_EVERY = "".join(
     f"Epoch 34 | iter {3050700 + 50 * i} step {610140 + 10 * i} | loss train: 2.{846 - i}, val:"
     " 2.861 | iter time: 112.20 ms (step) remaining time: 0:01:54\n"
     for i in range(4)
 )
-# Issue 1042, an older line.
+# Log line of an older LitGPT version, from issue 1042 of the same repository, Lightning-AI/litgpt.
 LITGPT_OLD = """\
 iter 1760 | step 220: loss 1.5947, iter time: 263.85 ms (optimizer.step)
 iter 1770 | step 221: loss 1.5191, iter time: 89.96 ms
 iter 1800 | step 225: loss 1.8572, iter time: 257.35 ms (optimizer.step)
 """
-# scripts/base_train.py of karpathy/nanochat.
+# Log of nanochat in the format of scripts/base_train.py of karpathy/nanochat.
 NANOCHAT = "".join(
     f"step 0000{i}/00300 (0.{i}3%) | loss: 11.09035{i} | lrm: 1.00 | dt: {500 + i}.25ms | tok/sec:"
     " 23,508 | bf16_mfu: 0.17 | epoch: 1 pq: 0 rg: 5 | total time: 0.00m\n"
     for i in range(3)
 )
-# github.com/deepspeedai/DeepSpeed, issue 1825.
+# Log of DeepSpeed, from github.com/deepspeedai/DeepSpeed, issue 1825.
 DEEPSPEED = "".join(
     f"[2022-03-11 {clock}] [INFO] [logging.py:69:log_dist] [Rank 0] step={step}, skipped=2,"
     " lr=[5e-05], mom=[[0.9, 0.999]]\n"
@@ -190,7 +194,9 @@ def test_log_of_each_trainer_is_read(read_node, name):
 
 
 def test_log_with_loss_of_experts_gives_a_note(read_node):
-    """The given model is dense, although the log's lines have a loss of experts."""
+    """The user gives a dense model, although the log has a loss of experts. The import adds a note
+    about it.
+    """
     assert any("'load balancing loss', which" in note for note in read_node(OLMO_CORE)[0].notes)
     assert not any("experts" in note for note in read_node(OLMO)[0].notes)
 
@@ -201,7 +207,7 @@ def test_deepspeed_lines_in_a_megatron_log_are_ignored(read_node):
 
 
 def printed(entries: list[dict]) -> str:
-    """Returns what transformers prints of entries of the Trainer's history."""
+    """Returns the text that transformers prints for entries of the Trainer's log history."""
     state = SimpleNamespace(is_local_process_zero=True)
     with redirect_stdout(io.StringIO()) as stream:
         for entry in entries:
@@ -210,7 +216,9 @@ def printed(entries: list[dict]) -> str:
 
 
 def entries(count: int, first: int = 0) -> list[dict]:
-    """Returns one entry every ten steps, at 1,000 steps per epoch, and the closing entry."""
+    """Returns entries of the Trainer's log history: one every ten steps, at 1,000 steps per epoch,
+    and the final summary.
+    """
     steps = [1] * first + [10 * i for i in range(1, count + 1)]
     told = [
         {"loss": 3 - step / 1000, "grad_norm": 1.5, "learning_rate": 2e-4, "epoch": step / 1000}
@@ -256,7 +264,7 @@ def test_trainer_state_beside_the_log_is_named_and_read(log):
     assert "hf-trainer: 100 steps in 1 attempt" in " ".join(shown.output.split()), shown.exception
 
 
-# Patterns -----------------------------------------------------------------------------------------
+# Patterns of the user for logs of unknown trainers ------------------------------------------------
 
 OWN = {
     "one line": "[3] Step 7/90: train loss = 1.50 (step time 850ms)\n[3] Step 8/90: train loss ="
@@ -375,11 +383,13 @@ def test_times_and_rounded_numbers_in_logs_are_parsed():
     assert all(map(lacks_digits, ("3.1e+4", "85.8G", "1k", "1.2M")))
 
 
-# An excerpt of a bar, and files that are no log ---------------------------------------------------
+# Incomplete progress bars, and files that are no log ----------------------------------------------
 
 
 def test_progress_bar_contradicting_its_step_is_refused(read_node):
-    """Source: github.com/aws-samples/awsome-distributed-training, bionemo: 34,103 beside 3.1e+4."""
+    """The example has step 34,103 but 3.1e+4 on the progress bar. Source:
+    github.com/aws-samples/awsome-distributed-training, bionemo.
+    """
     bars = [logs.short_bar(34_103 + i, f"{i}:00", "3.1e+4", "1e+7", 2.5 - i) for i in range(3)]
     with pytest.raises(DataError, match=r"3\.1e\+4 stands for 30,950 to 31,050, .* 34,102, which"):
         read_node("".join(bars))

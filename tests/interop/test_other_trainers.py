@@ -1,4 +1,6 @@
-"""Model specs from Megatron's arguments and torchtitan's flavours."""
+"""Model specs are read from Megatron's command-line arguments and from the names of torchtitan's
+flavours.
+"""
 
 import json
 from pathlib import Path
@@ -11,8 +13,8 @@ from kit.config.spec import ModelSpec, RopeScaling
 from kit.errors import ConfigError
 from kit.interop.weights.hugging_face_config import load_spec
 
-# The network of examples/llama/train_llama3_8b_h100_fp8.sh of Megatron-LM, with a vocabulary and
-# Llama 3.1's scaling.
+# Arguments of examples/llama/train_llama3_8b_h100_fp8.sh of Megatron-LM, with a vocabulary size and
+# the rotary scaling of Llama 3.1 added.
 LLAMA3_8B = """--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 \\
   --group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 \\
   --position-embedding-type rope --rotary-base 500000 --rotary-percent 1.0 --attention-dropout 0.0 --swiglu \\
@@ -32,7 +34,7 @@ def test_megatron_and_torchtitan_give_the_same_llama(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flavour", "num_params"),  # of meta-llama's Llama 3.1 on the hub
+    ("flavour", "num_params"),  # parameters of meta-llama's Llama 3.1 models on the hub
     [("8B", 8_030_261_248), ("70B", 70_553_706_496), ("405B", 405_853_388_800)],
 )
 def test_torchtitan_flavours_have_published_sizes(flavour: str, num_params: int) -> None:
@@ -41,10 +43,12 @@ def test_torchtitan_flavours_have_published_sizes(flavour: str, num_params: int)
 
 def test_megatron_defaults_fill_missing_arguments() -> None:
     preset = ModelSpec.preset("gpt-22b")
-    found = load_spec(f"{GPT} --tensor-model-parallel-size 8")  # 50,257 padded to 128 x 8
+    # 50,257 tokens, padded to a multiple of 128 x 8
+    found = load_spec(f"{GPT} --tensor-model-parallel-size 8")
     assert found == preset.replace(name=found.name, init_std=found.init_std)
     assert found.vocab_size == 51_200
-    # Two thirds of 4 x hidden, in 64s; without tensor ranks, padded to 128s.
+    # The feed-forward size is two thirds of 4 x hidden size, rounded to a multiple of 64. Without
+    # tensor parallelism the vocabulary is padded to a multiple of 128.
     gated = load_spec(f"{GPT} --swiglu")
     assert (gated.ffn_hidden_size, gated.vocab_size) == (16_384, 50_304)
 

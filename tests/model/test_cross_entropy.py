@@ -1,4 +1,6 @@
-"""The loss in chunks equals the loss of all logits at once, and so do its gradients."""
+"""The loss that is computed in chunks of tokens equals the loss of all logits at once. The
+gradients are equal too.
+"""
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_chunked_loss_equals_full_cross_entropy(dtype, tolerance, compiled, monkeypatch) -> None:
-    # Runs the function that would be compiled.
+    # The function that the kit would compile runs without compilation.
     monkeypatch.setattr("kit.model.cross_entropy._compiled_softmax", lambda: _softmax)
     x_NH, weight_VH, targets_N = inputs(dtype)
     expected = F.cross_entropy(F.linear(x_NH, weight_VH).float(), targets_N)
@@ -48,8 +50,8 @@ def test_chunked_loss_equals_full_cross_entropy(dtype, tolerance, compiled, monk
 
 
 def test_chunked_loss_allows_one_backward_pass() -> None:
-    """Gradients are scaled in place, so a second pass must fail instead of returning wrong
-    gradients.
+    """The backward pass scales stored gradients in place. A second backward pass must raise an
+    error instead of returning wrong gradients.
     """
     x_NH, weight_VH, targets_N = inputs(torch.float32)
     loss = chunked_cross_entropy(x_NH, weight_VH, targets_N)
@@ -79,8 +81,8 @@ def test_tied_matrix_gets_both_gradients(gpt_spec) -> None:
 
 
 def test_logit_chunk_is_small_part_of_device_memory() -> None:
-    """A large GPU passes few times over the weight. A chunk takes at most a sixteenth of its
-    memory.
+    """On a large GPU the chunks are large, so that the output weight is read only a few times. A
+    chunk takes at most a sixteenth of the device's memory.
     """
     logs = {None: 25, 2: 25, 16: 26, 40: 27, 64: 28, 80: 28, 288: 28}
     assert {gb: logits_at_once(gb and gb * 1e9).bit_length() - 1 for gb in logs} == logs

@@ -1,4 +1,6 @@
-"""The decoder in plain torch. tests/interop/test_hugging_face.py checks its logits."""
+"""The decoder in plain torch. tests/interop/test_hugging_face.py compares its logits with
+transformers.
+"""
 
 import pytest
 import torch

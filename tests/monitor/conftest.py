@@ -1,4 +1,4 @@
-"""A run of two attempts, for tests that copy or export its records."""
+"""Fixture with a run of two attempts, for tests that copy or export the records of a run."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,9 @@ from tests.support.recorded_runs import STEPS, lines, made, row
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run of two attempts, with a NaN and an infinite value, a torn and a foreign line."""
+    """Returns a run of two attempts. Its metrics have a NaN, an infinite value, an incomplete line
+    and a line in another format.
+    """
     run = made(tmp_path / "a run", [], *[Plan(global_batch_size=8) for _ in STEPS])
     rows = [row(step, attempt) for attempt, steps in STEPS.items() for step in steps]
     rows[4]["loss"], rows[5]["grad_norm"] = math.nan, math.inf

@@ -1,4 +1,6 @@
-"""Alerts: which events are reported, which are not, and that each event is reported once."""
+"""Alerts of a run: events that must be reported, events that must not be reported, and the rule
+that each event is reported once.
+"""
 
 import dataclasses
 import json
@@ -45,8 +47,8 @@ def test_each_stretch_of_nan_steps_gives_one_alert(tmp_path):
 
 
 def test_fp16_scale_search_gives_no_nan_alert(tmp_path):
-    """Steps that fp16 skips while it lowers its loss scale give no alert. A step that was not
-    skipped does.
+    """In fp16, the trainer skips steps until the loss scale is low enough. A skipped step gives no
+    alert, but a NaN in a step that was not skipped does.
     """
     run = recorded_run(tmp_path / "run", steps=0)
     for step in range(1, 31):
@@ -64,7 +66,9 @@ def test_fp16_scale_search_gives_no_nan_alert(tmp_path):
 
 
 def test_diverging_start_gives_one_alert(tmp_path):
-    """A dashboard that watches and a later look at the run give the same alert."""
+    """A dashboard that is open during the start, and a dashboard that is opened later, give the
+    same alert.
+    """
     dashboard = Dashboard(run := recorded_run(tmp_path / "run", steps=0))
     wrong, back = [9.5 + 0.5 * i for i in range(12)], [8.0 - 0.1 * i for i in range(20)]
     for step, loss in enumerate([8.3, 9.1, *wrong, *back], 1):
@@ -98,8 +102,8 @@ def test_alert_log_survives_torn_lines_and_no_folder(tmp_path):
 
 
 def test_stall_is_timed_by_the_viewers_clock(tmp_path, monkeypatch):
-    """If the login node was lost, or the newest steps may still arrive, no stall is
-    reported yet.
+    """No stall is reported while the connection to the login node is lost, or while the newest
+    steps may still arrive.
     """
     run = recorded_run(tmp_path / "run", steps=50)
     dashboard = Dashboard(run)
@@ -125,8 +129,8 @@ def test_stall_is_timed_by_the_viewers_clock(tmp_path, monkeypatch):
     ("peak", "expected"), [(1e9, "so no MFU or HFU is given"), (4.6e10, "than real runs reach")]
 )
 def test_implausible_peak_gives_one_alert(tmp_path, peak, expected, state):
-    """MFU above 1 or above what real runs reach. A corrected peak in `site.json` brings
-    MFU back.
+    """The MFU is above 1, or above the values that real runs reach. After the peak FLOP/s in
+    `site.json` is corrected, MFU is shown again.
     """
     run = recorded_run(tmp_path / "a run", steps=200, state=state)
     run.site.with_measured_peak("fp32", peak, "test").write(run.directory / "site.json")
@@ -162,7 +166,9 @@ def test_damaged_record_hides_mfu_of_its_attempt_only(tmp_path, record):
 
 
 def test_mfu_change_with_layout_gives_no_alert(tmp_path):
-    """Two thirds of the steps belong to a layout with three times the MFU."""
+    """Two thirds of the steps were trained with a layout whose MFU is three times as high. The
+    lower MFU of the later layout is no fault.
+    """
     run = recorded_run(tmp_path / "run", steps=300, second_attempt_at=201)
     run.plan.replace(compile=True).write(run.directory / "plan.attempt_01.json")
     rows = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
@@ -177,7 +183,7 @@ def test_mfu_change_with_layout_gives_no_alert(tmp_path):
 
 
 def test_slow_steps_ranks_disk_and_memory_give_alerts(tmp_path, monkeypatch):
-    """A recipe whose checkpoints do not appear gives an alert too."""
+    """If the recipe asks for checkpoints and none appear, an alert is given too."""
     run = recorded_run(tmp_path / "run", steps=200, ranks=8)
     run.recipe.replace(checkpoint_every=20).write(run.directory / "recipe.json")
     dashboard = Dashboard(Run.open(run.directory))
@@ -189,7 +195,8 @@ def test_slow_steps_ranks_disk_and_memory_give_alerts(tmp_path, monkeypatch):
         beat(run, step, slow_rank=3)
         dashboard.look()
     assert kinds(dashboard)[2:] == [], "it is not sure yet"
-    for step in range(200, 200 + MIN_SAMPLES):  # a slow look is followed by a pause
+    # after a slow reading the dashboard pauses, so several are needed
+    for step in range(200, 200 + MIN_SAMPLES):
         beat(run, step, slow_rank=3)
         if kinds(dashboard)[2:]:
             break
@@ -204,7 +211,9 @@ def test_slow_steps_ranks_disk_and_memory_give_alerts(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("has_joined", "limit_s"), [(False, 180), (True, 300)])
 def test_slow_start_is_reported_with_its_log(tmp_path, has_joined, limit_s):
-    """A single look suffices, because the supervisor counts the seconds of the start."""
+    """The dashboard reads the state only once, because the supervisor counts the seconds of the
+    start.
+    """
     run = recorded_run(tmp_path / "run", steps=0)
     log = log_path(run.directory, 1, 0)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +231,9 @@ def test_slow_start_is_reported_with_its_log(tmp_path, has_joined, limit_s):
 
 
 def test_slow_start_without_supervisor_is_reported(tmp_path, monkeypatch):
-    """The viewer's own clock times the start, as under Kubernetes before the first pod counts."""
+    """The dashboard measures the duration of the start with its own clock, as under Kubernetes
+    before the first pod reports a duration.
+    """
     run = recorded_run(tmp_path / "run", steps=0)
     start = {"state": JobState.STARTING, "reason": "started by a pod"}
     update_state(run.directory, attempt=1, heartbeat=time.time(), **start)

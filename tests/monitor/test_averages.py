@@ -1,4 +1,4 @@
-"""One definition of each number that views show: averages and medians within one layout."""
+"""All views compute a number in the same way: averages and medians are taken within one layout."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from kit.show.terminal import as_text
 from tests.support.recorded_runs import lines, made, row
 
 CHANGE = 31
-"""First step of the second attempt, which takes half the time."""
+"""First step of the second attempt, whose steps take half the time."""
 
 
 def run_with_two_attempts(folder, *, other_plan: bool, steps: int = 36) -> Run:
@@ -27,8 +27,8 @@ def run_with_two_attempts(folder, *, other_plan: bool, steps: int = 36) -> Run:
 
 
 def weighted_means(values: np.ndarray, weight: float, starts: list[int]) -> list[float]:
-    """Returns the exponential average at each value by its definition. It restarts at each of
-    `starts`.
+    """Returns the exponential average at each value, computed from its definition. The average
+    restarts at each index in `starts`.
     """
     means = []
     for i in range(len(values)):

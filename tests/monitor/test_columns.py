@@ -1,4 +1,6 @@
-"""Columns that grow with a metrics file, the exact average, and windows per pixel."""
+"""Columns of metrics that are read from a growing file, their exact average, and the windows of
+values that are drawn per pixel.
+"""
 
 import json
 import math
@@ -32,8 +34,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def plainly(file: Path) -> tuple[list[dict], int]:
-    """Returns (rows without steps that a newer attempt repeated, number of torn or
-    foreign lines).
+    """Returns (rows, number of invalid lines). Rows leave out the steps that a newer attempt
+    repeated. Invalid lines are incomplete or in another format.
     """
     rows, skipped = [], 0
     for text in file.read_bytes().splitlines():
@@ -102,7 +104,7 @@ def test_foreign_lines_are_skipped_and_counted(file):
 
 
 def test_line_longer_than_a_read_is_skipped(file):
-    """An endless line must not be held in memory."""
+    """A line without an end must not be stored in memory."""
     file.write_text(line(1) + "x" * 5000 + "\n" + line(2))
     columns = Columns(file)
     while columns.poll(1000) or columns.position < file.stat().st_size:
@@ -119,7 +121,9 @@ def test_fast_parser_reads_nan_losses(file, monkeypatch):
 
 
 def test_fast_parser_equals_slow_one_without_pandas(file, monkeypatch):
-    """The import of pandas takes as long as reading half a million steps."""
+    """The parser works without pandas, because importing pandas takes as long as reading half a
+    million steps.
+    """
     rows = [
         line(i, loss=i / 7, **({"checkpoint_s": 0.5} if i % 100 == 0 else {})).replace(
             '"grad_norm": ', f'"grad_norm": null, "x{i % 3}": '

@@ -1,4 +1,4 @@
-"""Export to CSV and Parquet, read back with pyarrow."""
+"""Export of a run's metrics to CSV and Parquet. The tests read the files with pyarrow."""
 
 import json
 import math
@@ -21,7 +21,7 @@ NUMBER = re.compile(r"-?(\d+(\.\d+)?(e[+-]?\d+)?|inf|nan)")
 def test_export_has_each_step_of_newest_attempt_once(run, tmp_path, format):
     file = tmp_path / f"table.{format}"
     assert export(run, file, format=format) == 40
-    if format == "csv":  # by default pyarrow reads "nan" as null too
+    if format == "csv":  # by default pyarrow reads the text "nan" as null
         table = csv.read_csv(file, convert_options=csv.ConvertOptions(null_values=[""]))
     else:
         table = parquet.read_table(file)
@@ -45,8 +45,8 @@ def test_export_keeps_unknown_columns_and_run_facts(run, tmp_path):
 
 
 def test_no_cell_of_a_csv_is_a_formula(run, tmp_path):
-    """A spreadsheet evaluates cells that start with = + - or @. HYPERLINK and DDE reach out of the
-    spreadsheet.
+    """A spreadsheet program evaluates cells that start with = + - or @. The functions HYPERLINK and
+    DDE can reach other programs and the network.
     """
     names = ["=HYPERLINK(1)", "+1+1", "-1-1", "@SUM(1)", "\t=1", "plain"]
     row = {"step": 41, "attempt": 2, "tokens": 1, "loss": -2.5, "big": -(2**70)}

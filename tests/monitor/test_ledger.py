@@ -1,5 +1,5 @@
-"""The ledger of a job's time, on an invented history. tests/faults and tests/cluster test real
-runs.
+"""The ledger, which assigns each second of a job's time to a kind of work. The history is invented.
+tests/faults and tests/cluster test real runs.
 """
 
 import json
@@ -29,13 +29,14 @@ def why(run: Run, *options: str) -> str:
 
 @pytest.fixture
 def told(run: Run) -> Run:
-    """A run that queues 10 s, starts in 5 s, takes ten steps with a pause of 2 s, and is silent for
-    7 s. After 20 s its second attempt takes six steps, of which two repeat earlier ones.
+    """Returns a run with two attempts. The first is queued for 10 s, starts in 5 s, takes ten steps
+    with a pause of 2 s, and then writes nothing for 7 s. After 20 s the second attempt takes six
+    steps, two of which repeat earlier steps.
     """
     (run.directory / "metrics.jsonl").write_text("")
     happened(run, 1, 0.0, JobState.QUEUED)
     happened(run, 1, 10.0, JobState.STARTING)
-    step(run, 1, 1, 18.0, took=3.0)  # two seconds more than the others
+    step(run, 1, 1, 18.0, took=3.0)  # the first step takes two seconds more than the other steps
     for number in range(2, 11):
         step(run, number, 1, 18.0 + number - 1 + 2 * (number > 5))
     happened(run, 1, 36.0, JobState.REQUEUED, reason="node3 no longer answers", lost_node="node3")
@@ -59,8 +60,10 @@ def test_ledger_assigns_every_second_to_one_part(told):
 def test_ledger_separates_saves_from_validation(run):
     (run.directory / "metrics.jsonl").write_text("")
     step(run, 1, 1, 101.0, validation_loss=3.0)
-    step(run, 2, 1, 109.0, checkpoint_s=3.0)  # 7 s between them: 3 of the save, 4 of the validation
-    step(run, 3, 1, 110.5, checkpoint_s=9.0)  # no longer than the gap
+    # of the 7 s between steps 1 and 2, the save takes 3 and validation 4
+    step(run, 2, 1, 109.0, checkpoint_s=3.0)
+    # the time of the save is limited to the gap between the steps
+    step(run, 3, 1, 110.5, checkpoint_s=9.0)
     found = ledger(run).seconds
     assert (found["checkpoints"], found["validation"]) == (pytest.approx(3.5), pytest.approx(4.0))
     assert sum(found.values()) == pytest.approx(10.5) and found["between steps"] == 0
@@ -70,7 +73,8 @@ def test_final_validation_is_not_counted_as_ending(run):
     (run.directory / "metrics.jsonl").write_text("")
     happened(run, 1, 100.0, JobState.STARTING)
     step(run, 1, 1, 101.0, validation_loss=3.0, validation_s=2.0)
-    step(run, 2, 1, 106.0, validation_loss=3.0, validation_s=40.0)  # 2 of the 4 s between them
+    # of the 4 s between steps 1 and 2, validation takes 2
+    step(run, 2, 1, 106.0, validation_loss=3.0, validation_s=40.0)
     happened(run, 1, 150.0, JobState.DONE, reason="finished 2 steps")
     found = ledger(run).seconds
     assert (found["validation"], found["ending"]) == (pytest.approx(42), pytest.approx(4))
@@ -86,7 +90,9 @@ def test_idle_time_between_jobs_is_not_job_time(told):
 
 
 def test_time_after_unrecorded_end_counts_as_lost(told):
-    """The supervisor was killed with its ranks, and the scheduler started the job again."""
+    """The supervisor was killed with its ranks and recorded no end. The scheduler then started the
+    job again.
+    """
     events = (told.directory / "history.jsonl").read_text().splitlines(keepends=True)
     left = [line for line in events if "requeued" not in line]
     (told.directory / "history.jsonl").write_text("".join(left))
@@ -106,7 +112,7 @@ def test_ledger_costs_use_devices_of_each_attempt(told):
     assert dashboard.facts()["cost"]["value"] == found.usd
     rows = {row["part"]: row for row in found.rows()}
     assert rows["productive"]["device_hours"] == pytest.approx((8 + 8 * 6) / 3600)
-    cents = 1 * 8 + 2 * 6  # one cent per node and second: 1 node, then 2
+    cents = 1 * 8 + 2 * 6  # a node costs one cent per second: 8 s with 1 node, 6 s with 2
     assert rows["productive"]["usd"] == pytest.approx(cents / 100)
     assert rows["waiting"]["usd"] == 0 and found.usd == pytest.approx((1 * 26 + 2 * 12) / 100)
     assert found.goodput == pytest.approx((8 + 8 * 6) / (26 + 8 * 12))

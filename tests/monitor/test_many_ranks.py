@@ -1,4 +1,6 @@
-"""Views of a job with thousands of ranks read as many files as views of a job with eight ranks."""
+"""The views of a job with thousands of ranks read as many files as the views of a job with eight
+ranks.
+"""
 
 import sys
 from functools import partial
@@ -24,13 +26,15 @@ def note(event: str, arguments: tuple) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def hook():
-    sys.addaudithook(note)  # for good: Python takes none away
+    sys.addaudithook(note)  # Python cannot remove an audit hook, so it stays in the process
     yield
     COUNTING[0] = False
 
 
 def reads(run: Run, view) -> list[str]:
-    """Returns the paths below the run's parent folder that one call of `view` opens or lists."""
+    """Returns the paths that one call of `view` opens or lists. Only paths below the parent folder
+    of the run are returned.
+    """
     OPENED.clear()
     COUNTING[0] = True
     view()
@@ -51,7 +55,7 @@ def test_files_read_by_views_do_not_grow_with_ranks(tmp_path):
         for node in range(ranks // 8):
             (logs / f"node_{node}.log").touch()
         dashboard = Dashboard(run)
-        dashboard.look()  # what is imported or cached at the first look does not count
+        dashboard.look()  # the first reading imports modules and fills caches, so it is not counted
         dashboard.run_view.ranks._rest_until = 0.0
         status_row(run)
         runs_table(folder.parent)

@@ -1,4 +1,6 @@
-"""on_alert: what the user's command receives, how often it runs, and how it can fail."""
+"""The option `on_alert`, a command of the user that runs for each alert: its input, how often it
+runs, and how it can fail.
+"""
 
 import io
 import json
@@ -47,8 +49,8 @@ def _lose_a_loss(run: Run, step: int) -> None:
 
 
 def test_on_alert_runs_once_for_each_new_alert(config, run, tmp_path):
-    """Alerts from before the start are left out. Alerts of the trainer and of other viewers count
-    too.
+    """The command does not run for alerts from before its start. It also runs for alerts that the
+    trainer and other viewers wrote.
     """
     told = tmp_path / "told"
     config.write_text(f"on_alert = 'echo \"$KIT_ALERT\" >> {told}'")
@@ -86,7 +88,7 @@ def test_watch_runs_on_alert_once_for_a_lost_job(config, run, tmp_path):
     _watch(run)
     config.write_text(f"on_alert = 'echo \"$KIT_MESSAGE\" >> {tmp_path}/told'")
     (run.directory / "alerts.jsonl").unlink()
-    for _ in range(2):  # the second time, the alert is known
+    for _ in range(2):  # in the second reading the alert is already known
         _watch(run)
     (told,) = (tmp_path / "told").read_text().splitlines()
     assert told.startswith("run, step 300: job lost: process")

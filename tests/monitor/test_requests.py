@@ -1,4 +1,4 @@
-"""Requests to a run, as every viewer shows them."""
+"""Requests to a running job, such as "save a checkpoint": every viewer shows their state."""
 
 import json
 import time
@@ -24,17 +24,17 @@ def _checkpoint(run: Run, step: int) -> None:
 
 
 def test_all_viewers_show_request_until_attempt_ends(run):
-    """The request was taken between two looks of the viewers."""
+    """The trainer took the request between two readings of the viewers."""
     first, status = Actions(run), run.job.status()
     assert not first.report(status)
     (run.directory / "control").mkdir(exist_ok=True)
-    (run.directory / "control" / "request_checkpoint").touch()  # from a login node
+    (run.directory / "control" / "request_checkpoint").touch()  # requested from a login node
     assert take_request(run.directory, "checkpoint", step=120)
     for viewer in (first, Actions(run)):
         told = viewer.report(status)["checkpoint"]
         assert told["asked_at"] == pytest.approx(time.time(), abs=5)
         assert told["taken_at"] and not told["done_at"]
-    _checkpoint(run, 100)  # the regular one, finished a moment later
+    _checkpoint(run, 100)  # a regular checkpoint, complete after the request was taken
     assert first.report(status)["checkpoint"]["done_at"] is None
     _checkpoint(run, 120)
     told = first.report(status)["checkpoint"]
@@ -44,7 +44,7 @@ def test_all_viewers_show_request_until_attempt_ends(run):
     assert told["done_at"] is None, "a second request is a new one"
     take_request(run.directory, "checkpoint", step=120)
     assert first.report(status)["checkpoint"]["note"] == "saved at step 120"
-    (run.directory / "control" / "taken_checkpoint").unlink()  # as each new attempt does
+    (run.directory / "control" / "taken_checkpoint").unlink()  # each new attempt removes the file
     assert not first.report(status.replace(attempt=2))
 
 
@@ -71,7 +71,7 @@ def test_completion_time_does_not_depend_on_viewers(run):
 
 @pytest.mark.parametrize("skew_s", [-600.0, 600.0])
 def test_request_is_followed_despite_clock_skew(run, monkeypatch, skew_s):
-    """The viewer and the trainer stamp a request with different clocks."""
+    """The viewer and the trainer set the time stamps of a request with different clocks."""
     actions, status = Actions(run), run.job.status()
     old = TakenRequest(asked_at=5.0, taken_at=time.time() + skew_s - 60, step=90)
     old.write(run.directory / "control" / "taken_checkpoint")

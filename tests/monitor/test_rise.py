@@ -1,4 +1,6 @@
-"""A lasting rise of the loss is found in 400 steps or eight log lines, and not in a healthy run."""
+"""A lasting rise of the loss is found within 400 steps or eight log lines. A healthy run gives no
+such alert.
+"""
 
 import numpy as np
 import pytest
@@ -25,7 +27,9 @@ def rises(losses: np.ndarray, rates: np.ndarray | float = np.nan, new_data=()) -
 
 
 def as_logged(losses: np.ndarray, every: int, *, means: bool) -> np.ndarray:
-    """Returns one loss per step as a log with one line per `every` steps gives it."""
+    """Returns one loss per step, as a log with one line per `every` steps gives it. With `means`, a
+    line has the mean loss of its steps, otherwise the loss of its last step.
+    """
     lines = losses[: len(losses) // every * every].reshape(-1, every)
     return np.repeat(lines.mean(axis=1) if means else lines[:, -1], every)
 
@@ -39,8 +43,8 @@ CREEPING = [(0.03, 0.01, 550), (0.01, 0.002, 650), (0.01, 0.01, 750), (0.01, 0.0
 
 @pytest.mark.parametrize(("slope", "deviation", "within"), [*CREEPING, (0.005, 0.01, 1000)])
 def test_slow_rise_is_found_once(slope, deviation, within):
-    """`slope` is per 100 steps and `deviation` per step, both relative to the loss. `within` is in
-    steps.
+    """`slope` is the loss rise per 100 steps, and `deviation` the noise of one step, both relative
+    to the loss. The rise must be found within `within` steps.
     """
     risen = np.where(LATER > 0, HEALTHY[3000] * (1 + slope * LATER / 100), HEALTHY)
     for seed in range(10):
@@ -68,11 +72,12 @@ def test_lasting_jump_is_found_within_450_steps(every, means, within):
     [
         HEALTHY,
         PLATEAU,
-        HEALTHY + 0.5 * (LATER > 0) * (LATER < 300),  # a bump
-        HEALTHY + 0.5 * (LATER > 0) * np.exp(-LATER / 400),  # what is soon learned again
+        HEALTHY + 0.5 * (LATER > 0) * (LATER < 300),  # the loss rises for a short time
+        HEALTHY + 0.5 * (LATER > 0) * np.exp(-LATER / 400),  # the loss rises and decays again
         PLATEAU + 0.5 * (LATER > 0) * np.exp(-LATER / 200),
         PLATEAU + 0.0125 * np.sin(STEPS / 240),
-        np.maximum(HEALTHY, 2.6) - 0.1 * np.clip(LATER / 1500, 0, 1),  # a decay at the end
+        # the learning rate decays at the end, and the loss falls
+        np.maximum(HEALTHY, 2.6) - 0.1 * np.clip(LATER / 1500, 0, 1),
     ],
 )
 def test_healthy_and_recovering_curves_are_no_rise(losses, deviation):
@@ -80,8 +85,8 @@ def test_healthy_and_recovering_curves_are_no_rise(losses, deviation):
 
 
 def test_new_data_or_warmup_restarts_rise_detection():
-    """New data or a second warm-up explains a rise. The first warm-up, or one that ended long
-    before, does not.
+    """New data or a second warm-up explains a rise, so no alert is given. The first warm-up, or a
+    warm-up that ended long before the rise, does not explain it.
     """
     harder = noisy(HEALTHY + 0.3 * (LATER > 0), 0.01, 0)
     assert rises(harder) and not rises(harder, new_data=(3001,))
@@ -97,8 +102,8 @@ def test_new_data_or_warmup_restarts_rise_detection():
 @pytest.mark.parametrize("every", [1, 10, 50, 200])
 @pytest.mark.parametrize("means", [True, False])
 def test_healthy_curve_has_no_alarm_at_any_log_interval(every, means):
-    """Curves of 20,000 steps with one log line for `every` steps. A line must not count as `every`
-    equal losses, because then the next line would stand out.
+    """Each curve has 20,000 steps and a log line every `every` steps. If a line counted as `every`
+    equal losses, the noise would seem too small and the next line would look like a rise.
     """
     steps = np.arange(1, 20_001)
     for seed in range(3):
@@ -114,7 +119,7 @@ def test_noise_alone_is_no_rise():
 
 
 def test_rise_detection_in_parts_equals_one_pass():
-    """Losses that are not finite are left out."""
+    """The detection ignores losses that are not finite, in both cases."""
     risen = noisy(np.where(LATER > 0, HEALTHY[3000] * (1 + LATER / 10_000), HEALTHY), 0.01, 1)
     detector, whole = RiseDetector(), rises(risen)
     parts = [detector.find(risen[:end], risen * np.nan) for end in range(70, 6001, 70)]

@@ -1,5 +1,5 @@
-"""The table of runs below a folder, the figure that compares runs, and the commands runs, export,
-import.
+"""The table of all runs below a folder, the figure that compares runs, and the commands `kit runs`,
+`kit export` and `kit import`.
 """
 
 import json
@@ -29,7 +29,7 @@ from tests.support.recorded_runs import lines, made, row
 
 
 def make(directory, *, steps=40, step_time_s=0.5, spec: str | ModelSpec = "demo", **plan) -> Run:
-    """Returns a run with recorded steps and no job."""
+    """Returns a run that has recorded steps but was never started as a job."""
     rows = [row(step, step_time_s=step_time_s) for step in range(1, steps + 1)]
     return made(directory, rows, Plan(**{"global_batch_size": 8, **plan}), spec=spec)
 
@@ -136,12 +136,14 @@ def test_compare_figure_has_a_curve_per_run_with_gaps(tmp_path):
         runs_table(tmp_path / "none")
 
 
-# The commands runs, export and import -------------------------------------------------------------
+# The commands `kit runs`, `kit export` and `kit import` -------------------------------------------
 
 
 @pytest.fixture
 def kit(tmp_path, monkeypatch):
-    """Runs a command in the test's folder. Returns its output, and raises its errors."""
+    """Returns a function that runs a `kit` command in the test's folder and returns its output. It
+    raises the exceptions of the command.
+    """
     monkeypatch.chdir(tmp_path)
     given: dict[str, Any] = {"catch_exceptions": False, "standalone_mode": False}
     return lambda *words: CliRunner().invoke(app, [*map(str, words)], **given).stdout

@@ -1,4 +1,6 @@
-"""Sinks: real wandb and TensorBoard files, read back with their own packages."""
+"""Sinks, which copy the metrics of a run to wandb or TensorBoard. The tests read the real files
+with the packages that define them.
+"""
 
 import json
 import math
@@ -24,10 +26,12 @@ from tests.support.waiting import eventually
 
 
 def _wandb_history(folder: Path) -> dict[str, list[dict]]:
-    """Returns the rows of each wandb run, read from its offline file with wandb's own protocol."""
+    """Returns a dict from each wandb run to its rows. Reads the offline files with wandb's own
+    protocol buffers.
+    """
     found = {}
     for file in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
-        # wandb says that it is finished a moment before the last block of its file is written.
+        # wandb reports that it has finished shortly before it writes the last block of its file.
         assert eventually(
             lambda file=file: any(r.HasField("exit") for r in _wandb_records(file)), 20
         )
@@ -50,8 +54,8 @@ def _wandb_records(file: Path) -> list[Any]:
 
 
 def _records(data: bytes) -> list[bytes]:
-    """Returns the records of a LevelDB log, the format of wandb's files: blocks of 32 KiB after a
-    header of 7 bytes.
+    """Returns the records of a LevelDB log, the format of wandb's offline files. After a header of
+    7 bytes it consists of blocks of 32 KiB.
     """
     found, part, position = [], b"", 7
     while position + 7 <= len(data):
@@ -60,11 +64,11 @@ def _records(data: bytes) -> list[bytes]:
             continue
         length = int.from_bytes(data[position + 4 : position + 6], "little")
         kind = data[position + 6]
-        if position + 7 + length > len(data):  # not yet written to its end
+        if position + 7 + length > len(data):  # the last record is not yet complete
             break
         part += data[position + 7 : position + 7 + length]
         position += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a complete record, or the last part of a record
             found.append(part)
             part = b""
     return found
@@ -72,7 +76,9 @@ def _records(data: bytes) -> list[bytes]:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes the user's wandb settings, and refuses connections to other machines."""
+    """Removes the user's wandb settings from the environment, and refuses connections to other
+    machines.
+    """
     for name in ("WANDB_MODE", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     connect = socket.socket.connect
@@ -116,7 +122,7 @@ def _write_scores(run: Run, *, step: int, value: float) -> None:
 
 
 def test_unusable_sink_is_refused_before_any_write(run, monkeypatch):
-    """A wandb mode that does not exist, and TensorBoard without its package."""
+    """The two cases are an unknown wandb mode, and TensorBoard if its package is missing."""
     monkeypatch.setenv("WANDB_MODE", "onlin")
     with pytest.raises(ConfigError, match="Did you mean 'online'"):
         copy_metrics(run, "wandb", follow=False)
@@ -161,15 +167,15 @@ def test_sink_follows_a_live_job_to_its_end(run):
     assert report.rows == 50 + next(added) - 41, "the steps written while it looked are all there"
 
 
-# TensorBoard's own writer thread raises an error when its folder is removed. The sink still ends
-# cleanly.
+# When the folder is removed, TensorBoard's own writer thread raises an error. The sink must still
+# end cleanly.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("to", ["wandb", "tensorboard"])
 def test_sink_ends_cleanly_when_run_is_deleted(run, to, offline):
     import shutil
 
     pytest.importorskip(to)
-    # A damaged job.json: the state of the job is unknown, so the sink continues.
+    # The file job.json is damaged, so the state of the job is unknown and the sink continues.
     (run.directory / "job.json").write_text("{}")
     report = copy_metrics(run, to, poll_s=0, idle=lambda _: shutil.rmtree(run.directory))
     assert report.rows == 50 and "was deleted" in report.end and not run.directory.exists()

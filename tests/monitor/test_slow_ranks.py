@@ -1,4 +1,6 @@
-"""Straggler detection: noise of any strength names no rank, and a slow rank is found."""
+"""Straggler detection: it finds a slow rank, and names no rank if step times differ only by noise
+of any strength.
+"""
 
 import math
 
@@ -12,8 +14,8 @@ WINDOWS = 400
 
 
 def times(ranks: int, samples: int, spread: float, memory: float, seed: int) -> np.ndarray:
-    """Returns step times [rank, sample] of equal ranks. Their lognormal noise has deviation
-    `spread` and autocorrelation `memory`.
+    """Returns step times [rank, sample] of ranks of equal speed. The lognormal noise has the
+    standard deviation `spread` and the autocorrelation `memory`.
     """
     random = np.random.default_rng(seed)
     noise = random.normal(size=(ranks, samples))

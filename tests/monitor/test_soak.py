@@ -1,4 +1,6 @@
-"""A day of a run in a minute. Memory and frames stay small, whatever happens to the files."""
+"""Simulates a day of a run within a minute. The dashboard's memory and its messages to the page
+stay small, even if files of the run are damaged or removed.
+"""
 
 import ctypes
 import gc
@@ -17,13 +19,14 @@ from kit.monitor.dashboard import Dashboard, PlotRange, log_lines
 from tests.support.recorded_runs import beat, lines, look, recorded_run, row, rows, say, spoil
 
 HOURS, TICK_STEPS, LOOK_TICKS = 24, 50, 4
-"""A step takes a second. 50 steps are between two ticks, and 200 between two looks."""
+"""Hours of the simulated run, steps between two updates of its files, and updates between two
+readings of the dashboard. A step takes a second, so the dashboard reads every 200 steps."""
 RANKS = 64
 WIDTH = 900
 
 
 class Clock:
-    """Stands in for the module `time` in the dashboard's code."""
+    """Simulated clock that replaces the module `time` in the dashboard's code."""
 
     def __init__(self) -> None:
         self.elapsed = 0.0
@@ -36,7 +39,9 @@ class Clock:
 
 
 def _resident_bytes() -> int:
-    """Returns the resident memory of this process in bytes, after its free heap was returned."""
+    """Returns the resident memory of this process in bytes. Freed heap memory is returned to the
+    system first.
+    """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -52,7 +57,8 @@ def test_dashboard_memory_stays_bounded_for_a_day(tmp_path, monkeypatch):
     dashboard, view = Dashboard(run), PlotRange(width=WIDTH)
     sizes, resident, files = [], [], []
     steps = HOURS * 3600
-    # With the noise from step 1 on, one of the 86,400 losses would be a spike.
+    # The rows start at step 2, because with the random noise from step 1 on, one of the 86,400
+    # losses would be a spike.
     told = rows(2, steps + 1)
     for tick, step in enumerate(range(TICK_STEPS, steps + 1, TICK_STEPS)):
         clock.elapsed = float(step)
@@ -75,7 +81,8 @@ def test_dashboard_memory_stays_bounded_for_a_day(tmp_path, monkeypatch):
             files.append(len(os.listdir("/proc/self/fd")))
     assert len(dashboard.columns) == steps
     assert dashboard.alerts() == [], "no false alarm in a whole day"
-    # The limit allows for columns and curves in arrays whose capacity doubles.
+    # Columns and curves are arrays whose capacity doubles when they are full. The limit allows for
+    # this.
     assert resident[-1] - resident[4] < 30 * 8 * 2 * steps + 20e6, resident
     assert files[-1] <= files[1] + 1, "no file stays open"
     hour = 3600 // TICK_STEPS
@@ -129,7 +136,7 @@ def test_dashboard_survives_truncated_and_removed_files(tmp_path):
     dashboard.read()
     metrics, log = run.directory / "metrics.jsonl", log_path(run.directory, 1, 0)
     told, revision = metrics.read_text().splitlines(keepends=True), dashboard.columns.revision
-    metrics.write_text("".join(told[:120]) + told[120][:40])  # cut in the middle of a line
+    metrics.write_text("".join(told[:120]) + told[120][:40])  # the last line is cut in the middle
     log.write_text("")
     _everything(dashboard)
     assert len(dashboard.columns) == 120 and dashboard.log() == ""
@@ -138,7 +145,7 @@ def test_dashboard_survives_truncated_and_removed_files(tmp_path):
     log.unlink()
     _everything(dashboard)
     assert len(dashboard.columns) == 120, "what was read stays on the screen"
-    # Longer, and another file.
+    # A new metrics file is longer than the removed one.
     metrics.write_text(lines([row(step, loss=1.0) for step in range(1, 301)]))
     _everything(dashboard)
     assert len(dashboard.columns) == 300 and (dashboard.columns["loss"] == 1).all()
@@ -151,7 +158,9 @@ def test_dashboard_survives_truncated_and_removed_files(tmp_path):
 
 
 def _everything(dashboard: Dashboard) -> dict:
-    """Reads everything that a view shows, as a view does once a second. Returns the facts."""
+    """Reads all data that a view shows, as a view does once a second. Returns the facts of the
+    dashboard as a dict.
+    """
     look(dashboard).frame(PlotRange(axis="time", log_x=True))
     for ask in (dashboard.heat, dashboard.alerts, dashboard.log):
         ask()

@@ -1,4 +1,6 @@
-"""Whether a run is as fast as expected, and which part of a step explains a slow run."""
+"""Comparison of a run's step time with the expected step time, and the part of a step that makes a
+run slow.
+"""
 
 import dataclasses
 import json
@@ -37,14 +39,16 @@ LAYOUTS = {
 
 
 def recorded(folder: Path, plan: Plan, seconds: float, steps: int = 30, **parts: Any) -> Run:
-    """Returns a run whose steps took `seconds`, and the first step twice as long."""
+    """Returns a run whose steps took `seconds`. The first step took twice as long."""
     taken = [2 * seconds] + (steps - 1) * [seconds]
     rows = [row(step, step_time_s=took, **parts) for step, took in enumerate(taken, 1)]
     return made(folder, rows, plan, spec="gpt-1.4b", site=SITE, planned=100)
 
 
 def estimate(plan: Plan, **speeds: Any) -> Prediction:
-    """Returns the prediction for the site. `speeds` are factors for fields of its `Hardware`."""
+    """Returns the planner's prediction for `plan` on the site. `speeds` maps fields of its
+    `Hardware` to factors.
+    """
     hardware = Hardware.of(Site.load(SITE), "bf16")
     changed = {name: getattr(hardware, name) * by for name, by in speeds.items()}
     layouts = Layouts.of(ModelSpec.preset("gpt-1.4b"), [plan])
@@ -68,7 +72,9 @@ def test_run_at_predicted_speed_is_as_expected(tmp_path, plan):
 
 
 def test_expected_speed_never_exceeds_the_peak(tmp_path):
-    """On a machine that no fit has seen, the interval is wide enough to reach beyond the peak."""
+    """The machine is unknown to the planner, so its interval of the step time is wide. The fast end
+    of the interval must not need more than the peak FLOP/s.
+    """
     plan = Plan(global_batch_size=32, micro_batch_size=8)
     rows = [row(step, step_time_s=1.0) for step in range(1, 31)]
     found = compare_speed(made(tmp_path / "run", rows, plan, peak=1e11))
@@ -96,7 +102,7 @@ def test_slow_run_verdict_names_slow_part_of_step(tmp_path, layout):
 
 
 def test_status_why_has_verdict_and_goodput(tmp_path):
-    """test_ledger.py tests the goodput in full."""
+    """The test checks only that the goodput is printed. test_ledger.py tests its value."""
     plan = LAYOUTS["one node"]
     run = recorded(tmp_path / "run", plan, estimated(plan))
     command = ["status", str(run.directory), "--why"]
@@ -120,7 +126,7 @@ def test_status_why_shares_add_up_to_100_percent(tmp_path):
 
 
 def test_speed_monitor_gives_reason_without_estimate(tmp_path):
-    """The views do not import the planner, and a failed estimate leaves its reason as
+    """The views do not import the planner. If the estimate fails, the reason is shown in place of
     the verdict.
     """
     views = "import sys, kit.monitor.dashboard, kit.monitor.text"
@@ -150,7 +156,9 @@ def test_speed_monitor_gives_reason_without_estimate(tmp_path):
 
 
 def test_verdict_without_estimate_omits_errors_example(tmp_path):
-    """The error of a site without numbers continues with an example on further lines."""
+    """The error for a site without peak numbers has an example on its further lines, which the
+    verdict must not show.
+    """
     rows = [row(step) for step in range(1, 31)]
     run = made(tmp_path / "run", rows, Plan(global_batch_size=32), site="generic-gpu-slurm")
     verdict = speed_facts(run, run.metrics())["verdict"]
@@ -161,6 +169,7 @@ def test_new_attempt_is_not_judged_by_earlier_steps(tmp_path):
     plan = LAYOUTS["one node"]
     run = recorded(tmp_path / "run", plan, 10 * estimated(plan))
     assert speed_facts(run, run.metrics())["verdict"].startswith("slower than expected")
-    update_state(run.directory, attempt=2, state=JobState.STARTING)  # attempt 2 has no plan yet
+    # attempt 2 has not written its plan yet
+    update_state(run.directory, attempt=2, state=JobState.STARTING)
     found = speed_facts(run, run.metrics())
     assert found["verdict"].endswith("too few steps to compare") and found["band"]["attempt"] == 2

@@ -1,4 +1,4 @@
-"""The views of a run: text and the static figure."""
+"""The views of a run without a browser: the text of `kit status` and the static figure."""
 
 import io
 import json
@@ -21,7 +21,7 @@ from tests.support.recorded_runs import lines, made, row, say, spoil
 
 @pytest.fixture
 def run(tmp_path) -> Run:
-    """A run directory with 40 steps in two attempts, whose job has ended."""
+    """Returns a run directory with 40 steps in two attempts. The job has ended."""
     plan = Plan(global_batch_size=8)
     rows = [row(step, 1 + (step > 25)) for step in range(1, 41)]
     rows[-1]["validation_loss"] = 6.1
@@ -84,7 +84,9 @@ def test_figure_marks_non_finite_losses(run):
 
 
 def test_status_text_marks_non_finite_values(run):
-    """Step time and tokens per second come from the steps before."""
+    """The last step has values that are not finite. Step time and tokens per second come from the
+    steps before it.
+    """
     lost = {"loss": float("inf"), "grad_norm": float("nan"), "step_time_s": float("nan")}
     spoil(run, {40: lost, 39: {"tokens": 0}})
     row = status_row(run)

@@ -1,4 +1,6 @@
-"""The view in a terminal, and the commands that do what the dashboard's buttons do."""
+"""The view of a run in a terminal, and the commands that send the same requests as the dashboard's
+buttons.
+"""
 
 import io
 import json
@@ -87,7 +89,9 @@ def test_short_terminal_omits_only_oldest_alerts(run):
 
 
 def test_pipe_gets_first_and_last_view_and_some_between(monkeypatch):
-    """Without a view every 30 s, hours of silence would look like a hang."""
+    """At least every 30 s a view is printed. Without it, hours without output would look like a
+    hang.
+    """
     now, screen = [0.0], io.StringIO()
 
     def sleep(seconds: float) -> None:
@@ -125,7 +129,7 @@ def test_every_view_omits_mfu_of_implausible_peak(run):
 
 
 def watched(run: Run, end: Callable[[], object], **console: object) -> str:
-    """Returns the output of `watch` for a run that `end` ends."""
+    """Runs `watch` for a run until the function `end` ends the run. Returns its output."""
     screen = io.StringIO()
     shown = {"console": Console(file=screen, **console)}  # type: ignore[arg-type]
     thread = threading.Thread(target=watch, args=(run,), kwargs=shown)
@@ -175,7 +179,9 @@ def test_status_shows_newest_alerts_and_counts_older(run):
 
 
 def test_alert_log_drops_repeated_alerts(tmp_path):
-    """An alert of another step, time, attempt or event is no repetition."""
+    """Alerts about one event and attempt are repetitions if they are close in step or time. A lost
+    job is reported only once per attempt, at any time.
+    """
     log = AlertLog(tmp_path / "alerts.jsonl")
     spikes = [alert("jump", step) for step in (1000, 1050, 949, 1051, 1101, 50)]
     assert [each.step for each in log.add(spikes)] == [1000, 949, 1051, 50]

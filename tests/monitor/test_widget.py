@@ -1,4 +1,4 @@
-"""The widget's kernel side, without a browser."""
+"""The kernel side of the dashboard's widget, tested without a browser."""
 
 import base64
 import json
@@ -24,8 +24,10 @@ from kit.monitor.widget import STATIC, CellActivity, Monitor  # noqa: E402
 
 @pytest.fixture
 def show(monkeypatch):
-    """Shows runs, and ends their threads."""
-    # The estimate takes seconds, and test_speed.py tests it.
+    """Returns a function that shows the dashboard of a run. The fixture ends the dashboards'
+    threads.
+    """
+    # The estimate takes seconds, and test_speed.py tests it, so it is skipped in this file.
     monkeypatch.setattr("kit.monitor.speed.SpeedMonitor.refresh", lambda *_, **__: None)
     shown = []
 
@@ -48,7 +50,7 @@ def unpack(widget: Monitor) -> tuple[np.ndarray, np.ndarray]:
     return np.frombuffer(widget.window, "<f8", n), values
 
 
-# Of uPlot 1.6.32, whose npm package has the integrity
+# Checksums of the files of uPlot 1.6.32, whose npm package has the integrity
 # sha512-KIMVnG68zvu5XXUbC4LQEPnhwOxBuLyW1AHtpm6IKTXImkbLgkMy+jabjLgSLMasNuGGzQm/ep3tOkyTxpiQIw==
 VENDORED = {
     "LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
@@ -73,7 +75,7 @@ def test_new_steps_reach_the_widget(show, tmp_path):
 
 
 def say_to(widget: Monitor, kind: str, **content) -> None:
-    """Sends a message to the kernel, as the front end does."""
+    """Sends a message to the widget's kernel side, as the front end does."""
     widget._on_message(widget, {"type": kind, "number": 7, **content}, [])
 
 
@@ -111,7 +113,7 @@ def test_widget_buttons_write_and_follow_requests(show, tmp_path):
 
 
 def displayed(monkeypatch) -> list[dict]:
-    """Returns a list that receives everything that is displayed from now on."""
+    """Returns a list to which every object is appended that is displayed during the test."""
     shown: list[dict] = []
     keep = shown.append
     monkeypatch.setattr("IPython.display.display", lambda data, **_: keep(data))
@@ -153,8 +155,8 @@ def test_widget_shows_its_own_error_and_recovers(show, tmp_path, monkeypatch):
 
 
 def test_widget_heartbeat_needs_no_new_data(show, tmp_path, monkeypatch):
-    """Heartbeats continue while the scheduler or the file system hangs. A run that has ended gets
-    none.
+    """The widget sends heartbeats to the page even while the scheduler or the file system hangs. It
+    sends none for a run that has ended.
     """
     sent, hangs = {}, threading.Event()
     monkeypatch.setattr("kit.monitor.widget.BEAT_S", 0.02)
@@ -242,8 +244,8 @@ def test_dashboard_facts_equal_the_metrics(tmp_path):
 
 
 def test_time_left_includes_pauses_between_steps(tmp_path):
-    """200 of 400 steps of 36 s are done, with 360 s of validation after every tenth. 4 hours are
-    left.
+    """200 of 400 steps of 36 s are done. Validation takes 360 s after every tenth step, so the
+    remaining time is 4 hours.
     """
     run = recorded_run(tmp_path / "run", steps=200, planned=400)
     file = run.directory / "metrics.jsonl"
@@ -253,13 +255,13 @@ def test_time_left_includes_pauses_between_steps(tmp_path):
         for row in taken:
             step = row["step"]
             wall = 36 * step + 360 * ((step - 1) // 10) - set_back_s * (step > 100)
-            later = 1e5 * (step >= attempt)  # a day between the two attempts
+            later = 1e5 * (step >= attempt)  # the second attempt starts a day later
             row |= {"attempt": 1 + (step >= attempt), "step_time_s": 36.0}
             row["time"] = 1.7e9 + wall + later
         file.write_text("".join(json.dumps(row) + "\n" for row in taken))
         return [looked_at(run).facts()["eta_s"], status_row(run)["eta_s"]]
 
-    for attempt in (1000, 41):  # of the newest attempt alone
+    for attempt in (1000, 41):  # the estimate uses only pauses of the newest attempt
         assert told(attempt) == pytest.approx([4 * 3600] * 2, rel=0.03)
     assert told(attempt=200) == [200 * 36] * 2, "one step says nothing of what is between two"
     assert told(attempt=1000, set_back_s=1e6) == pytest.approx([4 * 3600] * 2, rel=0.05)
@@ -267,7 +269,9 @@ def test_time_left_includes_pauses_between_steps(tmp_path):
 
 @pytest.mark.parametrize("pause", [None, "validation_loss", "checkpoint_s", "untold"])
 def test_time_left_forgets_a_slow_phase(pause, tmp_path):
-    """1,000 slow steps, then 1,000 fast ones. A thousand further fast steps are simulated."""
+    """The run has 1,000 slow steps and then 1,000 fast steps. The expected remaining time is that
+    of 1,000 further fast steps.
+    """
     run = recorded_run(tmp_path / "run", steps=2, planned=3000)
     rows, now, ends = [], 1.7e9, {}
     for step in range(1, 3001):
@@ -322,7 +326,9 @@ def test_dashboard_retries_unreadable_new_attempt(tmp_path):
 
 
 def test_new_attempt_keeps_the_viewers_settings(tmp_path):
-    """Rows are parsed once, alerts are reported once, and a request stays on the screen."""
+    """When a new attempt starts, rows are not parsed again, alerts are not reported again, and a
+    request stays on the screen.
+    """
     run = recorded_run(tmp_path / "run", steps=2000, planned=5000, spike_at=700)
     dashboard = looked_at(run)
     before, position = dashboard.run_view, dashboard.columns.position

@@ -19,8 +19,9 @@ from tests.papers.recorded import PLAN_175B, cluster_run, demo_study, record, sc
 
 PIPELINE_RATES = {(1, 2, 1): 1e3, (1, 2, 2): 1.3e3, (1, 2, 4): 1.6e3, (1, 2, 8): 1.8e3}
 PIPELINE_RATES |= {(2, 1, 4): 900.0}
-"""Tokens per second by (tensor, pipeline, micro-batches) of a machine on which the Frontier paper's
-observations hold. With one micro-batch half of the time is bubble."""
+"""Tokens per second by (tensor parallelism, pipeline parallelism, number of micro-batches) of an
+invented machine. The observations of the Frontier paper hold on this machine. With one micro-batch,
+half of the time is pipeline bubble."""
 
 
 def _two_ranks(parameters: dict) -> float:
@@ -31,8 +32,8 @@ def _two_ranks(parameters: dict) -> float:
 
 @pytest.fixture(scope="package", autouse=True)
 def drawn_once() -> Iterator[dict]:
-    """Caches figures by title and runs for all tests. A test clears the cache to draw a figure
-    anew.
+    """Caches drawn figures by title and runs for all tests of the package. Yields the cache. A test
+    that clears the cache makes a figure be drawn again.
     """
     known: dict[tuple, Any] = {}
     draw = PaperFigure.draw
@@ -52,8 +53,8 @@ def drawn_once() -> Iterator[dict]:
 
 @pytest.fixture(scope="session")
 def frontier_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Returns a cluster run, an imported log of another run, and the demo-scale study with its
-    search.
+    """Returns three run directories: a run on a cluster, a run imported from a log, and the
+    demo-scale study with its search.
     """
     folder = tmp_path_factory.mktemp("frontier")
     study, log = demo_study(folder / "demo", PIPELINE_RATES), folder / "imported"
@@ -67,7 +68,9 @@ def frontier_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def _arm() -> list[dict]:
-    """Returns the logged steps of one precision of the precision study."""
+    """Returns the logged steps of one run of the precision study, which trains one model in several
+    precisions.
+    """
     common = {"grad_norm": 1.0, "learning_rate": 1e-3, "loss": 6.0}
     return [
         common | {"step": step, "validation_loss": 5.1 if step % 10 == 0 else None}
@@ -77,7 +80,9 @@ def _arm() -> list[dict]:
 
 @pytest.fixture(scope="session")
 def hlat_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Returns a run on Trainium, and a folder with a scored run and the demo-scale study."""
+    """Returns two folders: a run on Trainium, and a folder with a scored run and the demo-scale
+    study.
+    """
     folder = tmp_path_factory.mktemp("hlat")
     degrees: dict[str, Any] = {"tensor_parallel": 8, "data_parallel": 64, "zero_stage": 1}
     plan = Plan(**degrees, global_batch_size=1024, precision="bf16")

@@ -1,4 +1,6 @@
-"""Run directories with recorded steps and no job, for figures."""
+"""Functions that create run directories with recorded steps, for tests of figures. No job trains
+these runs.
+"""
 
 import json
 from pathlib import Path
@@ -19,17 +21,17 @@ from tests.support.runs import new_run
 PLAN_175B: dict[str, Any] = {"tensor_parallel": 4, "pipeline_parallel": 16, "zero_stage": 1}
 PLAN_175B |= {"recompute": "full", "precision": "bf16"}
 SLOW_FIRST = 5.0
-"""Slowdown factor of the first two steps. No figure may count these steps."""
+"""Slowdown factor of the first two steps. Figures must not count these warm-up steps."""
 
 
 def values(rows: list[dict], **wanted: object) -> list[dict]:
-    """Returns the rows whose cells have the values of `wanted`."""
+    """Returns the table rows in which each column named in `wanted` has the given value."""
     return [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
 
 
 def record(directory: Path, spec: ModelSpec, plan: Plan, site: Site, tokens_per_s: float) -> Run:
-    """Records a run with `tokens_per_s` over all devices and returns it. Its first two steps are
-    slower.
+    """Creates a run that trains `tokens_per_s` over all devices, and returns it. Its first two
+    steps are slower.
     """
     recipe = Recipe(data="data", num_steps=STEPS)
     run = new_run(directory, spec=spec, plan=plan, recipe=recipe, site=site)
@@ -47,7 +49,9 @@ def record(directory: Path, spec: ModelSpec, plan: Plan, site: Site, tokens_per_
 
 
 def cluster_run(directory: Path, hfu: float = 0.35, replicas: int = 2) -> Run:
-    """Records a run of 175B on Frontier: 64 GCDs per replica, 640 sequences per step."""
+    """Records a run of the 175B model on Frontier with 64 GCDs per replica and 640 sequences per
+    step. Its speed gives the hardware FLOPs utilisation `hfu`.
+    """
     spec = ModelSpec.preset("gpt-175b")
     plan = Plan(**PLAN_175B, data_parallel=replicas, global_batch_size=640)
     flops = spec.hardware_flops_per_token("full", whole=plan.recomputes_whole)
@@ -56,8 +60,8 @@ def cluster_run(directory: Path, hfu: float = 0.35, replicas: int = 2) -> Run:
 
 
 def imported_run(directory: Path, site: str, spec: str, seconds: int, **plan: int | str) -> Run:
-    """Returns the run that `kit import` makes of a log of HLAT's scripts. Its first step has no
-    time.
+    """Writes a log in the format of HLAT's scripts, with `seconds` per step, and imports it with
+    `kit import`'s function. The first step of the imported run has no step time.
     """
     log = directory.parent / f"{directory.name}.log"
     times = [(step, *divmod(seconds * step, 60)) for step in range(1, STEPS + 1)]
@@ -76,8 +80,8 @@ def imported_run(directory: Path, site: str, spec: str, seconds: int, **plan: in
 
 
 def demo_study(directory: Path, rates: dict[tuple[int, int, int], float]) -> Path:
-    """Records the demo study. `rates` has tokens per second by (tensor, pipeline, micro-batches).
-    Other layouts get 1,000 per rank.
+    """Records the runs of the demo study. `rates` maps (tensor parallelism, pipeline parallelism,
+    number of micro-batches) to tokens per second. Other layouts get 1,000 per rank.
     """
     site = Site.load("laptop").with_measured_peak("fp32", 1e11, "test").replace(devices_per_node=2)
     rate = measured_objective(directory, "data")

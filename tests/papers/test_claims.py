@@ -1,4 +1,6 @@
-"""Claims of the papers: every claim is computed, and the gallery's pages show the results."""
+"""Claims of the papers: every claim is compared with a computed number, and the pages of the
+gallery show the results.
+"""
 
 from typing import Any
 
@@ -12,11 +14,14 @@ from kit.papers.recipes import PAPERS
 from tests.gallery import GALLERY
 
 OF_STUDIES = ("hlat-precision",)
-"""Figures of studies made on this machine. A fresh clone does not have them."""
+"""Figures of studies that were trained on this machine. A fresh clone does not have the data of
+these studies."""
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
-    """Returns the tables of a page (verdict counts, claims) as rows. A row has cells by column."""
+    """Returns the tables of a gallery page: the counts of verdicts, and the claims. Each row maps a
+    column to the cell's text.
+    """
     found = []
     for block in text.split("\n\n"):
         lines = [line for line in block.splitlines() if line.startswith("|")]
@@ -56,7 +61,7 @@ def test_remembered_facts_support_only_trends() -> None:
 
 @pytest.mark.slow
 def test_hlat_cost_claims_match_figure_verdicts() -> None:
-    """All 17 cost ratios of the figure are claims."""
+    """Each of the 17 cost ratios in the figure must be a claim."""
     rows = drawn_rows("hlat")["hlat-cost"]
     sheet = [claim for claim in claims("hlat") if {"series", "x"} <= {*claim.at} and claim.about]
     found = {
@@ -70,7 +75,9 @@ def test_hlat_cost_claims_match_figure_verdicts() -> None:
 
 
 def of_22b(**changes: Any) -> Claim:
-    """Returns a claim on the published throughput of 22B, which is 38.38 % of peak."""
+    """Returns a claim on the published throughput of the 22B model, 38.38 % of peak. `changes`
+    replaces fields of the claim.
+    """
     asked = {"claim": "c", "where": "abstract", "fact": ("throughput_percent", "22B")}
     return Claim(paper="frontier", **asked, figure="f", at={"x": "22B"}, **changes)
 

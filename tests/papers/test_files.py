@@ -1,4 +1,6 @@
-"""Every figure: sources of its layers, its files, and the list of the papers' figures."""
+"""All figures of the papers: the sources of their layers (published, modelled or measured data),
+their files, and the list of figures.
+"""
 
 import csv
 from pathlib import Path
@@ -28,13 +30,15 @@ NEEDS_RUNS = {
     "hlat-loss": r"no steps in \[\]",
     "hlat-precision": r"no precision\.json in \[\].*demo_precision",
 }
-"""Error messages by figure. The paper's own curves could not be read, so without runs nothing is
-drawn."""
+"""Maps a figure to the error message that it gives without runs. The curves of the paper could not
+be read, so without runs there is nothing to draw."""
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_names_sources_of_its_layers(name, frontier_runs, hlat_runs) -> None:
-    """Notes name each layer and source, demo scale is marked, and no interval is upside down."""
+    """The notes below a figure name each layer (published, modelled or measured data) and its
+    source. Demo scale is marked, and no interval has a lower end above its upper end.
+    """
     if name in NEEDS_RUNS:
         with pytest.raises(ConfigError, match=NEEDS_RUNS[name]):
             FIGURES[name].draw()
@@ -58,7 +62,7 @@ def test_every_figure_names_sources_of_its_layers(name, frontier_runs, hlat_runs
 def test_panel_check_finds_cut_data_and_misplaced_text(drawn_once) -> None:
     drawn_once.clear()
     figure, _ = FIGURES["frontier-throughput"].draw()
-    drawn_once.clear()  # No other test gets the changed figure.
+    drawn_once.clear()  # no other test must get the changed figure from the cache
     left, _ = figure.axes
     check_panels(figure)
     left.set_ylim(0, 50)
@@ -75,7 +79,9 @@ def test_panel_check_finds_cut_data_and_misplaced_text(drawn_once) -> None:
 
 
 def test_saved_figures_are_byte_identical_on_rerun(tmp_path, drawn_once) -> None:
-    """The files are SVG, PNG and CSV. A figure without its runs is skipped with a message."""
+    """The files of a figure are SVG, PNG and CSV. If a figure has no runs to draw, a message is
+    printed and the figure is skipped.
+    """
     told = save_all(QUICK, tmp_path / "first")
     assert told["hlat-data-mix"] == ""
     assert "Give run directories" in told["hlat-loss"], "and goes on without"

@@ -1,4 +1,6 @@
-"""The Frontier figures: layers, numbers with tolerances, and the paper's relations in the model."""
+"""The figures of the Frontier paper: their layers (published, modelled or measured data), their
+numbers with tolerances, and the paper's statements in the planner's model.
+"""
 
 import csv
 import json
@@ -27,14 +29,15 @@ WITHOUT_RUNS = {
     "frontier-observations",
     "frontier-strong-scaling",
 }
-"""Figures with other measured layers. The first two draw a search, the others have own tests."""
+"""Figures that the test of the user's own runs leaves out. The first two draw a search, and the
+others have their own tests."""
 
 
 @pytest.mark.parametrize("name", sorted(set(FRONTIER) - WITHOUT_RUNS))
 def test_own_runs_are_drawn_or_listed_as_left_out(name, frontier_runs) -> None:
     figure, rows = FRONTIER[name].draw(frontier_runs)
     drawn = values(rows, layer="measured", scale="cluster")
-    lacks = ["imported"] if "memory" in name else []  # The log has no memory.
+    lacks = ["imported"] if "memory" in name else []  # the log has no memory column
     assert sorted(row["run"] for row in drawn) == sorted({"cluster", "imported"} - {*lacks})
     left_out = [text for text in figure.left_out if str(frontier_runs[2]) not in text]
     assert len(left_out) == len(lacks)
@@ -51,11 +54,11 @@ def test_own_runs_are_drawn_or_listed_as_left_out(name, frontier_runs) -> None:
 
 
 def test_strong_scaling_draws_only_comparable_runs(frontier_runs, tmp_path) -> None:
-    """Two or more runs of one model and batch get a panel with a legend. Other runs are listed as
-    left out.
+    """A panel needs two or more runs of one model and batch size, and has a legend. Other runs are
+    listed as left out.
     """
     strong = FRONTIER["frontier-strong-scaling"]
-    # A single run, and two runs of different batches.
+    # The inputs are a single run, and two runs with different batch sizes.
     for given in (frontier_runs[:1], frontier_runs[:2]):
         figure, rows = strong.draw(given)
         assert values(rows, layer="measured") == [] and len(figure.left_out) == len(given)

@@ -1,4 +1,6 @@
-"""The HLAT figures: layers, the paper's relations in the model, and studies at demo scale."""
+"""The figures of the HLAT paper: their layers (published, modelled or measured data), the paper's
+statements in the planner's model, and studies at demo scale.
+"""
 
 from pathlib import Path
 
@@ -24,8 +26,8 @@ TABLES = {"hlat-models", "hlat-hyperparameters"}
 
 @pytest.fixture
 def small_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the small model the vocabulary size of the tiny dataset, since most time goes into
-    logits.
+    """Gives the small model the vocabulary size of the tiny dataset, because with a larger
+    vocabulary most time goes into the logits.
     """
     monkeypatch.setattr(hlat_demo, "SPEC", hlat_demo.SPEC.replace(vocab_size=320))
 
@@ -113,7 +115,9 @@ def test_cost_follows_formula_of_paper() -> None:
 
 
 def test_hlat_model_is_fitted_only_to_aws_benchmarks() -> None:
-    """The left-out error of the model is computed for each of the 11 benchmarks."""
+    """The planner's error on each of the 11 benchmarks is computed with a fit that leaves out this
+    benchmark.
+    """
     assert len(hlat_model.benchmarks()) == len(hlat_model.left_out()) == 11
     assert all("AWS Neuron" in run.source for run in hlat_model.benchmarks())
     assert 0.05 < np.mean(np.abs(list(hlat_model.left_out().values()))) < 0.15
@@ -124,7 +128,7 @@ def test_hlat_model_is_fitted_only_to_aws_benchmarks() -> None:
 def test_cost_uses_the_nodes_of_each_attempt(tmp_path: Path) -> None:
     small, price = Plan(data_parallel=4, global_batch_size=512), Site.load(TRN1).price_per_node_hour
     run = record(tmp_path / "run", ModelSpec.preset("demo"), small, Site.load(TRN1), 1e4)
-    # The first attempt has 16 nodes, the second a part of one node.
+    # The first attempt uses 16 nodes, the second attempt a part of one node.
     small.replace(data_parallel=512).write(run.directory / "plan.attempt_01.json")
     small.write(run.directory / "plan.attempt_02.json")
     file = run.directory / "metrics.jsonl"
@@ -174,7 +178,7 @@ def test_end_points_correct_swapped_headings() -> None:
 
 
 def test_stochastic_rounding_is_unbiased() -> None:
-    """Rounding to nearest is biased for these numbers."""
+    """Rounding to nearest is biased for the numbers of this test, stochastic rounding is not."""
     generator = torch.Generator().manual_seed(0)
     for number in (1.001, -0.3337, 1e-5, 300.3):
         x = torch.full((40_000,), number)

@@ -1,4 +1,6 @@
-"""Layers: what may be drawn as published, what may share a panel, and runs of your own."""
+"""Layers of a figure (published, modelled or measured data): data that may be drawn as published,
+data that may share a panel, and the user's own runs.
+"""
 
 from pathlib import Path
 

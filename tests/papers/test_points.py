@@ -1,4 +1,6 @@
-"""A paper's own points, digitised by the reader, in the figures of both papers."""
+"""Points that the user digitised from a paper's figure, drawn in the kit's figures of both
+papers.
+"""
 
 import re
 from pathlib import Path
@@ -24,7 +26,9 @@ def written(folder: Path, *lines: str) -> Path:
 
 
 def test_digitised_points_are_marked_in_figure_and_table(tmp_path: Path) -> None:
-    """Points are hollow and named in the legend. The panel's range includes them."""
+    """Digitised points are hollow and have an entry in the legend. The axis range of the panel
+    includes them.
+    """
     lines = '175B,1024,99.5,"Figure 12, page 9"', "175B,128,140,Figure 12"
     figure, rows = FIGURES[WEAK].draw(points=written(tmp_path, *lines))
     [axis] = figure.axes
@@ -50,7 +54,7 @@ def test_digitised_points_are_marked_in_figure_and_table(tmp_path: Path) -> None
     ],
 )
 def test_points_template_is_accepted_once_filled(name, unit, point, tmp_path) -> None:
-    """The template names the units of the axes. An empty template is refused."""
+    """The template file names the units of the axes. A template without points is refused."""
     template = FIGURES[name].points_template(name)
     assert unit in template
     (tmp_path / "empty.csv").write_text(template)

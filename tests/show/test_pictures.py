@@ -1,4 +1,6 @@
-"""Figures and tables of the kit: layout on a page of 1,000 pixels, light and dark themes."""
+"""Figures and tables of the kit: their layout on a page of 1,000 pixels, in light and dark
+themes.
+"""
 
 import re
 import threading
@@ -99,7 +101,7 @@ def simulations() -> list:
 
 
 def searched(seed: int) -> Trials:
-    """Returns 80 trials. The first half failed."""
+    """Returns the result of a search with 80 trials. The first half of the trials failed."""
     values = np.random.default_rng(seed).uniform(0, 40, 80)
     values[:40] = np.nan
     trials = [
@@ -110,8 +112,8 @@ def searched(seed: int) -> Trials:
 
 
 def strangers() -> list:
-    """Returns machines left out of the fit. One has too few runs to fit five and predict the
-    others.
+    """Returns prediction errors on machines that were left out of the planner's fit. One machine
+    has too few runs to fit five and predict others.
     """
     rng, names = np.random.default_rng(0), ("KAIST single node", "Selene", "PaLM", "Eos")
     return [
@@ -174,7 +176,7 @@ def test_data_check_finds_hidden_and_cut_data() -> None:
 
 
 def test_notebook_output_has_light_and_dark_drawings() -> None:
-    """Front ends without HTML get one PNG."""
+    """A front end that cannot show HTML gets one PNG picture."""
     with new_figure(height=2) as (figure, axis):
         axis.plot([0, 1], color=GREY)
         axis.set_title("loss & <b>speed</b>")
@@ -206,7 +208,7 @@ def test_table_leaves_unknown_cells_empty() -> None:
 
 
 def test_text_columns_are_left_aligned() -> None:
-    """JupyterLab aligns a cell at the right unless its style gives another side."""
+    """JupyterLab aligns table cells to the right unless the cell's style sets an alignment."""
     text = "64 sequences on 512 devices leave at most 1 replica"
     answer = html_table("answer", [("layout", "TP8"), ("warning", text)])
     assert not re.findall(r"<t[dh]\b(?![^>]*text-align:left)", answer)
@@ -216,14 +218,16 @@ def test_text_columns_are_left_aligned() -> None:
 
 
 def test_long_name_is_shortened_in_the_middle() -> None:
-    """A name that starts with an underscore gets a blank, since matplotlib hides such labels."""
+    """A space is put before a name that starts with an underscore, because matplotlib hides legend
+    entries with an underscore.
+    """
     assert short("run-of-today") == "run-of-today" and short("_mine") == " _mine"
     assert short("a" * 20 + "b" * 20) == "a" * 14 + "…" + "b" * 15
 
 
 def test_figures_of_two_threads_keep_their_style():
-    """One thread leaves its block while another thread is inside one, as in a notebook with a live
-    dashboard.
+    """One thread leaves the context of `new_figure` while another thread is inside it. This happens
+    in a notebook with a live dashboard.
     """
     before, entered, sizes = dict(matplotlib.rcParams), threading.Event(), []
 

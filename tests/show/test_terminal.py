@@ -1,4 +1,6 @@
-"""Terminal tables: aligned, folded or stacked, never truncated. In a file they are not wrapped."""
+"""Tables in the terminal: columns are aligned, folded or stacked, and text is never truncated.
+Tables in a file are not wrapped.
+"""
 
 import io
 import re
@@ -58,8 +60,8 @@ MARKED = "runs/a[red]b [/] # EDIT: [device.peak_flops_per_s] :warning: [link=x]y
 
 
 def test_brackets_in_text_are_printed_literally(capsys) -> None:
-    """Covers each console that prints untrusted text: of commands, of pages, and of a dataset
-    build.
+    """Brackets must not be read as markup of the console. The consoles of commands, of pages and of
+    a dataset build are tested.
     """
     PlainConsole().print(MARKED)
     BuildProgress(shown=True).say(MARKED)

@@ -1,4 +1,4 @@
-"""Learning rates of every schedule, step by step, against transformers' schedulers."""
+"""Learning rates of every schedule, compared step by step with the schedulers of transformers."""
 
 from typing import Any
 
@@ -12,12 +12,12 @@ PEAK, FLOOR, STEPS = 3e-4, 3e-5, 1000
 RECIPE = Recipe(
     data="x", num_steps=STEPS, learning_rate=PEAK, min_learning_rate=FLOOR, decay_share=0.2
 )
-"""With `wsd` the learning rate decays in the last 200 steps."""
+"""Recipe of the test. With the schedule `wsd`, the learning rate decays in the last 200 steps."""
 
 
 def theirs(schedule: str, warmup_steps: int, **options: float | str) -> list[float]:
-    """Returns transformers' learning rates of steps 1 to 1,200. Its schedulers give factors of the
-    peak.
+    """Returns the learning rates of transformers for steps 1 to 1,200. Its schedulers return
+    factors, which are multiplied by the peak rate.
     """
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
     asked = schedule, optimizer, warmup_steps, STEPS
@@ -37,7 +37,8 @@ SCHEDULES = {
     "cosine to zero, cut off": ({"cosine_floor": "clamped"}, "cosine", {}),
     "stable, then straight down": ({"schedule": "wsd"}, "warmup_stable_decay", DOWN),
 }
-"""(changes of the recipe, name of transformers' schedule, its options) by description."""
+"""Maps a description to (changes of the recipe, name of transformers' schedule, options of this
+schedule)."""
 
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 100])
@@ -45,10 +46,11 @@ SCHEDULES = {
 def test_learning_rates_match_transformers(name: str, warmup_steps: int) -> None:
     changes, schedule, options = SCHEDULES[name]
     found, expected = ours(warmup_steps, **changes), theirs(schedule, warmup_steps, **options)
-    # With a floor transformers warms up from the floor, the kit from 0.
+    # For schedules with a floor, transformers starts the warm-up at the floor. The kit starts it at
+    # 0, so warm-up steps are not compared.
     from_floor = schedule in ("cosine_with_min_lr", "warmup_stable_decay")
     begin, end = warmup_steps * from_floor, len(found)
-    if "cosine" in schedule:  # transformers' rate rises again after the last step
+    if "cosine" in schedule:  # transformers' cosine rises again after the last step
         end = STEPS
         expected[warmup_steps:] = [max(FLOOR, rate) for rate in expected[warmup_steps:]]
         assert found[STEPS:] == pytest.approx([FLOOR] * 200)

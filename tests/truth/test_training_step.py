@@ -1,4 +1,6 @@
-"""A step against transformers: loss, all gradients, torch's own clipping and AdamW."""
+"""A training step compared with transformers: loss, all gradients, torch's own gradient clipping,
+and AdamW.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from tests.bench.contestants import theirs as transformers_model
 from tests.support.distinct_models import GPT, LLAMA, randomised
 from tests.support.workers import run_ranks
 
-# One more position than tokens to predict: transformers shifts the labels of all of them itself.
+# The sequences have one token more than the model predicts, because transformers shifts the labels
+# itself.
 SPECS = {spec.family: spec.replace(sequence_length=33) for spec in (LLAMA, GPT)}
 STEPS, SEQUENCES, RATE, CLIP = 3, 4, 1e-3, 0.5
 RECIPE = Recipe(
@@ -22,19 +25,20 @@ Weights = dict[str, torch.Tensor]
 
 
 def samples_of(spec: ModelSpec) -> torch.Tensor:
-    """Returns token ids [steps, sequences, T]."""
+    """Returns random token ids of the shape [steps, sequences, T] (T tokens per sequence)."""
     shape = (STEPS, SEQUENCES, spec.sequence_length)
     return torch.randint(spec.vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
 def assert_same(found: Weights, theirs: Weights, spec: ModelSpec, tolerance: float) -> None:
-    """Asserts that tensors equal transformers' tensors. The tolerance is relative to the largest
-    element of each tensor.
+    """Asserts that the kit's tensors equal those of transformers. The tolerance is relative to the
+    largest element of each tensor.
     """
     assert len(found) > 20
     for name, tensor in found.items():
         expected = from_theirs(spec, name, theirs.__getitem__)
-        if name.endswith("key.bias"):  # adds the same to all scores of a query: gradient 0
+        # a key bias adds one number to all scores of a query, so its gradient is 0
+        if name.endswith("key.bias"):
             continue
         assert expected.abs().max() > 0, name
         worst = (tensor - expected).abs().max() / expected.abs().max()
@@ -45,7 +49,8 @@ def assert_same(found: Weights, theirs: Weights, spec: ModelSpec, tolerance: flo
 def test_loss_and_gradients_match_transformers(family: str) -> None:
     spec = SPECS[family]
     decoder, samples = randomised(spec), samples_of(spec)[0]
-    model = transformers_model(decoder).eval()  # GPT-2 has dropout by default
+    # evaluation mode, because GPT-2 has dropout by default
+    model = transformers_model(decoder).eval()
     ours = decoder(samples[:, :-1], samples[:, 1:])
     theirs = model(input_ids=samples, labels=samples).loss
     ours.backward()
@@ -61,15 +66,15 @@ def gradients(model: torch.nn.Module) -> Weights:
 
 @pytest.mark.parametrize("family", SPECS)
 def test_training_steps_match_plain_transformers_loop(family: str) -> None:
-    """Covers accumulation, clipping and AdamW. Compares losses, norms, and the change of each
-    weight.
+    """The test covers gradient accumulation, clipping and AdamW. It compares losses, gradient
+    norms, and the change of each weight.
     """
     run_ranks(1, assert_steps_are_those_of_transformers, SPECS[family])
 
 
 def assert_steps_are_those_of_transformers(spec: ModelSpec) -> None:
-    """Asserts that the native engine, with two micro-batches per step, follows a plain loop over
-    transformers' model.
+    """Asserts that the native engine with two micro-batches per step gives the results of a plain
+    loop over transformers' model.
     """
     plan = Plan(global_batch_size=SEQUENCES, micro_batch_size=SEQUENCES // 2)
     engine = build_engine(spec, plan, RECIPE, torch.device("cpu"))

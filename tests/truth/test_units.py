@@ -1,4 +1,4 @@
-"""Units of the figures' tables: numbers as others print them, in the unit of the axis."""
+"""Units in the tables of figures: published numbers are converted to the unit of the axis."""
 
 import math
 
@@ -8,7 +8,8 @@ from kit.papers import paper_figure
 from kit.papers.frontier_memory import frontier_stages, lumi_bytes
 
 LOGGED_MIB = 25_142
-"""Megatron's `allocated` on the first stage after the skipped step, run log 405287."""
+"""Allocated memory in MiB that Megatron printed for the first pipeline stage, after the skipped
+step, in the log of run 405287."""
 
 
 def column(rows: list[dict], panel: str, series: str) -> list[float]:
@@ -24,7 +25,7 @@ def test_stage_memory_table_is_in_gib() -> None:
 
 
 def test_model_memory_table_is_in_tb_and_gcds() -> None:
-    """A GCD has 64 GiB."""
+    """The memory of a GCD is 64 GiB."""
     _, rows = paper_figure("frontier-memory").draw()
     rows = [row for row in rows if "bytes" in row]
     for row in rows:

@@ -1,5 +1,5 @@
-"""`python -m tests.bench.exams`: writes the validation table to results/ and draws the left-out
-machines.
+"""`python -m tests.bench.exams`: writes the planner's validation table to results/ and draws the
+figure of the left-out machines.
 """
 
 from rich.console import Console

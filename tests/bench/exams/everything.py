@@ -14,15 +14,16 @@ from tests.bench.exams.search import search_exam
 
 
 def everything() -> tuple[Row, ...]:
-    """Returns rows with errors of step times, left-out machines, choice of layout and memory, and
-    with the speed of the search.
+    """Returns rows with the planner's errors in step time, on left-out machines, in the choice of
+    layout and in memory, and with the speed of its search.
     """
     return (*validate(), *new_machine(machines()), *regrets(), *memory_exam(), *search_exam())
 
 
 def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tuple[float, int]:
-    """Returns (relative slowdown of the layout predicted as best, mean over groups, number of
-    groups).
+    """Returns (slowdown, number of groups). The slowdown is the measured excess time of the layout
+    that was predicted as fastest, relative to the fastest measured layout. It is a mean over groups
+    of at least four runs.
     """
     lost, keys = [], [group(run) for run in runs]
     for key in dict.fromkeys(keys):
@@ -35,7 +36,9 @@ def regret(runs: Sequence[PublishedRun], predicted_s: Array, group: Group) -> tu
 
 
 def regrets() -> list[Row]:
-    """Returns rows with `regret` on the two machines with the most measured layouts."""
+    """Returns rows with the slowdown of predicted best layouts, for the two machines with the most
+    measured layouts.
+    """
     known, predicted, rows = machines(), predictions(), []
 
     def size_and_devices(run: PublishedRun) -> tuple:

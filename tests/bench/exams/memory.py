@@ -1,5 +1,5 @@
-"""The memory model against measurements: readings, out-of-memory labels, allocator logs, a paper,
-and counted steps of the kit's engines.
+"""The memory model compared with measurements: memory readings, out-of-memory labels, allocator
+logs, a paper, and counted bytes in steps of the kit's engines.
 """
 
 import csv
@@ -34,18 +34,18 @@ ALEPH_ALPHA = Kernels(
     logit_bytes=19.1,
     score_bytes=7.7,
 )
-"""Kernels of the code of arXiv 2311.05610. `gathered_logits`, `logit_bytes` and `score_bytes`
-follow from its out-of-memory labels."""
+"""Kernels that the code of arXiv 2311.05610 used. The values of `gathered_logits`, `logit_bytes`
+and `score_bytes` follow from its out-of-memory labels."""
 
 MIB, GIB = 2.0**20, 2.0**30
 A100_BYTES = 80 * GIB
 
-# Standard deviation, in ln, of each fitted number around its start.
+# Standard deviation, on the log scale, of the prior of each fitted number around its start.
 RESERVE_SPREAD = {"factor": 0.15, "extra_bytes": 0.4, "sharpness": 0.3}
 KERNEL_SPREAD = {"logit_bytes": 0.25, "score_bytes": 0.7}
-# Figure 1 of arXiv 2205.05198, GiB per device: (model, heads, layers, hidden, TP, PP, v,
-# micro-batch, batch, weights and optimizer averaged over devices, activations of the first),
-# sequence parallel, selective recomputation.
+# Figure 1 of arXiv 2205.05198, memory in GiB per device, with sequence parallelism and selective
+# recomputation. Each row is (model, heads, layers, hidden size, TP, PP, virtual stages, micro-batch
+# size, batch size, weights and optimizer as a mean over devices, activations of the first device).
 KORTHIKANTI = (
     ("22B", 64, 48, 6144, 8, 1, 1, 4, 4, 45.56, 9.56),
     ("175B", 96, 96, 12288, 8, 8, 3, 1, 64, 45.56, 12.35),
@@ -63,8 +63,8 @@ def memory_exam() -> list[Row]:
 
 
 def labels(runs: Sequence[PublishedRun]) -> list[Row]:
-    """Returns accuracy on out-of-memory labels: with each model size left out of the fit, and with
-    the shipped numbers.
+    """Returns the accuracy on out-of-memory labels: with each model size left out of the fit in
+    turn, and without a fit, with the numbers of ALEPH_ALPHA and RESERVE.
     """
     layouts, out = memory_layouts(runs), np.array([run.kind == "oom" for run in runs])
     size = np.array([run.spec.name for run in runs])
@@ -96,12 +96,13 @@ def fit_out_of_memory(
     reserve: Reserve,
     source: str,
 ) -> tuple[Reserve, Kernels]:
-    """Returns (reserve, kernels) that maximise the likelihood of the labels. Five numbers are
-    fitted.
+    """Returns (reserve, kernels) that maximise the likelihood of the out-of-memory labels. Five
+    numbers are fitted.
 
-    Three numbers belong to the reserve. The others are bytes saved per logit and per attention
-    score, the latter only if some layout writes scores to memory. A log-normal prior around the
-    start has the spreads RESERVE_SPREAD and KERNEL_SPREAD. Flags of `kernels` do not change.
+    Three numbers are fields of the reserve. The other two are the bytes saved per logit and per
+    attention score. The bytes per score are fitted only if some layout writes attention scores to
+    memory. A log-normal prior around the start values has the spreads RESERVE_SPREAD and
+    KERNEL_SPREAD. Boolean fields of `kernels` stay unchanged.
     """
     labels = np.asarray(is_out_of_memory, dtype=bool)
     if labels.all() or not labels.any():
@@ -133,7 +134,7 @@ def fit_out_of_memory(
 
 
 def allocator_logs() -> list[Row]:
-    """Returns the error on two logs of the allocator's memory. Nothing is fitted."""
+    """Returns the memory model's error on two logs of allocated memory. Nothing is fitted."""
     replicas, measured = _logged("lumi_allocated_mib")
     modelled = np.array([lumi_bytes(int(count)) for count in replicas]) / MIB
     worst = float(np.max(np.abs(modelled / measured - 1)))
@@ -164,19 +165,23 @@ def allocator_logs() -> list[Row]:
 
 
 def _logged(series: str) -> tuple[Array, Array]:
-    """Returns (x, MiB) of one series of the Frontier paper's facts."""
+    """Returns (x values, memory in MiB) of one series of numbers in the Frontier paper."""
     x, y = zip(*((float(fact.x), fact.number) for fact in FACTS[series]), strict=True)
     return np.array(x), np.array(y)
 
 
 def _line(replicas: Array, allocated_mib: Array) -> str:
-    """Returns the line through LUMI's bytes: what every device holds, what replicas share."""
+    """Returns the formula of a line fitted to the memory on LUMI: a constant number of MiB that
+    each device holds, and MiB that are divided among the replicas.
+    """
     slope, constant = np.polyfit(1 / replicas, allocated_mib, 1)
     return f"{constant:,.0f} + {slope:,.0f} / DP MiB"
 
 
 def korthikanti() -> list[Row]:
-    """Returns the mean error against figure 1 of Korthikanti et al. Nothing is fitted."""
+    """Returns the memory model's mean error on figure 1 of Korthikanti et al. (arXiv 2205.05198).
+    Nothing is fitted.
+    """
     state, activations = [], []
     for name, *shape, gib_state, gib_activations in KORTHIKANTI:
         heads, layers, hidden, t, p, v, micro, batch = shape
@@ -213,11 +218,11 @@ def korthikanti() -> list[Row]:
 
 
 def counted_steps() -> list[Row]:
-    """Returns the error on the peak of live bytes in a step of the kit's engines, counted on CPUs.
-    Nothing is fitted.
+    """Returns the memory model's error on the peak of live bytes in a step of the kit's engines,
+    counted on CPUs. Nothing is fitted.
 
-    The bytes are of the third step of small bf16 models without fused kernels, after each
-    operation. The native engine ran in a process group that moves nothing (torch 2.13), DeepSpeed
+    The bytes were counted after each operation of the third step of small bf16 models without fused
+    kernels. The native engine ran in a process group that sends nothing (torch 2.13), DeepSpeed
     0.19.8 on two processes.
     """
     with (Path(__file__).parent / "counted_steps.csv").open(encoding="utf-8") as stream:

@@ -1,11 +1,12 @@
-"""Accuracy of estimates on a machine and code base that are left out of the fit. Nested: the
-interval scales are chosen without them, too. Needs no torch.
+"""Accuracy of the planner's estimates for a machine and code base that are left out of its fit. The
+scales of the intervals are chosen without this machine and code base too. Needs no torch.
 
-A "stranger" is one code base measured on one machine. Its prior is the population of all runs that
-share neither machine nor code base with it. The width of its intervals is chosen on the remaining
-strangers alone, each predicted without its own machine and code base. Two methods are compared:
-hierarchical (the narrowest `interval.Scales` with enough coverage, which the kit uses) and
-conformal (the quantile of normalised errors, each stranger weighted equally).
+A "stranger" is one code base measured on one machine. Its prior is computed from all runs that
+share neither machine nor code base with the stranger. The width of its intervals is chosen on the
+remaining strangers alone, each predicted without its own machine and code base. Two methods are
+compared. The hierarchical method, which the kit uses, takes the narrowest `interval.Scales` with
+enough coverage. The conformal method takes the quantile of normalised errors, each stranger
+weighted equally.
 """
 
 import dataclasses
@@ -28,7 +29,8 @@ from kit.show.style import new_figure
 from kit.show.theme import BLUE, GREY, VERMILION
 
 COUNTS = {0: 1, 1: 1, 5: 3, 10: 2}
-"""Number of fitted runs of a stranger, and the least number of its other runs to be scored."""
+"""Maps the number of fitted runs of a stranger to the smallest number of its other runs that are
+needed for scoring."""
 GRID = tuple(
     Scales(misfit=misfit, prior_models=worth, variance_factor=doubt)
     for misfit, worth, doubt in itertools.product(
@@ -38,10 +40,12 @@ GRID = tuple(
     )
 )
 SHORT = 10.0
-"""Cost, as interval width in ln, of a coverage short by 1. Coverage has priority over width."""
+"""Penalty for each unit of missing coverage (a fraction), in units of interval half-width (ln). The
+large value gives coverage priority over width."""
 DRAWS = 20
-"""Number of random choices of five runs with which the five proposed runs are compared."""
-# (machine, code base) of the runs of the population, by the names of `machines.MACHINES`.
+"""Number of random choices of five runs. The planner's five proposed runs are compared with
+them."""
+# Strangers whose runs make up the prior: name in `machines.MACHINES`, then (machine, code base).
 FITTED = {
     "Selene": ("Selene", "Megatron-LM"),
     "KAIST multi-node": ("KAIST", "Megatron-LM"),
@@ -62,8 +66,8 @@ OTHERS: tuple[tuple[str, str, str, Choice], ...] = (
     ("torchtitan", "MI250X", "torchtitan", lambda run: run.source.endswith("torchtitan README")),
     ("PaLM", "TPU v4", "PaLM", lambda run: run.source.startswith("PaLM")),
 )
-"""(name, machine, code base, choice of runs) of strangers that are not in the population as such:
-the parts of MI250X, and rows that are never fitted."""
+"""Further strangers as (name, machine, code base, filter that selects their runs). They are the
+parts of the MI250X runs, and runs that no prior is fitted to."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,32 +80,35 @@ class Stranger:
     rows: Rows
 
     def knows(self, other: "Stranger") -> bool:
-        """Returns whether both share the machine or the code base."""
+        """Returns whether this stranger and `other` share the machine or the code base."""
         return self.machine == other.machine or self.code_base == other.code_base
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Prediction errors on a stranger by a fit of its prior to `num_runs` of its runs."""
+    """Errors of the planner's predictions for a stranger, after a fit to `num_runs` of the
+    stranger's runs.
+    """
 
     off: Array
-    """ln(predicted / measured) of the rows that are not fitted."""
+    """ln(predicted / measured) step time of the runs that are not fitted."""
     variance: Array
     num_untried: Array
     left_out: tuple[Array, Array]
-    """(errors, variances) of the fitted runs. Runs of a model are predicted by the other runs."""
+    """(errors, variances) of the predictions for the fitted runs. The runs of each model are
+    predicted by a fit to the other runs."""
     num_runs: int
 
     def half(self, scales: Scales) -> Array:
-        """Returns the half-width of each row's 90 % interval in ln seconds."""
+        """Returns the half-width of the 90 % interval of each predicted run, in ln seconds."""
         misfit = scales.misfit_after(*self.left_out)
         return scales.half_width(self.variance, misfit, self.num_untried, self.num_runs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Strangers:
-    """All strangers, and the populations without some of them. `fitted` make up the population,
-    `scored` are predicted.
+    """All strangers, and the priors that leave out some of them. The priors are computed from the
+    strangers `fitted`. The strangers `scored` are predicted.
     """
 
     fitted: tuple[Stranger, ...]
@@ -109,8 +116,8 @@ class Strangers:
 
     @classmethod
     def of(cls, known: dict[str, MeasuredMachine]) -> "Strangers":
-        """Returns the strangers among the published runs, with few rows per stranger of the
-        population.
+        """Returns the strangers among the published runs. A stranger in `fitted` has only a small
+        selection of its runs.
         """
         fitted = tuple(
             Stranger(name=name, machine=machine, code_base=code, rows=known[name].small())
@@ -138,7 +145,7 @@ class Strangers:
         return tuple(one for one in self.fitted if not any(map(one.knows, unknown)))
 
     def prior(self, *unknown: Stranger) -> Prior:
-        """Returns the population without the machines and code bases of `unknown`."""
+        """Returns the prior that is computed without the machines and code bases of `unknown`."""
         fitted = self._fitted_without(*unknown)
         key = tuple(each.name for each in fitted)
         if key not in self._cache:
@@ -146,9 +153,10 @@ class Strangers:
         return self._cache[key]
 
     def trial(self, one: Stranger, count: int, *unknown: Stranger) -> Trial | None:
-        """Returns a stranger's trial after `count` proposed runs. None if too few rows are left.
+        """Returns the trial of stranger `one` after a fit to `count` proposed runs. Returns None if
+        too few runs are left to be predicted.
 
-        Its prior leaves out the stranger itself and all of `unknown`.
+        The prior leaves out the machines and code bases of `one` and of all strangers in `unknown`.
         """
         if len(one.rows) < count + COUNTS[count]:
             return None
@@ -160,12 +168,16 @@ class Strangers:
         return self._cache[key]
 
     def others(self, one: Stranger, count: int) -> list[Trial]:
-        """Returns the trials of all strangers that share nothing with `one`, without `one`."""
+        """Returns the trials of all strangers that share neither machine nor code base with `one`.
+        Their priors leave out `one`.
+        """
         trials = [self.trial(each, count, one) for each in self.scored if not each.knows(one)]
         return [trial for trial in trials if trial is not None]
 
     def narrowest(self, trials: list[list[Trial]]) -> Scales:
-        """Returns `narrowest(trials)`. The result is cached by the trials."""
+        """Returns the interval scales that give the narrowest intervals with 90 % coverage of
+        `trials`. The result is cached per list of trials.
+        """
         key = tuple(id(each) for group in trials for each in group)
         if key not in self._cache:
             self._cache[key] = narrowest(trials)
@@ -173,7 +185,9 @@ class Strangers:
 
 
 def limits(parts: list[Rows]) -> dict[str, tuple[float, float]]:
-    """Returns the (lowest, highest) value among rows of each of `interval.balances`, by name."""
+    """Returns a dict from each name in `interval.BALANCES` to its (lowest, highest) value among the
+    machines of `parts`.
+    """
     each = [interval.balances(rows.hardware) for rows in parts]
     return {
         name: (min(float(np.min(b[name])) for b in each), max(float(np.max(b[name])) for b in each))
@@ -203,8 +217,8 @@ def _trial(rows: Rows, prior: Prior, known: dict[str, tuple[float, float]], coun
 def narrowest(trials: list[list[Trial]]) -> Scales:
     """Returns the scales of GRID with the narrowest intervals of at least 90 % coverage.
 
-    `trials` are grouped by their number of runs. Trials of a group have equal weight. If no scales
-    reach 90 %, the smallest shortfall decides.
+    `trials` are grouped by their number of fitted runs. Trials of a group have equal weight. If no
+    scales reach 90 %, the scales with the smallest shortfall are returned.
     """
 
     def cost(scales: Scales) -> float:
@@ -221,11 +235,11 @@ def narrowest(trials: list[list[Trial]]) -> Scales:
 
 
 def conformal(trial: Trial, others: list[Trial]) -> Array:
-    """Returns the half-width of each interval by split conformal prediction, in ln seconds. Each of
-    `others` has equal weight.
+    """Returns the half-width of each prediction interval by split conformal prediction, in ln
+    seconds. Each trial in `others` has equal weight.
 
-    Errors are normalised by the kit's own variance, with the default scales and a variance factor
-    of 1.
+    Errors are normalised by the standard deviation of the kit's own model, with the default scales
+    and a variance factor of 1.
     """
     plain = Scales(variance_factor=1.0)
 
@@ -241,31 +255,33 @@ def conformal(trial: Trial, others: list[Trial]) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Met:
-    """Prediction errors on a stranger after `num_runs` of its runs, with scales chosen without the
-    stranger.
+    """Prediction errors for a stranger after a fit to `num_runs` of its runs. The interval scales
+    are chosen without the stranger.
     """
 
     name: str
     num_runs: int
     off: Array
-    """ln(predicted / measured) of the rows that are not fitted."""
+    """ln(predicted / measured) step time of the runs that are not fitted."""
     half: Array
-    """Half-width of each row's 90 % interval, in ln seconds."""
+    """Half-width of the 90 % interval of each predicted run, in ln seconds."""
     conformal: Array
-    """Half-width of each row's 90 % interval by conformal prediction, in ln seconds."""
+    """Half-width of the conformal 90 % interval of each predicted run, in ln seconds."""
 
     @property
     def error(self) -> float:
-        """Mean absolute relative error."""
+        """Mean absolute relative error of the predicted step times."""
         return float(np.abs(np.expm1(self.off)).mean())
 
     def held(self, half: Array) -> float:
-        """Returns the share of rows whose error is within the half-widths `half`."""
+        """Returns the share of predicted runs whose error is at most the half-width `half`."""
         return float(np.mean(np.abs(self.off) <= half))
 
 
 def never_met(strangers: Strangers | None = None) -> list[Met]:
-    """Returns each stranger's errors after 0, 1, 5 and 10 of its runs, if it has enough runs."""
+    """Returns the prediction errors of each stranger after fits to 0, 1, 5 and 10 of its runs. A
+    stranger with too few runs is left out of the larger fits.
+    """
     found, met = strangers or Strangers.of(machines()), []
     for one in found.scored:
         others = {count: found.others(one, count) for count in COUNTS}
@@ -278,11 +294,12 @@ def never_met(strangers: Strangers | None = None) -> list[Met]:
 
 
 def never_met_figure(trials: Sequence[Met]) -> Any:
-    """Returns a figure of left-out machines: errors and intervals, with 0 and with 5 runs fitted.
+    """Returns a figure of left-out machines: prediction errors and intervals after fits to 0 and to
+    5 runs.
 
-    `trials` come from `never_met`. A dot is measured over predicted time of a run, a bar is the
-    interval of the median run. A machine with too few runs to fit five and predict others is
-    marked.
+    `trials` are the result of `never_met`. A dot is the measured step time of a run divided by the
+    predicted time. A bar is the interval of the machine's median run. A machine with too few runs
+    to fit five and predict others is marked "too few runs".
     """
     names = list(dict.fromkeys(each.name for each in trials))
     with new_figure(1, 2, height=4.8, sharey=True, sharex=True) as (figure, axes):
@@ -315,8 +332,8 @@ def never_met_figure(trials: Sequence[Met]) -> Any:
 
 
 def new_machine(everything: dict[str, MeasuredMachine]) -> list[Row]:
-    """Returns error, coverage and width on strangers after some runs, and the gain of proposed
-    runs.
+    """Returns rows with the mean error, coverage and interval width for strangers after fits to 0,
+    1, 5 and 10 runs. Further rows compare proposed runs with random runs.
     """
     strangers, rows = Strangers.of(everything), []
     every = never_met(strangers)
@@ -347,7 +364,9 @@ def new_machine(everything: dict[str, MeasuredMachine]) -> list[Row]:
 
 
 def _held_and_width(met: list[Met], halves: list[Array]) -> tuple[float, float]:
-    """Returns (coverage, median half-width) of the intervals. Each stranger has equal weight."""
+    """Returns (coverage, median half-width) of the intervals. `halves` has the half-widths of each
+    stranger in `met`. Each stranger has equal weight.
+    """
     held = [each.held(half) for each, half in zip(met, halves, strict=True)]
     return float(np.mean(held)), float(np.median([np.median(half) for half in halves]))
 
@@ -357,8 +376,8 @@ def _list(values: dict[str, float]) -> str:
 
 
 def _proposed(strangers: Strangers) -> list[Row]:
-    """Returns rows that compare five proposed runs with random draws of five: ratio of the errors,
-    and share of draws with a larger error. Uses strangers with at least ten rows.
+    """Returns rows that compare five proposed runs with random draws of five runs: ratio of the
+    errors, and share of draws with a larger error. Uses strangers with at least ten runs.
     """
     ratio, wins = {}, {}
     for one in strangers.scored:

@@ -1,4 +1,4 @@
-"""Speed of the search, as rows of `make validate`."""
+"""Speed of the planner's search for layouts, as rows of `make validate`."""
 
 import time
 
@@ -12,8 +12,8 @@ REPEATS = 5
 
 
 def search_exam() -> list[Row]:
-    """Returns rows with layouts per second (time and memory, one core) and seconds of the largest
-    search.
+    """Returns rows with the layouts per second for which one core computes time and memory, and
+    with the seconds of the largest search.
     """
     spec, site = ModelSpec.preset("gpt-1t"), Site.load("frontier")
     found = search(spec, site, 3072, 9600)
